@@ -1,0 +1,54 @@
+"""Errors meant for people: each says what was found, which rule it breaks and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class PetatronError(Exception):
+    """Base of every error a user can cause and fix; the command line prints it without a traceback."""
+
+
+class DataError(PetatronError):
+    """A data file, index or tokenizer is missing, damaged or does not fit the run."""
+
+
+class CheckpointError(PetatronError):
+    """A checkpoint cannot be written, or cannot be read into this run."""
+
+
+class LaunchError(PetatronError):
+    """Ranks could not be started, or do not form the mesh that was asked for."""
+
+
+class TrainError(PetatronError):
+    """Training cannot go on with sound numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    `where` is the flag or key as the user spells it, `found` its value, `rule` what it breaks, `fix` what to do.
+    """
+
+    where: str
+    found: str
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        head = f"{self.where} {self.found}".strip()
+        return f"{head} {self.rule}. {self.fix}".strip()
+
+
+class ConfigError(PetatronError):
+    """All problems of a configuration, reported together."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        lines = [f"{len(self.problems)} {noun} in this configuration:"]
+        lines += [f"  {problem}" for problem in self.problems]
+        super().__init__("\n".join(lines))

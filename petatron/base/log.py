@@ -1,0 +1,24 @@
+"""Logging: one stdlib logger tree named `petatron`, quiet on every rank but the one that speaks for the run.
+
+Library code asks for `get_logger(__name__)` and never prints; the command line calls `configure` once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def get_logger(name: str) -> logging.Logger:
+    return logging.getLogger(name if name.startswith("petatron") else f"petatron.{name}")
+
+
+def configure(*, rank: int = 0, verbose: bool = False) -> None:
+    """Send info and above of rank 0 to stderr, and warnings and above of the other ranks with their rank."""
+    root = logging.getLogger("petatron")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    root.handlers[:] = [handler]
+    root.propagate = False
+    quiet = logging.INFO if rank == 0 else logging.ERROR
+    root.setLevel(logging.DEBUG if verbose else quiet)

@@ -1,0 +1,83 @@
+"""Boxes of a logical tensor: where two meet, and whether a set of them tiles the whole.
+
+A box is a start and a shape. What a rank saves and what another rank loads are boxes of the same logical tensor, and any
+layout can load from any other because the only question ever asked is where two boxes overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a logical tensor; a scalar is the box with no dimensions and volume 1."""
+
+    start: Shape
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        assert len(self.start) == len(self.shape), f"box start {self.start} and shape {self.shape} differ in length"
+
+    @property
+    def stop(self) -> Shape:
+        return tuple(at + size for at, size in zip(self.start, self.shape))
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.shape)
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Where this box lies inside a tensor that holds the outer box.
+
+        >>> Box((4, 2), (2, 3)).slices_in(Box((4, 0), (8, 8)))
+        (slice(0, 2, None), slice(2, 5, None))
+        """
+        return tuple(slice(at - base, at - base + size) for at, base, size in zip(self.start, outer.start, self.shape))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The box that two boxes have in common, or None.
+
+    >>> overlap(Box((0, 0), (4, 4)), Box((2, 3), (4, 4)))
+    Box(start=(2, 3), shape=(2, 1))
+    """
+    start = tuple(map(max, a.start, b.start))
+    shape = tuple(end - at for end, at in zip(map(min, a.stop, b.stop), start))
+    return None if any(size <= 0 for size in shape) else Box(start, shape)
+
+
+def tiling_problem(logical_shape: Shape, boxes: Sequence[Box]) -> str | None:
+    """Why these boxes do not hold every element of a tensor exactly once; None when they do."""
+    whole = Box((0,) * len(logical_shape), logical_shape)
+    for box in boxes:
+        if len(box.shape) != len(logical_shape) or (box.volume and overlap(box, whole) != box):
+            return f"the box at {list(box.start)} of shape {list(box.shape)} reaches outside {list(logical_shape)}"
+    twice = _shared(boxes)
+    if twice is not None:
+        return f"the box at {list(twice.start)} of shape {list(twice.shape)} is there twice"
+    held = sum(box.volume for box in boxes)
+    return None if held == whole.volume else f"{whole.volume - held} of {whole.volume} elements are missing"
+
+
+def _shared(boxes: Sequence[Box]) -> Box | None:
+    """Some box that two of these have in common.
+
+    Sweeps along the dimension with the most distinct starts, so that the usual splits (one cut dimension) compare only
+    neighbours and a thousand shards do not cost a million comparisons.
+    """
+    if not boxes or not boxes[0].shape:
+        return boxes[0] if len(boxes) > 1 else None
+    dim = max(range(len(boxes[0].shape)), key=lambda d: len({box.start[d] for box in boxes}))
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.start[dim]):
+        open_boxes = [other for other in open_boxes if other.stop[dim] > box.start[dim]]
+        for other in open_boxes:
+            if (common := overlap(box, other)) is not None:
+                return common
+        open_boxes.append(box)
+    return None

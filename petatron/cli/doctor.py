@@ -1,0 +1,222 @@
+"""`petatron doctor`: what this machine can do, what would be used, and what each missing extra costs.
+
+What can be tried is tried: an attention kernel or a fused optimizer counts as usable when a tiny call on the device
+succeeds, because the flags that say "enabled" are true on machines where the kernel then refuses to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from petatron import __version__
+from petatron.base.errors import LaunchError
+from petatron.mesh.launch import read_environment, usable_cores
+
+if TYPE_CHECKING:
+    import torch
+
+CORE = ("torch", "numpy", "safetensors", "pyyaml", "tokenizers")
+# Extra -> its libraries, and what one has to do without when they are missing.
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "log": (("rich", "tensorboard", "wandb"), "the live terminal view, TensorBoard and Weights & Biases"),
+    "hf": (("transformers",), "comparing with Hugging Face models"),
+    "data": (("zstandard",), "reading .zst corpora"),
+    "triton": (("triton",), "nothing in this version; fused GPU kernels will use it"),
+    "serve": (("fastapi", "uvicorn"), "nothing in this version; the text-generation server will use it"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device and what runs on it."""
+
+    kind: str
+    name: str
+    memory_gb: float
+    peak_bf16_tflops: float | None
+    reason: str
+    attention: tuple[str, ...]
+    """Scaled-dot-product backends that ran, in torch's order of preference."""
+    fused_adamw: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Everything `petatron doctor` found; `--json` prints it as it is."""
+
+    petatron: str
+    python: str
+    platform: str
+    cores: int
+    versions: dict[str, str | None]
+    devices: tuple[Device, ...]
+    backends: dict[str, bool]
+    missing_extras: dict[str, str]
+    """Extra -> what one does without."""
+    launched_by: str
+    problems: tuple[str, ...]
+    working_folder: str
+    working_folder_free_gb: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the diagnosis; always 0, for a report is not a verdict."""
+    parser = argparse.ArgumentParser(
+        prog="petatron doctor", description="Report versions, devices, backends and what each missing extra costs."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(list(argv))
+    found = diagnose()
+    print(json.dumps(asdict(found), indent=2) if options.json else render(found))
+    return 0
+
+
+def diagnose() -> Diagnosis:
+    import torch.distributed as dist
+
+    problems: list[str] = []
+    try:
+        environment = read_environment()
+        launched_by = f"{environment.origin} (rank {environment.rank} of {environment.world_size})"
+    except LaunchError as error:
+        launched_by = "unclear"
+        problems.append(str(error))
+    folder = os.getcwd()
+    if not _writable(folder):
+        problems.append(f"Cannot write in {folder}. Give --save and --log-dir a writable folder.")
+    versions = {name: _version(name) for name in (*CORE, *(name for names, _ in EXTRAS.values() for name in names))}
+    gloo, nccl = dist.is_available() and dist.is_gloo_available(), dist.is_available() and dist.is_nccl_available()
+    return Diagnosis(
+        petatron=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cores=usable_cores(),
+        versions=versions,
+        devices=_devices(),
+        backends={"gloo": gloo, "nccl": nccl},
+        missing_extras=_missing_extras(versions),
+        launched_by=launched_by,
+        problems=tuple(problems),
+        working_folder=folder,
+        working_folder_free_gb=round(shutil.disk_usage(folder).free / 1e9, 1),
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _missing_extras(versions: dict[str, str | None]) -> dict[str, str]:
+    missing: dict[str, str] = {}
+    for extra, (names, feature) in EXTRAS.items():
+        absent = [name for name in names if versions[name] is None]
+        if absent:
+            missing[extra] = f"{feature} (missing: {', '.join(absent)})"
+    return missing
+
+
+def _writable(folder: str) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _devices() -> tuple[Device, ...]:
+    import torch
+
+    from petatron.base.device import DeviceFacts, detect
+
+    facts: list[DeviceFacts] = [detect("cpu")]
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    facts += [detect("cuda", local_rank=index) for index in range(num_cuda)]
+    found: list[Device] = []
+    for index, fact in enumerate(facts):
+        device = torch.device("cpu") if fact.kind == "cpu" else torch.device("cuda", index - 1)
+        peak = fact.peak("bfloat16")
+        found.append(
+            Device(
+                kind=fact.kind,
+                name=fact.name,
+                memory_gb=round(fact.memory_bytes / 1e9, 1),
+                peak_bf16_tflops=None if peak is None else peak / 1e12,
+                reason="always there; its peak is unknown, so no MFU" if fact.kind == "cpu" else fact.reason,
+                attention=_attention_backends(device),
+                fused_adamw=_works(lambda device=device: _fused_adamw(device)),
+            )
+        )
+    return tuple(found)
+
+
+def _attention_backends(device: torch.device) -> tuple[str, ...]:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    preferred = {
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+
+    def attend(backend: SDPBackend) -> None:
+        x = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16, device=device)
+        with sdpa_kernel(backend):
+            torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    return tuple(name for name, backend in preferred.items() if _works(lambda backend=backend: attend(backend)))
+
+
+def _fused_adamw(device: torch.device) -> None:
+    import torch
+
+    weight = torch.zeros(4, device=device, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    torch.optim.AdamW([weight], fused=True).step()
+
+
+def _works(attempt: Callable[[], None]) -> bool:
+    import warnings
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch explains at length why a kernel was not taken
+            attempt()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def render(found: Diagnosis) -> str:
+    """The diagnosis for people."""
+    lines = [f"petatron {found.petatron}, Python {found.python}, {found.platform}, {found.cores} cores", ""]
+    lines.append("Versions")
+    lines += [f"  {name:14} {version or 'not installed'}" for name, version in found.versions.items()]
+    lines += ["", "Devices"]
+    for device in found.devices:
+        peak = "" if device.peak_bf16_tflops is None else f", {device.peak_bf16_tflops:.0f} bf16 TFLOP/s"
+        lines.append(f"  {device.kind}: {device.name}, {device.memory_gb} GB{peak} ({device.reason})")
+        lines.append(f"      attention: {', '.join(device.attention) or 'none ran'}")
+        lines.append(f"      AdamW: {'fused' if device.fused_adamw else 'one kernel per operation'}")
+    backends = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.backends.items())
+    lines += ["", f"Communication: {backends}", f"Started by: {found.launched_by}"]
+    lines.append(f"Working folder: {found.working_folder}, {found.working_folder_free_gb} GB free")
+    install = "Missing extras, and what they cost (pip install 'petatron[NAME]')"
+    lines += ["", install if found.missing_extras else "All extras are installed."]
+    lines += [f"  {extra:8} {cost}" for extra, cost in found.missing_extras.items()]
+    if found.problems:
+        lines += ["", "Problems", *(f"  {problem}" for problem in found.problems)]
+    return "\n".join(lines)

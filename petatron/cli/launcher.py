@@ -1,0 +1,300 @@
+"""Start the ranks of one machine, watch them, and tell one story when one of them fails.
+
+Why not torch's elastic agent: it gives the surviving ranks 30 s before it kills them and mixes every rank's traceback.
+Here the first failure ends the run within `grace_s` plus a moment, and the user reads the first cause once.
+
+Signals. Ranks run in a session of their own, so Ctrl-C in a terminal reaches only this process, which passes it on
+exactly once: a rank that took it as "save and exit" is not hit again while saving, and may take as long as it needs.
+A second Ctrl-C means "now", and kills. SIGHUP (a closed terminal) is passed on as SIGTERM.
+
+Orphans. If this process is killed in a way nothing can catch, the kernel kills the ranks (PR_SET_PDEATHSIG, Linux);
+ranks that train on with no one to stop them would hold the devices for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from petatron.base.errors import LaunchError
+from petatron.mesh.launch import Environment, rank_environment
+
+POLL_S = 0.05
+TERMINATE_S = 2.0
+PR_SET_PDEATHSIG = 1
+
+
+def run_ranks(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str = "127.0.0.1",
+    master_port: int | None = None,
+    grace_s: float = 3.0,
+) -> int:
+    """Run `command` once per local rank and return the exit code: 0, the first failure's, or 128 + its signal."""
+    environments = _local_ranks(
+        nproc=nproc, nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, master_port=master_port
+    )
+    with tempfile.TemporaryDirectory(prefix="petatron-ranks-") as folder:
+        ranks: list[Rank] = []
+        with _forwarding(ranks) as received:
+            try:
+                for environment in environments:
+                    ranks.append(_start(command, environment, Path(folder) / f"rank-{environment.rank}.json"))
+                first = _wait(ranks, grace_s=grace_s)
+            finally:
+                _stop(ranks)
+        return _conclude(ranks, first, received, world_size=environments[0].world_size)
+
+
+@dataclass(slots=True)
+class Rank:
+    """One child process and where it reports an error."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    error_file: Path
+    ended_at: float | None = None
+    """When we first saw that it had ended (unix time)."""
+    stopped: bool = False
+    """Whether we ended it because another rank failed."""
+
+    def running(self) -> bool:
+        if self.ended_at is None and self.process.poll() is not None:
+            self.ended_at = time.time()
+        return self.ended_at is None
+
+
+@dataclass(slots=True)
+class Received:
+    """Signals this process got while the ranks ran."""
+
+    signals: list[signal.Signals] = field(default_factory=list)
+
+
+def _local_ranks(
+    *, nproc: int, nnodes: int, node_rank: int, master_addr: str, master_port: int | None
+) -> list[Environment]:
+    if nproc < 1:
+        raise LaunchError(f"--nproc-per-node {nproc} starts no rank. Give at least 1.")
+    if not 0 <= node_rank < nnodes:
+        raise LaunchError(f"--node-rank {node_rank} is not below --nnodes {nnodes}. Machines count from 0.")
+    if master_port is None and nnodes > 1:
+        raise LaunchError(f"--nnodes {nnodes} needs --master-port: all machines must agree on it. Try 29500.")
+    if nnodes > 1 and master_addr in ("127.0.0.1", "localhost", "::1"):
+        raise LaunchError(
+            f"--nnodes {nnodes} needs --master-addr: {master_addr} means a different machine on each of them. "
+            "Give the name or address of the machine with --node-rank 0."
+        )
+    port = master_port if master_port is not None else _free_port()
+    return [
+        Environment(
+            rank=node_rank * nproc + local_rank,
+            local_rank=local_rank,
+            world_size=nnodes * nproc,
+            local_world_size=nproc,
+            master_addr=master_addr,
+            master_port=port,
+            origin="torchrun",
+        )
+        for local_rank in range(nproc)
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start(command: Sequence[str], environment: Environment, error_file: Path) -> Rank:
+    try:
+        process = subprocess.Popen(
+            list(command),
+            env=rank_environment(environment, error_file=str(error_file)),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),
+        )
+    except OSError as error:
+        raise LaunchError(f"Cannot start rank {environment.rank} with {command[0]!r}: {error}.") from error
+    return Rank(number=environment.rank, process=process, error_file=error_file)
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """A hook for the child, between fork and exec: have the kernel kill it when this process is gone."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)  # loaded here: between fork and exec as little as possible should happen
+    parent = os.getpid()
+
+    def hook() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above took effect
+            os._exit(1)
+
+    return hook
+
+
+@contextlib.contextmanager
+def _forwarding(ranks: list[Rank]) -> Iterator[Received]:
+    """While open, pass SIGINT, SIGTERM and SIGHUP on to the ranks; the second SIGINT kills them."""
+    received = Received()
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread may install handlers
+        return
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        again = signal.SIGINT in received.signals and number == signal.SIGINT
+        already = bool(received.signals)
+        received.signals.append(signal.Signals(number))
+        if again:
+            _signal_all(ranks, signal.SIGKILL)
+        elif not already:
+            _signal_all(ranks, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_ours(number)]
+    before = {number: signal.signal(number, handle) for number in wanted}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_ours(number: signal.Signals) -> bool:
+    # nohup, and shells that start background jobs, ignore signals on purpose.
+    return signal.getsignal(number) is not signal.SIG_IGN
+
+
+def _signal_all(ranks: Sequence[Rank], number: signal.Signals) -> None:
+    for rank in ranks:
+        if rank.running():
+            rank.process.send_signal(number)
+
+
+def _wait(ranks: Sequence[Rank], *, grace_s: float) -> Rank | None:
+    """Until all ranks ended well (None), or one failed and the others had `grace_s` to end by themselves."""
+    first: Rank | None = None
+    deadline = float("inf")
+    while _running(ranks) and time.monotonic() < deadline:
+        if first is None:
+            first = _first_failed(ranks)
+            deadline = time.monotonic() + grace_s if first else deadline
+        time.sleep(POLL_S)
+    return first or _first_failed(ranks)
+
+
+def _running(ranks: Sequence[Rank]) -> int:
+    return sum(rank.running() for rank in ranks)  # a sum, not any(): it looks at every rank
+
+
+def _first_failed(ranks: Sequence[Rank]) -> Rank | None:
+    failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
+    return min(failed, key=lambda rank: rank.ended_at or 0.0, default=None)
+
+
+def _stop(ranks: Sequence[Rank]) -> None:
+    """SIGTERM, a moment, SIGKILL, and no zombie; a rank that has ended is left alone."""
+    for rank in ranks:
+        rank.stopped = rank.running()
+    _signal_all(ranks, signal.SIGTERM)
+    deadline = time.monotonic() + TERMINATE_S
+    while _running(ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    _signal_all(ranks, signal.SIGKILL)
+    for rank in ranks:
+        rank.process.wait()
+
+
+def _conclude(ranks: Sequence[Rank], first: Rank | None, received: Received, *, world_size: int) -> int:
+    """The exit code of the whole, after telling what happened if it was not a success."""
+    if first is None:
+        return 0
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")  # a rank that was killed may have left the cursor hidden
+    if received.signals and _died_of(received, first.process.returncode):
+        names = " and ".join(dict.fromkeys(number.name for number in received.signals))
+        print(f"Stopped by {names} before the run could end by itself.", file=sys.stderr)
+        return _code(first)
+    culprit, report = _first_cause(ranks)
+    stopped = sum(rank.stopped for rank in ranks)
+    followed = sum(rank.process.returncode != 0 and not rank.stopped for rank in ranks) - 1
+    print(f"\nRank {culprit.number} of {world_size} failed first{_how(culprit)}", file=sys.stderr)
+    if report:
+        print(f"\n{report}\n", file=sys.stderr)
+    others = [f"{stopped} stopped"] * bool(stopped) + [f"{followed} failed after it"] * bool(followed)
+    if others:
+        print(f"Other ranks on this machine: {', '.join(others)}.", file=sys.stderr)
+    return _code(culprit)
+
+
+def _died_of(received: Received, code: int) -> bool:
+    """Killed, or ended the way Python ends on Ctrl-C, after we passed a signal on: that needs no error report."""
+    return code < 0 or code in {128 + number for number in received.signals}
+
+
+def _first_cause(ranks: Sequence[Rank]) -> tuple[Rank, str]:
+    """The rank that started it, and its text.
+
+    An error of its own beats a death without report, because NCCL's watchdog aborts ranks whose peer failed; both beat
+    a report of a broken connection. Within a class the earliest wins.
+    """
+    causes: list[tuple[int, float, Rank, str]] = []
+    for rank in ranks:
+        if rank.stopped or rank.process.returncode == 0:
+            continue
+        report = _read_report(rank.error_file)
+        if report is None:
+            causes.append((1, rank.ended_at or 0.0, rank, ""))
+        else:
+            causes.append((2 if report.echo else 0, report.time, rank, report.text))
+    _, _, culprit, text = min(causes, key=lambda cause: cause[:2])
+    return culprit, text
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a failed rank wrote."""
+
+    text: str
+    time: float
+    echo: bool
+
+
+def _read_report(path: Path) -> Report | None:
+    try:
+        details = json.loads(path.read_text())["message"]["extraInfo"]
+        time_s = float(details.get("time", details["timestamp"]))
+        return Report(text=details["py_callstack"], time=time_s, echo=bool(details.get("echo")))
+    except (OSError, ValueError, KeyError, TypeError):  # it died while writing, or never wrote
+        return None
+
+
+def _how(rank: Rank) -> str:
+    code = rank.process.returncode
+    if code >= 0:
+        return ":" if rank.error_file.exists() else f", with exit code {code} and no report."
+    hint = " The kernel does that when memory runs out." if -code == signal.SIGKILL else ""
+    return f": it was ended by {signal.Signals(-code).name}.{hint}"
+
+
+def _code(rank: Rank) -> int:
+    code = rank.process.returncode
+    return 128 - code if code < 0 else code

@@ -1,0 +1,88 @@
+"""`petatron VERB ...`: finds the verb's module, runs it, and turns errors into messages and exit codes.
+
+A verb's module is imported only when the verb is used, so that help needs neither torch nor the schema. Each has
+`main(argv) -> int`. Errors a user can fix are printed without a traceback; anything else is a bug and keeps its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from petatron import __version__
+from petatron.base.errors import ConfigError, PetatronError
+
+VERBS: Mapping[str, str] = {
+    "quickstart": "train a small model on this machine in two minutes, nothing to download",
+    "train": "train a model",
+    "data": "preprocess and inspect datasets",
+    "verify": "prove that a parallel layout trains the same model as one process",
+    "bench": "measure speed side by side",
+    "config": "show, compare and document configurations",
+    "doctor": "report versions, devices, backends and what missing extras cost",
+}
+
+_EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one verb and answer its exit code: 2 for a wrong command line or configuration, 1 for other errors."""
+    try:
+        code = _dispatch(list(argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (head, less) has gone; a second failure while Python flushes at exit would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_ERROR
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return _EXIT_USAGE
+    except PetatronError as error:
+        print(f"petatron: {error}", file=sys.stderr)
+        return _EXIT_ERROR
+    except KeyboardInterrupt:
+        print("petatron: interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    return code
+
+
+def usage() -> str:
+    width = max(len(verb) for verb in VERBS)
+    verbs = "\n".join(f"  {verb:{width}}  {summary}" for verb, summary in VERBS.items())
+    return (
+        "usage: petatron VERB [arguments]\n\n"
+        "Train language models of any size on any number of devices.\n\n"
+        f"verbs:\n{verbs}\n\n"
+        "petatron VERB --help tells more about a verb; petatron --version prints the version.\n"
+        "To start: petatron quickstart"
+    )
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else _EXIT_USAGE
+    if argv[0] in ("-V", "--version"):
+        print(f"petatron {__version__}")
+        return 0
+    verb, rest = argv[0], argv[1:]
+    if verb not in VERBS:
+        print(_unknown(verb), file=sys.stderr)
+        return _EXIT_USAGE
+    module = importlib.import_module(f"petatron.cli.{verb}")
+    return module.main(rest)
+
+
+def _unknown(verb: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(verb, VERBS, n=1)
+    hint = f"Did you mean {close[0]}?" if close else f"Verbs: {', '.join(VERBS)}."
+    return f"petatron: {verb!r} is not a verb. {hint}"

@@ -1,0 +1,61 @@
+"""The validator: a pure function from a derived config to all its problems.
+
+Each rule is written once, in the file of its topic; each reads the config and yields problems in terms of flags, with
+the value found, the rule and a fix. Rules about fields that derivation could not fill stay silent, because the reason is
+already reported. Arithmetic of features that are not in this version is still checked: a layout that cannot multiply
+out is wrong today and will be wrong later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from petatron.base.errors import Problem
+from petatron.config.check_files import check_files
+from petatron.config.check_layout import check_layout
+from petatron.config.check_model import check_model
+from petatron.config.check_run import check_run
+from petatron.config.fields import by_path
+from petatron.config.flags import later_problem
+from petatron.config.schema import RunConfig
+
+# Path of a field -> the feature that any value but its default asks for.
+NOT_IN_THIS_VERSION: Mapping[str, str] = {
+    "parallel.pipeline_model_parallel_size": "pipeline parallelism",
+    "parallel.num_layers_per_virtual_pipeline_stage": "the interleaved pipeline schedule",
+    "parallel.context_parallel_size": "context parallelism",
+    "parallel.expert_model_parallel_size": "expert parallelism",
+    "moe.num_experts": "mixture of experts",
+    "latent.multi_latent_attention": "multi-latent attention",
+    "latent.mtp_num_layers": "multi-token prediction",
+    "parallel.use_distributed_optimizer": "the distributed optimizer",
+    "parallel.overlap_param_gather": "the distributed optimizer",
+    "precision.fp8_format": "FP8 training",
+    "memory.recompute_granularity": "activation recompute",
+    "memory.optimizer_cpu_offload": "optimizer CPU offload",
+    "checkpoint.async_save": "background checkpoint writing",
+    "data.reset_attention_mask": "document-masked attention",
+}
+
+
+def check(config: RunConfig, *, require_training: bool = True) -> list[Problem]:
+    """Every problem of a derived config; empty means it may run.
+
+    `require_training=False` leaves out what only training needs: a length, a learning rate, data, a vocabulary.
+    """
+    return [
+        *check_model(config),
+        *check_layout(config),
+        *check_run(config, require_training=require_training),
+        *check_files(config, require_training=require_training),
+        *_not_in_this_version(config),
+    ]
+
+
+def _not_in_this_version(config: RunConfig) -> Iterator[Problem]:
+    for path, feature in NOT_IN_THIS_VERSION.items():
+        info = by_path()[path]
+        value = getattr(getattr(config, info.section), info.name)
+        if value != info.default:
+            fix = "Leave it out" if info.kind == "bool" or info.default is None else f"Use {info.default}"
+            yield later_problem(info.flag, "" if info.kind == "bool" else str(value), feature, fix)

@@ -1,0 +1,99 @@
+"""Rules about what a run reads and writes: data, tokenizer, checkpoints, logs. Whether files exist is not asked here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from petatron.base.errors import Problem
+from petatron.config.blend import BlendError, parse_blend, parse_split
+from petatron.config.fields import flag_of
+from petatron.config.schema import RunConfig
+from petatron.config.wording import at_least
+
+
+def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+    yield from _sources(config, require_training=require_training)
+    yield from _blends(config)
+    yield from _tokenizer(config, require_training=require_training)
+    yield from _checkpoints(config)
+    yield from at_least("log_interval", config.log.log_interval, 1)
+    yield from at_least("num_workers", config.data.num_workers, 0)
+    if config.log.wandb_exp_name is not None and config.log.wandb_project is None:
+        yield Problem("--wandb-exp-name", config.log.wandb_exp_name, "needs --wandb-project", "Give the project too.")
+
+
+def _sources(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+    data = config.data
+    per_split = data.train_data_path + data.valid_data_path + data.test_data_path
+    given = [
+        flag
+        for flag, value in (
+            ("--mock-data", data.mock_data),
+            ("--data-path", data.data_path),
+            ("--data-args-path", data.data_args_path),
+            ("--train-data-path", per_split),
+        )
+        if value
+    ]
+    if len(given) > 1:
+        rule = f"cannot be combined with {' or '.join(given[1:])}"
+        yield Problem(given[0], "", rule, "Keep one source of data.")
+    elif not given and require_training:
+        fix = "Give dataset prefixes, --train-data-path, or --mock-data to try the run without data."
+        yield Problem("--data-path", "", "is not set", fix)
+    if per_split and not data.train_data_path and require_training:
+        rule = "is not set, but another split has a path of its own"
+        yield Problem("--train-data-path", "", rule, "Give the training prefixes too.")
+
+
+def _blends(config: RunConfig) -> Iterator[Problem]:
+    data = config.data
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = getattr(data, name)
+        try:
+            parse_blend(words)
+        except BlendError as error:
+            where = flag_of(name)
+            yield Problem(where, " ".join(words), str(error), "Write `prefix prefix` or `weight prefix weight prefix`.")
+    try:
+        train, _, _ = parse_split(data.split)
+    except BlendError as error:
+        yield Problem("--split", data.split, str(error), "Write three numbers such as 969,30,1.")
+    else:
+        if train == 0 and data.data_path:
+            yield Problem("--split", data.split, "leaves nothing to train on", "Give training a share above 0.")
+
+
+def _tokenizer(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+    tokenizer, vocab_size = config.tokenizer, config.model.vocab_size
+    kind = tokenizer.tokenizer_type
+    if kind == "HuggingFaceTokenizer" and tokenizer.tokenizer_model is None:
+        fix = "Give a tokenizer.json or a folder that holds one."
+        yield Problem("--tokenizer-type", kind, "needs --tokenizer-model", fix)
+    half_given = (tokenizer.vocab_file is None) != (tokenizer.merge_file is None)
+    if half_given or (kind == "GPT2BPETokenizer" and tokenizer.vocab_file is None):
+        missing = "--vocab-file" if tokenizer.vocab_file is None else "--merge-file"
+        yield Problem(missing, "", "is not set, and GPT-2 BPE needs --vocab-file and --merge-file", "Give both.")
+    elif kind == "NullTokenizer" and vocab_size is None:
+        yield Problem("--vocab-size", "", "is not set, and NullTokenizer has no other way to know it", "Give it.")
+    elif kind is None and vocab_size is None and require_training:
+        fix = "Give --tokenizer-model, or --vocab-file with --merge-file, or --vocab-size."
+        yield Problem("--tokenizer-type", "", "is not set, and neither is --vocab-size", fix)
+    if kind is None and (config.data.eod_mask_loss or config.data.reset_position_ids) and vocab_size is not None:
+        where = "--eod-mask-loss" if config.data.eod_mask_loss else "--reset-position-ids"
+        yield Problem(where, "", "needs a tokenizer to know the end-of-document token", "Give --tokenizer-model.")
+
+
+def _checkpoints(config: RunConfig) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    yield from at_least("save_interval", checkpoint.save_interval, 1)
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        rule = "needs --save, the folder to save in"
+        yield Problem("--save-interval", str(checkpoint.save_interval), rule, "Give it, or leave the interval out.")
+    yield from at_least("ckpt_step", checkpoint.ckpt_step, 0)
+    for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
+        value = getattr(checkpoint, name)
+        if value not in (None, False) and checkpoint.load is None:
+            found = "" if value is True else str(value)
+            where = flag_of(name)
+            yield Problem(where, found, "needs --load, the folder to load from", "Give it, or leave this out.")

@@ -1,0 +1,213 @@
+"""The command line: argv to settings, with every problem collected.
+
+A flag is a field of the schema (`--num-layers 2` or `--num-layers=2`), another spelling from `spellings.py`, or wrong.
+Booleans are `--x`, `--no-x`, `--x=false`; a bare `true` or `false` after one is taken as its value, any other word is
+not. Fields that hold several values take words until the next flag. Underscores count as dashes, so torchrun's
+`--nproc_per_node=8` is understood. A word that starts with `--` is always a flag; one that starts with a single dash is
+a value, so negative numbers need no quoting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from petatron.base.errors import Problem
+from petatron.config import spellings
+from petatron.config.fields import FieldInfo, Value, by_name, by_path, listing, nearest
+from petatron.config.origins import Origin, Setting
+
+PRESET_FLAG, FILE_FLAG = "--preset", "--config"
+
+
+@dataclass(slots=True)
+class ParsedFlags:
+    """What argv said. `suspects` are flags whose value is in doubt, so that rules about them stay silent."""
+
+    settings: list[Setting] = field(default_factory=list)
+    preset: str | None = None
+    files: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    suspects: set[str] = field(default_factory=set)
+    drops_learned_positions: bool = False
+
+    def add(self, info: FieldInfo, value: Value, spelling: str) -> None:
+        self.settings.append(Setting(info.path, value, Origin("flag", spelling)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """One flag with the words that follow it, up to the next flag; `attached` is what stood after `=`."""
+
+    typed: str
+    flag: str
+    attached: str | None
+    following: tuple[str, ...]
+
+
+def parse_flags(argv: Sequence[str]) -> ParsedFlags:
+    """Settings in the order typed; nothing is raised, the problems are in the answer."""
+    parsed = ParsedFlags()
+    for word in _split(argv, parsed):
+        surplus = _take(word, parsed)
+        parsed.problems += [_stray(text) for text in surplus]
+    _refuse_two_shorthands(parsed)
+    return parsed
+
+
+def known_flags() -> list[str]:
+    """Every spelling that is understood, for suggestions."""
+    own = [info.flag for info in by_name().values()]
+    negated = [f"--no-{info.flag[2:]}" for info in by_name().values() if info.kind == "bool"]
+    return [*own, *negated, *spellings.ALIASES, *spellings.SHORTHANDS, *spellings.IMPLIED, PRESET_FLAG, FILE_FLAG]
+
+
+def later_problem(where: str, found: str, feature: str, fix: str = "Leave it out") -> Problem:
+    """The one wording for what exists elsewhere but not here yet."""
+    return Problem(where, found, f"needs {feature}, which is not in this version", f"{fix}.")
+
+
+def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Problem:
+    """A value that does not fit its field; `where` is how the user named the field."""
+    feature = spellings.LATER_VALUES.get(info.name, {}).get(text)
+    if feature is not None:
+        return later_problem(where, text, feature, f"Use {listing(info.choices)}")
+    close = nearest(text, info.choices, count=1)
+    fix = f"Did you mean {close[0]}?" if close else f"It is: {info.doc.removesuffix('.')}."
+    return Problem(where, text or "''", reason, fix)
+
+
+def _split(argv: Sequence[str], parsed: ParsedFlags) -> list[_Word]:
+    starts = [index for index, text in enumerate(argv) if text.startswith("--")]
+    first = starts[0] if starts else len(argv)
+    parsed.problems += [_stray(text) for text in argv[:first]]
+    words: list[_Word] = []
+    for start, end in zip(starts, [*starts[1:], len(argv)]):
+        typed, equals, attached = argv[start].partition("=")
+        flag = typed.replace("_", "-")
+        words.append(_Word(typed, flag, attached if equals else None, tuple(argv[start + 1 : end])))
+    return words
+
+
+def _stray(text: str) -> Problem:
+    return Problem(repr(text), "", "is not a flag and follows no flag that takes it", "Flags start with two dashes.")
+
+
+def _take(word: _Word, parsed: ParsedFlags) -> Sequence[str]:
+    """Apply one flag; the answer is the following words it did not use."""
+    flag = word.flag
+    info = by_name().get(spellings.ALIASES.get(flag, flag[2:].replace("-", "_")))
+    negated = by_name().get(flag[5:].replace("-", "_")) if flag.startswith("--no-") else None
+    if info is not None:
+        return _take_field(info, word, parsed)
+    if negated is not None and negated.kind == "bool":
+        return _take_bare(word, parsed, lambda: parsed.add(negated, False, word.typed))
+    if flag in (PRESET_FLAG, FILE_FLAG):
+        return _take_source(word, parsed)
+    if (shorthand := spellings.SHORTHANDS.get(flag)) is not None:
+        target = by_name()[shorthand.field]
+        return _take_bare(word, parsed, lambda: parsed.add(target, shorthand.value, word.typed))
+    if flag == spellings.NO_POSITION_EMBEDDING:
+        parsed.drops_learned_positions = True
+        return word.following
+    if (implied := spellings.IMPLIED.get(flag)) is not None:
+        return _take_implied(implied, word, parsed)
+    parsed.problems.append(_refusal(word, parsed))
+    return ()
+
+
+def _take_field(info: FieldInfo, word: _Word, parsed: ParsedFlags) -> Sequence[str]:
+    if info.many:
+        texts = word.following if word.attached is None else (word.attached, *word.following)
+        if not texts:
+            parsed.problems.append(_needs_value(info, word))
+        _add_parsed(info, word, texts, parsed)
+        return ()
+    if word.attached is not None:
+        _add_parsed(info, word, (word.attached,), parsed)
+        return word.following
+    if info.kind == "bool":
+        explicit = word.following[:1] if word.following[:1] in (("true",), ("false",)) else ()
+        _add_parsed(info, word, explicit or ("true",), parsed)
+        return word.following[len(explicit) :]
+    if not word.following:
+        parsed.problems.append(_needs_value(info, word))
+        parsed.suspects.add(info.flag)
+        return ()
+    _add_parsed(info, word, word.following[:1], parsed)
+    return word.following[1:]
+
+
+def _add_parsed(info: FieldInfo, word: _Word, texts: Sequence[str], parsed: ParsedFlags) -> None:
+    values: list[Value] = []
+    for text in texts:
+        try:
+            values.append(info.parse(text))
+        except ValueError as error:
+            parsed.problems.append(value_problem(info, word.typed, text, str(error)))
+            parsed.suspects.add(info.flag)
+    if len(values) == len(texts) and values:
+        parsed.add(info, tuple(values) if info.many else values[0], word.typed)  # type: ignore[arg-type]
+
+
+def _take_bare(word: _Word, parsed: ParsedFlags, apply: Callable[[], None]) -> Sequence[str]:
+    """A flag that has no value: an attached one is a mistake."""
+    if word.attached is None:
+        apply()
+    else:
+        rule = "is given to a flag that takes no value"
+        parsed.problems.append(Problem(word.typed, word.attached, rule, f"Write {word.typed} alone, or leave it out."))
+    return word.following
+
+
+def _take_implied(implied: spellings.Implied, word: _Word, parsed: ParsedFlags) -> Sequence[str]:
+    notice = f"{word.typed} is accepted and changes nothing: {implied.reason}"
+    if not implied.takes_value:
+        return _take_bare(word, parsed, lambda: parsed.notices.append(notice))
+    parsed.notices.append(notice)
+    return word.following[1:] if word.attached is None else word.following
+
+
+def _take_source(word: _Word, parsed: ParsedFlags) -> Sequence[str]:
+    text = word.attached if word.attached is not None else next(iter(word.following), "")
+    if not text:
+        what = "a preset's name" if word.flag == PRESET_FLAG else "a YAML file"
+        parsed.problems.append(Problem(word.typed, "", "needs a value", f"Give {what}."))
+    elif word.flag == PRESET_FLAG:
+        parsed.preset = text
+    else:
+        parsed.files.append(text)
+    return word.following if word.attached is not None else word.following[1:]
+
+
+def _needs_value(info: FieldInfo, word: _Word) -> Problem:
+    return Problem(word.typed, "", "needs a value", f"It is: {info.doc.removesuffix('.')}.")
+
+
+def _refusal(word: _Word, parsed: ParsedFlags) -> Problem:
+    flag, typed = word.flag, word.typed
+    found = word.attached if word.attached is not None else " ".join(word.following)
+    if flag in spellings.LATER:
+        return later_problem(typed, found, spellings.LATER[flag])
+    if flag in spellings.RENAMED:
+        return Problem(typed, "", "is an old name", f"Use {spellings.RENAMED[flag]}.")
+    if flag in spellings.ELSEWHERE:
+        return Problem(typed, "", "does not belong to this command", f"It is a flag of `{spellings.ELSEWHERE[flag]}`.")
+    close = nearest(flag, known_flags())
+    # A misspelt --num-layers should not also be reported as a missing --num-layers.
+    parsed.suspects.update(close)
+    fix = f"Did you mean {listing(close)}?" if close else "See `petatron train --help` for all flags."
+    return Problem(typed, "", "is not a known flag", fix)
+
+
+def _refuse_two_shorthands(parsed: ParsedFlags) -> None:
+    """`--swiglu --squared-relu`: each names a whole choice, so neither can quietly win."""
+    seen: dict[str, Setting] = {}
+    for setting in parsed.settings:
+        if setting.origin.detail not in spellings.SHORTHANDS:
+            continue
+        earlier = seen.setdefault(setting.path, setting)
+        if earlier.value != setting.value:
+            rule = f"contradicts {earlier.origin.detail}; both set {by_path()[setting.path].flag}"
+            parsed.problems.append(Problem(setting.origin.detail, "", rule, "Keep one of them."))

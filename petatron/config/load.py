@@ -1,0 +1,126 @@
+"""From argv, a preset and files to one checked config that knows where each value came from.
+
+Order: schema defaults, then the preset, then files in the order given, then flags; later wins. What is still unset is
+derived. All problems of all stages are raised together; a rule stays silent about a field whose value could not be read,
+since that is already a problem of its own. Nothing changes a config after this, except `with_vocab_size`, which fills
+the one fact that needs a file to be opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config.check import check
+from petatron.config.check_model import ROTARY_TYPES
+from petatron.config.derive import derive
+from petatron.config.document import Document, read_file
+from petatron.config.fields import all_fields, assemble
+from petatron.config.flags import ParsedFlags, parse_flags
+from petatron.config.idle import idle_notices
+from petatron.config.origins import Origin, Setting
+from petatron.config.presets import read_preset
+from petatron.config.schema import RunConfig
+from petatron.config.spellings import NO_POSITION_EMBEDDING
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A config with derived values filled in, the origin of every value by path, and remarks for the user."""
+
+    config: RunConfig
+    origins: dict[str, Origin]
+    notices: tuple[str, ...] = ()
+
+
+def load_config(
+    argv: Sequence[str] = (),
+    *,
+    preset: str | None = None,
+    files: Sequence[str | Path] = (),
+    world_size: int | None = None,
+    require_training: bool = True,
+) -> Loaded:
+    """A valid config, or `ConfigError` with every problem.
+
+    `argv` may itself hold `--preset NAME` and `--config FILE`. `world_size` is the launcher's number of ranks.
+    `require_training=False` is for verbs that only need a model or a layout.
+
+    >>> load_config(["--hidden-size", "64"], preset="tiny-llama", require_training=False).config.model.kv_channels
+    8
+    """
+    loaded, problems = resolve_config(
+        argv, preset=preset, files=files, world_size=world_size, require_training=require_training
+    )
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def resolve_config(
+    argv: Sequence[str] = (),
+    *,
+    preset: str | None = None,
+    files: Sequence[str | Path] = (),
+    world_size: int | None = None,
+    require_training: bool = True,
+) -> tuple[Loaded, list[Problem]]:
+    """Like `load_config`, but the problems are returned beside what could be understood."""
+    flags = parse_flags(argv)
+    name = flags.preset or preset
+    documents = [read_preset(name)] if name else []
+    documents += [read_file(path) for path in [*files, *flags.files]]
+    problems = [problem for source in (*documents, flags) for problem in source.problems]
+    suspects = {flag for source in (*documents, flags) for flag in source.suspects}
+
+    values = {info.path: info.default for info in all_fields()}
+    origins = {info.path: Origin("default") for info in all_fields()}
+    for setting in _in_order(documents, flags):
+        values[setting.path], origins[setting.path] = setting.value, setting.origin
+    given = {path for path, origin in origins.items() if origin.chosen}
+    raw = assemble(values)
+    problems += _source_problems(raw, flags, world_size)
+    config, derived = derive(raw, given=given, world_size=world_size)
+    origins |= derived
+    problems += [
+        problem for problem in check(config, require_training=require_training) if problem.where not in suspects
+    ]
+    notices = (*flags.notices, *idle_notices(config, origins))
+    return Loaded(config, origins, notices), problems
+
+
+def with_vocab_size(loaded: Loaded, vocab_size: int, why: str) -> Loaded:
+    """The same config now that the tokenizer is open; a larger vocabulary that someone chose is kept."""
+    path = "model.vocab_size"
+    chosen = loaded.config.model.vocab_size
+    if chosen is not None and loaded.origins[path].chosen:
+        if chosen < vocab_size:
+            rule = f"is smaller than the {vocab_size} ids of {why}"
+            raise ConfigError([Problem("--vocab-size", str(chosen), rule, f"Use {vocab_size} or more.")])
+        return loaded
+    model = replace(loaded.config.model, vocab_size=vocab_size)
+    origins = loaded.origins | {path: Origin("derived", why)}
+    return replace(loaded, config=replace(loaded.config, model=model), origins=origins)
+
+
+def _in_order(documents: Sequence[Document], flags: ParsedFlags) -> list[Setting]:
+    return [setting for source in (*documents, flags) for setting in source.settings]
+
+
+def _source_problems(config: RunConfig, flags: ParsedFlags, world_size: int | None) -> list[Problem]:
+    """Rules about how something was said, which the final values no longer show."""
+    problems: list[Problem] = []
+    asked = config.parallel.world_size
+    if world_size is not None and asked is not None and asked != world_size:
+        rule = f"is not the number of ranks that were started, {world_size}"
+        problems.append(Problem("--world-size", str(asked), rule, f"Leave it out, or start {asked} ranks."))
+    positions = config.model.position_embedding_type
+    if flags.drops_learned_positions and positions in ROTARY_TYPES:
+        flags.notices.append(f"{NO_POSITION_EMBEDDING} is accepted and changes nothing: positions are {positions}")
+    elif flags.drops_learned_positions and positions != "none":
+        rule = f"removes the learned positions, but --position-embedding-type is {positions}"
+        fix = "Use --position-embedding-type rope, or none."
+        problems.append(Problem(NO_POSITION_EMBEDDING, "", rule, fix))
+    return problems

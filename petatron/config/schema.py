@@ -1,0 +1,469 @@
+"""The one typed schema behind flags, YAML, presets, Python and the reference page.
+
+Every section is a frozen dataclass of plain values; the string under a field is its documentation and its help text.
+A field's name is Megatron's flag with underscores (`num_layers` is `--num-layers`), and names are unique over all
+sections, so a flag needs no prefix. A default is written here and nowhere else. `None` means "derived": `derive.py`
+fills it and records why. What values may be together is `check.py`'s business. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+PositionType = Literal["learned_absolute", "rope", "yarn", "none"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "swiglu", "geglu", "reglu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder."""
+
+    num_layers: int = 0
+    """Number of transformer layers."""
+    hidden_size: int = 0
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = None
+    """Width inside the MLP. Derived: 4 x hidden; for gated activations 8/3 x hidden rounded down to a multiple of 64."""
+    num_attention_heads: int = 0
+    """Number of query heads."""
+    group_query_attention: bool = False
+    """Share key/value heads between groups of query heads; `--num-query-groups` says how many groups."""
+    num_query_groups: int | None = None
+    """Number of key/value heads. Derived: 1 with `--group-query-attention` (multi-query), else the number of heads."""
+    kv_channels: int | None = None
+    """Width of one head. Derived: hidden size / heads."""
+    seq_length: int = 0
+    """Tokens per training sample."""
+    max_position_embeddings: int | None = None
+    """Longest position the model is built for. Derived: the sequence length."""
+    position_embedding_type: PositionType = "learned_absolute"
+    """How positions enter: a learned table, rotary embedding, rotary with YaRN scaling, or not at all."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = 1.0
+    """Fraction of each head that is rotated."""
+    use_rope_scaling: bool = False
+    """Llama-3 frequency scaling for contexts longer than the one first trained on."""
+    rope_scaling_factor: float = 8.0
+    """Context extension factor of Llama-3 or YaRN scaling."""
+    rope_low_freq_factor: float = 1.0
+    """Llama-3 scaling: wavelengths longer than original context / this are fully scaled."""
+    rope_high_freq_factor: float = 4.0
+    """Llama-3 scaling: wavelengths shorter than original context / this are left alone."""
+    original_max_position_embeddings: int = 8192
+    """Context length before extension, for Llama-3 and YaRN scaling."""
+    yarn_beta_fast: float = 32.0
+    """YaRN: rotations over the original context above which a frequency is kept."""
+    yarn_beta_slow: float = 1.0
+    """YaRN: rotations over the original context below which a frequency is interpolated."""
+    yarn_mscale: float = 1.0
+    """YaRN: scale of the attention temperature correction."""
+    yarn_mscale_all_dim: float = 0.0
+    """YaRN: second scale of the temperature correction (DeepSeek); 0 leaves it out."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Which normalisation stands before attention, before the MLP and at the end."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance inside normalisation."""
+    activation: Activation = "gelu"
+    """MLP activation; the names ending in glu are gated and use three matrices."""
+    add_bias_linear: bool = True
+    """Biases on the linear layers (`--disable-bias-linear` turns them off)."""
+    add_qkv_bias: bool = False
+    """Bias on the query/key/value projection even when the others have none (Qwen2)."""
+    qk_layernorm: bool = False
+    """Normalise each query and key head (Qwen3)."""
+    window_size: int | None = None
+    """Sliding-window attention: how many tokens, itself included, a token sees. Unset means all."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output head weights of its own; by default it shares the token embedding."""
+    hidden_dropout: float = 0.1
+    """Dropout on the embedding and on each residual branch. Modern language models use 0."""
+    attention_dropout: float = 0.1
+    """Dropout on attention weights. Modern language models use 0."""
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; projections into the residual stream get it divided by sqrt(2 x layers)."""
+    embedding_init_method_std: float | None = None
+    """Standard deviation of the initial embeddings. Derived: `--init-method-std`."""
+    vocab_size: int | None = None
+    """Number of token ids. Derived: from the tokenizer."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded in memory to a multiple of this x tensor-parallel size; checkpoints never hold the padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts."""
+
+    num_experts: int | None = None
+    """Number of routed experts per MoE layer; unset means a dense model."""
+    moe_layer_freq: str = "1"
+    """Which layers are MoE: N means every N-th, or a pattern such as ([0]*1+[1]*23)."""
+    moe_ffn_hidden_size: int | None = None
+    """Width inside one expert. Derived: the MLP width."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of the shared expert that every token passes; unset means none."""
+    moe_router_topk: int = 2
+    """Experts each token is sent to."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
+        "aux_loss"
+    )
+    """How the load of the experts is kept even."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the balancing loss."""
+    moe_z_loss_coeff: float | None = None
+    """Weight of the router z-loss; unset means none."""
+    moe_grouped_gemm: bool = False
+    """Run all local experts in one grouped matrix product."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    """How tokens reach their experts."""
+    moe_permute_fusion: bool = False
+    """Fuse the permutation of tokens around the experts."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns router logits into scores."""
+    moe_router_pre_softmax: bool = False
+    """Apply the softmax before choosing the top k."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance with a learned-by-rule bias per expert instead of a loss (DeepSeek-V3)."""
+    moe_router_bias_update_rate: float = 1e-3
+    """Step of that bias."""
+    moe_router_num_groups: int | None = None
+    """Groups of experts for group-limited routing."""
+    moe_router_group_topk: int | None = None
+    """Groups each token may use."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor on the chosen scores."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Precision of the router; unset means that of the model."""
+    moe_expert_capacity_factor: float | None = None
+    """Tokens an expert takes, as a factor of an even share; unset means no token is dropped."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens are dropped when an expert is full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-latent attention and multi-token prediction (DeepSeek)."""
+
+    multi_latent_attention: bool = False
+    """Compress keys and values into a latent vector."""
+    q_lora_rank: int | None = None
+    """Rank of the query compression; unset means none."""
+    kv_lora_rank: int = 32
+    """Rank of the key/value compression."""
+    qk_head_dim: int = 128
+    """Width of the part of a query/key head without position."""
+    qk_pos_emb_head_dim: int = 64
+    """Width of the rotated part of a query/key head."""
+    v_head_dim: int = 128
+    """Width of a value head."""
+    mtp_num_layers: int | None = None
+    """Extra layers that predict further tokens ahead; unset means none."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of their loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks share the work."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that split each layer's matrices (tp)."""
+    sequence_parallel: bool = False
+    """Split the activations between the matrices along the sequence over the tensor-parallel ranks; no effect at tp 1."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that hold consecutive groups of layers (pp)."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers per model chunk in the interleaved pipeline schedule."""
+    context_parallel_size: int = 1
+    """Ranks that split the sequence in attention too (cp)."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a layer (ep)."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that split one expert's matrices (etp). Derived: the tensor-parallel size."""
+    data_parallel_size: int | None = None
+    """Replicas that see different samples (dp). Derived: world size / (tp x pp x cp)."""
+    world_size: int | None = None
+    """Number of ranks. Derived: from the launcher, or tp x pp x cp x dp."""
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradient buckets while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the next forward pass runs; needs the distributed optimizer."""
+    ddp_bucket_size: int | None = None
+    """Elements per gradient bucket. Derived: max(40 million, 1 million x dp)."""
+    distributed_backend: Literal["gloo", "nccl", "fake"] | None = None
+    """Communication library. Derived: nccl on CUDA devices, else gloo; fake sends nothing and is for planning."""
+    distributed_timeout_minutes: float = 10.0
+    """How long a collective may wait before the run is declared hung."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    fp16: bool = False
+    """Compute in float16 with loss scaling."""
+    bf16: bool = False
+    """Compute in bfloat16."""
+    fp64: bool = False
+    """Compute and keep everything in float64; for proofs on small models."""
+    loss_scale: float | None = None
+    """Constant loss scale for fp16; unset means dynamic."""
+    initial_loss_scale: float = 2.0**32
+    """First dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """Smallest dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Clean steps after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Overflowing steps before the dynamic loss scale halves."""
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """Run matrix products in FP8; hybrid uses e5m2 for gradients."""
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
+    """How FP8 scales are chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """Trading time for memory."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in the backward pass: whole layers, or chosen modules."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full recompute: in units of N layers, or for the first N layers."""
+    recompute_num_layers: int | None = None
+    """The N of `--recompute-method`."""
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """With selective recompute: which modules."""
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer state in host memory."""
+    optimizer_offload_fraction: float = 1.0
+    """How much of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """The update rule."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam is AdamW (decoupled weight decay); sgd is SGD with momentum."""
+    lr: float | None = None
+    """Peak learning rate; required to train."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; never applied to biases and other one-dimensional parameters."""
+    start_weight_decay: float | None = None
+    """First value of a weight-decay schedule."""
+    end_weight_decay: float | None = None
+    """Last value of a weight-decay schedule."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay moves from start to end."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    sgd_momentum: float = 0.9
+    """Momentum of sgd."""
+    clip_grad: float = 1.0
+    """Largest global L2 norm of the gradient; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate over time."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay after warm-up."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of warm-up."""
+    lr_warmup_iters: int = 0
+    """Warm-up length in iterations."""
+    lr_warmup_samples: int = 0
+    """Warm-up length in samples, for sample-based runs."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up length as a fraction of the decay length."""
+    lr_decay_iters: int | None = None
+    """Decay length in iterations. Derived: `--train-iters`."""
+    lr_decay_samples: int | None = None
+    """Decay length in samples, for sample-based runs. Derived: `--train-samples`."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the final decay of WSD."""
+    lr_wsd_decay_iters: int | None = None
+    """Length of the final decay of WSD in iterations."""
+    lr_wsd_decay_samples: int | None = None
+    """Length of the final decay of WSD in samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How long, how much at a time, when to look and when to stop."""
+
+    micro_batch_size: int = 1
+    """Samples per forward pass on one rank."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step over all ranks. Derived: micro batch x data parallel."""
+    rampup_batch_size: tuple[int, ...] = ()
+    """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
+    train_iters: int | None = None
+    """Iterations of the whole run, restarts included."""
+    train_samples: int | None = None
+    """Samples of the whole run, restarts included."""
+    eval_interval: int | None = None
+    """Iterations between evaluations on the validation split; unset means none until the end."""
+    eval_iters: int = 100
+    """Batches per evaluation; 0 means no evaluation."""
+    exit_interval: int | None = None
+    """Save and exit when the iteration is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and exit after this many minutes."""
+    check_for_nan_in_loss_and_grad: bool = True
+    """Stop when the loss or a gradient is not finite (weights are never updated with such gradients)."""
+    seed: int = 1234
+    """Seed of initial weights, dropout and data order."""
+    deterministic_mode: bool = False
+    """Use only deterministic kernels."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes CUDA when there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What to train on."""
+
+    data_path: tuple[str, ...] = ()
+    """Dataset prefixes, or weight/prefix pairs; one set of files for all splits, cut by `--split`."""
+    train_data_path: tuple[str, ...] = ()
+    """Prefixes (or weight/prefix pairs) for training only."""
+    valid_data_path: tuple[str, ...] = ()
+    """Prefixes (or weight/prefix pairs) for validation only."""
+    test_data_path: tuple[str, ...] = ()
+    """Prefixes (or weight/prefix pairs) for testing only."""
+    data_args_path: str | None = None
+    """File that holds the value of `--data-path`, for long blends."""
+    split: str = "969,30,1"
+    """Shares of documents for training, validation and test, with `--data-path`."""
+    data_cache_path: str | None = None
+    """Folder for sample indices. Derived: `cache` beside the first dataset."""
+    mock_data: bool = False
+    """Made-up data: counting sequences, no files needed."""
+    dataloader_type: Literal["single", "cyclic"] = "single"
+    """single: one global order fixed at the start; cyclic: reshuffled every epoch of samples."""
+    num_workers: int = 2
+    """Batches prefetched ahead of training, in background threads; 0 reads in the foreground."""
+    reset_position_ids: bool = False
+    """Restart positions after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Forbid attention across document boundaries."""
+    eod_mask_loss: bool = False
+    """Leave out of the loss the positions whose input is the end-of-document token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """How text becomes token ids."""
+
+    tokenizer_type: Literal["HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"] | None = None
+    """Kind of tokenizer. Derived: HuggingFaceTokenizer from `--tokenizer-model`, GPT2BPETokenizer from `--vocab-file` and `--merge-file`."""
+    tokenizer_model: str | None = None
+    """tokenizer.json, or a folder that holds one."""
+    vocab_file: str | None = None
+    """GPT-2 vocab.json."""
+    merge_file: str | None = None
+    """GPT-2 merges.txt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Where state is kept."""
+
+    save: str | None = None
+    """Folder to save checkpoints in."""
+    load: str | None = None
+    """Folder to resume from (its newest checkpoint)."""
+    save_interval: int | None = None
+    """Iterations between saves; the last state is always saved when `--save` is given."""
+    ckpt_step: int | None = None
+    """Resume from this iteration instead of the newest."""
+    finetune: bool = False
+    """Load weights only and start at iteration 0."""
+    no_load_optim: bool = False
+    """Do not load optimizer state."""
+    no_load_rng: bool = False
+    """Do not load random states."""
+    no_save_optim: bool = False
+    """Do not save optimizer state; such a checkpoint cannot be resumed, only finetuned."""
+    no_save_rng: bool = False
+    """Do not save random states."""
+    exit_on_missing_checkpoint: bool = False
+    """Fail when `--load` holds no checkpoint, instead of starting from scratch."""
+    override_opt_param_scheduler: bool = False
+    """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
+    async_save: bool = False
+    """Write checkpoints in the background."""
+    ckpt_format: Literal["petatron"] = "petatron"
+    """Checkpoint format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What a run tells."""
+
+    log_interval: int = 100
+    """Iterations between log lines; the first iteration is always logged."""
+    log_throughput: bool = True
+    """Report TFLOP/s per device in the log line."""
+    log_params_norm: bool = False
+    """Report the norm of all parameters."""
+    log_num_zeros_in_grad: bool = False
+    """Report how many gradient elements are zero."""
+    log_dir: str | None = None
+    """Folder for metrics.jsonl and the resolved config. Derived: the `--save` folder, else runs/<time>."""
+    tensorboard_dir: str | None = None
+    """Write TensorBoard events here (extra: log)."""
+    wandb_project: str | None = None
+    """Send metrics to this Weights & Biases project (extra: log)."""
+    wandb_exp_name: str | None = None
+    """Name of the W&B run."""
+    live: Literal["auto", "on", "off"] = "auto"
+    """Live terminal view; auto shows it when stderr is a terminal and rich is installed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """How ranks are started."""
+
+    nproc_per_node: int | None = None
+    """Ranks to start on this machine. Derived: world size when it is known from the layout, else 1."""
+    nnodes: int = 1
+    """Number of machines."""
+    node_rank: int = 0
+    """Index of this machine."""
+    master_addr: str = "127.0.0.1"
+    """Address of the first machine."""
+    master_port: int | None = None
+    """Port of the first machine; unset means a free one (single machine only)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything a run is made of."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    latent: LatentAttentionConfig = field(default_factory=LatentAttentionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -1,0 +1,58 @@
+"""Text for `petatron config show` and `petatron config diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from petatron.config.fields import FieldInfo, Value, all_fields, flatten, sections
+from petatron.config.load import Loaded
+from petatron.config.schema import RunConfig
+
+_WIDEST_VALUE = 40
+
+
+def show(loaded: Loaded, *, changed_only: bool = False) -> str:
+    """Every value with its origin, by section; `changed_only` leaves out plain defaults."""
+    values = flatten(loaded.config)
+    rows: list[tuple[FieldInfo, str, str]] = []
+    for info in all_fields():
+        origin = loaded.origins[info.path]
+        if not (changed_only and origin.kind == "default"):
+            rows.append((info, format_value(values[info.path]), str(origin)))
+    name_width = _width(info.name for info, _, _ in rows)
+    value_width = min(_WIDEST_VALUE, _width(value for _, value, _ in rows))
+    lines: list[str] = []
+    for section in sections():
+        own = [row for row in rows if row[0].section == section]
+        if own:
+            lines += [section, *(f"  {info.name:{name_width}}  {v:{value_width}}  {o}" for info, v, o in own), ""]
+    return "\n".join(lines).rstrip("\n")
+
+
+def diff(before: RunConfig, after: RunConfig) -> str:
+    """One line per field that differs; empty when none does."""
+    old, new = flatten(before), flatten(after)
+    paths = [info.path for info in all_fields() if old[info.path] != new[info.path]]
+    path_width = _width(paths)
+    old_width = min(_WIDEST_VALUE, _width(format_value(old[path]) for path in paths))
+    return "\n".join(
+        f"{path:{path_width}}  {format_value(old[path]):{old_width}}  ->  {format_value(new[path])}" for path in paths
+    )
+
+
+def format_value(value: Value) -> str:
+    """A value as a person would type it; an unset one as `unset`, an empty list as `-`."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        # Twelve digits show every default exactly and hide binary noise; what they cannot hold is shown in full.
+        return f"{value:.12g}" if float(f"{value:.12g}") == value else repr(value)
+    if isinstance(value, tuple):
+        return " ".join(str(item) for item in value) or "-"
+    return str(value)
+
+
+def _width(texts: Iterable[str]) -> int:
+    return max((len(text) for text in texts), default=0)

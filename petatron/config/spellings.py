@@ -1,0 +1,358 @@
+"""Tables of flag spellings beyond the schema's own: short forms, Megatron's other names, and what is refused and why.
+
+Nothing here is code. `flags.py` reads the tables to parse, `reference.py` reads them to document. A flag of Megatron's
+falls in exactly one table, or is a field of the schema, or is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from petatron.config.fields import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Shorthand:
+    """A flag without a value that sets `field` to `value`."""
+
+    field: str
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Implied:
+    """A flag that is accepted and changes nothing, because what it asks for is always so; `takes_value` if it has one."""
+
+    reason: str
+    takes_value: bool = False
+
+
+# Another name of a field: same type, same value.
+ALIASES: Mapping[str, str] = {
+    "--tp": "tensor_model_parallel_size",
+    "--pp": "pipeline_model_parallel_size",
+    "--cp": "context_parallel_size",
+    "--ep": "expert_model_parallel_size",
+    "--etp": "expert_tensor_parallel_size",
+    "--dp": "data_parallel_size",
+    "--sp": "sequence_parallel",
+    "--cpu-optimizer": "optimizer_cpu_offload",
+    "--layernorm-epsilon": "norm_epsilon",
+    "--persistent-save-interval": "save_interval",
+    "--rope-theta": "rotary_base",
+}
+
+SHORTHANDS: Mapping[str, Shorthand] = {
+    "--swiglu": Shorthand("activation", "swiglu"),
+    "--geglu": Shorthand("activation", "geglu"),
+    "--reglu": Shorthand("activation", "reglu"),
+    "--squared-relu": Shorthand("activation", "squared_relu"),
+    "--openai-gelu": Shorthand("activation", "gelu_tanh"),
+    "--disable-bias-linear": Shorthand("add_bias_linear", False),
+    "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
+    "--fp8-hybrid": Shorthand("fp8_format", "hybrid"),
+    "--recompute-activations": Shorthand("recompute_granularity", "selective"),
+}
+
+# Megatron deprecated this one: it means something only when another flag has already removed the learned table.
+NO_POSITION_EMBEDDING = "--no-position-embedding"
+
+_FUSED = "fused kernels are chosen by what the device offers, with the same results"
+_ATTENTION = "attention always uses the fastest kernel the device offers"
+_MODEL = "there is one model implementation"
+_SINKS = "every logged value goes to every sink"
+
+IMPLIED: Mapping[str, Implied] = {
+    "--use-mcore-models": Implied(_MODEL),
+    "--transformer-impl": Implied(_MODEL, takes_value=True),
+    "--attention-backend": Implied(_ATTENTION, takes_value=True),
+    "--use-flash-attn": Implied(_ATTENTION),
+    "--no-masked-softmax-fusion": Implied(_FUSED),
+    "--no-bias-gelu-fusion": Implied(_FUSED),
+    "--no-bias-swiglu-fusion": Implied(_FUSED),
+    "--no-bias-dropout-fusion": Implied(_FUSED),
+    "--no-rope-fusion": Implied(_FUSED),
+    "--no-gradient-accumulation-fusion": Implied(_FUSED),
+    "--no-persist-layer-norm": Implied(_FUSED),
+    "--cross-entropy-loss-fusion": Implied(_FUSED),
+    "--cross-entropy-fusion-impl": Implied(_FUSED, takes_value=True),
+    "--attention-softmax-in-fp32": Implied("the attention softmax is always computed in fp32"),
+    "--accumulate-allreduce-grads-in-fp32": Implied("gradients are always accumulated and reduced in fp32"),
+    "--calculate-per-token-loss": Implied("the loss is always one mean over the tokens of the global batch"),
+    "--use-cpu-initialization": Implied("initial weights never depend on the layout or the device"),
+    "--no-create-attention-mask-in-dataloader": Implied("the loader never builds a dense attention mask"),
+    "--exit-signal-handler": Implied("SIGTERM and SIGINT always save and exit"),
+    "--auto-detect-ckpt-format": Implied("there is one checkpoint format"),
+    "--cpu-optimizer-type": Implied("the optimizer is the one named by --optimizer", takes_value=True),
+    "--log-loss-scale-to-tensorboard": Implied(_SINKS),
+    "--log-validation-ppl-to-tensorboard": Implied(_SINKS),
+    "--log-learning-rate-to-tensorboard": Implied(_SINKS),
+    "--local-rank": Implied("the rank is read from the launcher's environment", takes_value=True),
+}
+
+# Names Megatron itself dropped, or that mean one of ours: refused with what to write instead.
+RENAMED: Mapping[str, str] = {
+    "--batch-size": "--micro-batch-size",
+    "--warmup": "--lr-warmup-fraction",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--checkpoint-activations": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--checkpoint-num-layers": "--recompute-num-layers",
+    "--activations-checkpoint-method": "--recompute-method",
+    "--activations-checkpoint-num-layers": "--recompute-num-layers",
+    "--encoder-seq-length": "--seq-length",
+    "--tensorboard-log-interval": "--log-interval",
+    "--step-batch-size-schedule": "--rampup-batch-size START INCREMENT SAMPLES",
+    "--dist-ckpt-format": "--ckpt-format",
+    "--lr-decay-tokens": "--lr-decay-samples",
+    "--train-tokens": "--train-samples",
+    "--gpus-per-node": "--nproc-per-node",
+}
+
+_PREPROCESS = "petatron data preprocess"
+
+# Flags of another verb.
+ELSEWHERE: Mapping[str, str] = {
+    "--input": _PREPROCESS,
+    "--output-prefix": _PREPROCESS,
+    "--json-keys": _PREPROCESS,
+    "--append-eod": _PREPROCESS,
+    "--workers": _PREPROCESS,
+}
+
+_FSDP = "fully sharded data parallelism"
+_GRAPHS = "CUDA graphs"
+_UNEVEN = "uneven pipeline stages"
+_OVERLAP = "communication overlap inside tensor parallelism"
+_HYBRID = "hybrid (Mamba) models"
+_BERT = "BERT"
+_T5 = "encoder-decoder models (T5)"
+_VISION = "multimodal models"
+_MOE = "this option of mixture of experts"
+_FP8 = "this option of FP8 training"
+_OFFLOAD = "activation offload"
+_TASKS = "zero-shot evaluation"
+_SERVER = "text generation"
+_PROFILE = "profiling by flag"
+_RETRY = "fault tolerance beyond save and resume"
+_RL = "reinforcement learning"
+_CHECKPOINT = "this checkpoint option"
+_ATTN = "this attention variant"
+_PRECISION = "low-precision gradients and optimizer state"
+_SFT = "fine-tuning on conversations"
+_DATA = "this data option"
+
+# Features that Megatron has and this version has not. The value is what the message calls it.
+LATER: Mapping[str, str] = {
+    "--use-megatron-fsdp": _FSDP,
+    "--use-custom-fsdp": _FSDP,
+    "--use-torch-fsdp2": _FSDP,
+    "--data-parallel-sharding-strategy": _FSDP,
+    "--num-distributed-optimizer-instances": "partially sharded optimizer state",
+    "--init-model-with-meta-device": _FSDP,
+    "--cuda-graph-impl": _GRAPHS,
+    "--cuda-graph-scope": _GRAPHS,
+    "--cuda-graph-modules": _GRAPHS,
+    "--enable-cuda-graph": _GRAPHS,
+    "--external-cuda-graph": _GRAPHS,
+    "--tp-comm-overlap": _OVERLAP,
+    "--tp-comm-overlap-cfg": _OVERLAP,
+    "--use-tp-pp-dp-mapping": "another rank order",
+    "--num-virtual-stages-per-pipeline-rank": "the interleaved pipeline schedule",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "the interleaved pipeline schedule",
+    "--decoder-first-pipeline-num-layers": _UNEVEN,
+    "--decoder-last-pipeline-num-layers": _UNEVEN,
+    "--account-for-embedding-in-pipeline-split": _UNEVEN,
+    "--account-for-loss-in-pipeline-split": _UNEVEN,
+    "--pipeline-model-parallel-layout": _UNEVEN,
+    "--overlap-p2p-communication": "pipeline parallelism",
+    "--no-overlap-p2p-communication": "pipeline parallelism",
+    "--defer-embedding-wgrad-compute": "pipeline parallelism",
+    "--cp-comm-type": "context parallelism",
+    "--hierarchical-context-parallel-sizes": "context parallelism",
+    "--hybrid-context-parallel": "context parallelism",
+    "--overlap-moe-expert-parallel-comm": _MOE,
+    "--delay-wgrad-compute": _MOE,
+    "--moe-shared-expert-overlap": _MOE,
+    "--moe-pad-expert-input-to-capacity": _MOE,
+    "--moe-input-jitter-eps": _MOE,
+    "--moe-use-upcycling": _MOE,
+    "--moe-router-fusion": _MOE,
+    "--moe-router-force-load-balancing": _MOE,
+    "--moe-per-layer-logging": _MOE,
+    "--moe-extended-tp": _MOE,
+    "--moe-latent-size": _MOE,
+    "--moe-flex-dispatcher-backend": _MOE,
+    "--moe-enable-deepep": _MOE,
+    "--moe-use-legacy-grouped-gemm": _MOE,
+    "--disable-moe-token-dispatch": _MOE,
+    "--spec": "a model spec from a module",
+    "--hybrid-layer-pattern": _HYBRID,
+    "--hybrid-override-pattern": _HYBRID,
+    "--hybrid-attention-ratio": _HYBRID,
+    "--hybrid-mlp-ratio": _HYBRID,
+    "--mamba-state-dim": _HYBRID,
+    "--mamba-head-dim": _HYBRID,
+    "--mamba-num-groups": _HYBRID,
+    "--mamba-num-heads": _HYBRID,
+    "--is-hybrid-model": _HYBRID,
+    "--bert-no-binary-head": _BERT,
+    "--mask-prob": _BERT,
+    "--short-seq-prob": _BERT,
+    "--encoder-num-layers": _T5,
+    "--decoder-num-layers": _T5,
+    "--decoder-seq-length": _T5,
+    "--vocab-extra-ids": _T5,
+    "--img-h": _VISION,
+    "--img-w": _VISION,
+    "--patch-dim": _VISION,
+    "--num-classes": _VISION,
+    "--language-model-type": _VISION,
+    "--vision-model-type": _VISION,
+    "--quick-geglu": "the quick_geglu activation",
+    "--glu-linear-offset": "the quick_geglu activation",
+    "--apply-layernorm-1p": "norm weights stored as an offset from one",
+    "--apply-residual-connection-post-layernorm": "post-norm residuals",
+    "--fp32-residual-connection": "an fp32 residual stream",
+    "--apply-query-key-layer-scaling": _ATTN,
+    "--window-attn-skip-freq": _ATTN,
+    "--softmax-type": _ATTN,
+    "--qk-l2-norm": _ATTN,
+    "--no-rope-freq": _ATTN,
+    "--attention-output-gate": _ATTN,
+    "--experimental-attention-variant": _ATTN,
+    "--linear-attention-freq": _ATTN,
+    "--rotary-interleaved": "interleaved rotary embedding",
+    "--rotary-seq-len-interpolation-factor": "linear rotary interpolation",
+    "--mrope-section": _VISION,
+    "--heterogeneous-layers-config-path": "layers of different shapes",
+    "--use-mup": "muP",
+    "--mup-base-hidden-size": "muP",
+    "--init-method-xavier-uniform": "Xavier initialisation",
+    "--data-parallel-random-init": "different initial weights per replica",
+    "--lazy-mpu-init": "lazy initialisation",
+    "--fp8-param-gather": _FP8,
+    "--fp8-margin": _FP8,
+    "--fp8-interval": _FP8,
+    "--fp8-amax-history-len": _FP8,
+    "--fp8-amax-compute-algo": _FP8,
+    "--no-fp8-wgrad": _FP8,
+    "--first-last-layers-bf16": _FP8,
+    "--fp4-format": "FP4 training",
+    "--fp4-recipe": "FP4 training",
+    "--grad-reduce-in-bf16": _PRECISION,
+    "--use-precision-aware-optimizer": _PRECISION,
+    "--main-grads-dtype": _PRECISION,
+    "--main-params-dtype": _PRECISION,
+    "--exp-avg-dtype": _PRECISION,
+    "--exp-avg-sq-dtype": _PRECISION,
+    "--distribute-saved-activations": "activation recompute",
+    "--cpu-offloading-num-layers": _OFFLOAD,
+    "--fine-grained-activation-offloading": _OFFLOAD,
+    "--offload-modules": _OFFLOAD,
+    "--overlap-cpu-optimizer-d2h-h2d": "optimizer CPU offload",
+    "--overlap-param-gather-with-optimizer-step": "the distributed optimizer",
+    "--ddp-average-in-collective": "averaging inside the gradient collective",
+    "--use-nccl-ub": "NCCL tuning by flag",
+    "--use-sharp": "NCCL tuning by flag",
+    "--nccl-communicator-config-path": "NCCL tuning by flag",
+    "--high-priority-stream-groups": "NCCL tuning by flag",
+    "--decoupled-lr": "a learning rate of its own for the embedding",
+    "--decoupled-min-lr": "a learning rate of its own for the embedding",
+    "--muon-momentum": "the Muon optimizer",
+    "--decrease-batch-size-if-needed": "rounding the global batch size",
+    "--use-checkpoint-opt-param-scheduler": _CHECKPOINT,
+    "--use-checkpoint-args": _CHECKPOINT,
+    "--use-mp-args-from-checkpoint-args": _CHECKPOINT,
+    "--non-persistent-save-interval": _CHECKPOINT,
+    "--non-persistent-ckpt-type": _CHECKPOINT,
+    "--save-retain-interval": _CHECKPOINT,
+    "--use-dist-ckpt": _CHECKPOINT,
+    "--no-ckpt-fully-parallel-save": _CHECKPOINT,
+    "--ckpt-fully-parallel-load": _CHECKPOINT,
+    "--ckpt-assume-constant-structure": _CHECKPOINT,
+    "--dist-ckpt-strictness": _CHECKPOINT,
+    "--pretrained-checkpoint": _CHECKPOINT,
+    "--ckpt-convert-format": _CHECKPOINT,
+    "--use-persistent-ckpt-worker": "background checkpoint writing",
+    "--rerun-mode": _RETRY,
+    "--check-for-spiky-loss": _RETRY,
+    "--check-for-large-grads": _RETRY,
+    "--iterations-to-skip": _RETRY,
+    "--enable-ft-package": _RETRY,
+    "--inprocess-restart": _RETRY,
+    "--log-straggler": _RETRY,
+    "--check-weight-hash-across-dp-replicas-interval": _RETRY,
+    "--manual-gc": "control of garbage collection",
+    "--manual-gc-interval": "control of garbage collection",
+    "--empty-unused-memory-level": "emptying the device memory cache",
+    "--profile": _PROFILE,
+    "--profile-step-start": _PROFILE,
+    "--profile-step-end": _PROFILE,
+    "--profile-ranks": _PROFILE,
+    "--use-pytorch-profiler": _PROFILE,
+    "--record-memory-history": _PROFILE,
+    "--timing-log-level": "timers by level",
+    "--timing-log-option": "timers by level",
+    "--log-timers-to-tensorboard": "timers by level",
+    "--log-memory-to-tensorboard": "memory curves",
+    "--log-memory-interval": "memory curves",
+    "--log-energy": "energy metering",
+    "--log-progress": "a progress file",
+    "--wandb-save-dir": "a folder of its own for W&B files",
+    "--wandb-entity": "W&B entities by flag",
+    "--skip-train": "evaluation without training",
+    "--full-validation": "evaluation over the whole split",
+    "--multiple-validation-sets": "several validation sets",
+    "--eval-global-batch-size": "a batch size of its own for evaluation",
+    "--no-mmap-bin-files": _DATA,
+    "--object-storage-cache-path": _DATA,
+    "--per-split-data-args-path": _DATA,
+    "--s3-cache-path": _DATA,
+    "--fim-data": _DATA,
+    "--fim-rate": _DATA,
+    "--dataloader-inter-document-masking": "document-masked attention",
+    "--tiktoken-pattern": "tiktoken tokenizers",
+    "--split-sentences": "sentence splitting",
+    "--sft": _SFT,
+    "--sft-tokenizer-prompt-format": _SFT,
+    "--perform-rl-step": _RL,
+    "--yaml-cfg": "Megatron's YAML files (ours are read by --config)",
+    "--use-legacy-models": "Megatron's legacy models",
+    "--task": _TASKS,
+    "--valid-data": _TASKS,
+    "--strict-lambada": _TASKS,
+    "--port": _SERVER,
+    "--temperature": _SERVER,
+    "--top-k": _SERVER,
+    "--top-p": _SERVER,
+    "--inference-dynamic-batching": _SERVER,
+    "--inference-max-requests": _SERVER,
+}
+
+# Values of our own fields that Megatron knows and this version does not: field -> value -> what the message calls it.
+LATER_VALUES: Mapping[str, Mapping[str, str]] = {
+    "optimizer": {
+        "muon": "the Muon optimizer",
+        "dist_muon": "the Muon optimizer",
+        "adaptive_muon": "the Muon optimizer",
+        "lion": "the Lion optimizer",
+        "soap": "the SOAP optimizer",
+    },
+    "position_embedding_type": {"mrope": _VISION, "relative": "relative position bias"},
+    "moe_token_dispatcher_type": {"flex": "the flex token dispatcher"},
+    "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},
+    "fp8_recipe": {"mxfp8": "the mxfp8 recipe", "custom": "custom FP8 recipes"},
+    "dataloader_type": {"external": "external data loaders"},
+    "tokenizer_type": {
+        "BertWordPieceLowerCase": _BERT,
+        "BertWordPieceCase": _BERT,
+        "SentencePieceTokenizer": "SentencePiece",
+        "GPTSentencePieceTokenizer": "SentencePiece",
+        "Llama2Tokenizer": "SentencePiece",
+        "TikTokenizer": "tiktoken tokenizers",
+        "MultimodalTokenizer": _VISION,
+        "NullMultimodalTokenizer": _VISION,
+        "SFTTokenizer": _SFT,
+    },
+}

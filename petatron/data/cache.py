@@ -1,0 +1,81 @@
+"""Index arrays kept on disk under a hash of everything they depend on.
+
+Several ranks may build the same entry at once. Each writes its own temporary file and renames it into place; as an
+entry's content is a function of its name, it does not matter who comes last. An entry that does not load (cut by a
+full disk, say) is built again. A folder that cannot be written costs only the time to build on each start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from petatron.base.log import get_logger
+
+FORMAT_VERSION = 1
+
+Arrays = dict[str, NDArray]
+
+
+def load_or_build(
+    folder: str | Path | None, key: Mapping[str, object], names: tuple[str, ...], build: Callable[[], Arrays]
+) -> Arrays:
+    """Arrays `names` for `key`: memory-mapped from the folder if they are there, else built and kept there."""
+    if folder is None:
+        return build()
+    description = json.dumps({"format": FORMAT_VERSION, **key}, sort_keys=True)
+    stem = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
+    paths = {name: Path(folder) / f"{stem}-{name}.npy" for name in names}
+    found = _load(paths)
+    if found is not None:
+        return found
+    arrays = build()
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, path in paths.items():
+            _save(path, arrays[name])
+        # For people who wonder what a file is; never read by us.
+        _replace(Path(folder) / f"{stem}.json", lambda path: path.write_text(description + "\n"))
+    except OSError as error:
+        get_logger(__name__).warning(
+            "Sample indices cannot be kept in %s (%s); they stay in memory and are built again on the next start. "
+            "Set --data-cache-path to a writable folder.",
+            folder,
+            error,
+        )
+        return arrays
+    return _load(paths) or arrays
+
+
+def _load(paths: Mapping[str, Path]) -> Arrays | None:
+    try:
+        return {name: np.load(path, mmap_mode="r", allow_pickle=False) for name, path in paths.items()}
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _save(path: Path, array: NDArray) -> None:
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
+
+    _replace(path, write)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+    os.close(handle)
+    try:
+        write(Path(name))
+        os.chmod(name, 0o644)  # mkstemp makes it private; a cache is shared
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

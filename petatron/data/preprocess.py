@@ -1,0 +1,344 @@
+"""JSON lines to token files.
+
+One process reads blocks of raw lines and writes results; workers parse and tokenize. What travels to a worker is one
+bytes object and what comes back is a few flat arrays, so the traffic costs little beside the tokenizing. Results are
+taken in the order of the blocks, and only a few blocks per worker are under way at a time: the output does not depend
+on the number of workers, nor memory on the size of the input.
+
+A line must be a JSON object with every asked key, each a string (one sequence) or a list of strings (ready sentences, one
+sequence each). Anything else is malformed: reported with file and line number, and fatal unless asked to skip. Blank
+lines are not documents. A document without tokens is left out of the output and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from petatron.base.errors import DataError
+from petatron.base.log import get_logger
+from petatron.config.schema import TokenizerConfig
+from petatron.data.indexed import optimal_dtype
+from petatron.data.jsonl import Block, read_blocks
+from petatron.data.tokenizer import Tokenizer, build_tokenizer
+from petatron.data.writer import IndexedWriter
+
+BLOCKS_PER_WORKER = 4
+SHOWN_PROBLEMS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreprocessOptions:
+    """What to tokenize, how, and where to."""
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    tokenizer: TokenizerConfig
+    vocab_size: int | None = None
+    """For the NullTokenizer."""
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    workers: int = 1
+    on_error: Literal["fail", "skip"] = "fail"
+    max_documents: int | None = None
+    """Read at most this many lines in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a running job is. Bytes are those of the input files as they lie on disk."""
+
+    documents: int
+    tokens: int
+    bytes_read: int
+    bytes_total: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PreprocessReport:
+    """What a finished job did. Documents count lines; sequences, tokens and empty count over all keys."""
+
+    documents: int
+    sequences: int
+    tokens: int
+    empty: int
+    malformed: int
+    problems: tuple[str, ...]
+    bytes_read: int
+    seconds: float
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedKey:
+    """One key of a block: tokens end to end, tokens per sequence, sequences per document, documents left out."""
+
+    tokens: NDArray
+    lengths: NDArray[np.int32]
+    documents: NDArray[np.int32]
+    empty: int
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedBlock:
+    keys: tuple[_EncodedKey, ...]
+    documents: int
+    malformed: tuple[tuple[int, str], ...]
+
+
+@dataclass(slots=True)
+class _Totals:
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
+    malformed: int = 0
+    bytes_read: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def preprocess(options: PreprocessOptions, progress: Callable[[Progress], None] | None = None) -> PreprocessReport:
+    """Tokenize the inputs into `<output_prefix>_<key>_document.{bin,idx}`, one pair per key."""
+    started = time.monotonic()
+    tokenizer = _check(options)
+    bytes_total = sum(Path(path).stat().st_size for path in options.inputs)
+    outputs = tuple(f"{options.output_prefix}_{key}_document" for key in options.json_keys)
+    totals = _Totals()
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(IndexedWriter(output, optimal_dtype(tokenizer.vocab_size))) for output in outputs
+        ]
+        for block, encoded, bytes_read in _encoded_blocks(options):
+            totals.bytes_read = bytes_read
+            _note_problems(block, encoded, options, totals)
+            totals.documents += encoded.documents
+            for writer, key in zip(writers, encoded.keys):
+                writer.add_many(key.tokens, key.lengths, sequences_per_document=key.documents)
+                totals.tokens += key.tokens.size
+                totals.empty += key.empty
+            if progress is not None:
+                seconds = time.monotonic() - started
+                progress(Progress(totals.documents, totals.tokens, bytes_read, bytes_total, seconds))
+        _check_not_empty(options, writers, totals)
+        sequences = sum(writer.num_sequences for writer in writers)
+    return PreprocessReport(
+        documents=totals.documents,
+        sequences=sequences,
+        tokens=totals.tokens,
+        empty=totals.empty,
+        malformed=totals.malformed,
+        problems=tuple(totals.problems),
+        bytes_read=totals.bytes_read,
+        seconds=time.monotonic() - started,
+        outputs=outputs,
+    )
+
+
+def _check(options: PreprocessOptions) -> Tokenizer:
+    """Find what is wrong before any work is done."""
+    problems = [f"input {path} does not exist" for path in options.inputs if not Path(path).is_file()]
+    if not options.inputs:
+        problems.append("no input is given (--input)")
+    if options.workers < 1:
+        problems.append(f"--workers {options.workers} must be at least 1")
+    if len(set(options.json_keys)) != len(options.json_keys) or not options.json_keys:
+        problems.append(f"--json-keys {' '.join(options.json_keys)} must name each key once")
+    if options.max_documents is not None and options.max_documents < 1:
+        problems.append(f"--max-documents {options.max_documents} must be at least 1")
+    if problems:
+        raise DataError(f"Cannot preprocess: {'; '.join(problems)}.")
+    tokenizer = build_tokenizer(options.tokenizer, vocab_size=options.vocab_size)
+    if options.append_eod and tokenizer.eod is None:
+        raise DataError(
+            f"--append-eod: the tokenizer {tokenizer.name} has no end-of-document token. Put a tokenizer_config.json with an "
+            "eos_token beside it, or leave --append-eod out."
+        )
+    return tokenizer
+
+
+def _check_not_empty(options: PreprocessOptions, writers: Sequence[IndexedWriter], totals: _Totals) -> None:
+    for writer, key in zip(writers, options.json_keys):
+        if writer.num_tokens == 0:
+            raise DataError(
+                f"No tokens for key {key!r} in {', '.join(options.inputs)}: {totals.documents:,} documents, "
+                f"{totals.malformed:,} malformed lines, {totals.empty:,} empty texts. Check the input and --json-keys."
+            )
+
+
+def _note_problems(block: Block, encoded: _EncodedBlock, options: PreprocessOptions, totals: _Totals) -> None:
+    for line, reason in encoded.malformed:
+        problem = f"{block.path}:{line}: {reason}"
+        if options.on_error == "fail":
+            raise DataError(f"{problem}. Correct the line, or skip and count such lines with --on-error skip.")
+        totals.malformed += 1
+        if len(totals.problems) < SHOWN_PROBLEMS:
+            totals.problems.append(problem)
+            get_logger(__name__).warning("skipped %s", problem)
+
+
+def _blocks(options: PreprocessOptions) -> Iterator[tuple[Block, int]]:
+    """Blocks of all inputs, with the bytes read so far."""
+    before, left = 0, options.max_documents
+    for path in options.inputs:
+        lines = 0
+        for block in read_blocks(path, max_lines=left):
+            lines = block.first_line - 1 + block.data.count(b"\n") + (not block.data.endswith(b"\n"))
+            yield block, before + block.file_position
+        before += Path(path).stat().st_size
+        left = None if left is None else left - lines
+        if left == 0:
+            return
+
+
+def _encoded_blocks(options: PreprocessOptions) -> Iterator[tuple[Block, _EncodedBlock, int]]:
+    """Blocks and their encodings in input order, from this process (one worker) or from several."""
+    if options.workers == 1:
+        for block, bytes_read in _blocks(options):
+            yield block, _encode_block(options, block), bytes_read
+        return
+    # spawn: the tokenizer library has threads, and a forked copy of a process with threads may hang.
+    pool = ProcessPoolExecutor(options.workers, get_context("spawn"), _start_worker)
+    waiting: deque[tuple[Block, Future[_EncodedBlock], int]] = deque()
+    try:
+        for block, bytes_read in _blocks(options):
+            waiting.append((block, pool.submit(_encode_block, options, block), bytes_read))
+            if len(waiting) >= BLOCKS_PER_WORKER * options.workers:
+                first, future, position = waiting.popleft()
+                yield first, future.result(), position
+        while waiting:
+            first, future, position = waiting.popleft()
+            yield first, future.result(), position
+    except BrokenProcessPool as error:
+        raise DataError(
+            "A worker process died while tokenizing; the system may have run out of memory. Try fewer --workers."
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    # One worker, one thread: the tokenizer library would otherwise start a thread per core in each worker. It takes
+    # this setting from the environment only, so we write it, in the worker alone.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    # Ctrl-C reaches the whole process group; the parent alone answers it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@lru_cache(maxsize=1)
+def _encoder(options: PreprocessOptions) -> _Encoder:
+    """A worker builds its tokenizer with its first block and keeps it."""
+    return _Encoder(options)
+
+
+def _encode_block(options: PreprocessOptions, block: Block) -> _EncodedBlock:
+    return _encoder(options).encode(block)
+
+
+Value = str | list[str]
+
+
+class _Encoder:
+    """Parses and tokenizes blocks."""
+
+    def __init__(self, options: PreprocessOptions) -> None:
+        self._keys = options.json_keys
+        self._tokenizer = build_tokenizer(options.tokenizer, vocab_size=options.vocab_size)
+        self._dtype = optimal_dtype(self._tokenizer.vocab_size)
+        self._eod = self._tokenizer.eod if options.append_eod else None
+
+    def encode(self, block: Block) -> _EncodedBlock:
+        numbers, rows, malformed = self._parse(block)
+        try:
+            keys = self._encode_rows(rows)
+        except Exception:  # whatever the tokenizer raises; the batch does not say which text it was
+            rows = self._without_bad_texts(numbers, rows, malformed)
+            keys = self._encode_rows(rows)
+        return _EncodedBlock(keys, len(rows), tuple(sorted(malformed)))
+
+    def _parse(self, block: Block) -> tuple[list[int], list[list[Value]], list[tuple[int, str]]]:
+        """Line numbers and values of the good lines, number and reason of the others."""
+        try:
+            # Not splitlines(), which also splits at characters that are legal inside a JSON string.
+            lines: Sequence[str | bytes] = block.data.decode().split("\n")
+        except UnicodeDecodeError:
+            lines = block.data.split(b"\n")
+        numbers: list[int] = []
+        rows: list[list[Value]] = []
+        malformed: list[tuple[int, str]] = []
+        for number, line in enumerate(lines, block.first_line):
+            if not line or line.isspace():
+                continue
+            try:
+                record = json.loads(line)
+                rows.append([_value(record, key) for key in self._keys])
+                numbers.append(number)
+            except (ValueError, RecursionError) as error:
+                malformed.append((number, str(error)))
+        return numbers, rows, malformed
+
+    def _encode_rows(self, rows: Sequence[Sequence[Value]]) -> tuple[_EncodedKey, ...]:
+        return tuple(self._encode_key([row[place] for row in rows]) for place in range(len(self._keys)))
+
+    def _encode_key(self, values: Sequence[Value]) -> _EncodedKey:
+        texts: list[str] = []
+        for value in values:
+            if isinstance(value, str):
+                texts.append(value)
+            else:
+                texts.extend(value)
+        encoded = iter(self._tokenizer.encode_batch(texts))
+        sequences: list[list[int]] = []
+        documents: list[int] = []
+        for value in values:
+            count = 1 if isinstance(value, str) else len(value)
+            kept = [ids for _ in range(count) if (ids := next(encoded))]
+            if not kept:
+                continue
+            if self._eod is not None:
+                kept[-1].append(self._eod)
+            sequences += kept
+            documents.append(len(kept))
+        lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
+        tokens = np.fromiter(chain.from_iterable(sequences), self._dtype, int(lengths.sum(dtype=np.int64)))
+        return _EncodedKey(tokens, lengths, np.array(documents, np.int32), len(values) - len(documents))
+
+    def _without_bad_texts(
+        self, numbers: Sequence[int], rows: Sequence[list[Value]], malformed: list[tuple[int, str]]
+    ) -> list[list[Value]]:
+        good: list[list[Value]] = []
+        for number, row in zip(numbers, rows):
+            try:
+                self._encode_rows([row])
+                good.append(row)
+            except Exception as error:  # as above
+                malformed.append((number, f"cannot be tokenized: {error}"))
+        return good
+
+
+def _value(record: object, key: str) -> Value:
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}, not an object")
+    if key not in record:
+        present = ", ".join(sorted(map(str, record))[:8]) or "none"
+        raise ValueError(f"no key {key!r} (keys here: {present})")
+    value = record[key]
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value)):
+        return value
+    raise ValueError(f"key {key!r} holds neither a string nor a list of strings")

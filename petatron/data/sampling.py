@@ -1,0 +1,130 @@
+"""Which tokens make up training sample i: pure functions of document lengths, sequence length and seed.
+
+One epoch is every document of a split once. Documents of all epochs are shuffled together and laid end to end as one
+stream of tokens; sample k is the S+1 tokens from token k*S on, so consecutive samples share one token (the last label
+of one is the first input of the next) and every token but the last few is predicted once. The order in which samples
+are used is shuffled once more. If the last epoch is needed for less than 80% of its samples, it is shuffled apart and
+comes last; otherwise documents of a barely used epoch would take the place of ones not yet seen in earlier epochs.
+
+These are Megatron's rules, and the draws come from the same frozen numpy generator in the same order, so a run moved
+here with its seed sees the same samples in the same order.
+
+Finding the document that holds token k*S is a search in the running sum of document lengths. Doing it for all k in
+one vectorised pass needs several int64 arrays as long as the stream has documents; doing it block by block gives the
+same result with memory bounded by the result itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FINAL_EPOCH_THRESHOLD = 0.80
+BLOCK_DOCUMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """How often the documents are repeated, and whether the last time is kept apart."""
+
+    num_epochs: int
+    tokens_per_epoch: int
+    seq_length: int
+    separate_final_epoch: bool
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all epochs together; the last tokens that do not fill one are left out."""
+        return (self.num_epochs * self.tokens_per_epoch - 1) // self.seq_length
+
+    @property
+    def num_samples_shuffled_first(self) -> int:
+        """Samples that are shuffled among each other before the rest."""
+        if not self.separate_final_epoch:
+            return self.num_samples
+        return ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.seq_length
+
+
+@dataclass(frozen=True, slots=True)
+class SampleIndex:
+    """The three arrays that turn a sample number into tokens.
+
+    documents: the stream, as document numbers. starts: [samples + 1, 2], position in `documents` and token offset where
+    sample k begins (and sample k - 1 ends, inclusive). order: the k of the i-th sample used.
+    """
+
+    documents: NDArray[np.integer]
+    starts: NDArray[np.integer]
+    order: NDArray[np.integer]
+
+
+def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> EpochPlan:
+    """Fewest epochs that supply `num_samples` samples (one epoch when it is None)."""
+    if tokens_per_epoch < 1 or seq_length < 1:
+        raise ValueError(f"tokens_per_epoch {tokens_per_epoch} and seq_length {seq_length} must be positive")
+    if num_samples is None:
+        return EpochPlan(1, tokens_per_epoch, seq_length, separate_final_epoch=False)
+    num_epochs = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+    plan = EpochPlan(num_epochs, tokens_per_epoch, seq_length, separate_final_epoch=num_epochs > 1)
+    if num_epochs == 1:
+        return plan
+    samples_from_final_epoch = num_samples - plan.num_samples_shuffled_first
+    samples_per_epoch = (tokens_per_epoch - 1) // seq_length
+    separate = samples_from_final_epoch < int(FINAL_EPOCH_THRESHOLD * samples_per_epoch)
+    return EpochPlan(num_epochs, tokens_per_epoch, seq_length, separate_final_epoch=separate)
+
+
+def build_sample_index(
+    documents: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan, seed: int
+) -> SampleIndex:
+    """Build the index for a plan. `lengths` is indexed by document number; `documents` are the numbers to use."""
+    random = np.random.RandomState(seed)
+    stream = _document_stream(documents, plan, random)
+    return SampleIndex(stream, _sample_starts(stream, lengths, plan), _sample_order(plan, random))
+
+
+def _document_stream(
+    documents: NDArray[np.integer], plan: EpochPlan, random: np.random.RandomState
+) -> NDArray[np.integer]:
+    highest = int(documents.max()) if len(documents) else 0
+    base = documents.astype(np.int32 if highest <= np.iinfo(np.int32).max else np.int64)
+    stream = np.tile(base, plan.num_epochs)
+    cut = len(stream) - len(base) if plan.separate_final_epoch else len(stream)
+    random.shuffle(stream[:cut])
+    if cut < len(stream):
+        random.shuffle(stream[cut:])
+    return stream
+
+
+def _sample_starts(stream: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan) -> NDArray[np.integer]:
+    """For each k in 0..samples: the position and offset in the stream of token k * seq_length."""
+    largest = max(len(stream), int(lengths.max()))
+    count = plan.num_samples + 1
+    starts = np.empty((count, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    tokens_before, done = 0, 0
+    for first in range(0, len(stream), BLOCK_DOCUMENTS):
+        ends = np.cumsum(lengths[stream[first : first + BLOCK_DOCUMENTS]], dtype=np.int64)
+        ends += tokens_before
+        # Samples that begin inside this block: all k with k * seq_length < ends[-1].
+        until = min(count, -(-int(ends[-1]) // plan.seq_length))
+        wanted = np.arange(done, until, dtype=np.int64) * plan.seq_length
+        # side="right" skips empty documents and puts a token on a boundary into the document it opens.
+        position = np.searchsorted(ends, wanted, side="right")
+        before = np.where(position > 0, ends[np.maximum(position - 1, 0)], tokens_before)
+        starts[done:until, 0] = position + first
+        starts[done:until, 1] = wanted - before
+        tokens_before, done = int(ends[-1]), max(done, until)
+    assert done == count, "the plan promised more tokens than the documents hold"
+    return starts
+
+
+def _sample_order(plan: EpochPlan, random: np.random.RandomState) -> NDArray[np.integer]:
+    # Megatron keeps the two largest values of uint32 free; the draws themselves do not depend on the type.
+    order = np.arange(plan.num_samples, dtype=np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64)
+    cut = plan.num_samples_shuffled_first
+    random.shuffle(order[:cut])
+    if cut < len(order):
+        random.shuffle(order[cut:])
+    return order

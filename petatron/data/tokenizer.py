@@ -1,0 +1,244 @@
+"""Text to token ids and back. Nothing here needs torch or a network.
+
+End of document (`eod`) is the id put between documents. It comes from the tokenizer's own files when they name an
+end-of-text token; a tokenizer without one has eod None, and asking to append it is an error.
+Encoding never adds special tokens of its own, and ignores truncation or padding stored in a tokenizer.json: these are
+made for inference, and would cut training documents without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from petatron.base.errors import DataError
+from petatron.config.schema import TokenizerConfig
+
+END_OF_TEXT = "<|endoftext|>"
+# Names of the end-of-document token in published tokenizers, tried when no tokenizer_config.json names it.
+EOD_CANDIDATES = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|im_end|>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+)
+
+
+class Tokenizer(Protocol):
+    """What data, training and generation need of a tokenizer."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eod(self) -> int | None: ...
+    def encode(self, text: str) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, or a folder that holds one (and perhaps a tokenizer_config.json that names the eos token)."""
+
+    def __init__(self, path: str | Path) -> None:
+        given = Path(path)
+        file = given / "tokenizer.json" if given.is_dir() else given
+        if not file.is_file():
+            raise DataError(
+                f"Tokenizer {file} does not exist. Give --tokenizer-model a tokenizer.json or a folder that holds one; "
+                "names of models on a hub are not downloaded."
+            )
+        self._fast = _load_fast(file)
+        self.name = str(given)
+        self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.eod = self._find_eod(file.parent / "tokenizer_config.json")
+
+    def encode(self, text: str) -> list[int]:
+        return self._fast.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        # The fast form leaves out character offsets, which nothing here uses.
+        return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
+
+    def _find_eod(self, config: Path) -> int | None:
+        named = _eos_in_config(config)
+        candidates = EOD_CANDIDATES if named is None else (named, *EOD_CANDIDATES)
+        ids = (self._fast.token_to_id(token) for token in candidates)
+        return next((number for number in ids if number is not None), None)
+
+
+class GPT2BPETokenizer:
+    """GPT-2's byte-level BPE from its vocab.json and merges.txt.
+
+    Text is encoded literally, as GPT-2's own encoder does: the characters of <|endoftext|> in a document do not
+    become the end-of-document id.
+    """
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
+        for path, flag in ((vocab_file, "--vocab-file"), (merge_file, "--merge-file")):
+            if not Path(path).is_file():
+                raise DataError(f"Tokenizer file {path} does not exist. Check {flag}.")
+        try:
+            model = models.BPE.from_file(str(vocab_file), str(merge_file))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary and its merges: {error}"
+            ) from error
+        self._fast = FastTokenizer(model)
+        self._fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._fast.decoder = decoders.ByteLevel()
+        self.name = f"GPT2BPETokenizer({vocab_file}, {merge_file})"
+        self.vocab_size = max(self._fast.get_vocab().values(), default=-1) + 1
+        self.eod = self._fast.token_to_id(END_OF_TEXT)
+
+    def encode(self, text: str) -> list[int]:
+        return self._fast.encode(text).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0..255 and end of document as 256: no files, any text.
+
+    >>> ByteTokenizer().encode("hé")
+    [104, 195, 169]
+    """
+
+    name = "ByteTokenizer"
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; ids above 255 and bytes that are not UTF-8 become the replacement character."""
+        pieces = (bytes([number]) if number < 256 else "\ufffd".encode() for number in ids)
+        return b"".join(pieces).decode(errors="replace")
+
+
+class NullTokenizer:
+    """Text that already is token ids, separated by spaces. The last id of the vocabulary is the end of document.
+
+    >>> NullTokenizer(100).encode("3 1 4"), NullTokenizer(100).eod
+    ([3, 1, 4], 99)
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise DataError(f"NullTokenizer with --vocab-size {vocab_size} has no ids. Give a positive --vocab-size.")
+        self.name = f"NullTokenizer({vocab_size})"
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataError(f"NullTokenizer expects token ids separated by spaces: {error}") from error
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise DataError(f"Token ids {min(ids)}..{max(ids)} are outside the vocabulary of {self.vocab_size} ids.")
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(int(number)) for number in ids)
+
+
+def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer a run asks for; its kind follows from the files given when it is not named."""
+    kind = config.tokenizer_type or _kind_from_files(config)
+    if kind == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(_required(config.tokenizer_model, kind, "--tokenizer-model"))
+    if kind == "GPT2BPETokenizer":
+        vocab = _required(config.vocab_file, kind, "--vocab-file")
+        return GPT2BPETokenizer(vocab, _required(config.merge_file, kind, "--merge-file"))
+    if kind == "ByteTokenizer":
+        return ByteTokenizer()
+    if kind == "NullTokenizer":
+        if vocab_size is None:
+            raise DataError("NullTokenizer needs --vocab-size.")
+        return NullTokenizer(vocab_size)
+    raise DataError(
+        "No tokenizer is given. Use --tokenizer-model FILE (a tokenizer.json), --vocab-file and --merge-file (GPT-2), "
+        "--tokenizer-type ByteTokenizer, or --tokenizer-type NullTokenizer with --vocab-size."
+    )
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | Path) -> HuggingFaceTokenizer:
+    """Train a byte-level BPE on the texts, write it as a tokenizer.json and return it. Id 0 is <|endoftext|>."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise DataError(
+            f"A byte-level BPE needs more than {len(alphabet)} ids (all bytes and the end of text), not {vocab_size}."
+        )
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    fast.train_from_iterator(texts, trainer)
+    try:
+        Path(out_path).parent.mkdir(parents=True, exist_ok=True)
+        Path(out_path).write_text(fast.to_str(pretty=True), encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"Cannot write the tokenizer to {out_path}: {error}. Choose a writable folder.") from error
+    return HuggingFaceTokenizer(out_path)
+
+
+def _load_fast(file: Path) -> FastTokenizer:
+    try:
+        fast = FastTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"{file} is not a tokenizer.json: {error}. Copy it again; a SentencePiece tokenizer.model must first be converted."
+        ) from error
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _eos_in_config(config: Path) -> str | None:
+    """eos_token of a tokenizer_config.json, which may be a string or an object with its content."""
+    if not config.is_file():
+        return None
+    try:
+        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{config} is not valid JSON: {error}. Copy it again, or remove it.") from error
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _kind_from_files(config: TokenizerConfig) -> str | None:
+    if config.tokenizer_model is not None:
+        return "HuggingFaceTokenizer"
+    return "GPT2BPETokenizer" if config.vocab_file is not None or config.merge_file is not None else None
+
+
+def _required(value: str | None, kind: str, flag: str) -> str:
+    if value is None:
+        raise DataError(f"{kind} needs {flag}.")
+    return value

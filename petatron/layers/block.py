@@ -1,0 +1,28 @@
+"""One transformer layer: two residual branches, each normalised at its entrance."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from petatron.config.schema import ModelConfig
+from petatron.layers.attention import Attention, Rotation
+from petatron.layers.dropout import Dropout
+from petatron.layers.mlp import build_mlp
+from petatron.layers.norm import build_norm
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(config, config.hidden_size)
+        self.attention = Attention(config)
+        self.attention_dropout = Dropout(config.hidden_dropout)
+        self.mlp_norm = build_norm(config, config.hidden_size)
+        self.mlp = build_mlp(config)
+        self.mlp_dropout = Dropout(config.hidden_dropout)
+
+    def forward(self, x_SBD: Tensor, rotation: Rotation | None) -> Tensor:
+        x_SBD = x_SBD + self.attention_dropout(self.attention(self.attention_norm(x_SBD), rotation))
+        return x_SBD + self.mlp_dropout(self.mlp(self.mlp_norm(x_SBD)))

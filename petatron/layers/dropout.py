@@ -1,0 +1,24 @@
+"""Dropout whose randomness can be shared by ranks that hold the same activation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Dropout(nn.Module):
+    """Zero each element with a probability, scale the rest up. `generator` None means the rank's own stream."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.probability == 0.0:
+            return x
+        if self.generator is None:
+            return F.dropout(x, self.probability)
+        keep = 1.0 - self.probability
+        return x * torch.empty_like(x).bernoulli_(keep, generator=self.generator).div_(keep)

@@ -1,0 +1,84 @@
+"""Rotary position embedding (Su et al., RoFormer), with the two ways in use to stretch its context.
+
+Pair i of a head is turned by the angle position x f_i with f_i = base^(-2i/n). A context longer than the one trained on
+meets angles the model never saw; both scalings slow down the low frequencies and keep the high ones:
+
+- Llama 3 divides f_i by `factor` where the wavelength 2 pi / f_i is longer than original / low_freq_factor, keeps it where
+  it is shorter than original / high_freq_factor, and blends linearly in between.
+- YaRN (Peng et al.) does the same with a ramp over the pair index, between the pairs that make beta_slow and beta_fast
+  turns over the original context, and scales cos and sin by a temperature 0.1 mscale ln(factor) + 1.
+
+Halves are rotated, not neighbours: pair i is (x_i, x_{i + n/2}), the convention of Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from petatron.config.schema import ModelConfig
+
+
+def inverse_frequencies(config: ModelConfig, width: int) -> Tensor:
+    """f_i for a rotated width, scaled as the config says; float32 on the CPU."""
+    pairs = torch.arange(0, width, 2, dtype=torch.float32, device="cpu")
+    plain = config.rotary_base ** -(pairs / width)
+    if config.position_embedding_type == "yarn":
+        return _yarn(plain, config, width)
+    return _llama3(plain, config) if config.use_rope_scaling else plain
+
+
+def _llama3(plain: Tensor, config: ModelConfig) -> Tensor:
+    turns = config.original_max_position_embeddings * plain / (2 * math.pi)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return plain * (keep + (1.0 - keep) / config.rope_scaling_factor)
+
+
+def _yarn(plain: Tensor, config: ModelConfig, width: int) -> Tensor:
+    def pair_with(turns: float) -> float:
+        context = config.original_max_position_embeddings
+        return width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+    low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
+    high = min(math.ceil(pair_with(config.yarn_beta_slow)), width - 1)
+    index = torch.arange(width // 2, dtype=torch.float32, device="cpu")
+    keep = 1.0 - ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+    return plain * (keep + (1.0 - keep) / config.rope_scaling_factor)
+
+
+def temperature(config: ModelConfig) -> float:
+    """The factor on cos and sin: 1 but for YaRN."""
+    if config.position_embedding_type != "yarn" or config.rope_scaling_factor <= 1.0:
+        return 1.0
+    stretch = 0.1 * math.log(config.rope_scaling_factor)
+    return (stretch * config.yarn_mscale + 1.0) / (stretch * config.yarn_mscale_all_dim + 1.0)
+
+
+class Rotary(nn.Module):
+    """cos and sin of the angles for given positions: [S] or [B, S] to two of [S, 1 or B, 1, width]."""
+
+    def __init__(self, config: ModelConfig, head_width: int) -> None:
+        super().__init__()
+        self.width = int(head_width * config.rotary_percent)
+        self.temperature = temperature(config)
+        self.inverse = inverse_frequencies(config, self.width)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self.inverse.device != positions.device:  # once: the table follows the activations
+            self.inverse = self.inverse.to(positions.device)
+        rows = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
+        angles = rows.to(torch.float32).unsqueeze(-1) * self.inverse
+        angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
+        return (angles.cos() * self.temperature).to(dtype), (angles.sin() * self.temperature).to(dtype)
+
+
+def rotate(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first `cos.shape[-1]` elements of each head."""
+    width = cos.shape[-1]
+    turned, rest = x_SBHE[..., :width], x_SBHE[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)

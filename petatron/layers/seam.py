@@ -1,0 +1,13 @@
+"""A seam is a function slot of a layer that does nothing on one device; `parallel/` fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+Seam = Callable[[Tensor], Tensor]
+
+
+def same(x: Tensor) -> Tensor:
+    return x

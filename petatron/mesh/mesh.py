@@ -1,0 +1,116 @@
+"""`ParallelMesh`: the named axes this rank lives on, built once from a layout and handed down.
+
+An axis of size 1 has no process group, and every collective over it is the identity; so a single process needs no process
+group at all, and no code asks whether a kind of parallelism is on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from petatron.mesh.layout import AXES, Layout
+from petatron.mesh.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One named axis seen from one rank: its size, this rank's place on it, and the group to talk over."""
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    record: Record = field(repr=False, compare=False)
+
+
+class ParallelMesh:
+    """Every axis of a layout for one rank.
+
+    >>> mesh = ParallelMesh.single()
+    >>> mesh.tp.size, mesh.tp.rank, mesh.world.size
+    (1, 0, 1)
+    """
+
+    def __init__(self, layout: Layout, rank: int, *, device: torch.device | None = None) -> None:
+        """Create the process groups. Every rank of the world must call this, in the same order."""
+        self.layout = layout
+        self.rank = rank
+        self.device = device or torch.device("cpu")
+        self.record = Record()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
+
+    @classmethod
+    def single(cls, device: torch.device | None = None) -> ParallelMesh:
+        """The mesh of one process."""
+        return cls(Layout(), 0, device=device)
+
+    def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._group(ranks), self.record)
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """One process group per set of ranks; only its members take part in making it, so large worlds start fast."""
+        if len(ranks) == 1:
+            return None
+        if ranks not in self._groups:
+            whole_world = len(ranks) == self.layout.world_size
+            make = partial(dist.new_group, list(ranks), use_local_synchronization=True)
+            self._groups[ranks] = dist.group.WORLD if whole_world else make()  # pyright: ignore[reportArgumentType]
+        return self._groups[ranks]
+
+    def __getitem__(self, name: str) -> Axis:
+        return self._axes[name]
+
+    def blocks(self, name: str, block: int) -> Axis:
+        """The axis of `block` neighbouring ranks of another axis that this rank is one of."""
+        parent = self._axes[name]
+        assert parent.size % block == 0, f"axis {name} of {parent.size} ranks has no blocks of {block}"
+        if block == parent.size:
+            return parent
+        first = parent.rank // block * block
+        return self._axis(f"{name}/{block}", parent.ranks[first : first + block])
+
+    @property
+    def tp(self) -> Axis:
+        return self._axes["tp"]
+
+    @property
+    def pp(self) -> Axis:
+        return self._axes["pp"]
+
+    @property
+    def dp(self) -> Axis:
+        return self._axes["dp"]
+
+    @property
+    def cp(self) -> Axis:
+        return self._axes["cp"]
+
+    @property
+    def ep(self) -> Axis:
+        return self._axes["ep"]
+
+    @property
+    def dp_cp(self) -> Axis:
+        """Ranks that hold the same dense weights and see different tokens."""
+        return self._axes["dp_cp"]
+
+    @property
+    def tp_pp(self) -> Axis:
+        """Ranks that together hold one replica of the dense weights."""
+        return self._axes["tp_pp"]
+
+    @property
+    def world(self) -> Axis:
+        return self._axes["world"]
+
+    def describe(self) -> str:
+        """`tp 2 x dp 4 (8 ranks)`: the dimensions that are larger than one."""
+        sizes = [(name, self[name].size) for name in ("tp", "cp", "dp", "pp", "ep", "etp")]
+        parts = [f"{name} {size}" for name, size in sizes if size > 1]
+        return f"{' x '.join(parts) or 'one device'} ({self.layout.world_size} ranks)"

@@ -1,0 +1,56 @@
+"""The record of communication: every collective of a rank, in order, in a ring buffer.
+
+Volume tests, the hang report, traces and the planner's calibration all read this one record. An event holds the bytes of
+the full (unsharded) side of the operation: the buffer of an all-reduce, the output of a gather, the input of a scatter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One communication call, numbered from the start of the run."""
+
+    number: int
+    axis: str
+    op: str
+    elements: int
+    bytes: int
+    dtype: torch.dtype
+    caller: str
+
+
+class Record:
+    """Ring buffer of the latest events."""
+
+    def __init__(self, capacity: int = 8192) -> None:
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._count = 0
+
+    def add(self, axis: str, op: str, *, elements: int, dtype: torch.dtype) -> None:
+        self._count += 1
+        self._events.append(Event(self._count, axis, op, elements, elements * dtype.itemsize, dtype, _caller()))
+
+    def events(self, *, since: int = 0) -> list[Event]:
+        """The events still in the buffer with a number above `since`."""
+        return [event for event in self._events if event.number > since]
+
+    @property
+    def count(self) -> int:
+        """How many events there have been; pass it as `since` later to see what came after."""
+        return self._count
+
+
+def _caller() -> str:
+    """The first frame outside this package's communication files, as file:line function."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(("mesh/collectives.py", "mesh/record.py")):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno} {code.co_name}"

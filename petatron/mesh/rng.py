@@ -1,0 +1,74 @@
+"""Randomness: initial weights that no layout changes, and dropout streams that each layout gets right.
+
+Initial weights are a pure function of (seed, logical tensor name, element index). A logical tensor is drawn in blocks of
+rows, each from a generator of its own keyed by a stable hash of (seed, name, block), so a rank draws only the blocks it
+holds. Draws are made in float32 on the CPU: the same weights on every device and in every precision.
+
+Dropout uses two streams per rank. The default generator is the `own` stream: it differs on every rank and serves what is
+split over ranks (attention heads, sequence-parallel activations). The `shared` stream is equal on the ranks of one
+tensor-parallel group, and serves activations that those ranks hold in common and must drop alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.spec import Piece
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def stable_seed(*parts: object) -> int:
+    """A 63-bit seed from the printed form of its parts, equal on every machine and in every process."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def normal_piece(piece: Piece, *, seed: int, std: float) -> Tensor:
+    """The part of a logical tensor of normal draws (mean 0) that lies in this piece's box."""
+    rows, row_shape = piece.logical_shape[0], piece.logical_shape[1:]
+    row_elements = max(1, int(torch.Size(row_shape).numel()))
+    block_rows = max(1, _BLOCK_ELEMENTS // row_elements)
+    first, last = piece.start[0], piece.start[0] + piece.shape[0]
+    inner = piece.logical_slices()[1:]
+    drawn = []
+    for block in range(first // block_rows, (last - 1) // block_rows + 1):
+        begin, end = block * block_rows, min((block + 1) * block_rows, rows)
+        generator = torch.Generator().manual_seed(stable_seed(seed, piece.name, block))
+        values = torch.randn(end - begin, *row_shape, generator=generator)
+        drawn.append(values[max(first - begin, 0) : last - begin][(slice(None), *inner)])
+    return torch.cat(drawn).mul_(std)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStreams:
+    """The two dropout streams of a rank."""
+
+    device: torch.device
+    shared: torch.Generator
+
+    @classmethod
+    def start(cls, seed: int, mesh: ParallelMesh) -> RandomStreams:
+        """Seed both streams, the default generator included."""
+        torch.manual_seed(stable_seed(seed, "own", mesh.rank))
+        shared = torch.Generator(device=mesh.device)
+        shared.manual_seed(stable_seed(seed, "shared", mesh.dp.rank, mesh.cp.rank, mesh.pp.rank))
+        return cls(mesh.device, shared)
+
+    def state(self) -> dict[str, Tensor]:
+        """Every generator's state as bytes, for a checkpoint."""
+        states = {"cpu": torch.get_rng_state(), "shared": self.shared.get_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def restore(self, states: dict[str, Tensor]) -> None:
+        torch.set_rng_state(states["cpu"])
+        self.shared.set_state(states["shared"])
+        if self.device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.device)

@@ -1,0 +1,113 @@
+"""The optimizer of a run: fp32 master weights over flat buffers, clipping, loss unscaling, and a skip on the device.
+
+One step, in order: the global gradient norm (of gradients still multiplied by the loss scale); gradients times one factor
+that undoes the loss scale and clips; the update rule on the master weights, which the fused kernel leaves out when the
+norm is not finite; master weights back into the model's precision. In fp32 and fp64 the master weights *are* the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from petatron.config.schema import OptimizerConfig
+from petatron.mesh.flat import FlatGroup
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.spec import Piece
+from petatron.optim.build import build_rule
+from petatron.optim.clip import GlobalNorm
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """Device scalars of one update: the unscaled gradient norm, and 1.0 where the update was left out."""
+
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+class MasterOptimizer:
+    """Updates a model whose parameters live in flat groups."""
+
+    def __init__(self, config: OptimizerConfig, groups: Sequence[FlatGroup], mesh: ParallelMesh) -> None:
+        self._config = config
+        self._groups = groups
+        self._norm = GlobalNorm(groups, mesh.tp_pp)
+        self._masters = [nn.Parameter(g.weights.to(g.grads.dtype), requires_grad=False) for g in groups]
+        for master, group in zip(self._masters, groups):
+            master.grad = group.grads
+        self._rule = build_rule(config, self._masters, [group.decay for group in groups])
+        self._make_state()
+
+    @torch.no_grad()
+    def step(
+        self, *, lr: float | None = None, weight_decay: float | None = None, loss_scale: float = 1.0
+    ) -> UpdateResult:
+        """One update from the accumulated gradients; `loss_scale` is what they were multiplied with.
+
+        Without a schedule, the learning rate and the weight decay are the config's.
+        """
+        lr = self._config.lr if lr is None else lr
+        weight_decay = self._config.weight_decay if weight_decay is None else weight_decay
+        grads = [group.grads for group in self._groups]
+        norm = self._norm.norm(grads) / loss_scale
+        factor = torch.full_like(norm, 1.0 / loss_scale)
+        if self._config.clip_grad > 0.0:
+            factor = factor * (self._config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+        skipped = (~norm.isfinite()).to(torch.float32)
+        for grad in grads:
+            grad.mul_(factor.to(grad.dtype))
+        for rule_group in self._rule.param_groups:
+            rule_group["lr"] = lr
+            rule_group["weight_decay"] = weight_decay if rule_group["decay"] else 0.0
+        self._rule.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue] (read by the fused kernels)
+        self._rule.step()
+        self.write_back()
+        return UpdateResult(norm, skipped)
+
+    def write_back(self) -> None:
+        """Copy the master weights into the model where it has its own precision."""
+        for master, group in zip(self._masters, self._groups):
+            if master.data_ptr() != group.weights.data_ptr():
+                group.weights.copy_(master)
+
+    def zero_grad_elements(self) -> Tensor:
+        """How many gradient elements are exactly zero, over the whole model."""
+        return self._norm.zeros([group.grads for group in self._groups])
+
+    def weight_norm(self) -> Tensor:
+        """L2 norm of the master weights of the whole model."""
+        return self._norm.norm([master.data for master in self._masters])
+
+    def tensors(self) -> Iterator[tuple[str, Piece, Tensor]]:
+        """Every (kind, piece, view) of the optimizer's state: master weights and moments, by logical tensor."""
+        for master, group in zip(self._masters, self._groups):
+            flats = {"master": master.data} if master.data_ptr() != group.weights.data_ptr() else {}
+            flats |= {kind: value for kind, value in self._rule.state[master].items() if value.shape == master.shape}
+            for kind, flat in flats.items():
+                for piece, view in group.pieces(flat):
+                    yield kind, piece, view
+
+    def facts(self) -> dict[str, float]:
+        """State that is not a tensor of the model's shape: how many updates have been applied."""
+        steps = [state["step"] for state in self._rule.state.values() if "step" in state]
+        return {"updates": float(steps[0])} if steps else {}
+
+    def restore_facts(self, facts: dict[str, float]) -> None:
+        for state in self._rule.state.values():
+            if "step" in state:
+                state["step"].fill_(facts["updates"])
+
+    def _make_state(self) -> None:
+        """Zero moments from the start: torch would make them at the first step, too late for a checkpoint to fill them."""
+        for master in self._masters:
+            state = self._rule.state[master]
+            if self._config.optimizer == "adam":
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+                state["exp_avg"] = torch.zeros_like(master)
+                state["exp_avg_sq"] = torch.zeros_like(master)
+            elif self._config.sgd_momentum:
+                state["momentum_buffer"] = torch.zeros_like(master)

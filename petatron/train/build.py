@@ -1,0 +1,206 @@
+"""From a config to the parts of a run. Each part stands alone: a loop of your own can use any of them.
+
+run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "10"])
+mesh = launch(run)
+model = build_model(run, mesh)
+optimizer = build_optimizer(run, model)
+for batches in build_loader(run, mesh):
+    loss = model.train_step(batches)
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from petatron.base.device import detect
+from petatron.base.errors import ConfigError, Problem
+from petatron.config import Loaded, RunConfig, load_config, with_vocab_size
+from petatron.data.build import Datasets, build_datasets
+from petatron.data.loader import BatchLoader, LoaderOptions
+from petatron.data.tokenizer import Tokenizer, build_tokenizer
+from petatron.mesh.launch import read_environment, start_process_group
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rng import RandomStreams
+from petatron.models.base import Batch
+from petatron.models.decoder import Decoder, initial_std, shards
+from petatron.optim.master import MasterOptimizer
+from petatron.optim.precision import compute_dtype
+from petatron.parallel.apply import Recipe, parallelize
+from petatron.parallel.model import ParallelModel
+from petatron.train.batch_size import BatchSchedule
+
+
+def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
+    """A validated config from a preset and flags, for as many ranks as the launcher started.
+
+    >>> load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"]).model.hidden_size
+    128
+    """
+    world_size = world_size if world_size is not None else read_environment().world_size
+    loaded, _ = open_tokenizer(load_config(flags, preset=preset, world_size=world_size))
+    return loaded.config
+
+
+def open_tokenizer(loaded: Loaded) -> tuple[Loaded, Tokenizer | None]:
+    """The config with its vocabulary size known, and the tokenizer if one is configured."""
+    config = loaded.config
+    if config.tokenizer.tokenizer_type is None:
+        if config.model.vocab_size is None:
+            raise ConfigError([_NO_VOCABULARY])
+        return loaded, None
+    tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.model.vocab_size)
+    return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
+
+
+_NO_VOCABULARY = Problem(
+    where="--vocab-size",
+    found="",
+    rule="is not known: there is neither a tokenizer nor a preset that says it",
+    fix="Give --tokenizer-model (or --vocab-file and --merge-file), or --vocab-size N",
+)
+
+
+def launch(run: RunConfig) -> ParallelMesh:
+    """Join the other ranks, if any, and build the mesh of this run's layout.
+
+    >>> launch(load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])).describe()
+    'one device (1 ranks)'
+    """
+    environment = read_environment()
+    facts = detect(run.train.device, local_rank=environment.local_rank)
+    start_process_group(
+        environment,
+        backend=run.parallel.distributed_backend,
+        timeout_minutes=run.parallel.distributed_timeout_minutes,
+        device_kind=facts.kind,
+    )
+    device = torch.device("cuda", torch.cuda.current_device()) if facts.kind == "cuda" else torch.device("cpu")
+    if run.train.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    return ParallelMesh(Layout.from_config(run.parallel), environment.rank, device=device)
+
+
+def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
+    """This rank's part of the model, initialised; the same weights in every layout.
+
+    >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> model = build_model(run, launch(run))
+    >>> tuple(model.module.layers["0"].attention.out.weight.shape)
+    (128, 128)
+    """
+    streams = RandomStreams.start(run.train.seed, mesh)
+    with torch.device("meta"):
+        module = Decoder(run.model)
+    placements = parallelize(
+        module,
+        Recipe(shards(run.model), partial(initial_std, run.model)),
+        mesh,
+        dtype=compute_dtype(run.precision),
+        sequence_parallel=run.parallel.sequence_parallel,
+        seed=run.train.seed,
+        streams=streams,
+    )
+    assert run.parallel.ddp_bucket_size is not None
+    return ParallelModel(
+        module,
+        placements,
+        mesh,
+        streams,
+        bucket_size=run.parallel.ddp_bucket_size,
+        overlap=run.parallel.overlap_grad_reduce,
+    )
+
+
+def build_optimizer(run: RunConfig, model: ParallelModel) -> MasterOptimizer:
+    """The update rule over the model's flat buffers.
+
+    >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> optimizer = build_optimizer(run, build_model(run, launch(run)))
+    >>> optimizer.facts()
+    {'updates': 0.0}
+    """
+    return MasterOptimizer(run.optim, model.groups, model.mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaders:
+    """A loader per split; None where the run needs none."""
+
+    train: BatchLoader
+    valid: BatchLoader | None
+    test: BatchLoader | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """How long a run is, in both units, whichever of them was given."""
+
+    iterations: int
+    samples: int
+
+    @classmethod
+    def of(cls, run: RunConfig) -> RunLength:
+        batch = BatchSchedule.from_config(run)
+        if run.train.train_samples is not None:
+            return cls(batch.iterations_for(run.train.train_samples), run.train.train_samples)
+        assert run.train.train_iters is not None
+        return cls(run.train.train_iters, batch.samples_after(run.train.train_iters))
+
+
+def build_loaders(run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> Loaders:
+    """Open every dataset of the run and find every problem of the data."""
+    datasets = build_datasets(run, tokenizer, _samples_needed(run))
+    assert datasets.train is not None
+    options = LoaderOptions(
+        micro_batch_size=run.train.micro_batch_size,
+        dataloader_type=run.data.dataloader_type,
+        seed=run.train.seed,
+        num_workers=run.data.num_workers,
+        eod=tokenizer.eod if tokenizer is not None else None,
+        eod_mask_loss=run.data.eod_mask_loss,
+        reset_position_ids=run.data.reset_position_ids,
+        pin_memory=mesh.device.type == "cuda",
+    )
+    return _wrap(datasets, options, mesh)
+
+
+def _wrap(datasets: Datasets, options: LoaderOptions, mesh: ParallelMesh) -> Loaders:
+    make = partial(BatchLoader, options=options, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
+    assert datasets.train is not None
+    return Loaders(
+        train=make(datasets.train),
+        valid=make(datasets.valid) if datasets.valid is not None else None,
+        test=make(datasets.test) if datasets.test is not None else None,
+    )
+
+
+def _samples_needed(run: RunConfig) -> tuple[int, int, int]:
+    """Training, validation and test samples over the whole run."""
+    length = RunLength.of(run)
+    assert run.train.global_batch_size is not None
+    each = run.train.eval_iters * run.train.global_batch_size
+    return length.samples, each, 0
+
+
+def build_loader(run: RunConfig, mesh: ParallelMesh, *, consumed_samples: int = 0) -> Iterator[list[Batch]]:
+    """The training micro-batches of this rank, step after step, on the device; for a loop of your own.
+
+    >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "3", "--global-batch-size", "4"])
+    >>> [len(batches) for batches in build_loader(run, launch(run))]
+    [4, 4, 4]
+    """
+    loader = build_loaders(run, mesh).train
+    batch_size = BatchSchedule.from_config(run)
+    for _ in range(RunLength.of(run).iterations):
+        size = batch_size.at(consumed_samples)
+        batches = loader.next_step(size, consumed_samples)
+        if not batches:
+            return
+        consumed_samples += size
+        yield [batch.to(mesh.device) for batch in batches]

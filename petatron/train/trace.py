@@ -1,0 +1,104 @@
+"""What a run computed, by logical tensor, so that two layouts can be held against each other.
+
+Each rank keeps the pieces it speaks for; together the ranks' pieces are the whole logical tensors, whatever the layout.
+No communication is added to the run that is being watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from petatron.config import RunConfig
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.spec import Piece
+from petatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
+from petatron.parallel.model import ParallelModel
+from petatron.train.build import build_loader, build_model, build_optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of one logical tensor at one step; `kind` is gradient (after all sums) or parameter (after the update)."""
+
+    kind: str
+    name: str
+    logical_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """One step on one rank."""
+
+    loss: float
+    grad_norm: float
+    parts: list[Part] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """A deliberate fault for testing the comparison: spoil one logical tensor's gradient at one step (from 1)."""
+
+    name: str
+    step: int
+
+    def apply(self, model: ParallelModel) -> None:
+        for group in model.groups:
+            for piece, view in group.pieces(group.grads):
+                if piece.name == self.name:
+                    view.mul_(1.01).add_(1e-3)
+
+
+def record_steps(
+    run: RunConfig,
+    mesh: ParallelMesh,
+    *,
+    keep: Callable[[int], bool] = lambda step: True,
+    injection: Injection | None = None,
+) -> Iterator[StepTrace]:
+    """Train the run and yield each step; `keep` says at which steps (from 1) tensors are kept, not only the loss."""
+    model = build_model(run, mesh)
+    optimizer = build_optimizer(run, model)
+    rates, decays = LearningRateSchedule.from_config(run), WeightDecaySchedule.from_config(run)
+    samples = 0
+    for step, batches in enumerate(build_loader(run, mesh), start=1):
+        loss = model.train_step(batches)
+        if injection is not None and injection.step == step:
+            injection.apply(model)
+        parts = list(_parts(model, "gradient")) if keep(step) else []
+        progress = (step - 1, samples)
+        result = optimizer.step(lr=rates.at(*progress), weight_decay=decays.at(*progress))
+        parts += list(_parts(model, "parameter")) if keep(step) else []
+        samples += sum(batch.tokens.shape[0] for batch in batches) * mesh.dp.size
+        yield StepTrace(float(loss), float(result.grad_norm), parts)
+
+
+def _parts(model: ParallelModel, kind: str) -> Iterator[Part]:
+    if model.mesh.dp_cp.rank != 0:  # replicas hold the same
+        return
+    for group in model.groups:
+        flat = group.grads if kind == "gradient" else group.weights
+        for piece, view in group.pieces(flat):
+            if piece.primary:
+                yield _part(kind, piece, view)
+
+
+def _part(kind: str, piece: Piece, view: Tensor) -> Part:
+    return Part(kind, piece.name, piece.logical_shape, piece.start, view.detach().to("cpu", torch.float64, copy=True))
+
+
+def assemble(parts: Iterable[Part]) -> dict[tuple[str, str], Tensor]:
+    """Whole logical tensors from the parts of all ranks; elements that no rank supplied are NaN."""
+    whole: dict[tuple[str, str], Tensor] = {}
+    for part in parts:
+        key = (part.kind, part.name)
+        if key not in whole:
+            whole[key] = torch.full(part.logical_shape, float("nan"), dtype=torch.float64)
+        box = tuple(slice(at, at + size) for at, size in zip(part.start, part.values.shape))
+        whole[key][box] = part.values
+    return whole

@@ -1,0 +1,132 @@
+"""A pool of gloo ranks that lives for the whole test run.
+
+`pool.run(fn, 4, *args)` calls `fn(*args)` on four ranks, inside a fresh process group, and returns the four results. The
+function must be importable (module level). A failing rank's traceback is the test's failure; a hang is a failure within
+seconds, with every rank's stack. Ranks fork from a server that has torch loaded, so that a new one costs no import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE_S = 4.0
+
+
+class RankFailure(AssertionError):
+    """A function failed or hung on some rank of the pool."""
+
+
+def _serve(rank: int, connection: Connection, port: int, stack_file: str) -> None:
+    """A rank's life: take a task, run it in its own process group, answer."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        while True:
+            try:
+                task, world_size, payload = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            try:
+                fn, args = pickle.loads(payload)
+                if world_size > 1:
+                    prefix = dist.PrefixStore(f"task{task}", store)
+                    dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size)
+                answer = (True, fn(*args))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            connection.send_bytes(pickle.dumps(answer))
+            if dist.is_initialized():
+                with contextlib.suppress(Exception):
+                    dist.destroy_process_group()
+
+
+class RankPool:
+    """Ranks started on demand and kept until `close`."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "petatron.mesh.mesh"])
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._ranks: list[tuple[Any, Connection, Path]] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))
+        self._task = 0
+
+    def _grow(self, count: int) -> None:
+        while len(self._ranks) < count:
+            rank = len(self._ranks)
+            ours, theirs = self._context.Pipe()
+            stack_file = self._folder / f"stack-{rank}-{self._task}"
+            process = self._context.Process(
+                target=_serve, args=(rank, theirs, self._store.port, str(stack_file)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours, stack_file))
+
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0) -> list[Any]:
+        """Results of `fn(*args)` on ranks 0..world_size-1; inside, `torch.distributed` is initialised."""
+        self._grow(world_size)
+        self._task += 1
+        payload = pickle.dumps((fn, args))
+        chosen = self._ranks[:world_size]
+        for _, connection, _ in chosen:
+            connection.send_bytes(pickle.dumps((self._task, world_size, payload)))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        first_failure: int | None = None
+        while len(answers) < world_size:
+            waiting = {chosen[rank][1]: rank for rank in range(world_size) if rank not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = (False, f"rank {rank} died")
+                if not answers[rank][0] and first_failure is None:
+                    first_failure, deadline = rank, min(deadline, time.monotonic() + _GRACE_S)
+        if first_failure is not None:
+            if len(answers) < world_size or any("died" in str(a[1])[:20] for a in answers.values() if not a[0]):
+                self.close()
+            raise RankFailure(f"rank {first_failure} of {world_size} failed first:\n{answers[first_failure][1]}")
+        if len(answers) < world_size:
+            raise RankFailure(self._hang_report(world_size, answers, timeout_s))
+        return [answers[rank][1] for rank in range(world_size)]
+
+    def _hang_report(self, world_size: int, answers: dict[int, Any], timeout_s: float) -> str:
+        stuck = [rank for rank in range(world_size) if rank not in answers]
+        for rank in stuck:
+            os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = [f"--- rank {rank}\n{self._ranks[rank][2].read_text()}" for rank in stuck]
+        self.close()
+        return f"ranks {stuck} of {world_size} still run after {timeout_s:.0f} s\n" + "\n".join(stacks)
+
+    def close(self) -> None:
+        """Stop every rank; the next run starts fresh ones."""
+        for process, connection, _ in self._ranks:
+            connection.close()
+            process.kill()
+        for process, _, _ in self._ranks:
+            process.join()
+        self._ranks.clear()

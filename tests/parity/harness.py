@@ -1,0 +1,50 @@
+"""Train a tiny model in a layout on the rank pool, and compare it with one process."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from petatron.config import RunConfig, load_config
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.train.compare import BOUNDS, Verdict, compare
+from petatron.train.trace import StepTrace, record_steps
+from tests.dist import RankPool
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 131 --mock-data "
+    "--make-vocab-size-divisible-by 8 --position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48 "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --num-workers 0 "
+    "--train-iters 20 --lr 5e-3 --lr-warmup-iters 2 --lr-decay-style cosine --min-lr 1e-4 --weight-decay 0.1 "
+    "--global-batch-size 8 --micro-batch-size 2 --init-method-std 0.1 --ddp-bucket-size 3000 --eval-iters 0"
+)
+
+
+def tiny_run(flags: str = "", *, world_size: int = 1, dtype: str = "float32") -> RunConfig:
+    argv = [*TINY.split(), *flags.split(), *(["--fp64"] if dtype == "float64" else [])]
+    return load_config(argv, world_size=world_size).config
+
+
+def train(run: RunConfig) -> list[StepTrace]:
+    """Runs on one rank of the pool (or in this process): every step of the run."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return list(record_steps(run, ParallelMesh(Layout.from_config(run.parallel), rank)))
+
+
+@cache
+def reference(flags: str, dtype: str) -> list[StepTrace]:
+    return train(tiny_run(flags, dtype=dtype))
+
+
+def check_layout(ranks: RankPool, layout: str, model: str = "", *, world_size: int, dtype: str = "float64") -> Verdict:
+    """Assert that a layout trains the same model as one process with one micro-batch size for all."""
+    run = tiny_run(f"{model} {layout}", world_size=world_size, dtype=dtype)
+    traces = ranks.run(train, world_size, run)
+    verdict = compare([reference(model, dtype)], traces, BOUNDS[dtype])
+    assert len(verdict.steps) == run.train.train_iters
+    assert verdict.agrees, verdict.first_departure
+    return verdict

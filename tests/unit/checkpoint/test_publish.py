@@ -1,0 +1,166 @@
+"""Crash safety: the process dies at every boundary of a save, and the last good checkpoint still loads."""
+
+import contextlib
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from petatron.base.errors import CheckpointError
+from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.storage import Disk
+from petatron.mesh.mesh import ParallelMesh
+
+
+class Killed(BaseException):
+    """The end of the process, as far as handlers of ordinary errors can tell."""
+
+
+class FailingDisk(Disk):
+    """Fails at its n-th operation: before it, after it, or (for a write) halfway through it."""
+
+    def __init__(self, fail_at: int, when: str, error: BaseException) -> None:
+        self.left, self.when, self.error = fail_at, when, error
+
+    def _perform(self, operation, *args):
+        self.left -= 1
+        if self.left != -1:
+            return operation(*args)
+        if self.when == "after":
+            operation(*args)
+        elif self.when == "halfway" and operation.__name__ == "write":
+            path, parts = args
+            content = b"".join(parts)
+            path.write_bytes(content[: len(content) // 2])
+        raise self.error
+
+    def make_folder(self, path: Path):
+        return self._perform(super().make_folder, path)
+
+    def write(self, path: Path, parts):
+        return self._perform(super().write, path, parts)
+
+    def rename(self, old: Path, new: Path):
+        return self._perform(super().rename, old, new)
+
+    def sync_folder(self, path: Path):
+        return self._perform(super().sync_folder, path)
+
+    def remove(self, path: Path):
+        return self._perform(super().remove, path)
+
+
+def manager_of(folder: Path, disk: Disk | None = None) -> CheckpointManager:
+    return CheckpointManager(folder, ParallelMesh.single().world, disk=disk)
+
+
+def save(manager: CheckpointManager, step: int, value: float) -> None:
+    weight = torch.full((3, 2), value)
+    manager.save(step, [Chunk("model/w", (3, 2), (0, 0), weight)], facts={"value": value}, same_layout_key="one")
+
+
+def load(manager: CheckpointManager) -> tuple[int, float]:
+    weight = torch.zeros(3, 2)
+    result = manager.load(None, [Chunk("model/w", (3, 2), (0, 0), weight)])
+    assert (weight == result.facts["value"]).all()
+    return result.step, result.facts["value"]
+
+
+@pytest.mark.parametrize("when", ["before", "halfway", "after"])
+@pytest.mark.parametrize("second_step", [10, 20], ids=["same step again", "next step"])
+def test_a_crash_at_any_boundary_leaves_a_checkpoint(tmp_path, second_step, when):
+    outcomes, finished = [], False
+    for fail_at in range(40):
+        folder = tmp_path / str(fail_at)
+        save(manager_of(folder), 10, 1.0)
+        try:
+            save(manager_of(folder, FailingDisk(fail_at, when, Killed())), second_step, 2.0)
+            finished = True
+        except Killed:
+            pass
+        outcome = load(manager_of(folder))
+        assert outcome in ((10, 1.0), (second_step, 2.0))
+        outcomes.append(outcome)
+        save(manager_of(folder), 30, 3.0)
+        assert load(manager_of(folder)) == (30, 3.0)
+        assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.replaced")), "the next save tidies up"
+        assert (folder / "step-00000010").is_dir(), "and loses nothing"
+        if finished:
+            break
+    assert finished and fail_at >= 9, "the loop must have passed every operation of a save"
+    assert outcomes == sorted(outcomes), "once the new one is visible it stays visible"
+    assert outcomes[0] == (10, 1.0) and outcomes[-1] == (second_step, 2.0)
+
+
+@pytest.mark.parametrize("when", ["before", "halfway", "after"])
+def test_a_crash_of_the_first_save_leaves_nothing_or_all(tmp_path, when):
+    seen = []
+    for fail_at in range(40):
+        folder = tmp_path / str(fail_at)
+        with contextlib.suppress(Killed):
+            save(manager_of(folder, FailingDisk(fail_at, when, Killed())), 10, 1.0)
+        manager = manager_of(folder)
+        seen.append(manager.latest())
+        assert seen[-1] == (10 if (folder / "step-00000010").is_dir() else None)
+        if seen[-1] is not None:
+            assert load(manager) == (10, 1.0)
+        else:
+            with pytest.raises(CheckpointError, match="no checkpoint of step 10"):
+                manager.load(10, [])
+    assert seen[0] is None and seen[-1] == 10
+
+
+def test_a_step_is_preferred_to_the_one_it_replaces(tmp_path):
+    save(manager_of(tmp_path), 10, 1.0)
+    (tmp_path / "step-00000010").rename(tmp_path / "step-00000010.replaced")
+    assert load(manager_of(tmp_path)) == (10, 1.0)
+    shutil.copytree(tmp_path / "step-00000010.replaced", tmp_path / "kept")
+    save(manager_of(tmp_path), 10, 2.0)
+    (tmp_path / "kept").rename(tmp_path / "step-00000010.replaced")
+    assert load(manager_of(tmp_path)) == (10, 2.0)
+
+
+@pytest.mark.parametrize("second_step", [10, 20])
+def test_an_error_at_any_boundary_is_reported_and_tidied_up(tmp_path, second_step):
+    for fail_at in range(40):
+        folder = tmp_path / str(fail_at)
+        save(manager_of(folder), 10, 1.0)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        try:
+            save(manager_of(folder, FailingDisk(fail_at, "halfway", full)), second_step, 2.0)
+            break
+        except CheckpointError as error:
+            assert f"step {second_step} could not be saved to {folder}" in str(error)
+            assert "No space left on device" in str(error) and "Free space" in str(error)
+        assert load(manager_of(folder)) in ((10, 1.0), (second_step, 2.0))
+        assert not list(folder.glob("*.tmp"))
+    else:
+        pytest.fail("the save never succeeded")
+
+
+def test_a_failure_of_the_tidying_does_not_hide_the_error(tmp_path):
+    class Broken(Disk):
+        def write(self, path, parts):
+            raise OSError(errno.EIO, "Input/output error")
+
+        def remove(self, path):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(manager_of(tmp_path, Broken()), 10, 1.0)
+
+
+def test_unrelated_files_are_left_alone(tmp_path):
+    for name in ("notes.tmp", "step-1.tmp", "step-00000001x.replaced"):
+        (tmp_path / name).write_text("mine")
+    save(manager_of(tmp_path), 10, 1.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "notes.tmp",
+        "step-00000001x.replaced",
+        "step-00000010",
+        "step-1.tmp",
+    ]

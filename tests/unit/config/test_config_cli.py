@@ -1,0 +1,176 @@
+"""`petatron` and `petatron config`: what they print and the codes they exit with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from petatron import __version__
+from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.cli import main as cli
+from petatron.config import dump_yaml, load_config, preset_names
+from petatron.config.fields import all_fields, by_name
+from petatron.config.help import flag_help
+from petatron.config.reference import reference
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(argv)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for verb in ("quickstart", "train", "data", "verify", "bench", "config", "doctor"):
+        assert f"  {verb} " in out
+    assert run(capsys)[0] == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert run(capsys, "--version") == (0, f"petatron {__version__}\n", "")
+
+
+@pytest.mark.parametrize(("verb", "hint"), [("trian", "Did you mean train?"), ("zzz", "Verbs: quickstart,")])
+def test_unknown_verb(capsys: pytest.CaptureFixture[str], verb: str, hint: str):
+    code, _, err = run(capsys, verb)
+    assert code == 2
+    assert f"'{verb}' is not a verb. {hint}" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (
+            ConfigError([Problem("--x", "1", "is odd", "Use 2.")]),
+            2,
+            "1 problem in this configuration:\n  --x 1 is odd. Use 2.\n",
+        ),
+        (DataError("the index is torn"), 1, "petatron: the index is torn\n"),
+        (KeyboardInterrupt(), 130, "petatron: interrupted\n"),
+    ],
+)
+def test_errors_become_exit_codes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, text: str
+):
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: SimpleNamespace(main=fail))
+    assert run(capsys, "train") == (code, "", text)
+
+
+def test_other_errors_are_bugs_and_keep_their_traceback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: SimpleNamespace(main=lambda argv: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train"])
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys; from petatron.cli.main import main; code = main(['--help']) + main(['config', '--help']);"
+        "heavy = [m for m in ('torch', 'numpy', 'yaml') if m in sys.modules]; sys.exit(3 if heavy else code)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+
+
+def test_a_closed_pipe_is_quiet():
+    program = "from petatron.cli.main import entry; entry()"
+    command = f"'{sys.executable}' -c '{program}' config reference | true"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert answer.stderr == ""
+
+
+def test_show_prints_values_with_origins(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "config", "show", "tiny-llama", "--tp", "2", "--use-flash-attn")
+    assert code == 0
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines() if line.startswith("  ")}
+    assert rows["num_layers"] == ["4", "preset tiny-llama"]
+    assert rows["tensor_model_parallel_size"] == ["2", "--tp"]
+    assert rows["world_size"] == ["2", "derived: tp x pp x cp x dp"]
+    assert rows["rotary_base"] == ["10000", "default"]
+    assert rows["vocab_size"] == ["unset", "default"]
+    assert set(rows) == set(by_name())
+    assert err.startswith("note: --use-flash-attn is accepted")
+
+
+def test_show_changed_leaves_out_defaults(capsys: pytest.CaptureFixture[str]):
+    _, out, _ = run(capsys, "config", "show", "tiny-llama", "--changed")
+    assert "num_layers" in out and "rotary_base" not in out and " default" not in out
+
+
+def test_show_still_shows_when_there_are_problems(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "config", "show", "tiny-llama", "--tp", "3", "--bogus")
+    assert code == 2
+    assert "tensor_model_parallel_size" in out
+    assert "2 problems in this configuration:" in err
+
+
+def test_show_yaml_is_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    code, out, _ = run(capsys, "config", "show", "llama3-8b", "--yaml", "--tp", "2")
+    file = tmp_path / "config.yaml"
+    file.write_text(out)
+    again = load_config(files=[file], require_training=False).config
+    assert code == 0
+    assert again == load_config(["--tp", "2"], preset="llama3-8b", require_training=False).config
+
+
+def test_diff_of_preset_file_and_run_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = load_config(
+        ["--num-layers", "5", "--data-path", "a", "b"], preset="tiny-llama", require_training=False
+    ).config
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    code, out, _ = run(capsys, "config", "diff", "tiny-llama", str(tmp_path))
+    assert code == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["model.num_layers", "4", "->", "5"],
+        ["data.data_path", "-", "->", "a", "b"],
+        ["data.data_cache_path", "unset", "->", "cache"],
+    ]
+    assert run(capsys, "config", "diff", str(tmp_path), str(tmp_path / "config.yaml"))[1] == "no difference\n"
+
+
+def test_diff_of_what_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    code, _, err = run(capsys, "config", "diff", "tiny-llama", str(tmp_path))
+    assert code == 2
+    assert "is neither a preset, nor a YAML file, nor a run folder with a config.yaml" in err
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("bogus: 1\n")
+    code, _, err = run(capsys, "config", "diff", "tiny-llama", str(bad))
+    assert code == 2
+    assert f"{bad}:1 bogus is not a known" in err
+    assert run(capsys, "config", "diff", "tiny-llama")[0] == 2
+
+
+def test_presets_and_usage(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "config", "presets")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(preset_names())
+    assert run(capsys, "config", "--help")[0] == 0
+    assert run(capsys, "config")[0] == 2
+    assert run(capsys, "config", "bogus")[0] == 2
+    assert run(capsys, "config", "reference", "--bogus")[0] == 2
+
+
+def test_reference_page_is_up_to_date(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    page = tmp_path / "flags.md"
+    assert run(capsys, "config", "reference", "--out", str(page))[0] == 0
+    assert page.read_text() == reference()
+    committed = (ROOT / "docs" / "flags.md").read_text()
+    assert committed == reference(), "run `petatron config reference --out docs/flags.md`"
+
+
+def test_help_and_reference_document_every_field():
+    text, page = flag_help(), reference()
+    for info in all_fields():
+        assert info.doc.endswith("."), info.path
+        assert f"  {info.flag}" in text
+        assert f"`{info.flag}`" in page
+    assert max(len(line) for line in text.splitlines()) <= 110

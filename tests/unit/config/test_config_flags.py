@@ -1,0 +1,184 @@
+"""The command line: every spelling, and every way of getting it wrong."""
+
+# ruff: noqa: E501  (a table of whole messages reads better unwrapped)
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petatron.config import spellings
+from petatron.config.fields import all_fields, by_name, flag_of
+from petatron.config.flags import parse_flags
+
+
+def values(text: str) -> dict[str, object]:
+    parsed = parse_flags(text.split())
+    assert parsed.problems == []
+    return {setting.path.split(".")[1]: setting.value for setting in parsed.settings}
+
+
+def problems(text: str) -> list[str]:
+    return [str(problem) for problem in parse_flags(text.split()).problems]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--num-layers 2", {"num_layers": 2}),
+        ("--num-layers=2", {"num_layers": 2}),
+        ("--num_layers=2", {"num_layers": 2}),
+        ("--nproc_per_node 8", {"nproc_per_node": 8}),
+        ("--tp 2 --pp 3 --cp 4", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "context_parallel_size": 4}),
+        ("--ep 2 --etp 3 --dp 4", {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 3, "data_parallel_size": 4}),
+        ("--sp", {"sequence_parallel": True}),
+        ("--bf16", {"bf16": True}),
+        ("--no-bf16", {"bf16": False}),
+        ("--bf16=false", {"bf16": False}),
+        ("--bf16 true --fp16 false", {"bf16": True, "fp16": False}),
+        ("--no-overlap-grad-reduce", {"overlap_grad_reduce": False}),
+        ("--no-check-for-nan-in-loss-and-grad", {"check_for_nan_in_loss_and_grad": False}),
+        ("--no-load-optim", {"no_load_optim": True}),
+        ("--no-load-optim=false", {"no_load_optim": False}),
+        ("--lr 3e-4 --min-lr -1", {"lr": 3e-4, "min_lr": -1.0}),
+        ("--window-size none", {"window_size": None}),
+        ("--rampup-batch-size 16 8 1000 --bf16", {"rampup_batch_size": (16, 8, 1000), "bf16": True}),
+        ("--data-path 0.3 a 0.7 b", {"data_path": ("0.3", "a", "0.7", "b")}),
+        ("--data-path=a b", {"data_path": ("a", "b")}),
+        ("--swiglu", {"activation": "swiglu"}),
+        ("--openai-gelu", {"activation": "gelu_tanh"}),
+        ("--squared-relu", {"activation": "squared_relu"}),
+        ("--disable-bias-linear", {"add_bias_linear": False}),
+        ("--use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
+        ("--fp8-hybrid", {"fp8_format": "hybrid"}),
+        ("--cpu-optimizer", {"optimizer_cpu_offload": True}),
+        ("--layernorm-epsilon 1e-6", {"norm_epsilon": 1e-6}),
+        ("--rope-theta 5e5", {"rotary_base": 5e5}),
+        ("--persistent-save-interval 5", {"save_interval": 5}),
+        ("--live on", {"live": "on"}),
+        ("--tp 2 --tp 4", {"tensor_model_parallel_size": 4}),
+        ("", {}),
+    ],
+)  # fmt: skip
+def test_spelling(text: str, expected: dict[str, object]):
+    assert values(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--num-layer 2", "--num-layer is not a known flag. Did you mean --num-layers?"),
+        ("--max-lr 2", "--max-lr is not a known flag. Did you mean --min-lr?"),
+        ("--zzz", "--zzz is not a known flag. See `petatron train --help` for all flags."),
+        ("--num-layers", "--num-layers needs a value. It is: Number of transformer layers."),
+        ("--data-path --bf16", "--data-path needs a value. It is: Dataset prefixes, or weight/prefix pairs; one set of files for all splits, cut by `--split`."),
+        ("--num-layers two", "--num-layers two is not a whole number. It is: Number of transformer layers."),
+        ("--num-layers 2.5", "--num-layers 2.5 is not a whole number. It is: Number of transformer layers."),
+        ("--lr nan", "--lr nan is not a number. It is: Peak learning rate; required to train."),
+        ("--bf16=maybe", "--bf16 maybe is not true or false. It is: Compute in bfloat16."),
+        ("--seed=", "--seed '' is not a whole number. It is: Seed of initial weights, dropout and data order."),
+        ("--normalization rmsnorm", "--normalization rmsnorm is not one of LayerNorm or RMSNorm. Did you mean RMSNorm?"),
+        ("--rampup-batch-size 1 x", "--rampup-batch-size x is not a whole number. It is: START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."),
+        ("--ckpt-format torch_dist", "--ckpt-format torch_dist is not one of petatron. It is: Checkpoint format."),
+        ("--optimizer muon", "--optimizer muon needs the Muon optimizer, which is not in this version. Use adam or sgd."),
+        ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer-type BertWordPieceLowerCase needs BERT, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, ByteTokenizer or NullTokenizer."),
+        ("--use-megatron-fsdp", "--use-megatron-fsdp needs fully sharded data parallelism, which is not in this version. Leave it out."),
+        ("--spec a b --bf16", "--spec a b needs a model spec from a module, which is not in this version. Leave it out."),
+        ("--decoder-first-pipeline-num-layers=3", "--decoder-first-pipeline-num-layers 3 needs uneven pipeline stages, which is not in this version. Leave it out."),
+        ("--batch-size 4", "--batch-size is an old name. Use --micro-batch-size."),
+        ("--warmup 0.1", "--warmup is an old name. Use --lr-warmup-fraction."),
+        ("--model-parallel-size 4", "--model-parallel-size is an old name. Use --tensor-model-parallel-size."),
+        ("--checkpoint-activations", "--checkpoint-activations is an old name. Use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1."),
+        ("--append-eod", "--append-eod does not belong to this command. It is a flag of `petatron data preprocess`."),
+        ("--swiglu --squared-relu", "--squared-relu contradicts --swiglu; both set --activation. Keep one of them."),
+        ("--swiglu=true", "--swiglu true is given to a flag that takes no value. Write --swiglu alone, or leave it out."),
+        ("--no-bf16=true", "--no-bf16 true is given to a flag that takes no value. Write --no-bf16 alone, or leave it out."),
+        ("--preset", "--preset needs a value. Give a preset's name."),
+        ("--config", "--config needs a value. Give a YAML file."),
+        ("llama3-8b", "'llama3-8b' is not a flag and follows no flag that takes it. Flags start with two dashes."),
+        ("--tp 2 4", "'4' is not a flag and follows no flag that takes it. Flags start with two dashes."),
+        ("--bf16 yes", "'yes' is not a flag and follows no flag that takes it. Flags start with two dashes."),
+    ],
+)  # fmt: skip
+def test_mistake(text: str, expected: str):
+    assert problems(text) == [expected]
+
+
+def test_flags_that_only_select_an_implementation_give_a_notice():
+    parsed = parse_flags(shlex.split("--use-mcore-models --transformer-impl local --attention-backend=flash --bf16"))
+    assert parsed.problems == []
+    assert [setting.path for setting in parsed.settings] == ["precision.bf16"]
+    assert [notice.split()[0] for notice in parsed.notices] == [
+        "--use-mcore-models",
+        "--transformer-impl",
+        "--attention-backend",
+    ]
+
+
+def test_preset_and_files():
+    parsed = parse_flags(shlex.split("--preset a --config one.yaml --preset=b --config=two.yaml"))
+    assert (parsed.preset, parsed.files) == ("b", ["one.yaml", "two.yaml"])
+
+
+def test_each_spelling_stands_in_one_table_only():
+    own = {info.flag for info in all_fields()}
+    own |= {f"--no-{info.flag[2:]}" for info in all_fields() if info.kind == "bool"}
+    tables = [
+        spellings.ALIASES,
+        spellings.SHORTHANDS,
+        spellings.IMPLIED,
+        spellings.RENAMED,
+        spellings.ELSEWHERE,
+        spellings.LATER,
+    ]
+    seen = set(own)
+    for table in tables:
+        for flag in table:
+            assert flag not in seen, flag
+            assert flag.startswith("--") and "_" not in flag
+            seen.add(flag)
+
+
+def test_tables_point_at_fields_that_exist():
+    for name in [*spellings.ALIASES.values(), *(item.field for item in spellings.SHORTHANDS.values())]:
+        assert name in by_name()
+    for shorthand in spellings.SHORTHANDS.values():
+        info = by_name()[shorthand.field]
+        assert info.kind == "bool" or shorthand.value in info.choices
+    for name, words in spellings.LATER_VALUES.items():
+        assert not set(words) & set(by_name()[name].choices)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_field_can_be_typed(data: st.DataObject):
+    info = data.draw(st.sampled_from(all_fields()))
+    word = st.text("abc/._", min_size=1)
+    strategy = {
+        "int": st.integers(-100, 10**12),
+        "float": st.floats(allow_nan=False, allow_infinity=False),
+        "bool": st.booleans(),
+        "str": word,
+        "choice": st.sampled_from(info.choices or ("",)),
+    }[info.kind]
+    items = data.draw(st.lists(strategy, min_size=1, max_size=3)) if info.many else [data.draw(strategy)]
+    parsed = parse_flags(
+        [flag_of(info.name), *(str(item).lower() if info.kind == "bool" else str(item) for item in items)]
+    )
+    assert parsed.problems == []
+    (setting,) = parsed.settings
+    assert (setting.path, setting.value) == (info.path, tuple(items) if info.many else items[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.text(max_size=12) | st.sampled_from(["--tp", "--bf16", "--data-path", "--x=", "--", "--no-", "2"]),
+        max_size=8,
+    )
+)
+def test_no_command_line_makes_the_parser_crash(argv: list[str]):
+    parse_flags(argv)

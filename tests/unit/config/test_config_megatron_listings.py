@@ -1,0 +1,111 @@
+"""Flag listings as Megatron users publish them parse whole; only what this version lacks, or the listing omits, is refused."""
+
+from __future__ import annotations
+
+import shlex
+
+from petatron.config import resolve_config
+from petatron.config.flags import parse_flags
+
+LLAMA_70B = shlex.split("""
+    --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --context-parallel-size 1 --sequence-parallel
+    --num-layers 80 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --max-position-embeddings 4096
+    --micro-batch-size 1 --global-batch-size 1024 --lr 3e-4 --train-iters 100000 --lr-decay-style cosine
+    --lr-warmup-iters 2000 --weight-decay 0.1 --clip-grad 1.0 --bf16 --use-mcore-models
+    --transformer-impl transformer_engine --data-path /path/to/data --vocab-file /path/to/vocab.json
+    --merge-file /path/to/merges.txt
+""")
+
+MIXTRAL = shlex.split("""
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --expert-model-parallel-size 4 --num-experts 8
+    --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --hidden-size 4096
+    --num-layers 32 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --bf16 --use-mcore-models
+    --transformer-impl transformer_engine --data-path /path/to/data --vocab-file /path/to/vocab.json
+    --merge-file /path/to/merges.txt
+""")
+
+# The loose flags of the same pages: throughput, memory and stability advice.
+ADVICE = shlex.split("""
+    --use-mcore-models --transformer-impl transformer_engine --sequence-parallel --fp8-hybrid --micro-batch-size 4
+    --use-flash-attn --tensor-model-parallel-size 2 --recompute-granularity full --recompute-method block
+    --recompute-num-layers 1 --cpu-optimizer --cpu-optimizer-type ADAM --num-layers-per-virtual-pipeline-stage 2
+    --dataloader-type cyclic --lr-warmup-iters 2000 --clip-grad 1.0 --init-method-std 0.006 --attention-dropout 0.0
+    --hidden-dropout 0.0 --overlap-grad-reduce --overlap-param-gather
+""")
+
+LAUNCHER = shlex.split("--nproc_per_node=8 --nnodes=1 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 1")
+
+EVALUATION = shlex.split("""
+    --task WIKITEXT103 --valid-data wikitext103_valid.txt --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
+    --load checkpoints/gpt2_345m --strict-lambada --port 5000
+""")
+
+GPT3_175B = shlex.split("""
+    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
+    --attention-backend auto --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375
+    --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0
+    --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 430000
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --data-path d --vocab-file v --merge-file m
+    --split 949,50,1 --log-interval 100 --save-interval 10000 --eval-interval 1000 --save c --load c --eval-iters 10
+    --tensorboard-dir t
+""")
+
+
+def messages(argv: list[str], **kwargs: int) -> set[str]:
+    return {str(problem) for problem in resolve_config(argv, **kwargs)[1]}
+
+
+PIPELINE = "needs pipeline parallelism, which is not in this version. Use 1."
+
+
+def test_llama_70b_on_64_ranks():
+    loaded, problems = resolve_config(LLAMA_70B, world_size=64)
+    assert {str(problem) for problem in problems} == {f"--pipeline-model-parallel-size 4 {PIPELINE}"}
+    config = loaded.config
+    assert (config.parallel.data_parallel_size, config.tokenizer.tokenizer_type) == (4, "GPT2BPETokenizer")
+    assert (config.model.ffn_hidden_size, config.schedule.lr_decay_iters) == (32768, 100000)
+    assert [notice.split()[0] for notice in loaded.notices] == ["--use-mcore-models", "--transformer-impl"]
+
+
+def test_mixtral_listing_lacks_a_length_and_a_learning_rate():
+    assert messages(MIXTRAL, world_size=8) == {
+        "--expert-model-parallel-size 4 needs expert parallelism, which is not in this version. Use 1.",
+        "--num-experts 8 needs mixture of experts, which is not in this version. Leave it out.",
+        "--train-iters is not set. Give --train-iters or --train-samples.",
+        "--lr is not set. Give the peak learning rate, for instance --lr 3e-4.",
+    }
+
+
+def test_gpt3_175b():
+    assert messages(GPT3_175B, world_size=1024) == {f"--pipeline-model-parallel-size 16 {PIPELINE}"}
+
+
+def test_advice_flags_all_parse():
+    parsed = parse_flags(ADVICE)
+    assert parsed.problems == []
+    later = messages(["--preset", "tiny-gpt", "--mock-data", "--lr", "1", "--train-iters", "9999", *ADVICE])
+    assert later == {
+        "--fp8-format hybrid needs FP8 training, which is not in this version. Leave it out.",
+        "--recompute-granularity full needs activation recompute, which is not in this version. Leave it out.",
+        "--optimizer-cpu-offload needs optimizer CPU offload, which is not in this version. Leave it out.",
+        "--num-layers-per-virtual-pipeline-stage 2 needs --pipeline-model-parallel-size above 1. Leave it out.",
+        "--num-layers-per-virtual-pipeline-stage 2 needs the interleaved pipeline schedule, "
+        "which is not in this version. Leave it out.",
+        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce. Add them, or leave it out.",
+        "--overlap-param-gather needs the distributed optimizer, which is not in this version. Leave it out.",
+    }
+
+
+def test_launcher_flags_parse():
+    loaded, problems = resolve_config(["--preset", "tiny-llama", *LAUNCHER], require_training=False)
+    assert problems == []
+    assert (loaded.config.parallel.world_size, loaded.config.parallel.data_parallel_size) == (8, 1)
+
+
+def test_evaluation_flags_are_known_but_not_in_this_version():
+    assert {str(problem) for problem in parse_flags(EVALUATION).problems} == {
+        "--task WIKITEXT103 needs zero-shot evaluation, which is not in this version. Leave it out.",
+        "--valid-data wikitext103_valid.txt needs zero-shot evaluation, which is not in this version. Leave it out.",
+        "--strict-lambada needs zero-shot evaluation, which is not in this version. Leave it out.",
+        "--port 5000 needs text generation, which is not in this version. Leave it out.",
+    }

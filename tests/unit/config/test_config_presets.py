@@ -1,0 +1,75 @@
+"""Presets load, are the models they say they are, and pass every rule of this version that can apply to them."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from petatron.config import RunConfig, preset_names, resolve_config
+from petatron.config.check import NOT_IN_THIS_VERSION
+from petatron.config.derive import GATED_ACTIVATIONS
+from petatron.config.fields import by_path
+from petatron.config.presets import preset_summary
+
+EXPECTED = shlex.split(
+    "gpt3-125m gpt3-350m gpt3-760m gpt3-1.3b gpt3-2.7b gpt3-6.7b gpt3-13b gpt3-175b llama2-7b llama2-13b llama2-70b "
+    "llama3-8b llama3-70b llama3-405b llama3.2-1b qwen2.5-7b qwen3-4b qwen3-8b mixtral-8x7b deepseek-v3 nemotron4-340b "
+    "tiny-llama tiny-gpt"
+)
+
+# Parameters of the published models, in billions. The count below is exact for dense attention, so a wrong width,
+# depth, vocabulary or tie shows.
+PUBLISHED_BILLIONS = {
+    "llama2-7b": 6.738, "llama2-13b": 13.016, "llama2-70b": 68.977,
+    "llama3-8b": 8.030, "llama3-70b": 70.554, "llama3-405b": 405.853, "llama3.2-1b": 1.236,
+    "qwen2.5-7b": 7.616, "qwen3-4b": 4.022, "qwen3-8b": 8.191, "mixtral-8x7b": 46.703,
+    "gpt3-125m": 0.125, "gpt3-350m": 0.356, "gpt3-1.3b": 1.316, "gpt3-2.7b": 2.652, "gpt3-6.7b": 6.658, "gpt3-13b": 12.853,
+    "gpt3-175b": 174.604,
+}  # fmt: skip
+
+
+def billions(config: RunConfig) -> float:
+    model = config.model
+    assert model.kv_channels and model.num_query_groups and model.ffn_hidden_size and model.vocab_size
+    query, kv = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    hidden, bias = model.hidden_size, int(model.add_bias_linear)
+    matrices = 3 if model.activation in GATED_ACTIVATIONS else 2
+    experts = config.moe.num_experts or 1
+    mlp = experts * matrices * hidden * model.ffn_hidden_size + bias * (model.ffn_hidden_size + hidden)
+    attention = hidden * (query + 2 * kv) + query * hidden + bias * hidden
+    attention += (query + 2 * kv) * int(model.add_bias_linear or model.add_qkv_bias)
+    attention += 2 * model.kv_channels * int(model.qk_layernorm)
+    router = hidden * experts if config.moe.num_experts else 0
+    norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
+    tables = model.vocab_size * hidden * (2 if model.untie_embeddings_and_output_weights else 1)
+    if model.position_embedding_type == "learned_absolute":
+        tables += model.seq_length * hidden
+    return (model.num_layers * (mlp + attention + router + 2 * norm) + norm + tables) / 1e9
+
+
+def test_the_promised_presets_exist():
+    assert sorted(preset_names()) == sorted(EXPECTED)
+    assert preset_names().index("gpt3-350m") < preset_names().index("gpt3-1.3b") < preset_names().index("gpt3-13b")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_preset_loads_with_no_problem_but_later_features(name: str):
+    loaded, problems = resolve_config(preset=name, require_training=False)
+    refused = {by_path()[path].flag for path in NOT_IN_THIS_VERSION}
+    assert {problem.where for problem in problems} <= refused
+    assert bool(problems) == (name in ("mixtral-8x7b", "deepseek-v3"))
+    assert loaded.config.model.hidden_dropout == loaded.config.model.attention_dropout == 0
+    assert len(preset_summary(name)) > 8
+
+
+@pytest.mark.parametrize("name", PUBLISHED_BILLIONS)
+def test_preset_has_the_published_number_of_parameters(name: str):
+    config = resolve_config(preset=name)[0].config
+    assert billions(config) == pytest.approx(PUBLISHED_BILLIONS[name], abs=6e-4)
+
+
+def test_tiny_presets_split_over_eight_ranks():
+    for name in ("tiny-llama", "tiny-gpt"):
+        for tp in (2, 4, 8):
+            assert resolve_config(["--tp", str(tp), "--sp"], preset=name, require_training=False)[1] == []

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petatron.base.errors import ConfigError
+from petatron.data import blend
+from petatron.data.blend import BlendedDataset, blend_indices, parse_blend
+
+
+def naive_blend(weights: list[float], size: int, limits: list[int] | None = None) -> tuple[list[int], list[int]]:
+    share = np.array(weights) / np.sum(weights)
+    counts = [0] * len(share)
+    datasets, samples = [], []
+    for step in range(size):
+        best, furthest = -1, -np.inf
+        for number in range(len(share)):
+            deficit = share[number] * max(float(step), 1.0) - counts[number]
+            if deficit > furthest and (limits is None or counts[number] < limits[number]):
+                best, furthest = number, deficit
+        datasets.append(best)
+        samples.append(counts[best])
+        counts[best] += 1
+    return datasets, samples
+
+
+WEIGHTS = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=WEIGHTS | st.lists(st.just(1.0), min_size=1, max_size=6),
+    size=st.integers(0, 400),
+    lane=st.sampled_from([1, 7, 512]),
+)
+def test_equals_the_loop(weights: list[float], size: int, lane: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blend, "MIN_LANE_STEPS", lane)
+        datasets, samples = blend_indices(weights, size)
+    assert (datasets.tolist(), samples.tolist()) == naive_blend(weights, size)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(0, 80), min_size=1, max_size=6).filter(any), lane=st.sampled_from([1, 7, 512]))
+def test_exhausts_every_dataset(sizes: list[int], lane: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blend, "MIN_LANE_STEPS", lane)
+        datasets, samples = blend_indices(sizes, sum(sizes), limits=sizes)
+    assert np.bincount(datasets, minlength=len(sizes)).tolist() == sizes
+    assert (datasets.tolist(), samples.tolist()) == naive_blend([float(size) for size in sizes], sum(sizes), sizes)
+
+
+def test_lanes_with_a_wrong_belief_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the warm-up believes, the result is that of the loop."""
+    monkeypatch.setattr(blend, "MIN_LANE_STEPS", 64)
+    original, runs = blend._run, []
+    monkeypatch.setattr(blend, "_run", lambda *args: (runs.append(len(args[2])), original(*args))[1])
+    warm_up = blend._warm_up
+
+    def spoiled(*args: np.ndarray) -> np.ndarray:
+        counts = warm_up(*args)
+        counts[3::4, 0] += 1
+        return counts
+
+    monkeypatch.setattr(blend, "_warm_up", spoiled)
+    weights = [1.0, 0.003, 0.5, 1e-4]
+    datasets, samples = blend_indices(weights, 5000)
+    assert len(runs) > 1
+    assert (datasets.tolist(), samples.tolist()) == naive_blend(weights, 5000)
+
+
+def test_shares_are_kept_at_scale() -> None:
+    weights = np.array([0.5, 0.3, 0.15, 0.05])
+    datasets, samples = blend_indices(weights, 200_000)
+    counts = np.cumsum(datasets[:, None] == np.arange(4), axis=0)
+    assert np.abs(counts - weights * np.arange(1, 200_001)[:, None]).max() < 2
+    assert all(np.array_equal(samples[datasets == j], np.arange(counts[-1, j])) for j in range(4))
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="limits allow only 3"):
+        blend_indices([1, 1], 4, limits=[1, 2])
+    with pytest.raises(ValueError, match="1 to 32766"):
+        blend_indices([], 4)
+
+
+class Numbered:
+    def __init__(self, base: int, size: int) -> None:
+        self.base, self.size = base, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.array([self.base + index])
+
+
+def test_blended_dataset() -> None:
+    mixed = BlendedDataset([Numbered(0, 75), Numbered(1000, 25)], [3, 1], 100)
+    values = [int(mixed[i][0]) for i in range(len(mixed))]
+    assert sorted(values) == [*range(75), *range(1000, 1025)]
+    whole = BlendedDataset([Numbered(0, 7), Numbered(100, 3)], None)
+    assert sorted(int(whole[i][0]) for i in range(len(whole))) == [*range(7), 100, 101, 102]
+    with pytest.raises(ValueError, match="takes 75 samples of dataset 0, which has 10"):
+        BlendedDataset([Numbered(0, 10), Numbered(1000, 25)], [3, 1], 100)
+    with pytest.raises(ValueError, match="needs a size"):
+        BlendedDataset([Numbered(0, 10)], [1])
+
+
+def test_parse_blend() -> None:
+    assert parse_blend(("a", "b")) == (None, ("a", "b"))
+    assert parse_blend(("1", "a", "2.5", "b")) == ((1.0, 2.5), ("a", "b"))
+    for bad in (("1", "a", "b"), ("1", "2"), ("a", "1"), ("1", "a", "b", "2")):
+        with pytest.raises(ConfigError, match="mixes weights and prefixes"):
+            parse_blend(bad)
+    for bad in (("0", "a"), ("-1", "a", "1", "b"), ("nan", "a")):
+        with pytest.raises(ConfigError, match="not a positive number"):
+            parse_blend(bad)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from petatron.base.errors import DataError
+from petatron.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from petatron.data.build import build_datasets
+from petatron.data.dataset import SampleDataset
+from petatron.data.tokenizer import ByteTokenizer
+
+from .conftest import MakeDataset
+
+
+def run_config(tmp_path: Path, vocab_size: int | None = 1000, **data: object) -> RunConfig:
+    options = DataConfig(**{"data_cache_path": str(tmp_path / "cache"), **data})  # type: ignore[arg-type]
+    return RunConfig(model=ModelConfig(seq_length=8, vocab_size=vocab_size), data=options, train=TrainConfig(seed=1))
+
+
+def tokens(dataset: SampleDataset | None) -> Counter[int]:
+    assert dataset is not None
+    return Counter(int(token) for index in range(len(dataset)) for token in dataset[index])
+
+
+def hundreds(base: int, documents: int) -> list[list[int]]:
+    return [list(range(base + 10 * d, base + 10 * d + 10)) for d in range(documents)]
+
+
+def test_one_dataset_is_cut_by_split(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    prefix = make_dataset(hundreds(0, 20))
+    config = run_config(tmp_path, data_path=(prefix,), split="80,10,10")
+    built = build_datasets(config, None, (40, 3, 2))
+    assert built.train is not None and len(built.train) >= 40
+    assert set(tokens(built.train)) == set(range(160))
+    assert set(tokens(built.valid)) == set(range(160, 180)) and set(tokens(built.test)) <= set(range(180, 200))
+    assert build_datasets(config, None, (5, 0, 0)).valid is None
+
+
+def test_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    web, code = make_dataset(hundreds(0, 20), "web"), make_dataset(hundreds(500, 20), "code")
+    config = run_config(tmp_path, data_path=("3", web, "1", code), split="1")
+    logging.getLogger("petatron").propagate = True
+    with caplog.at_level(logging.INFO, logger="petatron"):
+        train = build_datasets(config, None, (80, 0, 0)).train
+    assert train is not None and len(train) == 80
+    assert sum(train[i][0] >= 500 for i in range(80)) == 20
+    rows = [record.getMessage().split() for record in caplog.records]
+    assert rows[0] == ["train", "documents", "tokens", "samples", "epochs", "dataset"]
+    assert rows[1] == ["20", "200", "60", "2.40", web] and rows[2] == ["20", "200", "20", "0.80", code]
+
+
+def test_blend_without_weights(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    big, small = make_dataset(hundreds(0, 30), "big"), make_dataset(hundreds(500, 10), "small")
+    config = run_config(tmp_path, data_path=(big, small), split="1")
+    once = build_datasets(config, None, (10, 0, 0)).train
+    assert once is not None and len(once) == 299 // 8 + 99 // 8  # one epoch of each
+    more = build_datasets(config, None, (200, 0, 0)).train
+    assert more is not None and len(more) == 200
+    assert sum(more[i][0] >= 500 for i in range(200)) == 50
+
+
+def test_paths_per_split_and_args_file(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    train, valid = make_dataset(hundreds(0, 20), "a"), make_dataset(hundreds(500, 3), "b")
+    config = run_config(tmp_path, train_data_path=(train,), valid_data_path=(valid,))
+    built = build_datasets(config, None, (40, 9, 0))
+    assert set(tokens(built.train)) == set(range(200)) and set(tokens(built.valid)) == set(range(500, 530))
+    with pytest.raises(DataError, match=r"No data is given for test.*--test-data-path"):
+        build_datasets(config, None, (10, 3, 1))
+    (tmp_path / "args").write_text(f"0.5 {train}\n0.5 {valid}\n")
+    config = run_config(tmp_path, data_args_path=str(tmp_path / "args"), split="1")
+    assert max(tokens(build_datasets(config, None, (10, 0, 0)).train)) >= 500
+    with pytest.raises(DataError, match="Use one of the two"):
+        build_datasets(run_config(tmp_path, data_path=(train,), valid_data_path=(valid,)), None, (1, 1, 0))
+    with pytest.raises(DataError, match=r"--data-args-path .* cannot be read"):
+        build_datasets(run_config(tmp_path, data_args_path=str(tmp_path / "none")), None, (1, 0, 0))
+    with pytest.raises(DataError, match="No data is given for train, valid"):
+        build_datasets(run_config(tmp_path), None, (1, 1, 0))
+
+
+def test_all_problems_come_together(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    good, cut = make_dataset(hundreds(0, 20), "good"), make_dataset(hundreds(0, 20), "cut")
+    strange = make_dataset([[5], [2000]], "strange")
+    Path(f"{cut}.bin").write_bytes(Path(f"{cut}.bin").read_bytes()[:-2])
+    config = run_config(tmp_path, data_path=(good, cut, strange, str(tmp_path / "gone")), split="1")
+    with pytest.raises(DataError) as caught:
+        build_datasets(config, None, (1, 0, 0))
+    message = str(caught.value)
+    assert message.startswith("3 problems in the data:")
+    assert "cut.bin is truncated" in message and "gone.idx does not exist" in message
+    assert "strange: sequence 1 has token ids 2000..2000, but the vocabulary has 1000 ids" in message
+
+
+def test_vocabulary_of_the_tokenizer_is_checked(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    config = run_config(tmp_path, vocab_size=None, data_path=(make_dataset([[5], [257]]),))
+    with pytest.raises(DataError, match="vocabulary has 257 ids"):
+        build_datasets(config, ByteTokenizer(), (1, 0, 0))
+    assert build_datasets(config, None, (1, 0, 0)).train is not None
+
+
+def test_empty_split_is_reported_only_if_needed(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    config = run_config(tmp_path, data_path=(make_dataset(hundreds(0, 4)),), split="99,1,0")
+    assert build_datasets(config, None, (1, 0, 0)).train is not None
+    with pytest.raises(DataError, match="2 problems") as caught:
+        build_datasets(config, None, (1, 7, 1))
+    assert "the valid split is empty: --split 99,1,0 gives it 0 of 4 documents, but 7 samples" in str(caught.value)
+
+
+def test_mock(tmp_path: Path) -> None:
+    config = run_config(tmp_path, vocab_size=None, mock_data=True)
+    built = build_datasets(config, ByteTokenizer(), (5, 2, 0))
+    assert built.train is not None and len(built.train) == 5 and built.test is None
+    assert built.valid is not None and not np.array_equal(built.train[0], built.valid[0])
+    with pytest.raises(DataError, match="--mock-data needs --vocab-size"):
+        build_datasets(config, None, (5, 0, 0))
+    sized = replace(config, model=replace(config.model, vocab_size=4))
+    assert max(tokens(build_datasets(sized, None, (5, 0, 0)).train)) == 3

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petatron.data import sampling
+from petatron.data.sampling import SampleIndex, build_sample_index, plan_epochs
+
+LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=15).filter(lambda lengths: sum(lengths) > 0)
+
+
+def tokens_of(index: SampleIndex, lengths: list[int], sample: int) -> list[tuple[int, int, int]]:
+    """Sample as (position in the stream, document, token number), read token by token."""
+    position, offset = index.starts[sample].tolist()
+    last, end = index.starts[sample + 1].tolist()
+    tokens = []
+    while (position, offset) <= (last, end):
+        document = int(index.documents[position])
+        if offset < lengths[document]:
+            tokens.append((position, document, offset))
+            offset += 1
+        else:
+            position, offset = position + 1, 0
+    return tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=LENGTHS, seq_length=st.integers(1, 9), num_samples=st.integers(1, 60), seed=st.integers(0, 2**32 - 1))
+def test_windows_are_the_definition(lengths: list[int], seq_length: int, num_samples: int, seed: int) -> None:
+    plan = plan_epochs(sum(lengths), seq_length, num_samples)
+    index = build_sample_index(np.arange(len(lengths)), np.array(lengths, np.int32), plan, seed)
+    stream = [
+        (position, int(document), offset)
+        for position, document in enumerate(index.documents)
+        for offset in range(lengths[document])
+    ]
+    assert plan.num_samples >= num_samples
+    assert index.starts.shape == (plan.num_samples + 1, 2)
+    for sample in range(plan.num_samples):
+        first = sample * seq_length
+        assert tokens_of(index, lengths, sample) == stream[first : first + seq_length + 1]
+    # Fewer than seq_length tokens are left over, and the order uses each sample once.
+    assert len(stream) - 1 - plan.num_samples * seq_length < seq_length
+    assert sorted(index.order.tolist()) == list(range(plan.num_samples))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, seq_length=st.integers(1, 9), num_samples=st.integers(1, 60))
+def test_epochs(lengths: list[int], seq_length: int, num_samples: int) -> None:
+    total = sum(lengths)
+    plan = plan_epochs(total, seq_length, num_samples)
+    enough = next(epochs for epochs in range(1, 10**6) if (epochs * total - 1) // seq_length >= num_samples)
+    assert plan.num_epochs == enough
+    index = build_sample_index(np.arange(len(lengths)), np.array(lengths, np.int32), plan, 7)
+    once = Counter(range(len(lengths)))
+    assert Counter(index.documents.tolist()) == Counter(dict.fromkeys(once, enough))
+    cut = plan.num_samples_shuffled_first
+    assert sorted(index.order[:cut].tolist()) == list(range(cut))
+    if enough > 1:
+        before = ((enough - 1) * total - 1) // seq_length
+        assert plan.separate_final_epoch == (num_samples - before < int(0.8 * ((total - 1) // seq_length)))
+    if plan.separate_final_epoch:
+        assert Counter(index.documents[-len(lengths) :].tolist()) == once
+        assert cut == ((enough - 1) * total - 1) // seq_length
+
+
+def test_threshold_of_the_final_epoch() -> None:
+    # 101 tokens, windows of 10: 10 samples per epoch; 2 epochs give 20.
+    assert not plan_epochs(101, 10, 10).separate_final_epoch
+    assert plan_epochs(101, 10, 17).separate_final_epoch
+    assert not plan_epochs(101, 10, 18).separate_final_epoch
+    assert plan_epochs(101, 10, None).num_epochs == 1
+    with pytest.raises(ValueError, match="must be positive"):
+        plan_epochs(0, 10, 5)
+
+
+def test_blocks_give_the_same_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    lengths = random.integers(0, 50, 300).astype(np.int32)
+    lengths[100:200] = 0  # whole blocks without a token, hence without a sample start
+    plan = plan_epochs(int(lengths.sum()), 7, 2500)
+    whole = build_sample_index(np.arange(300), lengths, plan, 3)
+    monkeypatch.setattr(sampling, "BLOCK_DOCUMENTS", 13)
+    blocked = build_sample_index(np.arange(300), lengths, plan, 3)
+    assert np.array_equal(whole.starts, blocked.starts)
+
+
+def test_order_is_frozen() -> None:
+    """Literal values: a change of these would change the data order of every resumed run."""
+    plan = plan_epochs(20, 4, 9)
+    index = build_sample_index(np.arange(10, 15), np.array([0] * 10 + [3, 5, 2, 6, 4], np.int32), plan, 1234)
+    assert (plan.num_epochs, plan.separate_final_epoch) == (2, False)
+    assert index.documents.tolist() == FROZEN_DOCUMENTS
+    assert index.order.tolist() == FROZEN_ORDER
+    assert index.documents.dtype == np.int32 and index.starts.dtype == np.int32 and index.order.dtype == np.uint32
+
+
+def reference_order() -> tuple[list[int], list[int]]:
+    """The published procedure, spelled out: one frozen generator, documents first, then samples."""
+    random = np.random.RandomState(1234)
+    documents = np.array([10, 11, 12, 13, 14] * 2)
+    random.shuffle(documents)
+    order = np.arange(9)
+    random.shuffle(order)
+    return documents.tolist(), order.tolist()
+
+
+FROZEN_DOCUMENTS, FROZEN_ORDER = reference_order()
+
+
+def test_seed_decides() -> None:
+    lengths = np.full(100, 10, np.int32)
+    plan = plan_epochs(1000, 8, 100)
+    first, again, other = (build_sample_index(np.arange(100), lengths, plan, seed) for seed in (1, 1, 2))
+    assert np.array_equal(first.documents, again.documents) and np.array_equal(first.order, again.order)
+    assert not np.array_equal(first.documents, other.documents)

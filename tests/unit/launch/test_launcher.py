@@ -1,0 +1,239 @@
+"""One failing rank ends the run within seconds, with one report. The children are tiny and know nothing of torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from petatron.base.errors import LaunchError
+from petatron.cli.launcher import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def child(body: str) -> list[str]:
+    """A rank whose main is `body`, run under the guard as every rank is."""
+    head = (
+        "import os, signal, sys, time\n"
+        "from petatron.base.errors import DataError\n"
+        "from petatron.mesh.launch import guard\n"
+        "rank = int(os.environ['RANK'])\n"
+        "def main():\n"
+    )
+    code = head + textwrap.indent(textwrap.dedent(body), "    ") + "\n    return 0\nsys.exit(guard(main))\n"
+    return [sys.executable, "-c", code]
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def start_launcher(tmp_path: Path, command: list[str], **options: object) -> subprocess.Popen[str]:
+    """The launcher as a process of its own, to send it signals."""
+    arguments = "".join(f", {name}={value!r}" for name, value in options.items())
+    code = f"import sys\nfrom petatron.cli.launcher import run_ranks\nsys.exit(run_ranks({command!r}{arguments}))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for(paths: list[Path], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"never appeared: {[path for path in paths if not path.exists()]}"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_all_ranks_run_with_their_places(tmp_path: Path) -> None:
+    body = f"""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    open(f"{tmp_path}/{{rank}}", "w").write(" ".join(os.environ[name] for name in names))
+    """
+    code = run_ranks(child(body), nproc=2, nnodes=2, node_rank=1, master_addr="10.1.1.1", master_port=29500)
+    assert code == 0
+    assert (tmp_path / "2").read_text() == "2 0 4 2"
+    assert (tmp_path / "3").read_text() == "3 1 4 2"
+
+
+def test_a_failing_rank_stops_the_others_and_is_shown_once(capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+    if rank == 1:
+        raise ValueError("the number was " + "odd")
+    time.sleep(60)
+    """
+    begin = time.monotonic()
+    code = run_ranks(child(body), nproc=4, grace_s=0.3)
+    assert time.monotonic() - begin < 15
+    err = capfd.readouterr().err
+    assert code == 1
+    assert err.count("Traceback (most recent call last)") == 1
+    assert err.count("ValueError: the number was odd") == 1
+    assert "Rank 1 of 4 failed first" in err
+    assert "3 stopped" in err
+
+
+def test_an_error_for_people_comes_without_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    code = run_ranks(child("raise DataError('corpus.idx is cut short; build it again')"), nproc=2, grace_s=5)
+    err = capfd.readouterr().err
+    assert code == 1
+    assert err.count("corpus.idx is cut short; build it again") == 1
+    assert "Traceback" not in err
+    assert "1 failed after it" in err
+
+
+def test_broken_connections_are_not_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
+    # Rank 0 notices its peer's death before rank 1 gets round to its report, and ends first.
+    body = """
+    if rank == 0:
+        raise RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    time.sleep(0.5)
+    raise KeyError("the real cause")
+    """
+    run_ranks(child(body), nproc=2, grace_s=5)
+    err = capfd.readouterr().err
+    assert "Rank 1 of 2 failed first" in err
+    assert "the real cause" in err
+    assert "gloo" not in err
+
+
+def test_a_killed_rank_beats_the_echoes_and_gives_128_plus_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+    raise RuntimeError("/gloo/ Connection closed by peer")
+    """
+    code = run_ranks(child(body), nproc=2, grace_s=5)
+    err = capfd.readouterr().err
+    assert code == 128 + signal.SIGKILL
+    assert "Rank 1 of 2 failed first: it was ended by SIGKILL. The kernel does that when memory runs out." in err
+
+
+def test_a_plain_exit_code_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks([sys.executable, "-S", "-c", "raise SystemExit(7)"], nproc=1) == 7
+    assert "with exit code 7 and no report" in capfd.readouterr().err
+
+
+def test_a_rank_deaf_to_sigterm_is_killed(tmp_path: Path) -> None:
+    body = f"""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"{tmp_path}/{{rank}}", "w").write(str(os.getpid()))
+    while not os.path.exists("{tmp_path}/0"):
+        time.sleep(0.01)
+    if rank == 1:
+        raise ValueError
+    time.sleep(60)
+    """
+    assert run_ranks(child(body), nproc=2, grace_s=0.1) == 1
+    assert not alive(int((tmp_path / "0").read_text()))
+
+
+SAVE_ON_SIGNAL = """
+seen = []
+signal.signal(signal.{name}, lambda *_: seen.append(1))
+open(f"{folder}/up{{rank}}", "w").close()
+while not seen:
+    time.sleep(0.02)
+time.sleep(0.5)
+open(f"{folder}/saved{{rank}}", "w").write(str(len(seen)))
+"""
+
+
+@pytest.mark.parametrize(("sent", "got"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM")])
+def test_a_signal_is_passed_on_once_and_ranks_end_cleanly(tmp_path: Path, sent: str, got: str) -> None:
+    # The grace is shorter than the save: it must not apply to ranks that end because they were asked to.
+    body = SAVE_ON_SIGNAL.format(name=got, folder=tmp_path)
+    launcher = start_launcher(tmp_path, child(body), nproc=2, grace_s=0.0)
+    wait_for([tmp_path / "up0", tmp_path / "up1"])
+    launcher.send_signal(signal.Signals[sent])
+    output, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == 0, output
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+def test_a_second_interrupt_kills(tmp_path: Path) -> None:
+    body = f"""
+    signal.signal(signal.SIGINT, lambda *_: open(f"{tmp_path}/got{{rank}}", "w").close())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"{tmp_path}/up{{rank}}", "w").close()
+    while True:
+        time.sleep(0.05)
+    """
+    launcher = start_launcher(tmp_path, child(body), nproc=2)
+    wait_for([tmp_path / "up0", tmp_path / "up1"])
+    launcher.send_signal(signal.SIGINT)
+    wait_for([tmp_path / "got0", tmp_path / "got1"])
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert "Stopped by SIGINT" in output
+    assert "failed first" not in output
+
+
+def test_an_interrupt_before_any_handler_is_not_a_failure_report(tmp_path: Path) -> None:
+    body = f'open(f"{tmp_path}/up{{rank}}", "w").close()\ntime.sleep(60)'
+    launcher = start_launcher(tmp_path, child(body), nproc=2)
+    wait_for([tmp_path / "up0", tmp_path / "up1"])
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert output.strip() == "Stopped by SIGINT before the run could end by itself."
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is a Linux feature")
+def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    body = f"""
+    open(f"{tmp_path}/tmp{{rank}}", "w").write(str(os.getpid()))
+    os.rename(f"{tmp_path}/tmp{{rank}}", f"{tmp_path}/up{{rank}}")
+    time.sleep(60)
+    """
+    launcher = start_launcher(tmp_path, child(body), nproc=2)
+    wait_for([tmp_path / "up0", tmp_path / "up1"])
+    pids = [int((tmp_path / f"up{rank}").read_text()) for rank in range(2)]
+    assert all(alive(pid) for pid in pids)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nproc": 0}, "--nproc-per-node 0 starts no rank"),
+        ({"nproc": 1, "nnodes": 2, "node_rank": 2, "master_port": 1}, "--node-rank 2 is not below --nnodes 2"),
+        ({"nproc": 1, "nnodes": 2}, "needs --master-port"),
+        ({"nproc": 1, "nnodes": 2, "master_port": 29500}, "needs --master-addr"),
+    ],
+)
+def test_impossible_launches(options: dict[str, int], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        run_ranks(["true"], **options)  # type: ignore[arg-type]
+
+
+def test_a_command_that_does_not_exist() -> None:
+    with pytest.raises(LaunchError, match="Cannot start rank 0 with '/no/such/program'"):
+        run_ranks(["/no/such/program"], nproc=2)
+
+
+def test_the_launcher_does_not_load_torch() -> None:
+    code = "import sys, petatron.cli.launcher; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
