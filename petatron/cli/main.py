@@ -6,6 +6,7 @@ A verb's module is imported only when the verb is used, so that help needs neith
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -81,8 +82,6 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _unknown(verb: str) -> str:
-    import difflib
-
     close = difflib.get_close_matches(verb, VERBS, n=1)
     hint = f"Did you mean {close[0]}?" if close else f"Verbs: {', '.join(VERBS)}."
     return f"petatron: {verb!r} is not a verb. {hint}"

@@ -64,16 +64,14 @@ class FieldInfo:
             return None
         if self.kind == "choice":
             if text not in self.choices:
-                raise ValueError(f"is not one of {listing(self.choices)}")
+                single = len(self.choices) == 1
+                allowed = f"{self.choices[0]}, the only choice" if single else f"one of {listing(self.choices)}"
+                raise ValueError(f"is not {allowed}")
             return text
         try:
             return _PARSERS[self.kind](text)
         except ValueError:
             raise ValueError(f"is not {_WANTED[self.kind]}") from None
-
-    def parse_all(self, texts: Iterable[str]) -> Value:
-        """The value of a tuple field from its items."""
-        return tuple(self.parse(text) for text in texts)  # type: ignore[return-value]
 
 
 def _parse_int(text: str) -> int:

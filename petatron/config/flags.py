@@ -122,6 +122,7 @@ def _take_field(info: FieldInfo, word: _Word, parsed: ParsedFlags) -> Sequence[s
         texts = word.following if word.attached is None else (word.attached, *word.following)
         if not texts:
             parsed.problems.append(_needs_value(info, word))
+            parsed.suspects.add(info.flag)
         _add_parsed(info, word, texts, parsed)
         return ()
     if word.attached is not None:

@@ -9,10 +9,10 @@ from petatron.config.fields import flag_of, listing
 
 
 def divisors(number: int, *, limit: int = 12) -> str:
-    """1, 2, 4 or 8; long lists keep their ends."""
+    """1, 2, 4 or 8; a long list keeps its start."""
     found = [candidate for candidate in range(1, min(number, 4096) + 1) if number % candidate == 0]
     if len(found) > limit:
-        return ", ".join(str(value) for value in found[:limit]) + ", ..."
+        return ", ".join(str(value) for value in found[:limit]) + " or another divisor"
     return listing(found)
 
 

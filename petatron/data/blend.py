@@ -13,13 +13,14 @@ which starts from the true zeros. Lanes that were wrong run again from their nei
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.config.blend import BlendError
+from petatron.config.blend import parse_blend as read_blend
 from petatron.data.dataset import SampleDataset
 
 MAX_DATASETS = 32766
@@ -30,27 +31,21 @@ MIN_LANE_STEPS = 512
 Blend = tuple[tuple[float, ...] | None, tuple[str, ...]]
 
 
-def parse_blend(values: Sequence[str]) -> Blend:
-    """Weights (None when not given) and prefixes of `--data-path`.
+def parse_blend(words: Sequence[str], *, flag: str = "--data-path") -> Blend:
+    """Weights (None when not given) and prefixes; datasets of weight 0 are left out.
 
     >>> parse_blend(("0.3", "web", "0.7", "code"))
     ((0.3, 0.7), ('web', 'code'))
     >>> parse_blend(("web", "code"))
     (None, ('web', 'code'))
     """
-    numbers = [_number(value) for value in values]
-    if all(number is None for number in numbers):
-        return None, tuple(values)
-    pairs = len(values) % 2 == 0 and all((number is None) == (place % 2 == 1) for place, number in enumerate(numbers))
-    if not pairs:
-        rule = "mixes weights and prefixes in an order that is neither `w1 p1 w2 p2` nor `p1 p2`"
-        fix = "Give each prefix a weight before it, or none at all; write a prefix that looks like a number as ./2024."
-        raise ConfigError([Problem("--data-path", " ".join(values), rule, fix)])
-    weights = tuple(number for number in numbers if number is not None)
-    if any(not 0 < weight < math.inf for weight in weights):
-        rule, fix = "has a weight that is not a positive number", "Leave out datasets that should not be used."
-        raise ConfigError([Problem("--data-path", " ".join(values), rule, fix)])
-    return weights, tuple(values[1::2])
+    try:
+        parts = [part for part in read_blend(words) if part.weight != 0]
+    except BlendError as error:
+        fix = "Write `prefix prefix` or `weight prefix weight prefix`."
+        raise ConfigError([Problem(flag, " ".join(words), str(error), fix)]) from error
+    weights = tuple(part.weight for part in parts if part.weight is not None)
+    return weights or None, tuple(part.prefix for part in parts)
 
 
 def blend_indices(
@@ -109,13 +104,6 @@ class BlendedDataset:
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         return self.datasets[int(self._dataset[index])][int(self._sample[index])]
-
-
-def _number(value: str) -> float | None:
-    try:
-        return float(value)
-    except ValueError:
-        return None
 
 
 def _choose(share: NDArray, cap: NDArray, step: NDArray, counts: NDArray) -> NDArray:

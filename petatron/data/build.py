@@ -91,7 +91,11 @@ def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[Blend |
             f"No data is given for {', '.join(missing)}. Use --data-path (cut by --split), "
             f"{', '.join(f'--{split}-data-path' for split in missing)}, or --mock-data."
         )
-    return [parse_blend(paths) if count else None for paths, count in zip(chosen, num_samples)]
+    flags = [f"--{split}-data-path" for split in SPLITS] if any(per_split) else ["--data-path"] * 3
+    if data.data_args_path is not None:
+        flags = [f"--data-args-path {data.data_args_path}"] * 3
+    wanted = zip(flags, chosen, num_samples)
+    return [parse_blend(paths, flag=flag) if count else None for flag, paths, count in wanted]
 
 
 def _open_all(blends: Sequence[Blend | None], vocab_size: int | None) -> dict[str, IndexedDataset]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.config.blend import BlendError, parse_split
 from petatron.data.cache import Arrays, load_or_build
 from petatron.data.indexed import IndexedDataset
 from petatron.data.sampling import build_sample_index, plan_epochs
@@ -80,16 +80,8 @@ def split_documents(split: str, num_documents: int) -> tuple[range, range, range
     (range(0, 8), range(8, 9), range(9, 10))
     """
     try:
-        shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise ConfigError(
-            [Problem("--split", split, "is not one to three non-negative numbers", "Example: --split 969,30,1.")]
-        )
-    shares += [0.0] * (3 - len(shares))
-    total, ends, running = sum(shares), [0], 0.0
-    for share in shares:
-        running += share
-        ends.append(round(running / total * num_documents))
-    return range(ends[0], ends[1]), range(ends[1], ends[2]), range(ends[2], ends[3])
+        shares = parse_split(split)
+    except BlendError as error:
+        raise ConfigError([Problem("--split", split, str(error), "Write three numbers such as 969,30,1.")]) from error
+    first, second = round(shares[0] * num_documents), round((shares[0] + shares[1]) * num_documents)
+    return range(first), range(first, second), range(second, num_documents)

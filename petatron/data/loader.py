@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.data.dataset import SampleDataset
+from petatron.data.sampling import frozen_random
 from petatron.models.base import Batch
 
 
@@ -133,8 +134,7 @@ class BatchLoader:
 def epoch_permutation(seed: int, epoch: int, total: int) -> NDArray[np.integer]:
     """Order of `total` samples in one epoch of the cyclic loader."""
     order = np.arange(total, dtype=np.int32 if total <= np.iinfo(np.int32).max else np.int64)
-    # RandomState's stream is frozen, so the order survives numpy upgrades.
-    np.random.RandomState([seed, epoch]).shuffle(order)
+    frozen_random(seed, epoch).shuffle(order)
     return order
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from petatron.data.sampling import frozen_random
+
 
 class MockDataset:
     """`num_samples` samples of seq_length + 1 ids, sample i a pure function of (seed, i).
@@ -29,7 +31,7 @@ class MockDataset:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
-        random = np.random.RandomState([self.seed, index & 0xFFFFFFFF, index >> 32])
+        random = frozen_random(self.seed, index)
         total = self.seq_length + 1
         sample = np.empty(total, np.int64)
         filled = 0

@@ -35,7 +35,7 @@ from petatron.base.errors import DataError
 from petatron.base.log import get_logger
 from petatron.config.schema import TokenizerConfig
 from petatron.data.indexed import optimal_dtype
-from petatron.data.jsonl import Block, read_blocks
+from petatron.data.jsonl import BLOCK_BYTES, Block, read_blocks
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.data.writer import IndexedWriter
 
@@ -58,6 +58,8 @@ class PreprocessOptions:
     on_error: Literal["fail", "skip"] = "fail"
     max_documents: int | None = None
     """Read at most this many lines in all."""
+    block_bytes: int = BLOCK_BYTES
+    """Text handed to a worker at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ def _blocks(options: PreprocessOptions) -> Iterator[tuple[Block, int]]:
     before, left = 0, options.max_documents
     for path in options.inputs:
         lines = 0
-        for block in read_blocks(path, max_lines=left):
+        for block in read_blocks(path, max_lines=left, block_bytes=options.block_bytes):
             lines = block.first_line - 1 + block.data.count(b"\n") + (not block.data.endswith(b"\n"))
             yield block, before + block.file_position
         before += Path(path).stat().st_size
@@ -213,7 +215,7 @@ def _encoded_blocks(options: PreprocessOptions) -> Iterator[tuple[Block, _Encode
             yield block, _encode_block(options, block), bytes_read
         return
     # spawn: the tokenizer library has threads, and a forked copy of a process with threads may hang.
-    pool = ProcessPoolExecutor(options.workers, get_context("spawn"), _start_worker)
+    pool = ProcessPoolExecutor(options.workers, get_context("spawn"), start_worker)
     waiting: deque[tuple[Block, Future[_EncodedBlock], int]] = deque()
     try:
         for block, bytes_read in _blocks(options):
@@ -232,12 +234,12 @@ def _encoded_blocks(options: PreprocessOptions) -> Iterator[tuple[Block, _Encode
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
+    """Make a fresh process a worker that uses one core and leaves Ctrl-C to its parent."""
     # One worker, one thread: the tokenizer library would otherwise start a thread per core in each worker. It takes
     # this setting from the environment only, so we write it, in the worker alone.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
-    # Ctrl-C reaches the whole process group; the parent alone answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -60,6 +60,14 @@ class SampleIndex:
     order: NDArray[np.integer]
 
 
+def frozen_random(*numbers: int) -> np.random.RandomState:
+    """Numpy's legacy generator, whose stream is frozen for good, seeded by numbers of any size."""
+    if len(numbers) == 1 and numbers[0] < 1 << 32:
+        return np.random.RandomState(numbers[0])
+    words = [number >> shift & 0xFFFFFFFF for number in numbers for shift in (0, 32) if shift == 0 or number >> 32]
+    return np.random.RandomState(words)
+
+
 def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> EpochPlan:
     """Fewest epochs that supply `num_samples` samples (one epoch when it is None)."""
     if tokens_per_epoch < 1 or seq_length < 1:
@@ -80,7 +88,7 @@ def build_sample_index(
     documents: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan, seed: int
 ) -> SampleIndex:
     """Build the index for a plan. `lengths` is indexed by document number; `documents` are the numbers to use."""
-    random = np.random.RandomState(seed)
+    random = frozen_random(seed)
     stream = _document_stream(documents, plan, random)
     return SampleIndex(stream, _sample_starts(stream, lengths, plan), _sample_order(plan, random))
 

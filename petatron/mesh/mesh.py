@@ -6,7 +6,7 @@ group at all, and no code asks whether a kind of parallelism is on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -44,6 +44,7 @@ class ParallelMesh:
         self.record = Record()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
+        self.control = self._control_axis()
 
     @classmethod
     def single(cls, device: torch.device | None = None) -> ParallelMesh:
@@ -62,6 +63,13 @@ class ParallelMesh:
             make = partial(dist.new_group, list(ranks), use_local_synchronization=True)
             self._groups[ranks] = dist.group.WORLD if whole_world else make()  # pyright: ignore[reportArgumentType]
         return self._groups[ranks]
+
+    def _control_axis(self) -> Axis:
+        """All ranks over a group that moves CPU tensors, for questions that no device should wait for."""
+        world = self._axes["world"]
+        if world.group is None or dist.get_backend() != "nccl":
+            return world
+        return replace(world, name="control", group=dist.new_group(backend="gloo"))
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
@@ -111,6 +119,6 @@ class ParallelMesh:
 
     def describe(self) -> str:
         """`tp 2 x dp 4 (8 ranks)`: the dimensions that are larger than one."""
-        sizes = [(name, self[name].size) for name in ("tp", "cp", "dp", "pp", "ep", "etp")]
+        sizes = [(name, self[name].size) for name in ("tp", "cp", "dp", "pp", "ep")]
         parts = [f"{name} {size}" for name, size in sizes if size > 1]
         return f"{' x '.join(parts) or 'one device'} ({self.layout.world_size} ranks)"

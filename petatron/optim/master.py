@@ -74,6 +74,12 @@ class MasterOptimizer:
             if master.data_ptr() != group.weights.data_ptr():
                 group.weights.copy_(master)
 
+    def read_weights(self) -> None:
+        """Take the master weights from the model: after weights were loaded without optimizer state."""
+        for master, group in zip(self._masters, self._groups):
+            if master.data_ptr() != group.weights.data_ptr():
+                master.data.copy_(group.weights)
+
     def zero_grad_elements(self) -> Tensor:
         """How many gradient elements are exactly zero, over the whole model."""
         return self._norm.zeros([group.grads for group in self._groups])

@@ -19,7 +19,7 @@ import torch
 
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError, Problem
-from petatron.config import Loaded, RunConfig, load_config, with_vocab_size
+from petatron.config import Loaded, RunConfig, load_config, parse_split, with_vocab_size
 from petatron.data.build import Datasets, build_datasets
 from petatron.data.loader import BatchLoader, LoaderOptions
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -155,6 +155,8 @@ class RunLength:
 
 def build_loaders(run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> Loaders:
     """Open every dataset of the run and find every problem of the data."""
+    if tokenizer is None and run.tokenizer.tokenizer_type is not None:
+        tokenizer = build_tokenizer(run.tokenizer, vocab_size=run.model.vocab_size)
     datasets = build_datasets(run, tokenizer, _samples_needed(run))
     assert datasets.train is not None
     options = LoaderOptions(
@@ -181,11 +183,13 @@ def _wrap(datasets: Datasets, options: LoaderOptions, mesh: ParallelMesh) -> Loa
 
 
 def _samples_needed(run: RunConfig) -> tuple[int, int, int]:
-    """Training, validation and test samples over the whole run."""
-    length = RunLength.of(run)
+    """Training, validation and test samples over the whole run; none of a split that the run has no data for."""
     assert run.train.global_batch_size is not None
     each = run.train.eval_iters * run.train.global_batch_size
-    return length.samples, each, 0
+    shares = [1.0, 1.0, 1.0] if run.data.mock_data else parse_split(run.data.split)
+    if run.data.train_data_path:
+        shares = [1.0, float(bool(run.data.valid_data_path)), float(bool(run.data.test_data_path))]
+    return RunLength.of(run).samples, each if shares[1] else 0, each if shares[2] else 0
 
 
 def build_loader(run: RunConfig, mesh: ParallelMesh, *, consumed_samples: int = 0) -> Iterator[list[Batch]]:

@@ -82,7 +82,7 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--seed=", "--seed '' is not a whole number. It is: Seed of initial weights, dropout and data order."),
         ("--normalization rmsnorm", "--normalization rmsnorm is not one of LayerNorm or RMSNorm. Did you mean RMSNorm?"),
         ("--rampup-batch-size 1 x", "--rampup-batch-size x is not a whole number. It is: START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."),
-        ("--ckpt-format torch_dist", "--ckpt-format torch_dist is not one of petatron. It is: Checkpoint format."),
+        ("--ckpt-format torch_dist", "--ckpt-format torch_dist is not petatron, the only choice. It is: Checkpoint format."),
         ("--optimizer muon", "--optimizer muon needs the Muon optimizer, which is not in this version. Use adam or sgd."),
         ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer-type BertWordPieceLowerCase needs BERT, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, ByteTokenizer or NullTokenizer."),
         ("--use-megatron-fsdp", "--use-megatron-fsdp needs fully sharded data parallelism, which is not in this version. Leave it out."),

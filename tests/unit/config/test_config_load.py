@@ -106,7 +106,7 @@ def test_yaml_scalars_follow_the_field_not_yaml(tmp_path: Path):
 
 
 def test_dump_loads_back_to_the_same_config(tmp_path: Path):
-    argv = ["--tp", "2", "--dp", "2", "--save", "out/null", "--tokenizer-model", "none of: these, #1", *MOCK]
+    argv = ["--tp", "2", "--dp", "2", "--save", "out/null", "--tokenizer-model", "none of: these, #1\nnor: that", *MOCK]
     loaded = load_config(
         [*argv, "--rampup-batch-size", "4", "4", "10", "--global-batch-size", "8"], preset="llama3.2-1b"
     )
@@ -243,6 +243,13 @@ def test_settings_without_effect_are_said_aloud():
         "--moe-grouped-gemm has no effect: the model has no experts",
         "--split has no effect: there is no --data-path to split",
     }
+
+
+def test_optimizer_settings_of_the_other_optimizer_are_said_aloud():
+    loaded = load_config(
+        [*MOCK, "--optimizer", "sgd", "--adam-beta2", "0.95", "--sgd-momentum", "0.5"], preset="tiny-llama"
+    )
+    assert loaded.notices == ("--adam-beta2 has no effect: the optimizer is sgd",)
 
 
 def test_a_doubtful_value_is_reported_once():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.data import sampling
-from petatron.data.sampling import SampleIndex, build_sample_index, plan_epochs
+from petatron.data.sampling import SampleIndex, build_sample_index, frozen_random, plan_epochs
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=15).filter(lambda lengths: sum(lengths) > 0)
 
@@ -118,3 +118,10 @@ def test_seed_decides() -> None:
     first, again, other = (build_sample_index(np.arange(100), lengths, plan, seed) for seed in (1, 1, 2))
     assert np.array_equal(first.documents, again.documents) and np.array_equal(first.order, again.order)
     assert not np.array_equal(first.documents, other.documents)
+
+
+def test_seeds_of_any_size() -> None:
+    draws = [
+        frozen_random(*numbers).randint(1 << 30) for numbers in ((7,), (7 + (2 << 32),), (7, 0), (7, 1), (7, 1 << 40))
+    ]
+    assert len(set(draws)) == 5 and draws[0] == np.random.RandomState(7).randint(1 << 30)

@@ -18,7 +18,7 @@ from petatron.cli import doctor
 from petatron.config.schema import ModelConfig
 from petatron.models.base import Batch
 from petatron.models.decoder import Decoder
-from petatron.plan.flops import flops_per_step, formula, model_flops_per_token, padded_vocabulary, parameter_count
+from petatron.models.flops import flops_per_step, formula, model_flops_per_token, padded_vocabulary, parameter_count
 
 GPT = ModelConfig(
     num_layers=2,

@@ -1,0 +1,6 @@
+"""`python -m petatron` is `petatron`."""
+
+from petatron.cli.main import entry
+
+if __name__ == "__main__":
+    entry()

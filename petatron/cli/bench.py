@@ -1,0 +1,60 @@
+"""`petatron bench`: measurements that compare two ways of doing the same work in one run, on this machine.
+
+A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from petatron import __version__
+from petatron.base.errors import DataError
+from petatron.base.log import configure
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """`rows` is what a person reads (what, value); `values` is the same and more as JSON."""
+
+    rows: tuple[tuple[str, str], ...]
+    values: Mapping[str, object]
+
+
+BENCHES: Mapping[str, tuple[str, str]] = {
+    "data": ("petatron.cli.bench_data", "preprocessing against a bare tokenizer loop, and index building"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one bench, print its table and write its JSON."""
+    parser = argparse.ArgumentParser(prog="petatron bench", description="Measure speed side by side.")
+    names = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    for name, (module, summary) in BENCHES.items():
+        one = names.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        one.add_argument("--json", metavar="FILE", help="write all numbers here")
+        importlib.import_module(module).add_arguments(one)
+    args = parser.parse_args(argv)
+    configure()
+    result: BenchResult = importlib.import_module(BENCHES[args.bench][0]).run(args)
+    width = max(len(label) for label, _ in result.rows)
+    for label, value in result.rows:
+        print(f"{label:<{width}}  {value}")
+    if args.json:
+        machine = {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        }
+        content = {"bench": args.bench, "petatron": __version__, "machine": machine, **result.values}
+        try:
+            Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"Cannot write {args.json}: {error}. Choose a writable file.") from error
+    return 0

@@ -1,0 +1,237 @@
+"""`petatron data`: make token files from text, look into them, join them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.base.log import configure
+
+if TYPE_CHECKING:
+    from petatron.config.schema import TokenizerConfig
+    from petatron.data.indexed import IndexedDataset
+    from petatron.data.preprocess import PreprocessReport, Progress
+
+TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
+SENTENCE_FLAGS = ("split_sentences", "keep_newlines", "lang")
+SHOWN_TOKENS = 24
+SHOWN_CHARACTERS = 400
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one subcommand of `petatron data`."""
+    parser = argparse.ArgumentParser(
+        prog="petatron data", description="Make, inspect and join token files (.bin/.idx)."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_preprocess_arguments(verbs.add_parser("preprocess", help="tokenize JSON lines", allow_abbrev=False))
+    _add_inspect_arguments(verbs.add_parser("inspect", help="describe a dataset and show a sample", allow_abbrev=False))
+    _add_merge_arguments(verbs.add_parser("merge", help="join datasets into one", allow_abbrev=False))
+    args = parser.parse_args(argv)
+    configure()
+    if args.verb == "preprocess":
+        return _preprocess(args)
+    return _inspect(args) if args.verb == "inspect" else _merge(args)
+
+
+def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines: plain, gzip or zstd")
+    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take text from (default: text)")
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
+    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--on-error", choices=("fail", "skip"), default="fail", help="what a malformed line does (default: fail)")
+    add("--max-documents", type=int, metavar="N", help="read at most N lines")
+    add("--log-interval", type=int, default=10_000, metavar="N", help="documents between plain progress lines")
+    _add_tokenizer_arguments(parser)
+    # Known to users of other tools: what would change the result is refused, what would not is named and passed over.
+    add("--split-sentences", action="store_true", help=argparse.SUPPRESS)
+    add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
+    add("--lang", help=argparse.SUPPRESS)
+    add("--partitions", type=int, help=argparse.SUPPRESS)
+    add("--keep-sequential-samples", action="store_true", help=argparse.SUPPRESS)
+
+
+def _preprocess(args: argparse.Namespace) -> int:
+    """Check the flags, tokenize with a progress display, print what came of it."""
+    problems = [
+        Problem(
+            f"--{name.replace('_', '-')}", "", "is not in this version", "Give ready sentences as a list of strings."
+        )
+        for name in SENTENCE_FLAGS
+        if getattr(args, name)
+    ]
+    tokenizer = _tokenizer_config(args, problems)
+    if args.log_interval < 1:
+        problems.append(Problem("--log-interval", str(args.log_interval), "must be at least 1", "Leave it out."))
+    if problems:
+        raise ConfigError(problems)
+    for flag, given in (("--partitions", args.partitions), ("--keep-sequential-samples", args.keep_sequential_samples)):
+        if given:
+            print(f"note: {flag} is not needed: order is always kept, at any number of --workers.", file=sys.stderr)
+
+    from petatron.data.preprocess import PreprocessOptions, preprocess
+
+    options = PreprocessOptions(
+        inputs=tuple(args.input),
+        output_prefix=args.output_prefix,
+        tokenizer=tokenizer,
+        vocab_size=args.vocab_size,
+        json_keys=tuple(args.json_keys),
+        append_eod=args.append_eod,
+        workers=args.workers,
+        on_error=args.on_error,
+        max_documents=args.max_documents,
+    )
+    with _progress_display(args.log_interval) as show:
+        report = preprocess(options, show)
+    _print_report(report)
+    return 0
+
+
+def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokenizer-type", metavar="TYPE", help=f"{', '.join(TOKENIZER_TYPES)} (default: from the files given)")
+    add("--tokenizer-model", metavar="PATH", help="tokenizer.json, or a folder that holds one")
+    add("--vocab-file", metavar="FILE", help="GPT-2 vocab.json")
+    add("--merge-file", metavar="FILE", help="GPT-2 merges.txt")
+    add("--vocab-size", type=int, metavar="N", help="number of ids of the NullTokenizer")
+
+
+def _tokenizer_config(args: argparse.Namespace, problems: list[Problem]) -> TokenizerConfig:
+    from petatron.config.schema import TokenizerConfig
+
+    if args.tokenizer_type is not None and args.tokenizer_type not in TOKENIZER_TYPES:
+        fix = f"Use one of {', '.join(TOKENIZER_TYPES)}."
+        problems.append(Problem("--tokenizer-type", args.tokenizer_type, "is not in this version", fix))
+    return TokenizerConfig(
+        tokenizer_type=args.tokenizer_type,
+        tokenizer_model=args.tokenizer_model,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+    )
+
+
+def _print_report(report: PreprocessReport) -> None:
+    rate = report.tokens / max(report.seconds, 1e-9)
+    print(f"{report.documents:,} documents, {report.tokens:,} tokens in {report.seconds:.1f} s ({rate:,.0f} tokens/s)")
+    if report.empty:
+        print(f"{report.empty:,} empty texts left out")
+    if report.malformed:
+        print(f"{report.malformed:,} malformed lines skipped; the first {len(report.problems)} are:")
+        print("\n".join(f"  {problem}" for problem in report.problems))
+    for output in report.outputs:
+        print(f"{output}.bin, {output}.idx")
+
+
+@contextmanager
+def _progress_display(log_interval: int) -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal when rich is installed, else a line every so many documents."""
+    if sys.stderr.isatty():
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+        except ImportError:
+            pass
+        else:
+            columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            with Bar(*columns, console=Console(stderr=True)) as bar:
+                task = bar.add_task("starting")
+                # By bytes, because nobody knows the number of documents before the end.
+                yield lambda now: bar.update(
+                    task, description=_rates(now), completed=now.bytes_read, total=now.bytes_total
+                )
+            return
+    printed = 0
+
+    def line(now: Progress) -> None:
+        nonlocal printed
+        if now.documents >= printed + log_interval:
+            printed = now.documents - now.documents % log_interval
+            left = now.seconds * (now.bytes_total / max(now.bytes_read, 1) - 1)
+            print(f"{_rates(now)}, {now.bytes_read / now.bytes_total:.0%}, {_clock(left)} left", file=sys.stderr)
+
+    yield line
+
+
+def _rates(now: Progress) -> str:
+    seconds = max(now.seconds, 1e-9)
+    megabytes = now.bytes_read / seconds / 1e6
+    return f"{now.documents:,} documents, {now.tokens / seconds:,.0f} tokens/s, {megabytes:.1f} MB/s"
+
+
+def _clock(seconds: float) -> str:
+    minutes, whole = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{whole:02d}"
+
+
+def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prefix", help="dataset prefix, without .bin or .idx")
+    parser.add_argument("--document", type=int, default=0, metavar="N", help="document to show (default: 0)")
+    _add_tokenizer_arguments(parser)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    problems: list[Problem] = []
+    config = _tokenizer_config(args, problems)
+
+    from petatron.data.indexed import IndexedDataset
+    from petatron.data.tokenizer import build_tokenizer
+
+    dataset = IndexedDataset(args.prefix)
+    if not 0 <= args.document < dataset.num_documents:
+        rule = f"is not a document of {args.prefix}, which has {dataset.num_documents:,}"
+        problems.append(Problem("--document", str(args.document), rule, "They are counted from 0."))
+    if problems:
+        raise ConfigError(problems)
+    asked = any((args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file))
+    tokenizer = build_tokenizer(config, vocab_size=args.vocab_size) if asked else None
+    for name, value in _facts(dataset):
+        print(f"{name:<18} {value}")
+    tokens = dataset.get_document(args.document)
+    print(f"\ndocument {args.document} ({len(tokens):,} tokens)")
+    print(" ".join(map(str, tokens[:SHOWN_TOKENS])) + (" ..." if len(tokens) > SHOWN_TOKENS else ""))
+    if tokenizer is None:
+        print("(give --tokenizer-model, or another tokenizer, to see its text)")
+    else:
+        text = tokenizer.decode(tokens[:SHOWN_CHARACTERS].tolist())
+        whole = len(tokens) <= SHOWN_CHARACTERS and len(text) <= SHOWN_CHARACTERS
+        print(text[:SHOWN_CHARACTERS] + ("" if whole else " ..."))
+    return 0
+
+
+def _facts(dataset: IndexedDataset) -> Iterator[tuple[str, str]]:
+    import numpy as np
+
+    lengths = dataset.document_lengths
+    yield "documents", f"{dataset.num_documents:,}"
+    yield "sequences", f"{dataset.num_sequences:,}"
+    yield "tokens", f"{dataset.num_tokens:,}"
+    yield "token type", str(dataset.dtype)
+    yield "size", f"{dataset.bin.stat().st_size / 1e6:,.1f} MB tokens, {dataset.idx.stat().st_size / 1e6:,.1f} MB index"
+    quantiles = np.quantile(lengths, [0, 0.05, 0.5, 0.95, 1]).astype(np.int64).tolist()
+    yield "document length", "min {:,}, 5% {:,}, median {:,}, 95% {:,}, max {:,}".format(*quantiles)
+    yield "mean length", f"{dataset.num_tokens / dataset.num_documents:,.1f}"
+    if dataset.modes is not None:
+        yield "modes", f"{int((dataset.modes != 0).sum()):,} sequences are not text"
+
+
+def _add_merge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="datasets to join, in this order")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="dataset to write")
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from petatron.data.writer import merge
+
+    merged = merge(args.input, args.output_prefix)
+    print(f"{merged.num_documents:,} documents, {merged.num_tokens:,} tokens from {len(args.input)} datasets")
+    print(f"{merged.bin}, {merged.idx}")
+    return 0

@@ -1,0 +1,57 @@
+"""`petatron train`: start local ranks if asked to, and train on each."""
+
+from __future__ import annotations
+
+import sys
+
+from petatron.config import load_config
+from petatron.config.help import flag_help
+from petatron.mesh.launch import guard, read_environment
+
+USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
+
+Starts its own ranks with --nproc-per-node (or as many as --tp x --pp x --cp x --dp need), and runs unchanged under
+torchrun and srun. Order: preset, then files, then flags; later wins. `petatron config presets` lists presets.
+"""
+
+
+def main(argv: list[str]) -> int:
+    if any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        print(flag_help())
+        return 0
+    argv = with_preset(argv)
+    environment = read_environment()
+    if environment.origin != "single":
+        return guard(lambda: train_rank(argv))
+    launch = load_config(argv).config.launch  # every problem of the configuration, before any rank starts
+    if (launch.nproc_per_node or 1) * launch.nnodes == 1:
+        return train_rank(argv)
+    from petatron.cli.launcher import run_ranks
+
+    return run_ranks(
+        [sys.executable, "-m", "petatron", "train", *argv],
+        nproc=launch.nproc_per_node or 1,
+        nnodes=launch.nnodes,
+        node_rank=launch.node_rank,
+        master_addr=launch.master_addr,
+        master_port=launch.master_port,
+    )
+
+
+def with_preset(argv: list[str]) -> list[str]:
+    """A first word that is no flag names a preset."""
+    return ["--preset", *argv] if argv and not argv[0].startswith("-") else argv
+
+
+def train_rank(argv: list[str]) -> int:
+    """The life of one rank."""
+    from petatron.base.log import configure
+    from petatron.mesh.launch import stop_process_group
+    from petatron.train.run import train
+
+    environment = read_environment()
+    configure(rank=environment.rank)
+    train(load_config(argv, world_size=environment.world_size))
+    stop_process_group()
+    return 0

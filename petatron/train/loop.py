@@ -1,0 +1,168 @@
+"""The loop: step, report, evaluate, save, until the run is over or told to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from petatron.base.device import DeviceFacts, memory_in_use
+from petatron.base.errors import TrainError
+from petatron.data.loader import BatchLoader
+from petatron.models.base import Batch
+from petatron.models.flops import model_flops_per_token
+from petatron.optim.precision import DynamicScale, compute_dtype
+from petatron.train.build import Loaders, RunLength
+from petatron.train.metrics import IntervalMeter, LogRecord, Record, Sink, StepMetrics, event_record, validation_record
+from petatron.train.state import TrainState
+from petatron.train.step import train_step
+from petatron.train.stopping import Stopping
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: at which iteration, why if it was early, and the last evaluation."""
+
+    iteration: int
+    stopped_early: str | None
+    valid_loss: float | None
+
+
+class Loop:
+    """One run from wherever its state stands to its end."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        loaders: Loaders,
+        sinks: Sequence[Sink],
+        device: DeviceFacts,
+        *,
+        started_s: float | None = None,
+    ) -> None:
+        """`started_s` is the process's start on the monotonic clock, from which a time limit counts."""
+        self._state = state
+        self._run = state.run
+        self._loaders = loaders
+        self._sinks = sinks
+        self._length = RunLength.of(state.run)
+        self._started_s = started_s
+        self._saved_at: int | None = None
+        self._valid: tuple[int, float] | None = None
+        self._first_bad = torch.full((), -1, dtype=torch.int64, device=state.mesh.device)
+        self._meter = IntervalMeter(
+            train_iters=self._length.iterations,
+            train_samples=self._run.train.train_samples,
+            num_devices=state.mesh.world.size,
+            flops_per_token=model_flops_per_token(
+                self._run.model, tensor_parallel=self._run.parallel.tensor_model_parallel_size
+            ),
+            peak_flops=device.peak(str(compute_dtype(self._run.precision))[6:]),
+            consumed_tokens=state.progress.consumed_tokens,
+            memory=lambda: memory_in_use(device.kind),
+        )
+
+    def run(self) -> Outcome:
+        """Train to the end. The last state is always saved (where there is a folder), and evaluated when it is the end."""
+        state, config = self._state, self._run
+        stopped: str | None = None
+        with Stopping(config.train, state.mesh.control, started_s=self._started_s) as stopping:
+            while state.progress.iteration < self._length.iterations and stopped is None:
+                batches = self._next_batches()
+                if batches is None:
+                    stopped = "the training data is used up"
+                    break
+                metrics = train_step(state, batches)
+                self._watch(metrics)
+                iteration = metrics.iteration
+                if iteration == 1 or iteration % config.log.log_interval == 0 or iteration == self._length.iterations:
+                    self._report()
+                if config.train.eval_interval and iteration % config.train.eval_interval == 0:
+                    self._evaluate(self._loaders.valid, "valid")
+                if config.checkpoint.save_interval and iteration % config.checkpoint.save_interval == 0:
+                    self._save()
+                stopped = stopping.reason(iteration)
+            if stopped is not None:
+                self._event(f"stopping at iteration {state.progress.iteration}: {stopped}")
+            self._save()
+        if stopped is None:
+            self._evaluate(self._loaders.valid, "valid")
+            self._evaluate(self._loaders.test, "test")
+        return Outcome(state.progress.iteration, stopped, self._valid[1] if self._valid else None)
+
+    def _next_batches(self) -> list[Batch] | None:
+        progress = self._state.progress
+        size = self._state.batch_sizes.at(progress.consumed_samples)
+        batches = self._loaders.train.next_step(size, progress.consumed_samples)
+        return [batch.to(self._state.mesh.device) for batch in batches] or None
+
+    def _watch(self, metrics: StepMetrics) -> None:
+        """Remember on the device which iteration first had a number that is not finite."""
+        bad = torch.as_tensor(metrics.nan) | torch.as_tensor(metrics.skipped).bool()
+        fresh = bad & (self._first_bad < 0)
+        self._first_bad = torch.where(fresh, torch.full_like(self._first_bad, metrics.iteration), self._first_bad)
+        self._meter.update(metrics)
+
+    def _report(self) -> None:
+        record = self._meter.report()
+        self._write(record.as_record())
+        self._check_finite(record)
+
+    def _check_finite(self, record: LogRecord) -> None:
+        if not self._run.train.check_for_nan_in_loss_and_grad or isinstance(self._state.scaler, DynamicScale):
+            return
+        if record.nan or record.skipped:
+            raise TrainError(
+                f"The loss or a gradient was not finite first at iteration {int(self._first_bad)}. Weights were not updated "
+                "with it. Look at the data and the learning rate around there; resume from the last checkpoint, or go on "
+                "regardless with --no-check-for-nan-in-loss-and-grad."
+            )
+
+    def _evaluate(self, loader: BatchLoader | None, split: str) -> None:
+        iteration = self._state.progress.iteration
+        if loader is None or (split == "valid" and self._valid is not None and self._valid[0] == iteration):
+            return
+        self._meter.pause()
+        loss = evaluate(self._state, loader)
+        self._meter.resume()
+        if split == "valid":
+            self._valid = (iteration, loss)
+        self._write(
+            validation_record(
+                iteration=iteration,
+                lm_loss=loss,
+                consumed_samples=self._state.progress.consumed_samples,
+                split="test" if split == "test" else "valid",
+            )
+        )
+
+    def _save(self) -> None:
+        folder, iteration = self._run.checkpoint.save, self._state.progress.iteration
+        if folder is None or self._saved_at == iteration:
+            return
+        self._meter.pause()
+        self._state.save(folder)
+        self._meter.resume()
+        self._saved_at = iteration
+        self._event(f"saved checkpoint of iteration {iteration} to {folder}")
+
+    def _event(self, message: str) -> None:
+        self._write(event_record(message, iteration=self._state.progress.iteration))
+
+    def _write(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+
+def evaluate(state: TrainState, loader: BatchLoader) -> float:
+    """Mean loss per token over the first `eval_iters` batches of a split; the same batches every time."""
+    size = state.run.train.global_batch_size
+    assert size is not None
+    total = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
+    tokens = torch.zeros_like(total)
+    for index in range(state.run.train.eval_iters):
+        batches = loader.next_step(size, index * size)
+        loss, count = state.model.evaluate([batch.to(state.mesh.device) for batch in batches])
+        total, tokens = total + loss, tokens + count
+    return float(total / tokens)

@@ -1,0 +1,106 @@
+"""A whole training run on this rank: open everything, find every problem, then train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from petatron.base.device import detect
+from petatron.base.errors import DataError, PetatronError
+from petatron.base.log import get_logger
+from petatron.checkpoint.storage import check_writable
+from petatron.config import Loaded, RunConfig, dump_yaml
+from petatron.data.tokenizer import Tokenizer
+from petatron.mesh import collectives
+from petatron.mesh.launch import read_environment
+from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.models.flops import parameter_count
+from petatron.train.build import Loaders, RunLength, build_loaders, launch, open_tokenizer
+from petatron.train.loop import Loop, Outcome
+from petatron.train.metrics import event_record
+from petatron.train.sinks import build_sinks
+from petatron.train.state import TrainState
+
+_log = get_logger(__name__)
+_CONFIG_FILE = "config.yaml"
+Result = TypeVar("Result")
+
+
+def train(loaded: Loaded) -> Outcome:
+    """Train as configured; every rank calls it. Nothing is computed before files, folders and data are known to be good."""
+    started_s = time.monotonic()
+    loaded, tokenizer = open_tokenizer(loaded)
+    run = loaded.config
+    for notice in loaded.notices:
+        _log.info("note: %s", notice)
+    if run.checkpoint.save is not None:
+        check_writable(run.checkpoint.save)
+    mesh = launch(run)
+    loaders = _rank_zero_first(mesh.world, lambda: build_loaders(run, mesh, tokenizer))
+    state = TrainState.build(run, mesh)
+    resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
+    return _run(state, loaders, tokenizer, resumed=resumed, started_s=started_s)
+
+
+def _run(
+    state: TrainState, loaders: Loaders, tokenizer: Tokenizer | None, *, resumed: bool, started_s: float
+) -> Outcome:
+    run, mesh = state.run, state.mesh
+    directory = log_directory(run)
+    sinks = build_sinks(run.log, directory, mesh.rank, run_facts=_run_facts(run))
+    try:
+        if mesh.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / _CONFIG_FILE).write_text(dump_yaml(run))
+        started = event_record(_headline(run, mesh, tokenizer), iteration=state.progress.iteration)
+        messages = [started]
+        if resumed:
+            text = f"resumed at iteration {state.progress.iteration} from {run.checkpoint.load}"
+            messages.append(event_record(text, iteration=state.progress.iteration))
+        for sink in sinks:
+            for message in messages:
+                sink.write(message)
+        device = detect(run.train.device, local_rank=read_environment().local_rank)
+        return Loop(state, loaders, sinks, device, started_s=started_s).run()
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
+def log_directory(run: RunConfig) -> Path:
+    """Where metrics and the resolved config go."""
+    chosen = run.log.log_dir or run.checkpoint.save
+    return Path(chosen) if chosen else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+
+
+def _run_facts(run: RunConfig) -> Mapping[str, Any]:
+    return {key: value for section in asdict(run).values() for key, value in section.items()}
+
+
+def _headline(run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None) -> str:
+    length = RunLength.of(run)
+    tokens = length.samples * run.model.seq_length
+    text = f"{tokenizer.name}, {tokenizer.vocab_size:,} ids" if tokenizer is not None else "no tokenizer"
+    return (
+        f"{parameter_count(run.model):,} parameters on {mesh.describe()}, {mesh.device.type}; "
+        f"{length.iterations:,} iterations, {length.samples:,} samples, {tokens:,} tokens; {text}"
+    )
+
+
+def _rank_zero_first(world: Axis, build: Callable[[], Result]) -> Result:
+    """Let rank 0 build (and fill caches), then the others; if it cannot, every rank says why."""
+    result, failure = None, None
+    if world.rank == 0:
+        try:
+            result = build()
+        except PetatronError as error:
+            failure = error
+    text = collectives.gather_objects(str(failure) if failure else None, world)[0]
+    if failure is not None:
+        raise failure
+    if text is not None:
+        raise DataError(text)
+    return build() if result is None else result
