@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from petatron.base.errors import ConfigError, Problem
+
 if TYPE_CHECKING:
     from petatron.cli.bench import BenchResult
 
@@ -51,6 +53,12 @@ def run(args: argparse.Namespace) -> BenchResult:
     """Both measurements."""
     from petatron.cli.bench import BenchResult
 
+    sizes = {"--size-mb": args.size_mb, "--workers": args.workers, "--documents": args.documents}
+    wrong = [
+        Problem(flag, str(value), "must be positive", "Leave it out.") for flag, value in sizes.items() if value <= 0
+    ]
+    if wrong:
+        raise ConfigError(wrong)
     texts = corpus(int(args.size_mb * 1e6))
     with tempfile.TemporaryDirectory() as folder:
         times = _preprocess_times(args, texts, Path(folder))
@@ -204,7 +212,7 @@ def _index_worker(documents: int) -> dict[str, float]:
     from petatron.data.sampling import build_sample_index, plan_epochs
 
     numbers = np.arange(documents)
-    lengths = np.random.RandomState(0).randint(1, 1500, documents).astype(np.int32)
+    lengths = np.random.RandomState(0).randint(1, 1500, documents, dtype=np.int32)
     before = _peak_mb()
     started = time.perf_counter()
     index = build_sample_index(numbers, lengths, plan_epochs(int(lengths.sum(dtype=np.int64)), 2048, None), 1234)

@@ -17,10 +17,10 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -126,7 +126,7 @@ def preprocess(options: PreprocessOptions, progress: Callable[[Progress], None] 
         writers = [
             stack.enter_context(IndexedWriter(output, optimal_dtype(tokenizer.vocab_size))) for output in outputs
         ]
-        for block, encoded, bytes_read in _encoded_blocks(options):
+        for block, encoded, bytes_read in stack.enter_context(closing(_encoded_blocks(options))):
             totals.bytes_read = bytes_read
             _note_problems(block, encoded, options, totals)
             totals.documents += encoded.documents
@@ -208,7 +208,7 @@ def _blocks(options: PreprocessOptions) -> Iterator[tuple[Block, int]]:
             return
 
 
-def _encoded_blocks(options: PreprocessOptions) -> Iterator[tuple[Block, _EncodedBlock, int]]:
+def _encoded_blocks(options: PreprocessOptions) -> Generator[tuple[Block, _EncodedBlock, int], None, None]:
     """Blocks and their encodings in input order, from this process (one worker) or from several."""
     if options.workers == 1:
         for block, bytes_read in _blocks(options):

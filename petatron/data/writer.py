@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -98,26 +99,21 @@ class IndexedWriter:
 
     def finish(self) -> None:
         """Write the index and publish both files."""
-        with self._parts["idx"].open("wb") as index:
-            index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
-            self._lengths.seek(0)
-            shutil.copyfileobj(self._lengths, index, 1 << 20)
-            _write_running_sum(self._lengths, index, scale=self.dtype.itemsize, with_total=False)
-            _write_running_sum(self._documents, index, scale=1, with_total=True)
-            index.flush()
-            os.fsync(index.fileno())
-        self._tokens.flush()
-        os.fsync(self._tokens.fileno())
-        self._close()
-        # An old index must never describe new tokens, not even if we are killed between the renames.
-        self._idx.unlink(missing_ok=True)
-        os.replace(self._parts["bin"], self._bin)
-        os.replace(self._parts["idx"], self._idx)
+        try:
+            self._publish()
+        except OSError as error:
+            self.abort()
+            raise DataError(
+                f"Cannot write {self._bin}: {error}. Free some space, or choose another output prefix."
+            ) from error
         self.abort()
 
     def abort(self) -> None:
-        """Close and remove the temporary files; after finish() nothing else is left to remove."""
-        self._close()
+        """Close and remove the temporary files; after finish() only the spools are left to remove."""
+        for file in (self._tokens, self._lengths, self._documents):
+            # Closing writes what is buffered, which on a full disk fails again; the file goes anyway.
+            with suppress(OSError):
+                file.close()
         for path in self._parts.values():
             path.unlink(missing_ok=True)
 
@@ -128,17 +124,26 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            try:
-                self.finish()
-            except BaseException:
-                self.abort()
-                raise
+            self.finish()
         else:
             self.abort()
 
-    def _close(self) -> None:
-        for file in (self._tokens, self._lengths, self._documents):
-            file.close()
+    def _publish(self) -> None:
+        with self._parts["idx"].open("wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
+            self._lengths.seek(0)
+            shutil.copyfileobj(self._lengths, index, 1 << 20)
+            _write_running_sum(self._lengths, index, scale=self.dtype.itemsize, with_total=False)
+            _write_running_sum(self._documents, index, scale=1, with_total=True)
+            index.flush()
+            os.fsync(index.fileno())
+        self._tokens.flush()
+        os.fsync(self._tokens.fileno())
+        self._tokens.close()
+        # An old index must never describe new tokens, not even if we are killed between the renames.
+        self._idx.unlink(missing_ok=True)
+        os.replace(self._parts["bin"], self._bin)
+        os.replace(self._parts["idx"], self._idx)
 
     def _count(self, lengths: NDArray, documents: NDArray) -> None:
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:

@@ -32,7 +32,7 @@ class Bounds:
 
 
 BOUNDS = {
-    "float32": Bounds(loss=1e-5, gradient=1e-4, parameter=1e-3),
+    "float32": Bounds(loss=1e-5, gradient=1e-3, parameter=1e-3),
     "float64": Bounds(loss=1e-9, gradient=1e-9, parameter=1e-7),
 }
 """What counts as equal in each precision, over some tens of steps."""

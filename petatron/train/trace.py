@@ -6,13 +6,20 @@ No communication is added to the run that is being watched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from petatron.base.errors import ConfigError, Problem
 from petatron.config import RunConfig
+from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Piece
 from petatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
@@ -48,10 +55,15 @@ class Injection:
     step: int
 
     def apply(self, model: ParallelModel) -> None:
-        for group in model.groups:
-            for piece, view in group.pieces(group.grads):
-                if piece.name == self.name:
-                    view.mul_(1.01).add_(1e-3)
+        """Change the gradient on every rank that holds the tensor; an error if none does."""
+        pieces = [found for group in model.groups for found in group.pieces(group.grads)]
+        hits = [view for piece, view in pieces if piece.name == self.name]
+        for view in hits:
+            view.mul_(1.01).add_(1e-3)
+        if not any(collectives.gather_objects(bool(hits), model.mesh.world)):
+            close = difflib.get_close_matches(self.name, {piece.name for piece, _ in pieces}, n=3)
+            hint = f"Did you mean {' or '.join(close)}?" if close else f"One is {pieces[0][0].name}."
+            raise ConfigError([Problem("--inject", self.name, "names no tensor of this model", hint)])
 
 
 def record_steps(
@@ -89,7 +101,7 @@ def _parts(model: ParallelModel, kind: str) -> Iterator[Part]:
 
 
 def _part(kind: str, piece: Piece, view: Tensor) -> Part:
-    return Part(kind, piece.name, piece.logical_shape, piece.start, view.detach().to("cpu", torch.float64, copy=True))
+    return Part(kind, piece.name, piece.logical_shape, piece.start, view.detach().to("cpu", copy=True).contiguous())
 
 
 def assemble(parts: Iterable[Part]) -> dict[tuple[str, str], Tensor]:
@@ -100,5 +112,36 @@ def assemble(parts: Iterable[Part]) -> dict[tuple[str, str], Tensor]:
         if key not in whole:
             whole[key] = torch.full(part.logical_shape, float("nan"), dtype=torch.float64)
         box = tuple(slice(at, at + size) for at, size in zip(part.start, part.values.shape))
-        whole[key][box] = part.values
+        whole[key][box] = part.values.to(torch.float64)
     return whole
+
+
+def write_step(step: StepTrace, path: Path) -> None:
+    """One step of one rank as a safetensors file."""
+    tensors = {str(index): part.values for index, part in enumerate(step.parts)}
+    parts = [[part.kind, part.name, part.logical_shape, part.start] for part in step.parts]
+    facts = {"loss": step.loss, "grad_norm": step.grad_norm, "parts": parts}
+    save_file(tensors, path, metadata={"trace": json.dumps(facts)})
+
+
+def read_step(path: Path) -> StepTrace:
+    with safe_open(path, framework="pt") as file:
+        facts = json.loads(file.metadata()["trace"])
+        parts = [
+            Part(kind, name, tuple(shape), tuple(start), file.get_tensor(str(index)))
+            for index, (kind, name, shape, start) in enumerate(facts["parts"])
+        ]
+    return StepTrace(facts["loss"], facts["grad_norm"], parts)
+
+
+class StoredSteps(Sequence[StepTrace]):
+    """The steps a rank wrote into a folder, read one at a time: a trace may be larger than memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = sorted(folder.glob("step-*.safetensors"))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> StepTrace:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return read_step(self._files[index])

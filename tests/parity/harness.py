@@ -10,7 +10,7 @@ import torch.distributed as dist
 from petatron.config import RunConfig, load_config
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.compare import BOUNDS, Verdict, compare
+from petatron.train.compare import Bounds, Verdict, compare
 from petatron.train.trace import StepTrace, record_steps
 from tests.dist import RankPool
 
@@ -21,6 +21,11 @@ TINY = (
     "--train-iters 20 --lr 5e-3 --lr-warmup-iters 2 --lr-decay-style cosine --min-lr 1e-4 --weight-decay 0.1 "
     "--global-batch-size 8 --micro-batch-size 2 --init-method-std 0.1 --ddp-bucket-size 3000 --eval-iters 0"
 )
+# Tighter than what `petatron verify` asks of models of any size.
+BOUNDS = {
+    "float32": Bounds(loss=1e-5, gradient=1e-4, parameter=1e-4),
+    "float64": Bounds(loss=1e-9, gradient=1e-9, parameter=1e-7),
+}
 
 
 def tiny_run(flags: str = "", *, world_size: int = 1, dtype: str = "float32") -> RunConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,15 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
         return prefix
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def fresh_logging() -> Iterator[None]:
+    """Commands set up logging for their process; each test starts and ends without that."""
+    logger = logging.getLogger("petatron")
+    before = logger.handlers[:], logger.propagate, logger.level
+    logger.handlers[:], logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+    yield
+    logger.handlers[:], logger.propagate = before[:2]
+    logger.setLevel(before[2])

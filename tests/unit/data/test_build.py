@@ -44,7 +44,6 @@ def test_one_dataset_is_cut_by_split(make_dataset: MakeDataset, tmp_path: Path) 
 def test_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     web, code = make_dataset(hundreds(0, 20), "web"), make_dataset(hundreds(500, 20), "code")
     config = run_config(tmp_path, data_path=("3", web, "1", code), split="1")
-    logging.getLogger("petatron").propagate = True
     with caplog.at_level(logging.INFO, logger="petatron"):
         train = build_datasets(config, None, (80, 0, 0)).train
     assert train is not None and len(train) == 80

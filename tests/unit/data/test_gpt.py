@@ -89,9 +89,8 @@ def test_a_damaged_cache_is_built_again(make_dataset: MakeDataset, tmp_path: Pat
 
 
 def test_unwritable_cache_falls_back_to_memory(
-    make_dataset: MakeDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make_dataset: MakeDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
     (tmp_path / "file").write_text("")
     indexed = IndexedDataset(make_dataset(DOCUMENTS))
     dataset = GPTDataset(indexed, range(6), num_samples=9, seq_length=4, seed=1, cache_dir=tmp_path / "file" / "cache")

@@ -156,6 +156,25 @@ def test_unwritable_output(tmp_path: Path) -> None:
         IndexedWriter(tmp_path / "x", "complex128")
 
 
+def test_a_full_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with (
+        pytest.raises(DataError, match=r"No space left on device.*Free some space"),
+        IndexedWriter(tmp_path / "x", "uint16") as writer,
+    ):
+        writer.add_document([1])
+    assert list(tmp_path.iterdir()) == []
+    writer = IndexedWriter(tmp_path / "x", "uint16")
+    writer._lengths.close()
+    with Path("/dev/full").open("wb+", buffering=0) as writer._lengths, pytest.raises(DataError, match="No space left"):
+        writer.add_document([1])
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_optimal_dtype() -> None:
     assert optimal_dtype(65499) == np.uint16 and optimal_dtype(65500) == np.int32
 

@@ -1,0 +1,47 @@
+# `make quickstart` and `make test` do all set-up on a machine that has only Python (3.11 or newer), pip and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help quickstart test test-slow test-gpu check format reference clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
+
+$(VENV)/core: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Petatron needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e . rich
+	touch $@
+
+$(VENV)/dev: $(VENV)/core
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+quickstart: $(VENV)/core  ## install, then train a small model on this machine in about two minutes
+	$(BIN)/petatron quickstart
+
+test: $(VENV)/dev  ## the whole default suite
+	$(BIN)/python -m pytest -m 'not gpu and not slow'
+
+test-slow: $(VENV)/dev  ## the long forms
+	$(BIN)/python -m pytest -m slow
+
+test-gpu:  ## GPU checks, with the Python and packages of the machine
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
+
+check: $(VENV)/dev  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/dev  ## rewrite in house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+reference: $(VENV)/core  ## regenerate docs/flags.md from the schema
+	$(BIN)/petatron config reference --out docs/flags.md
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,122 @@
+"""`petatron verify`: train the same model in two layouts and compare them tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.cli.train import with_preset
+from petatron.mesh.launch import guard, read_environment
+
+if TYPE_CHECKING:
+    from petatron.train.compare import Verdict
+    from petatron.train.verify import Comparison
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="petatron verify",
+        description="Trains k steps of a configuration in a reference layout (one process) and in the layout given by the "
+        "flags, on the same data from the same seed, and compares loss, gradients and parameters of every step by logical "
+        "tensor. Exits with 1 and names the first departure if they differ by more than rounding.",
+        epilog="All other words are flags of `petatron train`, for example: "
+        "petatron verify tiny-llama --tp 2 --dp 2 --sequence-parallel --dtype float64",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps to train (20)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64"), default="float32", help="float64 compares to 1e-9 (float32)"
+    )
+    parser.add_argument("--reference", metavar="FLAGS", help="layout to compare with, as one quoted string (one process)")
+    parser.add_argument("--inject", metavar="TENSOR[@STEP]", help="spoil one gradient in the layout: tests the check itself")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON too")
+    parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    options, flags = _parser().parse_known_args(argv)
+    flags = with_preset(flags)
+    if options.record_into is not None:
+        return guard(lambda: _record(flags, options))
+    from petatron.train.verify import ONE_PROCESS, compare_folders, parse_injection, plan
+
+    if options.inject:
+        parse_injection(options.inject)
+    both = plan(flags, steps=options.steps, dtype=options.dtype, reference=options.reference or ONE_PROCESS)
+    print(f"reference: {_layout(both.reference)}\nlayout:    {_layout(both.candidate)}")
+    if not both.every_step:
+        print("The model is large: gradients and parameters are compared at the first and last step, losses at every step.")
+    with tempfile.TemporaryDirectory(prefix="petatron-verify-") as scratch:
+        folders = Path(scratch) / "reference", Path(scratch) / "layout"
+        for folder, loaded, words, inject in (
+            (folders[0], both.reference, both.reference_argv, None),
+            (folders[1], both.candidate, both.candidate_argv, options.inject),
+        ):
+            code = _train(folder, loaded.config.parallel.world_size or 1, words, inject)
+            if code:
+                return code
+        verdict = compare_folders(*folders, options.dtype)
+    print(table(verdict))
+    if options.json:
+        options.json.write_text(json.dumps({"agrees": verdict.agrees, **asdict(verdict)}, indent=1))
+    print(_conclusion(verdict, options.dtype, both))
+    return 0 if verdict.agrees else 1
+
+
+def _train(folder: Path, world_size: int, argv: list[str], inject: str | None) -> int:
+    from petatron.cli.launcher import run_ranks
+
+    command = [sys.executable, "-m", "petatron", "verify", "--record-into", str(folder)]
+    command += ["--inject", inject] if inject else []
+    return run_ranks([*command, *argv], nproc=world_size)
+
+
+def _record(argv: list[str], options: argparse.Namespace) -> int:
+    from petatron.base.log import configure
+    from petatron.mesh.launch import stop_process_group
+    from petatron.train.verify import parse_injection, record
+
+    configure(rank=max(1, read_environment().rank))  # quiet on every rank: the table is what the user came for
+    record(argv, options.record_into, parse_injection(options.inject) if options.inject else None)
+    stop_process_group()
+    return 0
+
+
+def _layout(loaded) -> str:
+    parallel, train = loaded.config.parallel, loaded.config.train
+    sequence = " with sequence parallel" if parallel.sequence_parallel else ""
+    count = train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size)
+    return (
+        f"tp {parallel.tensor_model_parallel_size}{sequence}, dp {parallel.data_parallel_size}, "
+        f"{count} micro-batches of {train.micro_batch_size}, {parallel.world_size} ranks"
+    )
+
+
+def table(verdict: Verdict) -> str:
+    """Every step: both losses, and the tensors that differ most."""
+    lines = [f"{'step':>5} {'reference loss':>16} {'layout loss':>16} {'difference':>11}  worst tensors"]
+    for step in verdict.steps:
+        worst = ", ".join(f"{w.kind} {w.name} {w.difference:.1e}" for w in step.worst)
+        lines.append(
+            f"{step.step:5d} {step.reference_loss:16.9f} {step.candidate_loss:16.9f} {step.loss_difference:11.1e}  {worst}"
+        )
+    return "\n".join(lines)
+
+
+def _conclusion(verdict: Verdict, dtype: str, both: Comparison) -> str:
+    if verdict.first_departure is not None:
+        return f"DIFFERENT: first departure at {verdict.first_departure}"
+    from petatron.train.compare import BOUNDS
+
+    bounds = BOUNDS[dtype]
+    return (
+        f"SAME: {len(verdict.steps)} steps in {dtype}, largest relative loss difference "
+        f"{verdict.largest_loss_difference:.1e} (bounds: loss {bounds.loss:.0e}, gradients {bounds.gradient:.0e}, "
+        f"parameters {bounds.parameter:.0e})"
+    )

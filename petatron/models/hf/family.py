@@ -1,0 +1,52 @@
+"""What a family of Hugging Face models is to us: tables, no code.
+
+A `Row` pairs modules of ours with the Hugging Face module that holds their tensors; `*` stands for the layer. The other
+tables of a `Family` speak of config.json. Whether a row's tensors exist at all (biases, per-head norms, an untied head) is
+not said here: the decoder itself knows, see `names.logical_shapes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from petatron.config.schema import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`logical` modules, fused along their output if there are several, and the Hugging Face module of the same tensors.
+
+    `transposed` says that the matrix is stored [in, out] there.
+    """
+
+    logical: tuple[str, ...]
+    hf: str
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family.
+
+    prefix: the part of names that a checkpoint of the bare model, without its head, leaves out.
+    ignored: patterns of tensors that old checkpoints hold although they are no weights.
+    keys: ModelConfig fields whose value stands under a key of config.json as it is.
+    defaults: what transformers takes for a key that the file leaves out; a key not listed here must be there.
+    fixed: ModelConfig values that every model of the family has.
+    only: keys for which the decoder can express a single value.
+    activations: names of activations there and here; the first of several for one of ours is the one written.
+    """
+
+    name: str
+    architecture: str
+    prefix: str
+    rows: tuple[Row, ...]
+    ignored: tuple[str, ...]
+    keys: Mapping[str, str]
+    activation_key: str
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    only: Mapping[str, Any]
+    activations: Mapping[str, Activation]

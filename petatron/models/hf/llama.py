@@ -1,0 +1,102 @@
+"""Llama and the families that differ from it in a detail: Mistral (window), Qwen2 (biases on q, k, v), Qwen3 (head norms).
+
+All four use the same names, so there is one table of rows. Rotary settings have a file of their own, `rope.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from petatron.config.schema import Activation
+from petatron.models.hf.family import Family, Row
+
+_ROWS = (
+    Row(("embedding",), "model.embed_tokens"),
+    Row(("layers.*.attention_norm",), "model.layers.*.input_layernorm"),
+    Row(("layers.*.attention.q",), "model.layers.*.self_attn.q_proj"),
+    Row(("layers.*.attention.k",), "model.layers.*.self_attn.k_proj"),
+    Row(("layers.*.attention.v",), "model.layers.*.self_attn.v_proj"),
+    Row(("layers.*.attention.q_norm",), "model.layers.*.self_attn.q_norm"),
+    Row(("layers.*.attention.k_norm",), "model.layers.*.self_attn.k_norm"),
+    Row(("layers.*.attention.out",), "model.layers.*.self_attn.o_proj"),
+    Row(("layers.*.mlp_norm",), "model.layers.*.post_attention_layernorm"),
+    Row(("layers.*.mlp.gate",), "model.layers.*.mlp.gate_proj"),
+    Row(("layers.*.mlp.up",), "model.layers.*.mlp.up_proj"),
+    Row(("layers.*.mlp.down",), "model.layers.*.mlp.down_proj"),
+    Row(("norm",), "model.norm"),
+    Row(("head",), "lm_head"),
+)
+
+_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "initializer_range",
+}
+_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+_FIXED: Mapping[str, Any] = {
+    "normalization": "RMSNorm",
+    "rotary_percent": 1.0,
+    "qk_layernorm": False,
+    "hidden_dropout": 0.0,
+}
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
+_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    prefix="model.",
+    rows=_ROWS,
+    ignored=("*rotary_emb.inv_freq",),
+    keys=_KEYS,
+    activation_key="hidden_act",
+    defaults={**_DEFAULTS, "attention_bias": False, "mlp_bias": False},
+    fixed=_FIXED,
+    only={},
+    activations=_ACTIVATIONS,
+)
+MISTRAL = replace(
+    LLAMA,
+    name="mistral",
+    architecture="MistralForCausalLM",
+    defaults={**_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    fixed={**_FIXED, "add_bias_linear": False},
+)
+QWEN2 = replace(
+    LLAMA,
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    defaults={**_DEFAULTS, **_WINDOW, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+    fixed={**_FIXED, "add_bias_linear": False, "add_qkv_bias": True},
+)
+QWEN3 = replace(
+    LLAMA,
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    defaults={
+        **QWEN2.defaults,
+        "head_dim": 128,
+        "attention_bias": False,
+    },
+    fixed={**_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True},
+    only={"attention_bias": False},  # it would be a bias on the output projection too, but not on the MLP
+)

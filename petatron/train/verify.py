@@ -1,0 +1,86 @@
+"""Two runs that differ in nothing but their layout: what each is told, what each writes down, and what counts as equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config import Loaded, load_config
+from petatron.mesh.launch import read_environment
+from petatron.models.flops import parameter_count
+from petatron.optim.precision import compute_dtype
+from petatron.train.build import launch, open_tokenizer
+from petatron.train.compare import BOUNDS, Verdict, compare
+from petatron.train.trace import Injection, StoredSteps, record_steps, write_step
+
+ONE_PROCESS = "--tp 1 --pp 1 --cp 1 --ep 1 --dp 1 --no-sequence-parallel"
+# Gradients and weights of every step are written to disk; beyond this, only those of the first and last step.
+_TRACE_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The two command lines, and the configs they load to."""
+
+    candidate_argv: list[str]
+    reference_argv: list[str]
+    candidate: Loaded
+    reference: Loaded
+
+    @property
+    def every_step(self) -> bool:
+        """Whether tensors of every step are compared, or only of the first and the last."""
+        return keeps_every_step(self.candidate)
+
+
+def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PROCESS) -> Comparison:
+    """Both runs, with what would make them differ for another reason (dropout, evaluation, saving) taken out."""
+    chosen = set(argv)
+    fixed = ["--train-iters", str(steps), "--hidden-dropout", "0", "--attention-dropout", "0", "--eval-iters", "0"]
+    fixed += ["--save", "none", "--load", "none", "--save-interval", "none"]
+    fixed += {"float64": ["--fp64"], "float32": []}[dtype]
+    if not {flag.split("=")[0] for flag in chosen} & {"--data-path", "--train-data-path", "--data-args-path", "--mock-data"}:
+        fixed += ["--mock-data"]
+    fixed += [] if "--lr" in chosen else ["--lr", "1e-3"]
+    candidate_argv = [*argv, *fixed]
+    candidate = load_config(candidate_argv)
+    size = candidate.config.train.global_batch_size
+    reference_argv = [*candidate_argv, "--world-size", "none", "--nproc-per-node", "none", *reference.split()]
+    reference_argv += ["--global-batch-size", str(size)]
+    return Comparison(candidate_argv, reference_argv, candidate, load_config(reference_argv))
+
+
+def keeps_every_step(loaded: Loaded) -> bool:
+    config = loaded.config
+    each = 2 * parameter_count(config.model) * compute_dtype(config.precision).itemsize if config.model.vocab_size else 0
+    return each * (config.train.train_iters or 0) <= _TRACE_BYTES
+
+
+def record(argv: Sequence[str], folder: Path, injection: Injection | None) -> None:
+    """Run on every rank of one of the two runs: train, and write each step into the folder."""
+    environment = read_environment()
+    loaded, _ = open_tokenizer(load_config(argv, world_size=environment.world_size))
+    every, last = keeps_every_step(loaded), loaded.config.train.train_iters
+    mesh = launch(loaded.config)
+    own = folder / f"rank-{environment.rank:05d}"
+    own.mkdir(parents=True, exist_ok=True)
+    steps = record_steps(loaded.config, mesh, keep=lambda step: every or step in (1, last), injection=injection)
+    for number, step in enumerate(steps, start=1):
+        write_step(step, own / f"step-{number:06d}.safetensors")
+
+
+def compare_folders(reference: Path, candidate: Path, dtype: str) -> Verdict:
+    """Hold what two runs wrote against each other."""
+    ranks = [[StoredSteps(own) for own in sorted(folder.glob("rank-*"))] for folder in (reference, candidate)]
+    return compare(ranks[0], ranks[1], BOUNDS[dtype])
+
+
+def parse_injection(text: str) -> Injection:
+    """`layers.0.attention.q.weight@3` spoils that tensor's gradient at step 3; without a step, at step 1."""
+    name, _, step = text.partition("@")
+    if step and not step.isdecimal():
+        rule = "is not a tensor name with an optional @STEP"
+        raise ConfigError([Problem("--inject", text, rule, "Write for example layers.0.mlp.down.weight@2")])
+    return Injection(name, int(step or 1))

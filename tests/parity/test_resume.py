@@ -1,0 +1,90 @@
+"""A run that is stopped and resumed is the run that was not: bitwise in the same layout, and on the same global batches in
+any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from petatron.base.device import detect
+from petatron.config import RunConfig
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.train.build import build_loaders
+from petatron.train.loop import Loop
+from petatron.train.state import TrainState
+from tests.dist import RankPool
+from tests.parity.harness import tiny_run
+
+ITERATIONS = 7
+MODEL = f"--train-iters {ITERATIONS} --hidden-dropout 0.1 --attention-dropout 0.1 --lr-decay-iters {ITERATIONS}"
+
+
+class Losses:
+    """A sink that keeps every step's loss."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
+
+    def write(self, record) -> None:
+        if record["kind"] == "train":
+            self.values[record["iteration"]] = record["lm_loss"]
+
+    def close(self) -> None: ...
+
+
+def run_loop(run: RunConfig) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    """On one rank: from the newest checkpoint to the run's end; losses, and every tensor of the final state."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mesh = ParallelMesh(Layout.from_config(run.parallel), rank)
+    state = TrainState.build(run, mesh)
+    if run.checkpoint.load is not None:
+        state.load(run.checkpoint.load)
+    losses = Losses()
+    Loop(state, build_loaders(run, mesh), [losses], detect("cpu")).run()
+    tensors = {chunk.key: chunk.tensor.clone() for chunk in state._chunks(optimizer=True)}
+    return losses.values, tensors
+
+
+def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"):
+    run = tiny_run(f"{MODEL} --log-interval 1 {flags}", world_size=world_size, dtype=dtype)
+    return ranks.run(run_loop, world_size, run)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("", 1),
+        ("--tp 2 --dp 2 --sequence-parallel", 4),
+        ("--tp 2 --bf16", 2),
+        ("--fp16 --initial-loss-scale 65536 --loss-scale-window 3", 1),
+    ],
+)
+def test_bitwise_after_a_stop_at_any_step(ranks: RankPool, tmp_path: Path, layout: str, world_size: int):
+    whole = trained(ranks, layout, world_size)
+    for stop in range(1, ITERATIONS) if world_size == 1 else (1, 4):
+        folder = tmp_path / str(stop)
+        save = f"{layout} --save {folder}"
+        before = trained(ranks, f"{save} --exit-interval {stop}", world_size)
+        after = trained(ranks, f"{save} --load {folder}", world_size)
+        for rank in range(world_size):
+            assert max(before[rank][0]) == stop and min(after[rank][0]) == stop + 1
+            assert {**before[rank][0], **after[rank][0]} == whole[rank][0]
+            for key, tensor in whole[rank][1].items():
+                assert torch.equal(after[rank][1][key], tensor), key
+
+
+@pytest.mark.parametrize("layout", ["--micro-batch-size 4", "--dp 2", "--tp 2 --dp 2 --micro-batch-size 1", "--tp 4"])
+def test_another_layout_continues_on_the_same_batches(ranks: RankPool, tmp_path: Path, layout: str):
+    quiet = "--hidden-dropout 0 --attention-dropout 0"
+    whole, _ = trained(ranks, quiet, 1, "float64")[0]
+    trained(ranks, f"{quiet} --save {tmp_path} --exit-interval 3 --tp 2", 2, "float64")
+    world_size = 4 if "--tp" in layout else 2 if "--dp" in layout else 1
+    after, _ = trained(ranks, f"{quiet} {layout} --load {tmp_path}", world_size, "float64")[0]
+    assert sorted(after) == list(range(4, ITERATIONS + 1))
+    for iteration, loss in after.items():
+        assert loss == pytest.approx(whole[iteration], rel=1e-9)

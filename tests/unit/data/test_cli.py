@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from petatron.cli import bench_data, data
+from petatron.cli.main import main
+from petatron.data.indexed import IndexedDataset
+from petatron.data.preprocess import Progress
+
+REPOSITORY = Path(__file__).parents[3]
+TEXTS = ["hello world", "", "second document"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def preprocess(corpus: Path, *flags: str, output: str = "out") -> int:
+    prefix = str(corpus.parent / output)
+    common = ("--input", str(corpus), "--output-prefix", prefix, "--workers", "1")
+    return main(["data", "preprocess", *common, *(flags or ("--tokenizer-type", "ByteTokenizer", "--append-eod"))])
+
+
+def test_preprocess_inspect_merge(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preprocess(corpus) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "3 documents, 28 tokens" in printed
+        and "1 empty texts left out" in printed
+        and "out_text_document.idx" in printed
+    )
+    prefix = str(corpus.parent / "out_text_document")
+    assert main(["data", "inspect", prefix, "--tokenizer-type", "ByteTokenizer", "--document", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "documents          2" in printed and "tokens             28" in printed and "uint16" in printed
+    assert "min 12" in printed and "max 16" in printed and "second document" in printed
+    assert main(["data", "inspect", prefix]) == 0
+    assert "104 101 108 108 111" in (printed := capsys.readouterr().out) and "give --tokenizer-model" in printed
+    merged = str(corpus.parent / "merged")
+    assert main(["data", "merge", "--input", prefix, prefix, "--output-prefix", merged]) == 0
+    assert "4 documents, 56 tokens from 2 datasets" in capsys.readouterr().out
+    assert IndexedDataset(merged).num_documents == 4
+
+
+def test_malformed_lines(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus.write_text(corpus.read_text() + "oops\n")
+    assert preprocess(corpus) == 1
+    assert "corpus.jsonl:4: " in capsys.readouterr().err
+    assert preprocess(corpus, "--tokenizer-type", "ByteTokenizer", "--on-error", "skip") == 0
+    assert "1 malformed lines skipped" in (printed := capsys.readouterr().out) and "corpus.jsonl:4: " in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (
+            ("--tokenizer-type", "BertWordPieceLowerCase"),
+            2,
+            "--tokenizer-type BertWordPieceLowerCase is not in this version",
+        ),
+        (("--split-sentences", "--keep-newlines"), 2, "2 problems"),
+        (("--log-interval", "0"), 2, "--log-interval 0 must be at least 1"),
+        (("--tokenizer-model", "/nowhere/tokenizer.json"), 1, "/nowhere/tokenizer.json does not exist"),
+        ((), 0, "note: --partitions is not needed"),
+    ],
+)
+def test_flags_of_other_tools(
+    corpus: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], code: int, message: str
+) -> None:
+    chosen = flags or ("--tokenizer-type", "ByteTokenizer", "--partitions", "1", "--keep-sequential-samples")
+    assert preprocess(corpus, *chosen) == code
+    assert message in capsys.readouterr().err
+
+
+def test_inspect_refusals(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preprocess(corpus)
+    assert main(["data", "inspect", str(corpus.parent / "out_text_document"), "--document", "2"]) == 2
+    assert "--document 2 is not a document" in capsys.readouterr().err
+    assert main(["data", "inspect", str(corpus.parent / "none")]) == 1
+    assert "none.idx does not exist" in capsys.readouterr().err
+
+
+def test_plain_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with data._progress_display(10) as show:
+        for documents in (4, 12, 15, 33):
+            show(Progress(documents, 100 * documents, documents, 40, 2.0))
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in printed] == ["12", "33"]
+    assert printed[0] == "12 documents, 600 tokens/s, 0.0 MB/s, 30%, 0:00:04 left"
+
+
+def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with data._progress_display(10) as show:
+        show(Progress(5, 500, 20, 40, 2.0))
+    assert "50%" in (printed := capsys.readouterr().err) and "250 tokens/s" in printed
+
+
+def test_script_runs_from_a_clone_with_several_workers(corpus: Path) -> None:
+    script = REPOSITORY / "tools" / "preprocess_data.py"
+    flags = ["--input", str(corpus), "--output-prefix", str(corpus.parent / "out"), "--tokenizer-type", "ByteTokenizer"]
+    done = subprocess.run(
+        [sys.executable, str(script), *flags, "--workers", "2"],
+        cwd=corpus.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert IndexedDataset(corpus.parent / "out_text_document").num_documents == 2
+
+
+def test_tokenizing_needs_no_torch() -> None:
+    code = "import sys, petatron.cli.data, petatron.data.preprocess; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["indexed", "writer", "gpt", "blend", "tokenizer"])
+def test_examples_in_docstrings(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"petatron.data.{name}"))
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "bench.json"
+    flags = ["--size-mb", "0.05", "--workers", "1", "--vocab", "300", "--documents", "5000", "--json", str(report)]
+    assert main(["bench", "data", *flags]) == 0
+    values = json.loads(report.read_text())
+    assert {len(seconds) for seconds in values["seconds"].values()} == {3}
+    assert set(values["ratio"]) == set(bench_data.METHODS) and values["index"]["documents"] == 5000
+    assert "time / bare encode_batch" in capsys.readouterr().out
+    assert main(["bench", "data", *flags[:-1], str(tmp_path / "no" / "where.json")]) == 1
+    assert "Cannot write" in capsys.readouterr().err
+    assert main(["bench", "data", "--workers", "0", "--size-mb", "-1"]) == 2
+    assert "2 problems" in capsys.readouterr().err
+
+
+def test_corpus_is_cut_and_repeated() -> None:
+    texts = bench_data.corpus(200_000)
+    assert 200_000 <= sum(map(len, texts)) < 1_500_000
