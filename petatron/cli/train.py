@@ -48,10 +48,10 @@ def train_rank(argv: list[str]) -> int:
     """The life of one rank."""
     from petatron.base.log import configure
     from petatron.mesh.launch import stop_process_group
-    from petatron.train.run import train
+    from petatron.train.run import run_training
 
     environment = read_environment()
     configure(rank=environment.rank)
-    train(load_config(argv, world_size=environment.world_size))
+    run_training(load_config(argv, world_size=environment.world_size))
     stop_process_group()
     return 0

@@ -451,7 +451,11 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything a run is made of."""
+    """Everything a run is made of.
+
+    >>> RunConfig(model=ModelConfig(num_layers=2)).model.num_layers
+    2
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)

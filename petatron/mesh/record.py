@@ -9,8 +9,12 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_DOOR = ("mesh/collectives.py", "mesh/record.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,17 @@ class Record:
 
 
 def _caller() -> str:
-    """The first frame outside this package's communication files, as file:line function."""
+    """The code that asked for communication, as file:line function.
+
+    That is the first frame outside the communication files and outside torch, whose autograd and module machinery stands
+    between a layer and what it calls.
+    """
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.endswith(("mesh/collectives.py", "mesh/record.py")):
+    while frame.f_back is not None and _passes_on(frame.f_code.co_filename):
         frame = frame.f_back
     code = frame.f_code
     return f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno} {code.co_name}"
+
+
+def _passes_on(file: str) -> bool:
+    return file.endswith(_DOOR) or file.startswith(_TORCH)

@@ -14,6 +14,10 @@ class Batch:
 
     tokens, labels and loss_mask are [batch, sequence]; labels are the tokens shifted by one, and loss_mask is 1.0 where
     a position counts. positions is None when they are 0, 1, 2, ... in every row.
+
+    >>> text = torch.tensor([[5, 6, 7, 8]])
+    >>> Batch(text[:, :-1], text[:, 1:], torch.ones(1, 3)).labels
+    tensor([[6, 7, 8]])
     """
 
     tokens: Tensor

@@ -30,7 +30,16 @@ class UpdateResult:
 
 
 class MasterOptimizer:
-    """Updates a model whose parameters live in flat groups."""
+    """Updates a model whose parameters live in flat groups.
+
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> model = petatron.build_model(run, petatron.launch(run))
+    >>> optimizer = petatron.build_optimizer(run, model)
+    >>> _ = model.train_step(next(petatron.build_loader(run, model.mesh)))
+    >>> bool(optimizer.step().grad_norm > 0)
+    True
+    """
 
     def __init__(self, config: OptimizerConfig, groups: Sequence[FlatGroup], mesh: ParallelMesh) -> None:
         self._config = config

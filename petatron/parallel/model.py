@@ -19,7 +19,15 @@ from petatron.parallel.schedule import forward_only, one_stage
 
 
 class ParallelModel:
-    """This rank's part of a model, its flat weight and gradient buffers, and the reduction of its gradients."""
+    """This rank's part of a model, its flat weight and gradient buffers, and the reduction of its gradients.
+
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> model = petatron.build_model(run, petatron.launch(run))
+    >>> loss = model.train_step(next(petatron.build_loader(run, model.mesh)))
+    >>> bool(loss.isfinite())
+    True
+    """
 
     def __init__(
         self,
@@ -28,12 +36,14 @@ class ParallelModel:
         mesh: ParallelMesh,
         streams: RandomStreams,
         *,
+        sequence_parallel: bool = False,
         bucket_size: int = 40_000_000,
         overlap: bool = True,
     ) -> None:
         self.module = module
         self.mesh = mesh
         self.streams = streams
+        self.sequence_parallel = sequence_parallel
         self.placements = placements
         self.groups = flatten_parameters(module, placements)
         self.gradients = GradientSync(self.groups, mesh, bucket_size=bucket_size, overlap=overlap)

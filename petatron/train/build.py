@@ -112,6 +112,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
         placements,
         mesh,
         streams,
+        sequence_parallel=run.parallel.sequence_parallel,
         bucket_size=run.parallel.ddp_bucket_size,
         overlap=run.parallel.overlap_grad_reduce,
     )

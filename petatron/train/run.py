@@ -29,8 +29,16 @@ _CONFIG_FILE = "config.yaml"
 Result = TypeVar("Result")
 
 
-def train(loaded: Loaded) -> Outcome:
-    """Train as configured; every rank calls it. Nothing is computed before files, folders and data are known to be good."""
+def run_training(loaded: Loaded) -> Outcome:
+    """Train as configured; every rank calls it. Nothing is computed before files, folders and data are known to be good.
+
+    >>> import tempfile
+    >>> from petatron.config import load_config
+    >>> flags = f"--mock-data --lr 1e-3 --train-iters 2 --eval-iters 0 --save {tempfile.mkdtemp()} --live off".split()
+    >>> run_training(load_config(flags, preset="tiny-llama")).iteration  # doctest: +ELLIPSIS
+    423...
+    2
+    """
     started_s = time.monotonic()
     loaded, tokenizer = open_tokenizer(loaded)
     run = loaded.config

@@ -1,31 +1,21 @@
-"""`TrainState`: everything a run carries from step to step, and how it is saved and found again.
-
-A checkpoint holds, by logical tensor, the model's weights, the master weights where they differ, and the moments; and as
-facts how far the run is. Random states belong to a rank, so they come back only in the layout that saved them; every
-other part is the same for all layouts.
-"""
+"""`TrainState`: everything a run carries from step to step, and how it is found again after a stop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import Chunk
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import Piece
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.precision import LossScaler, build_scaler
 from petatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.parallel.model import ParallelModel
 from petatron.train.batch_size import BatchSchedule
 from petatron.train.build import build_model, build_optimizer
+from petatron.train.persist import load_checkpoint, save_checkpoint
 
 _log = get_logger(__name__)
 
@@ -43,7 +33,14 @@ class Progress:
 
 @dataclass(slots=True)
 class TrainState:
-    """The parts of a run that change, and the pure schedules they follow."""
+    """The parts of a run that change, and the pure schedules they follow.
+
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> state = TrainState.build(run, petatron.launch(run))
+    >>> state.progress.iteration
+    0
+    """
 
     run: RunConfig
     mesh: ParallelMesh
@@ -73,54 +70,46 @@ class TrainState:
     def save(self, folder: str) -> None:
         """Publish a checkpoint of this iteration; every rank calls it."""
         config = self.run.checkpoint
-        facts: dict[str, Any] = {
-            "progress": asdict(self.progress),
-            "optimizer": None if config.no_save_optim else self.optimizer.facts(),
-            "scaler": self.scaler.state(),
-            "schedule": self._schedule_facts(),
-        }
-        CheckpointManager(folder, self.mesh.world).save(
-            self.progress.iteration,
-            list(self._chunks(optimizer=not config.no_save_optim)),
-            facts=facts,
-            same_layout_key=self._layout_key(),
-            local={} if config.no_save_rng else self.model.streams.state(),
+        save_checkpoint(
+            folder,
+            step=self.progress.iteration,
+            model=self.model,
+            optimizer=None if config.no_save_optim else self.optimizer,
+            facts={
+                "progress": asdict(self.progress),
+                "scaler": self.scaler.state(),
+                "schedule": self._schedule_facts(),
+            },
+            random_states=not config.no_save_rng,
         )
 
     def load(self, folder: str) -> bool:
         """Continue from a folder's checkpoint; False when it holds none and the run may start from scratch."""
         config = self.run.checkpoint
-        manager = CheckpointManager(folder, self.mesh.world)
-        if config.ckpt_step is None and manager.latest() is None:
+        weights_only = config.finetune or config.no_load_optim
+        facts = load_checkpoint(
+            folder,
+            model=self.model,
+            optimizer=None if weights_only else self.optimizer,
+            step=config.ckpt_step,
+            random_states=not (config.finetune or config.no_load_rng),
+        )
+        if facts is None:
             if config.exit_on_missing_checkpoint:
                 raise CheckpointError(f"--load {folder} holds no checkpoint, and --exit-on-missing-checkpoint is set.")
+            _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", folder)
             return False
-        weights_only = config.finetune or config.no_load_optim
-        found = manager.load(
-            config.ckpt_step, list(self._chunks(optimizer=not weights_only)), same_layout_key=self._layout_key()
-        )
         if weights_only:
             self.optimizer.read_weights()
-        if config.finetune:
-            return True
-        self._restore_facts(found.facts, folder, optimizer=not weights_only)
-        if found.local and not config.no_load_rng:
-            self.model.streams.restore(found.local)
-        elif not config.no_load_rng:
-            _log.warning("random states were saved in another layout; dropout starts a new stream")
+        if not config.finetune:
+            self._continue(facts, folder)
         return True
 
-    def _restore_facts(self, facts: dict[str, Any], folder: str, *, optimizer: bool) -> None:
-        if optimizer:
-            if facts["optimizer"] is None:
-                raise CheckpointError(
-                    f"The checkpoint in {folder} was saved with --no-save-optim and holds no optimizer state. "
-                    "Use --finetune to start a new run from its weights, or --no-load-optim to go on without moments."
-                )
-            self.optimizer.restore_facts(facts["optimizer"])
-        ours = self._schedule_facts()
-        if facts["schedule"] != ours and not self.run.checkpoint.override_opt_param_scheduler:
-            changed = [f"{name}: {facts['schedule'].get(name)} then, {ours[name]} now" for name in ours if facts["schedule"].get(name) != ours[name]]
+    def _continue(self, facts: dict[str, Any], folder: str) -> None:
+        saved, ours = facts["schedule"], self._schedule_facts()
+        if saved != ours and not self.run.checkpoint.override_opt_param_scheduler:
+            names = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
+            changed = [f"{name}: {saved.get(name)} then, {ours.get(name)} now" for name in names]
             raise CheckpointError(
                 f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}). Restore those "
                 "values, or say --override-opt-param-scheduler to go on with the new ones."
@@ -132,19 +121,3 @@ class TrainState:
         """What would change the course of a run if it changed on resume."""
         rates, decays = asdict(self.rates), asdict(self.decays)
         return {**{f"lr.{k}": v for k, v in rates.items()}, **{f"weight_decay.{k}": v for k, v in decays.items()}}
-
-    def _layout_key(self) -> str:
-        return f"{self.mesh.layout} sequence_parallel={self.run.parallel.sequence_parallel}"
-
-    def _chunks(self, *, optimizer: bool) -> Iterator[Chunk]:
-        for group in self.model.groups:
-            for piece, view in group.pieces(group.weights):
-                yield self._chunk("model", piece, view)
-        if optimizer:
-            for kind, piece, view in self.optimizer.tensors():
-                yield self._chunk(kind, piece, view)
-
-    def _chunk(self, kind: str, piece: Piece, view: Tensor) -> Chunk:
-        primary = piece.primary and self.mesh.dp_cp.rank == 0
-        return Chunk(f"{kind}/{piece.name}", piece.logical_shape, piece.start, view, primary)
-

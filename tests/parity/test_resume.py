@@ -15,6 +15,7 @@ from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build import build_loaders
 from petatron.train.loop import Loop
+from petatron.train.persist import chunks
 from petatron.train.state import TrainState
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
@@ -46,7 +47,7 @@ def run_loop(run: RunConfig) -> tuple[dict[int, float], dict[str, torch.Tensor]]
         state.load(run.checkpoint.load)
     losses = Losses()
     Loop(state, build_loaders(run, mesh), [losses], detect("cpu")).run()
-    tensors = {chunk.key: chunk.tensor.clone() for chunk in state._chunks(optimizer=True)}
+    tensors = {chunk.key: chunk.tensor.clone() for chunk in chunks(state.model, state.optimizer)}
     return losses.values, tensors
 
 

@@ -141,7 +141,7 @@ def _hf_head(family: Family) -> str:
 
 def _canonical(family: Family, names: Mapping[str, Tensor], expected: set[str]) -> dict[str, str]:
     """Full name to the name as stored, without what is no weight; a bare model's names lack the prefix."""
-    kept = [name for name in names if not any(fnmatch.fnmatchcase(f".{name}", pattern) for pattern in family.ignored)]
+    kept = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)]
     full = [name if name in expected else family.prefix + name for name in kept]
     return {whole if whole in expected else name: name for whole, name in zip(full, kept)}
 

@@ -1,0 +1,249 @@
+"""`petatron quickstart`: from nothing to a trained language model in about two minutes, told step by step.
+
+Nothing is downloaded. Each step uses the same parts as the other verbs; the training step is `petatron train` itself, with
+the command line that is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from petatron.base.errors import ConfigError, LaunchError, Problem
+from petatron.config import load_config
+from petatron.mesh.launch import read_environment
+from petatron.train.quickstart_options import QuickstartOptions
+
+if TYPE_CHECKING:
+    from petatron.train.held_out import HeldOut, Trained
+    from petatron.train.quickstart import Workspace
+
+PROMPT = "import os\n\n\ndef main("
+SEED = 1234
+NUM_STEPS = 6
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the flags and run."""
+    defaults = QuickstartOptions()
+    parser = argparse.ArgumentParser(
+        prog="petatron quickstart",
+        description="Train a small LLaMA on the source of Python's standard library, split over two processes of this "
+        "machine's CPU, in about two minutes. Nothing is downloaded; finished steps are not repeated.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--tp", type=int, default=defaults.tensor_parallel, metavar="N", help="processes that share the model (2)")
+    add("--steps", type=int, default=defaults.steps, metavar="N", help=f"training iterations ({defaults.steps})")
+    add("--minutes", type=float, default=defaults.minutes, metavar="M", help="longest training time (4)")
+    add("--out", default=defaults.out, metavar="DIR", help=f"folder for all results ({defaults.out})")
+    add("--fresh", action="store_true", help="do everything again, even what is finished")
+    args = parser.parse_args(list(argv))
+    options = QuickstartOptions(
+        out=args.out, tensor_parallel=args.tp, steps=args.steps, minutes=args.minutes, fresh=args.fresh
+    )
+    return quickstart(options)
+
+
+def quickstart(options: QuickstartOptions) -> int:
+    """All steps, printed as they are done."""
+    _check(options)
+    from petatron.train.quickstart import Workspace, prepare_corpus, prepare_data, prepare_tokenizer
+
+    started = time.monotonic()
+    space = Workspace(options.out)
+    space.open(fresh=options.fresh)
+    facts: dict[str, Any] = {}
+    with _step(1, "corpus: the source of this Python's standard library, nothing to download", facts):
+        corpus, reused = prepare_corpus(space, options)
+        sizes = [sum(len(file.text.encode()) for file in files) / 1e6 for files in (corpus.train, corpus.held_out)]
+        facts["corpus"] = {
+            "train_files": len(corpus.train),
+            "train_megabytes": sizes[0],
+            "held_out_files": len(corpus.held_out),
+            "held_out_megabytes": sizes[1],
+        }
+        _say(f"{len(corpus.train)} files, {sizes[0]:.1f} MB to train on; {_kept(reused)}")
+        _say(f"{len(corpus.held_out)} files, {sizes[1]:.1f} MB held out: the model never sees them")
+    with _step(2, "tokenizer: a byte-level BPE of the training files", facts):
+        tokenizer, reused = prepare_tokenizer(space, corpus, options.vocab_size)
+        facts["vocab_size"] = tokenizer.vocab_size
+        _say(f"{tokenizer.vocab_size:,} ids in {space.tokenizer}; {_kept(reused)}")
+    with _step(3, "data: text to token files", facts):
+        data, reused = prepare_data(space)
+        for split, dataset in data.items():
+            facts[f"{split}_tokens"] = dataset.num_tokens
+            _say(f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens in {dataset.prefix}.bin")
+        _say(_kept(reused))
+    code = _train(space, options, facts)
+    if code:
+        return code
+    with _step(5, "evaluation: the checkpoint, loaded into one process instead of the ranks that trained it", facts):
+        from petatron.train.held_out import evaluate_alone
+
+        trained = evaluate_alone(str(space.settings), data["train"], data["held_out"])
+        _tell_losses(trained.held_out, facts)
+    with _step(6, "a sample: the trained model continues a file", facts):
+        _sample(trained, options, facts)
+    _write_summary(space, facts, seconds=time.monotonic() - started)
+    print(f"\nDone in {_clock(time.monotonic() - started)}. All of it is in {space.root}; figures in {space.summary}.")
+    print(f"\nTry next:\n{next_commands(space, options)}")
+    return 0
+
+
+def _check(options: QuickstartOptions) -> None:
+    """All problems of the flags, before any work."""
+    if read_environment().origin != "single":
+        raise LaunchError("petatron quickstart starts its own ranks. Run it by itself, not under torchrun or srun.")
+    problems: list[Problem] = []
+    if options.steps < 2:
+        problems.append(Problem("--steps", str(options.steps), "is less than 2", "The default is a good number."))
+    if not options.minutes > 0:
+        problems.append(Problem("--minutes", str(options.minutes), "is no time at all", "Give minutes above 0."))
+    heads = options.model["num_attention_heads"]
+    if options.tensor_parallel < 1 or heads % options.tensor_parallel:
+        good = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        problems.append(
+            Problem("--tp", str(options.tensor_parallel), f"does not divide the model's {heads} heads", f"Use {good}.")
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _train(space: Workspace, options: QuickstartOptions, facts: dict[str, Any]) -> int:
+    """Step 4 through the launcher; not 0 when it failed or was interrupted."""
+    from petatron.checkpoint.storage import latest_step
+    from petatron.cli.launcher import run_ranks
+    from petatron.train.quickstart import last_event, prepare_settings, training_flags
+
+    ranks = options.tensor_parallel
+    with _step(4, f"training: every layer split over {ranks} CPU process{'es' if ranks > 1 else ''}", facts):
+        prepare_settings(space, options)
+        flags = training_flags(space, options)
+        facts["command"] = f"petatron train {shlex.join(flags)}"
+        run = load_config(flags).config
+        before = latest_step(space.training) or 0
+        if before >= options.steps:
+            facts["iterations"] = before
+            _say("finished before; --fresh trains again")
+            return 0
+        model = run.model
+        _say(
+            f"{model.num_layers} layers of width {model.hidden_size}, {model.num_attention_heads} heads; {space.settings}"
+        )
+        if before:
+            _say(f"goes on from the checkpoint of iteration {before}")
+        print(f"\n  {facts['command']}\n", flush=True)
+        code = run_ranks([sys.executable, "-m", "petatron", "train", *flags], nproc=ranks)
+        if code:
+            return code
+        facts["iterations"] = latest_step(space.training) or 0
+        reason = last_event(space.training / "metrics.jsonl")
+        if facts["iterations"] >= options.steps:
+            return 0
+        _say(f"{reason} of {options.steps}")
+        if "received SIG" in reason:
+            _say("the same command goes on from there")
+            return _EXIT_INTERRUPTED
+        return 0
+
+
+def _tell_losses(found: HeldOut, facts: dict[str, Any]) -> None:
+    facts["held_out"] = {
+        "tokens": found.tokens,
+        "model_loss": found.model_loss,
+        "model_perplexity": math.exp(found.model_loss),
+        "unigram_loss": found.unigram_loss,
+        "unigram_perplexity": math.exp(found.unigram_loss),
+        "beats_unigram": found.model_loss < found.unigram_loss,
+    }
+    _say(f"{found.tokens:,} held-out tokens{'':13} loss (nats per token)   perplexity")
+    for name, loss in (("this model", found.model_loss), ("unigram (token frequencies)", found.unigram_loss)):
+        _say(f"  {name:<32} {loss:>12.3f} {math.exp(loss):>22,.1f}")
+    if found.model_loss < found.unigram_loss:
+        ratio = math.exp(found.unigram_loss - found.model_loss)
+        _say(f"It has learned from context: {ratio:.1f} times less perplexed than by frequencies alone.")
+    else:
+        _say("It does not beat the frequencies yet: it needs more --steps.")
+
+
+def _sample(trained: Trained, options: QuickstartOptions, facts: dict[str, Any]) -> None:
+    from petatron.infer.sample import generate
+
+    tokenizer = trained.tokenizer
+    ids = generate(
+        trained.model,
+        tokenizer.encode(PROMPT),
+        max_new_tokens=options.new_tokens,
+        temperature=0.7,
+        top_k=40,
+        seed=SEED,
+        eod=tokenizer.eod,
+    )
+    kept = ids[:-1] if ids[-1] == tokenizer.eod else ids
+    text = tokenizer.decode(kept)
+    facts["parameters"] = trained.parameters
+    facts["sample"] = {"prompt": PROMPT, "text": text}
+    print(textwrap.indent(PROMPT + text, "    | ", lambda line: True))
+
+
+def next_commands(space: Workspace, options: QuickstartOptions) -> str:
+    """Commands that work as they stand, each with what it shows."""
+    settings, tp = space.settings, options.tensor_parallel
+    half = options.batch_size // 2 or 1
+    longer = space.root.parent / f"{space.root.name}-longer"
+    train_data = space.data("train")
+    commands = (
+        (
+            "prove that the split changes nothing: the same steps in one process, compared tensor by tensor",
+            f"petatron verify --config {settings} --train-data-path {train_data} --tp {tp} --steps 5",
+        ),
+        (
+            "train twice as long, from this checkpoint, with two replicas instead of a split model",
+            f"petatron train --config {settings} --dp 2 --micro-batch-size {half} --train-iters {2 * options.steps} "
+            f"--override-opt-param-scheduler --save {longer}",
+        ),
+        ("every setting and where it came from", f"petatron config show --config {settings} --changed"),
+        (
+            "look into the token files",
+            f"petatron data inspect {train_data} --tokenizer-model {space.tokenizer} --document 7",
+        ),
+        ("what this machine offers for larger runs", "petatron doctor"),
+    )
+    return "\n".join(f"  # {what}\n  {command}" for what, command in commands)
+
+
+def _write_summary(space: Workspace, facts: dict[str, Any], *, seconds: float) -> None:
+    space.summary.write_text(json.dumps({**facts, "seconds": round(seconds, 2)}, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _step(number: int, title: str, facts: dict[str, Any]) -> Iterator[None]:
+    """A headline before, the time it took after."""
+    started = time.monotonic()
+    print(f"\n[{number}/{NUM_STEPS}] {title}", flush=True)
+    yield
+    seconds = time.monotonic() - started
+    facts.setdefault("step_seconds", {})[title.split(":")[0]] = round(seconds, 2)
+    print(f"    {_clock(seconds)}", flush=True)
+
+
+def _say(text: str) -> None:
+    print(f"    {text}", flush=True)
+
+
+def _kept(reused: bool) -> str:
+    return "kept from the last time" if reused else "new"
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"

@@ -1,0 +1,184 @@
+"""config.json of a Hugging Face model to the values of a `ModelConfig`, and back.
+
+Most of it is the families' tables; what is left here are the settings that are several keys on one side: heads, the sliding
+window, biases, dropout. Everything the decoder (or the family) cannot express is a problem, and all problems come at once.
+A setting that matters only in training and that a family has no key for, such as dropout in Llama, is left out when writing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config.fields import flag_of
+from petatron.config.schema import ModelConfig
+from petatron.models.hf.families import FAMILIES, family_for, family_of
+from petatron.models.hf.family import Family
+from petatron.models.hf.rope import read_rope, write_rope
+
+_COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_TRAINING_ONLY = ("hidden_dropout",)
+_FOREIGN = "Use another model; the decoder has no such part."
+
+
+def from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """ModelConfig values from the content of a config.json; the sequence length is the run's choice and not among them.
+
+    >>> values = from_hf_config({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 50})
+    >>> values["num_layers"], values["ffn_hidden_size"], values["activation"]
+    (2, 32, 'gelu_tanh')
+    """
+    family = FAMILIES[family_of(config)]
+    asked = {**family.defaults, **config}
+    problems = _missing(family, asked)
+    if problems:
+        raise ConfigError(problems)
+    values: dict[str, Any] = {**family.fixed, **{ours: asked[key] for ours, key in family.keys.items()}}
+    values["untie_embeddings_and_output_weights"] = not asked["tie_word_embeddings"]
+    for part, found in (
+        _read_heads(values),
+        _read_activation(family, asked),
+        _read_window(family, asked, values["num_layers"]),
+        _read_biases(family, asked),
+        read_rope(asked, values["max_position_embeddings"]) if "rotary_percent" in family.fixed else ({}, []),
+    ):
+        values |= part
+        problems += found
+    problems += _single_values(family, asked)
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def _missing(family: Family, asked: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    for ours, key in family.keys.items():
+        if key not in asked:
+            rule = f"is missing, and a {family.name} config.json needs it"
+            problems.append(Problem(key, "", rule, "Take config.json from the model's own folder."))
+        elif ours in _COUNTS and not (isinstance(asked[key], int) and asked[key] > 0):
+            problems.append(Problem(key, repr(asked[key]), "is not a positive whole number", "Correct config.json."))
+    return problems
+
+
+def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    width = values.get("kv_channels")
+    if width is None and hidden % heads:
+        rule = f"does not divide the width {hidden}, and no head_dim is given"
+        return {}, [Problem("num_attention_heads", f"{heads}", rule, "Take config.json from the model's own folder.")]
+    groups = values.get("num_query_groups") or heads
+    return {
+        "num_query_groups": groups,
+        "group_query_attention": groups != heads,
+        "kv_channels": width or hidden // heads,
+        "ffn_hidden_size": values["ffn_hidden_size"] or 4 * hidden,
+        "attention_dropout": values["attention_dropout"] or 0.0,
+    }, []
+
+
+def _read_activation(family: Family, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    name = asked[family.activation_key]
+    if name in family.activations:
+        return {"activation": family.activations[name]}, []
+    known = ", ".join(family.activations)
+    return {}, [Problem(family.activation_key, f'"{name}"', "is not an activation the decoder has", f"It has {known}.")]
+
+
+def _read_window(family: Family, asked: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], list[Problem]]:
+    """Mistral slides in every layer, Qwen in those from `max_window_layers` on or those that `layer_types` names."""
+    window = asked["sliding_window"] if "sliding_window" in family.defaults else None
+    if "use_sliding_window" in family.defaults and not asked["use_sliding_window"]:
+        window = None
+    first = layers if window is None else asked.get("max_window_layers", 0)
+    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    kinds = set(asked.get("layer_types") or default)
+    if kinds == {"full_attention"}:
+        return {"window_size": None}, []
+    if kinds == {"sliding_attention"} and window is not None:
+        return {"window_size": window}, []
+    rule = f"with sliding_window {window} is not one kind of attention for all layers, which is what the decoder has"
+    return {}, [Problem("layer_types", " and ".join(sorted(kinds)), rule, _FOREIGN)]
+
+
+def _read_biases(family: Family, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    if "mlp_bias" not in family.defaults:
+        return {}, []
+    if asked["attention_bias"] == asked["mlp_bias"]:
+        return {"add_bias_linear": bool(asked["mlp_bias"])}, []
+    found = f"{asked['attention_bias']} and mlp_bias {asked['mlp_bias']}"
+    return {}, [Problem("attention_bias", found, "differ, and the decoder has one switch for both", _FOREIGN)]
+
+
+def _single_values(family: Family, asked: Mapping[str, Any]) -> list[Problem]:
+    problems = [
+        Problem(key, str(asked[key]), f"is not {value}, the only value the decoder can express", _FOREIGN)
+        for key, value in family.only.items()
+        if asked[key] != value
+    ]
+    if asked.get("embd_pdrop") != asked.get("resid_pdrop"):
+        rule = f"is not resid_pdrop {asked.get('resid_pdrop')}, and the decoder has one dropout for both"
+        problems.append(Problem("embd_pdrop", str(asked.get("embd_pdrop")), rule, "Make them equal in config.json."))
+    if asked.get("quantization_config"):
+        rule = "says that the weights are quantized, and only plain ones can be read"
+        problems.append(Problem("quantization_config", "", rule, "Use the model's unquantized weights."))
+    return problems
+
+
+def to_hf_config(model: ModelConfig) -> dict[str, Any]:
+    """The content of a config.json for a derived `ModelConfig`; token ids are None, the tokenizer's owner fills them in.
+
+    >>> from petatron.config import load_config
+    >>> model = load_config(preset="tiny-llama", require_training=False).config.model
+    >>> to_hf_config(model)["architectures"]
+    ['LlamaForCausalLM']
+    """
+    family = FAMILIES[family_for(model)]
+    problems = _inexpressible(model, family)
+    if problems:
+        raise ConfigError(problems)
+    content: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
+    content |= {key: getattr(model, ours) for ours, key in family.keys.items()}
+    content[family.activation_key] = _written_activations(family)[model.activation]
+    content["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    content |= dict(family.only) | {"bos_token_id": None, "eos_token_id": None}
+    if "embd_pdrop" in family.defaults:
+        content["embd_pdrop"] = model.hidden_dropout
+    if "mlp_bias" in family.defaults:
+        content |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+    if "sliding_window" in family.defaults:
+        content["sliding_window"] = model.window_size
+    if "use_sliding_window" in family.defaults:
+        kind = "full_attention" if model.window_size is None else "sliding_attention"
+        content |= {"use_sliding_window": model.window_size is not None, "max_window_layers": 0}
+        content["layer_types"] = [kind] * model.num_layers
+    return content | (write_rope(model) if "rotary_percent" in family.fixed else {})
+
+
+def _written_activations(family: Family) -> dict[str, str]:
+    return {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
+
+
+def _inexpressible(model: ModelConfig, family: Family) -> list[Problem]:
+    """What of a model the family it is nearest to has no key for."""
+    problems = [
+        _unwritable(name, getattr(model, name), family, f"only {value}")
+        for name, value in family.fixed.items()
+        if name not in _TRAINING_ONLY and getattr(model, name) != value
+    ]
+    if "rotary_percent" in family.fixed and model.position_embedding_type not in ("rope", "yarn"):
+        problems.append(_unwritable("position_embedding_type", model.position_embedding_type, family, "only rotary"))
+    if model.activation not in _written_activations(family):
+        known = ", ".join(_written_activations(family))
+        problems.append(_unwritable("activation", model.activation, family, known))
+    if "num_query_groups" not in family.keys and model.num_query_groups != model.num_attention_heads:
+        problems.append(_unwritable("num_query_groups", model.num_query_groups, family, "as many as heads"))
+    if "kv_channels" not in family.keys and model.kv_channels != model.hidden_size / model.num_attention_heads:
+        problems.append(_unwritable("kv_channels", model.kv_channels, family, "only hidden size / heads"))
+    return problems
+
+
+def _unwritable(name: str, value: object, family: Family, allowed: str) -> Problem:
+    rule = f"cannot be written as a Hugging Face {family.name} model, which has {allowed}"
+    return Problem(flag_of(name), str(value), rule, "Such a model can be trained, but not exported.")

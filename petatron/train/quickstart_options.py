@@ -1,0 +1,45 @@
+"""What the quickstart trains, and what it can be asked for. Apart from its stages, so that help needs no library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# A LLaMA in miniature: about 3 million parameters, which two cores train on most of a million tokens in two minutes.
+MODEL: Mapping[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 192,
+    "num_attention_heads": 6,
+    "num_query_groups": 2,
+    "seq_length": 256,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuickstartOptions:
+    """What the quickstart can be asked for; the last fields are for tests."""
+
+    out: str = "runs/quickstart"
+    """Folder for everything it makes."""
+    tensor_parallel: int = 2
+    """Ranks that share the model."""
+    steps: int = 360
+    """Training iterations."""
+    minutes: float = 4.0
+    """Training stops after this time even if steps are left."""
+    fresh: bool = False
+    """Do all stages again."""
+    corpus_bytes: int = 10_000_000
+    min_files: int = 200
+    vocab_size: int = 4096
+    batch_size: int = 8
+    new_tokens: int = 120
+    model: Mapping[str, Any] = field(default_factory=lambda: MODEL)

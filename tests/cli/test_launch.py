@@ -1,0 +1,92 @@
+"""Three launchers start the same program; a failing rank stops all with one traceback; signals save and exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+FLAGS = (
+    "--preset tiny-llama --mock-data --num-layers 1 --seq-length 32 --lr 1e-3 --global-batch-size 4 --tp 2 --eval-iters 0 "
+    "--log-interval 1 --live off --num-workers 0"
+).split()
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _losses(text: str) -> list[str]:
+    return re.findall(r"lm loss: (\S+)", text)
+
+
+def _run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env={**ENV, **more}, capture_output=True, text=True, timeout=120)
+
+
+def test_three_launchers_one_program(tmp_path: Path):
+    flags = [*FLAGS, "--train-iters", "3"]
+    own = _run([sys.executable, "-m", "petatron", "train", *flags], tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    theirs = _run([*torchrun, str(ROOT / "pretrain_gpt.py"), *flags], tmp_path)
+    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost"}
+    slurm |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags],
+            cwd=tmp_path,
+            env={**ENV, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    srun = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
+    assert own.returncode == theirs.returncode == 0, own.stderr + theirs.stderr
+    assert len(_losses(own.stdout)) == 3
+    assert _losses(own.stdout) == _losses(theirs.stdout) == _losses(srun)
+
+
+def test_failing_rank_stops_all_with_its_traceback(tmp_path: Path):
+    program = """
+import os, sys
+import petatron.train.loop as loop
+step = loop.train_step
+def failing(state, batches):
+    if state.mesh.rank == 1 and state.progress.iteration == 1:
+        raise ValueError("a fault in rank one")
+    return step(state, batches)
+loop.train_step = failing
+from petatron.cli.main import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+    (tmp_path / "faulty.py").write_text(program)
+    launch = (
+        "import sys; from petatron.cli.launcher import run_ranks;"
+        f"sys.exit(run_ranks([sys.executable, 'faulty.py', *{[*FLAGS, '--train-iters', '50']!r}], nproc=2))"
+    )
+    started = time.monotonic()
+    done = _run([sys.executable, "-c", launch], tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert "a fault in rank one" in done.stderr and "Rank 1 of 2 failed first" in done.stderr
+    assert time.monotonic() - started < 60
+
+
+def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
+    flags = [*FLAGS, "--train-iters", "100000", "--save", "out"]
+    run = subprocess.Popen([sys.executable, "-m", "petatron", "train", *flags], cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count('"kind": "train"') >= 2):
+        assert time.monotonic() < deadline and run.poll() is None
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=60) == 0
+    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    last = max(event["iteration"] for event in events)
+    assert any("received SIGTERM" in event.get("message", "") for event in events)
+    assert (tmp_path / "out" / "latest").read_text().strip().endswith(str(last))

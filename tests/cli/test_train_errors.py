@@ -1,0 +1,135 @@
+"""Bad input gets one clear error before training starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from petatron.cli.main import main
+from petatron.data.writer import IndexedWriter
+
+MODEL = (
+    "train --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 2 --lr 1e-3 --eval-iters 0 "
+    "--num-workers 0 --live off"
+).split()
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    prefix = tmp_path / "good"
+    with IndexedWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for start in range(20):
+            writer.add_document(np.arange(start, start + 30, dtype=np.uint16))
+    return prefix
+
+
+def _fails(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    code = main([*MODEL, *flags])
+    assert code in (1, 2)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert "iteration" not in captured.out, "training started"
+    return code, captured.err
+
+
+def test_good_input_trains(dataset: Path, tmp_path: Path):
+    flags = ["--data-path", str(dataset), "--vocab-size", "64", "--tokenizer-type", "NullTokenizer", "--split", "1,0,0"]
+    assert main([*MODEL, *flags, "--save", str(tmp_path / "out")]) == 0
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("train") == 2
+
+
+def test_wrong_flag_names_the_nearest(capsys):
+    code, text = _fails(capsys, "--mock-data", "--hiden-size", "32")
+    assert code == 2 and "--hiden-size" in text and "--hidden-size" in text
+
+
+def test_every_problem_at_once(capsys):
+    flags = "--mock-data --tp 3 --global-batch-size 7 --micro-batch-size 2 --bf16 --fp16 --min-lr 1 --nproc-per-node 3".split()
+    _, text = _fails(capsys, *flags)
+    for words in ("--tensor-model-parallel-size 3", "--global-batch-size 7", "--fp16", "--min-lr 1"):
+        assert words in text
+    assert "problems in this configuration" in text
+
+
+def test_later_features_are_refused_not_ignored(capsys):
+    _, text = _fails(capsys, *"--mock-data --pp 2 --num-experts 4 --fp8-hybrid --recompute-granularity selective".split())
+    assert text.count("not in this version") == 4
+
+
+def _damaged(dataset: Path, suffix: str, change) -> Path:
+    for end in (".bin", ".idx"):
+        content = dataset.with_suffix(end).read_bytes()
+        dataset.with_name("bad").with_suffix(end).write_bytes(change(content) if end == suffix else content)
+    return dataset.with_name("bad")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "words"),
+    [
+        (".idx", lambda b: b"GARBAGE" + b[7:], "bad.idx"),
+        (".idx", lambda b: b[:-9], "bad.idx"),
+        (".bin", lambda b: b[: len(b) // 2], "bad.bin"),
+    ],
+)
+def test_damaged_dataset(dataset: Path, capsys, suffix: str, change, words: str):
+    prefix = _damaged(dataset, suffix, change)
+    flags = ["--data-path", str(prefix), "--vocab-size", "64", "--tokenizer-type", "NullTokenizer", "--split", "1,0,0"]
+    assert words in _fails(capsys, *flags)[1]
+
+
+def test_missing_dataset(tmp_path: Path, capsys):
+    flags = ["--data-path", str(tmp_path / "nothing"), "--vocab-size", "64", "--tokenizer-type", "NullTokenizer"]
+    assert "nothing" in _fails(capsys, *flags)[1]
+
+
+def test_empty_dataset(tmp_path: Path, capsys):
+    prefix = tmp_path / "empty"
+    with IndexedWriter(str(prefix), np.dtype(np.uint16)):
+        pass
+    flags = ["--data-path", str(prefix), "--vocab-size", "64", "--tokenizer-type", "NullTokenizer"]
+    assert "empty" in _fails(capsys, *flags)[1]
+
+
+def test_token_ids_beyond_the_vocabulary(dataset: Path, capsys):
+    flags = ["--data-path", str(dataset), "--vocab-size", "40", "--tokenizer-type", "NullTokenizer", "--split", "1,0,0"]
+    assert "40" in _fails(capsys, *flags)[1]
+
+
+def test_missing_tokenizer(dataset: Path, tmp_path: Path, capsys):
+    flags = ["--data-path", str(dataset), "--tokenizer-model", str(tmp_path / "tokenizer.json")]
+    assert "tokenizer.json" in _fails(capsys, *flags)[1]
+
+
+def test_no_vocabulary(dataset: Path, capsys):
+    assert "--vocab-size" in _fails(capsys, "--data-path", str(dataset))[1]
+
+
+def test_unwritable_save_folder(tmp_path: Path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    code, text = _fails(capsys, "--mock-data", "--save", str(tmp_path / "file" / "run"))
+    assert code == 1 and str(tmp_path / "file") in text
+
+
+def test_resume_from_nothing_when_it_must_exist(tmp_path: Path, capsys):
+    flags = ["--mock-data", "--load", str(tmp_path), "--exit-on-missing-checkpoint"]
+    assert "--exit-on-missing-checkpoint" in _fails(capsys, *flags)[1]
+
+
+def test_resume_with_another_schedule(tmp_path: Path, capsys):
+    save = ["--mock-data", "--save", str(tmp_path)]
+    assert main([*MODEL, *save]) == 0
+    capsys.readouterr()
+    _, text = _fails(capsys, *save, "--load", str(tmp_path), "--lr", "5e-3")
+    assert "0.001 then, 0.005 now" in text and "--override-opt-param-scheduler" in text
+
+
+def test_resume_without_optimizer_state(tmp_path: Path, capsys):
+    save = ["--mock-data", "--save", str(tmp_path), "--no-save-optim"]
+    assert main([*MODEL, *save]) == 0
+    capsys.readouterr()
+    assert "exp_avg" in _fails(capsys, *save, "--load", str(tmp_path))[1]
+    assert main([*MODEL, *save, "--load", str(tmp_path), "--finetune"]) == 0

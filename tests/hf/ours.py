@@ -1,0 +1,72 @@
+"""The same model on our side, in any layout. Runs on ranks, so it does not import transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from petatron.config import RunConfig, load_config
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.spec import Piece
+from petatron.models.base import Batch
+from petatron.models.hf import fill, from_hf_config
+from petatron.train.build import build_model
+
+_FLAGS = "--mock-data --train-iters 1 --lr 1e-3 --num-workers 0 --make-vocab-size-divisible-by 4"
+
+
+def run_config(
+    hf_config: Mapping[str, Any], folder: Path, *, layout: str = "", world_size: int = 1, length: int = 24
+) -> RunConfig:
+    """The config of a run on a Hugging Face model, through the same door as a user's YAML file."""
+    file = folder / "model.yaml"
+    file.write_text(json.dumps({"model": {**from_hf_config(hf_config), "seq_length": length}}))
+    flags = f"{_FLAGS} --micro-batch-size 2 {layout}".split()
+    return load_config(flags, files=[file], world_size=world_size).config
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What one rank saw."""
+
+    logits: Tensor
+    greedy: Tensor
+    loss: float
+    grads: list[tuple[Piece, Tensor]]
+
+
+def compute(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, counted: Tensor, new_tokens: int) -> Computed:
+    """Build this rank's part, fill it, and do everything the tests look at."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = build_model(run, ParallelMesh(Layout.from_config(run.parallel), rank))
+    fill(model.module, model.placements, logical)
+    model.module.eval()
+    sequence = run.parallel.sequence_parallel
+    with torch.no_grad():
+        logits = model.module.logits(tokens)
+        grown = tokens[:, :8]
+        for _ in range(0 if sequence else new_tokens):  # a split sequence must be a multiple of tp
+            grown = torch.cat((grown, model.module.logits(grown)[:, -1].argmax(-1, keepdim=True)), dim=1)
+    loss = model.train_step([Batch(tokens, tokens.roll(-1, dims=1), counted.float())])
+    grads = [(piece, view.clone()) for group in model.groups for piece, view in group.pieces(group.grads)]
+    return Computed(logits, grown, loss.item(), grads)
+
+
+def assemble(parts: list[Computed]) -> dict[str, Tensor]:
+    """Whole logical gradients from every rank's pieces; asserts that they cover everything."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for piece, view in part.grads:
+            target = whole.setdefault(piece.name, torch.full(piece.logical_shape, float("nan")))
+            target[piece.logical_slices()] = view
+    assert all(not value.isnan().any() for value in whole.values())
+    return whole

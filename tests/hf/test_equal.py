@@ -1,0 +1,74 @@
+"""Logits, greedy tokens, loss and every gradient equal those of transformers, at tp 1, 2 and 4, whole and split sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from petatron.models.hf import family_of, to_logical
+from tests.dist import RankPool
+from tests.hf.ours import assemble, compute, run_config
+from tests.hf.zoo import BUILDERS, NEW_TOKENS, truth
+
+LAYOUTS = {"tp1": ("", 1), "tp2": ("--tp 2", 2), "tp2-sp": ("--tp 2 --sequence-parallel", 2)}
+FOUR = {"tp4": ("--tp 4", 4), "tp4-sp": ("--tp 4 --sequence-parallel", 4)}
+
+
+def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path) -> None:
+    true = truth(name)
+    run = run_config(true.config, folder, layout=layout, world_size=world_size, length=true.tokens.shape[1])
+    family = family_of(true.config)
+    args = (run, to_logical(family, true.weights, run.model), true.tokens, true.counted, NEW_TOKENS)
+    parts = ranks.run(compute, world_size, *args) if world_size > 1 else [compute(*args)]
+    assert true.logits.std() > 1, "logits this small would hide a difference"
+    for part in parts:
+        assert part.logits.shape == true.logits.shape
+        torch.testing.assert_close(part.logits, true.logits, rtol=0, atol=2e-5)
+        assert torch.equal(part.logits.argmax(-1), true.logits.argmax(-1))
+        if not run.parallel.sequence_parallel:
+            assert torch.equal(part.greedy, true.greedy)
+        assert part.loss == pytest.approx(true.loss, rel=1e-6)
+    grads = assemble(parts)
+    wanted = to_logical(family, true.grads, run.model)
+    assert grads.keys() == wanted.keys()
+    for key, value in wanted.items():
+        bound = 2e-5 * value.abs().max().item()
+        torch.testing.assert_close(grads[key], value, rtol=1e-4, atol=bound, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_equals_transformers(ranks: RankPool, name: str, layout: str, tmp_path: Path):
+    check(ranks, name, *LAYOUTS[layout], tmp_path)
+
+
+@pytest.mark.parametrize("layout", FOUR)
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-head-norm", "gpt2"])
+def test_more_ranks_than_key_value_heads(ranks: RankPool, name: str, layout: str, tmp_path: Path):
+    check(ranks, name, *FOUR[layout], tmp_path)
+
+
+WRONG = [
+    ("gpt2", {"activation": "gelu"}, 1e-3),  # exact and tanh GELU are close
+    ("llama-gqa", {"rotary_base": 5000.0}, 1e-2),
+    ("llama3-scaling", {"use_rope_scaling": False}, 1e-2),
+    ("llama-yarn", {"position_embedding_type": "rope"}, 1e-2),
+    ("llama-yarn-mscale", {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}, 1e-2),
+    ("mistral-window", {"window_size": 6}, 1e-2),
+    ("qwen3-window", {"window_size": None}, 1e-2),
+    ("qwen3-head-norm", {"norm_epsilon": 1e-3}, 1e-3),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "least"), WRONG, ids=[case[0] for case in WRONG])
+def test_a_wrong_setting_shows(name: str, change: dict, least: float, tmp_path: Path):
+    """The equality above would notice: one setting read wrongly moves logits far beyond its bound."""
+    true = truth(name)
+    run = run_config(true.config, tmp_path)
+    run = replace(run, model=replace(run.model, **change))
+    logical = to_logical(family_of(true.config), true.weights, run.model)
+    logits = compute(run, logical, true.tokens, true.counted, 0).logits
+    assert (logits - true.logits).abs().max() > least

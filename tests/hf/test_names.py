@@ -1,0 +1,185 @@
+"""Tensor names both ways: nothing lost, nothing invented, and every misfit named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.base.errors import CheckpointError, ConfigError
+from petatron.config.schema import ModelConfig
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.spec import TensorSplit, find, place
+from petatron.models.decoder import Decoder, shards
+from petatron.models.hf import family_for, family_of, fill, logical_shapes, to_hf, to_hf_config, to_logical
+from petatron.train.build import build_model
+from tests.hf.ours import run_config
+from tests.hf.zoo import BUILDERS, build, truth
+
+
+def model_of(name: str, folder: Path) -> ModelConfig:
+    return run_config(truth(name).config, folder).model
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_round_trip(name: str, tmp_path: Path):
+    true, model = truth(name), model_of(name, tmp_path)
+    family = family_of(true.config)
+    logical = to_logical(family, true.weights, model)
+    assert {key: tuple(value.shape) for key, value in logical.items()} == logical_shapes(model)
+    back = to_hf(family, logical, model)
+    assert back.keys() == true.weights.keys()
+    for key, value in true.weights.items():
+        assert torch.equal(back[key], value) and back[key].is_contiguous(), key
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_transformers_reads_what_we_write(name: str, tmp_path: Path):
+    """config.json and tensors that we write make transformers compute the same logits."""
+    true, model = truth(name), model_of(name, tmp_path)
+    content = to_hf_config(model)
+    assert content["model_type"] == family_for(model)
+    written = to_hf(content["model_type"], to_logical(family_of(true.config), true.weights, model), model)
+    theirs = type(build(name))
+    config = theirs.config_class(**{key: value for key, value in content.items() if key != "model_type"})
+    reread = theirs(config).eval()
+    missing, unexpected = reread.load_state_dict(written, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    reread.tie_weights()
+    with torch.no_grad():
+        torch.testing.assert_close(reread(true.tokens).logits, true.logits, rtol=0, atol=1e-5)
+
+
+def test_bare_model_names_and_buffers(tmp_path: Path):
+    """The first GPT-2 checkpoints have no prefix and hold the causal mask."""
+    true, model = truth("gpt2"), model_of("gpt2", tmp_path)
+    old = {key.removeprefix("transformer."): value for key, value in true.weights.items()}
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    logical = to_logical("gpt2", old, model)
+    assert all(torch.equal(logical[key], value) for key, value in to_logical("gpt2", true.weights, model).items())
+
+
+def test_rotary_buffers_and_a_stored_copy_of_the_tied_head_are_ignored(tmp_path: Path):
+    true, model = truth("llama-mha-tied"), model_of("llama-mha-tied", tmp_path)
+    more = true.weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    more["lm_head.weight"] = true.weights["model.embed_tokens.weight"].clone()
+    assert "head.weight" not in to_logical("llama", more, model)
+
+
+def _without(key: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda weights: weights.pop(key) and None
+
+
+MISFITS = {
+    "missing": ("llama-gqa", _without("model.layers.1.mlp.up_proj.weight"), r"missing: model\.layers\.1\.mlp\.up_proj"),
+    "unknown": (
+        "llama-gqa",
+        lambda weights: weights.update({"model.layers.0.self_attn.sinks": torch.ones(4)}),
+        r"not in this model: model\.layers\.0\.self_attn\.sinks",
+    ),
+    "bias the model lacks": (
+        "llama-gqa",
+        lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
+        r"not in this model: model\.layers\.0\.self_attn\.q_proj\.bias",
+    ),
+    "shape": (
+        "gpt2",
+        lambda weights: weights.update({"transformer.h.0.attn.c_attn.weight": torch.ones(96, 32)}),
+        r"c_attn\.weight is \[96, 32\], but the config makes it \[32, 96\]",
+    ),
+    "untied head in a tied model": (
+        "llama-mha-tied",
+        lambda weights: weights.update({"lm_head.weight": torch.ones(61, 32)}),
+        "lm_head.weight differs from the embedding, but the config ties them",
+    ),
+    "no head in an untied model": ("llama-gqa", _without("lm_head.weight"), r"missing: lm_head\.weight"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_misfits_are_named(case: str, tmp_path: Path):
+    name, spoil, message = MISFITS[case]
+    weights = dict(truth(name).weights)
+    spoil(weights)
+    with pytest.raises(CheckpointError, match=message):
+        to_logical(family_of(truth(name).config), weights, model_of(name, tmp_path))
+
+
+def test_all_misfits_come_at_once(tmp_path: Path):
+    weights = dict(truth("qwen2-qkv-bias").weights)
+    del weights["model.norm.weight"]
+    weights["model.extra"] = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = torch.ones(60, 32)
+    with pytest.raises(CheckpointError) as caught:
+        to_logical("qwen2", weights, model_of("qwen2-qkv-bias", tmp_path))
+    assert all(word in str(caught.value) for word in ("model.norm.weight", "model.extra", "[60, 32]"))
+
+
+def test_a_long_list_is_cut(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"and 9 more"):
+        to_logical("llama", {}, model_of("llama-gqa", tmp_path))
+
+
+def test_writing_checks_its_tensors(tmp_path: Path):
+    model = model_of("gpt2", tmp_path)
+    logical = to_logical("gpt2", truth("gpt2").weights, model)
+    logical["norm.weight"] = torch.ones(33)
+    logical["extra"] = logical.pop("norm.bias")
+    with pytest.raises(CheckpointError) as caught:
+        to_hf("gpt2", logical, model)
+    for text in ("norm.bias is missing", "extra is not a tensor", "norm.weight is [33], but the config makes it [32]"):
+        assert text in str(caught.value)
+
+
+def test_a_family_without_names_for_the_model(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"llama has no name: position\.weight"):
+        to_logical("llama", {}, model_of("gpt2", tmp_path))
+
+
+def test_unknown_family(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r'model_type "mamba".*Families: gpt2, llama, mistral, qwen2, qwen3'):
+        to_hf("mamba", {}, model_of("gpt2", tmp_path))
+
+
+class TestFill:
+    def test_padding_rows_become_zero_and_boxes_are_exact(self, tmp_path: Path):
+        """Every rank's boxes of a split model, filled one after the other in this process."""
+        model = model_of("llama-gqa", tmp_path)
+        logical = to_logical("llama", truth("llama-gqa").weights, model)
+        table = shards(model)
+        seen = dict.fromkeys(logical, 0)
+        for rank in range(4):
+            module = Decoder(model)
+            placements = {}
+            for name, parameter in module.named_parameters():
+                place_here = place(name, tuple(parameter.shape), find(table, name), TensorSplit(4, rank))
+                placements[name] = place_here
+                parameter.data = torch.full(place_here.shape, float("nan"))
+            fill(module, placements, logical)
+            for name, parameter in module.named_parameters():
+                assert not parameter.isnan().any()
+                for piece in placements[name].pieces:
+                    assert torch.equal(parameter[piece.local_slices()], logical[piece.name][piece.logical_slices()])
+                    seen[piece.name] += parameter[piece.local_slices()].numel() // piece.replicas
+                covered = sum(piece.shape[0] * parameter[0].numel() for piece in placements[name].pieces)
+                if covered < parameter.numel():
+                    assert not parameter[placements[name].pieces[0].shape[0] :].any()
+        assert seen == {name: value.numel() for name, value in logical.items()}
+
+    def test_misfits_are_named(self, tmp_path: Path):
+        run = run_config(truth("gpt2").config, tmp_path)
+        model = build_model(run, ParallelMesh.single())
+        logical = to_logical("gpt2", truth("gpt2").weights, run.model)
+        logical["norm.weight"] = torch.ones(31)
+        del logical["layers.0.attention.k.bias"]
+        with pytest.raises(CheckpointError, match=r"k\.bias is missing; norm\.weight is \[31\] instead of \[32\]"):
+            fill(model.module, model.placements, logical)
+
+    def test_other_stages_tensors_are_left_alone(self, tmp_path: Path):
+        run = run_config(truth("gpt2").config, tmp_path)
+        model = build_model(replace(run, model=replace(run.model, num_layers=1)), ParallelMesh.single())
+        fill(model.module, model.placements, to_logical("gpt2", truth("gpt2").weights, run.model))

@@ -1,0 +1,124 @@
+"""Tiny transformers models with random weights, one per thing the decoder must get right, and what they compute.
+
+Biases and norm weights are random too: as transformers initialises them (zeros and ones) a forgotten one would not show.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+SEQUENCE, BATCH, NEW_TOKENS = 24, 2, 6
+VOCABULARY = 61  # odd, so that every tensor-parallel size pads it
+_SHAPE = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+# A short original context, so that the scaling is felt within the sequence.
+_LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0)
+_LLAMA3 |= dict(original_max_position_embeddings=16)
+_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=10000.0)
+
+
+def _gpt2(**changes: Any) -> Any:
+    base = dict(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    base |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**base, **changes}))
+
+
+def _llama(**changes: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_SHAPE, "head_dim": 16, **changes}))
+
+
+def _mistral(**changes: Any) -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**{**_SHAPE, **changes}))
+
+
+def _qwen2(**changes: Any) -> Any:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**_SHAPE, **changes}))
+
+
+def _qwen3(**changes: Any) -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**_SHAPE, "head_dim": 20, **changes}))
+
+
+BUILDERS: dict[str, Callable[[], Any]] = {
+    "gpt2": _gpt2,
+    "gpt2-relu-untied": lambda: _gpt2(activation_function="relu", n_inner=56, tie_word_embeddings=False),
+    "llama-gqa": _llama,
+    "llama-mha-tied": lambda: _llama(num_key_value_heads=4, head_dim=8, tie_word_embeddings=True),
+    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
+    "llama3-scaling": lambda: _llama(rope_parameters=dict(_LLAMA3)),
+    "llama-yarn": lambda: _llama(rope_parameters=dict(_YARN)),
+    "llama-yarn-mscale": lambda: _llama(rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.4}),
+    "llama-yarn-attention-factor": lambda: _llama(rope_parameters={**_YARN, "attention_factor": 1.3, "beta_fast": 8}),
+    "mistral-window": lambda: _mistral(sliding_window=5),
+    "qwen2-qkv-bias": _qwen2,
+    "qwen3-head-norm": lambda: _qwen3(tie_word_embeddings=True),
+    "qwen3-window": lambda: _qwen3(use_sliding_window=True, sliding_window=7, max_window_layers=0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """A Hugging Face model as plain values: its files, an input, and what transformers makes of it."""
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    tokens: Tensor
+    counted: Tensor
+    logits: Tensor
+    greedy: Tensor
+    loss: float
+    grads: dict[str, Tensor]
+
+
+def build(name: str) -> Any:
+    """The model in evaluation mode; the same weights every time."""
+    torch.manual_seed(sum(name.encode()))
+    model = BUILDERS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def tensors(model: Any) -> dict[str, Tensor]:
+    """What a saved checkpoint holds: a tied head is not in it."""
+    drop = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    return {name: value.detach().clone() for name, value in model.state_dict().items() if name not in drop}
+
+
+@cache
+def truth(name: str) -> Truth:
+    model = build(name)
+    weights = tensors(model)
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        logits = model(tokens).logits
+        prompt = tokens[:, :8]
+        everything = torch.ones_like(prompt)
+        greedy = model.generate(prompt, attention_mask=everything, do_sample=False, max_new_tokens=NEW_TOKENS)
+    labels = tokens.clone()
+    labels[0, 3:6] = -100
+    loss = model(tokens, labels=labels).loss
+    loss.backward()
+    grads = {key: value.grad for key, value in model.named_parameters()}
+    # transformers shifts the labels itself; ours come shifted, with the last position and the ignored ones left out.
+    counted = torch.cat((labels[:, 1:] >= 0, torch.zeros(BATCH, 1, dtype=torch.bool)), dim=1)
+    config = copy.deepcopy(model.config.to_dict())
+    return Truth(config, weights, tokens, counted, logits, greedy, loss.item(), grads)

@@ -1,0 +1,203 @@
+"""What travels between ranks is what theory says, event by event.
+
+With s tokens per sequence, b sequences per micro-batch, h hidden, every tensor-parallel exchange of an activation moves
+s x b x h elements. One micro-batch through L layers:
+
+    without sequence parallelism          forward                 backward
+      embedding                           all-reduce
+      each layer                          2 all-reduce            2 all-reduce
+      head                                                        all-reduce
+    with sequence parallelism
+      embedding                           reduce-scatter          all-gather
+      each layer                          2 gather + 2 scatter    2 gather + 2 scatter
+      head                                all-gather              reduce-scatter
+    loss, in both: a maximum of s x b, then sums of 2 x s x b, in float32
+
+and once per step: gradients of replicated norms over tp under sequence parallelism, every gradient element once over
+data parallel, the token count and the loss, and the square of the gradient norm.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from petatron.config import RunConfig
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.record import Event
+from petatron.train.build import build_loader, build_model, build_optimizer
+from tests.dist import RankPool
+from tests.parity.harness import tiny_run
+
+S, H, VOCABULARY, FFN = 16, 32, 131, 48
+Key = tuple[str, str, int, int]
+"""axis, operation, elements, bytes"""
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """The events of the second step, and how many parameters this rank holds (padding included)."""
+
+    forward_and_backward: list[Event]
+    update: list[Event]
+    parameters: int
+
+    def activations(self, elements: int) -> Counter[tuple[str, str]]:
+        """Exchanges of this size by direction: a backward one is asked for by `.backward()`, not by a layer."""
+        found = [event for event in self.forward_and_backward if event.axis == "tp" and event.elements == elements]
+        return Counter(("backward" if "pipeline.py" in event.caller else "forward", event.op) for event in found)
+
+    @property
+    def counts(self) -> Counter[Key]:
+        return Counter((event.axis, event.op, event.elements, event.bytes) for event in self.forward_and_backward)
+
+
+def _second_step(run: RunConfig) -> StepEvents:
+    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
+    model = build_model(run, mesh)
+    optimizer = build_optimizer(run, model)
+    batches = iter(build_loader(run, mesh))
+    model.train_step(next(batches))
+    optimizer.step()
+    before = mesh.record.count
+    model.train_step(next(batches))
+    done = mesh.record.count
+    optimizer.step()
+    events = mesh.record.events(since=before)
+    return StepEvents(
+        [event for event in events if event.number <= done],
+        [event for event in events if event.number > done],
+        sum(parameter.numel() for parameter in model.module.parameters()),
+    )
+
+
+def step_events(ranks: RankPool, layout: str, *, world_size: int, model: str = "") -> StepEvents:
+    run = tiny_run(f"--train-iters 2 --lr-warmup-iters 0 {model} {layout}", world_size=world_size)
+    first, *others = ranks.run(_second_step, world_size, run)
+    for other in others:
+        ours, theirs = ([(e.axis, e.op, e.elements) for e in x.forward_and_backward] for x in (first, other))
+        assert ours == theirs, "every rank must communicate in the same order"
+    return first
+
+
+def exchanges(op: str, times: int, elements: int, *, axis: str = "tp", itemsize: int = 4) -> Counter[Key]:
+    return Counter({(axis, op, elements, elements * itemsize): times})
+
+
+def loss_exchanges(b: int, micro_batches: int) -> Counter[Key]:
+    return exchanges("all_reduce", micro_batches, S * b) + exchanges("all_reduce", micro_batches, 2 * S * b)
+
+
+@pytest.mark.parametrize(("b", "micro_batches"), [(2, 4), (8, 1)])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_one_more_layer(ranks: RankPool, b: int, micro_batches: int, sequence: bool):
+    """The difference between L and L + 1 layers is exactly the theory's line for a layer."""
+    layout = f"--tp 2 --micro-batch-size {b} {'--sequence-parallel' if sequence else ''}"
+    shallow, deep = (step_events(ranks, layout, world_size=2, model=f"--num-layers {n}") for n in (2, 3))
+    more = Counter(deep.counts)
+    more.subtract(shallow.counts)
+    found = {key: count for key, count in more.items() if count}
+    m, activation = micro_batches, S * b * H
+    if sequence:
+        norms = {layers: (2 * layers + 1) * H for layers in (2, 3)}
+        expected = {
+            **exchanges("all_gather", (2 + 2) * m, activation),
+            **exchanges("reduce_scatter", (2 + 2) * m, activation),
+            ("tp", "all_reduce", norms[3], 4 * norms[3]): 1,  # one exchange of all norms' gradients: larger, not more
+            ("tp", "all_reduce", norms[2], 4 * norms[2]): -1,
+        }
+    else:
+        expected = exchanges("all_reduce", (2 + 2) * m, activation)
+    assert found == dict(expected)
+    ops = ("all_gather", "reduce_scatter") if sequence else ("all_reduce",)
+    one_layer = {(direction, op): 2 * m for direction in ("forward", "backward") for op in ops}
+    assert deep.activations(activation) - shallow.activations(activation) == one_layer
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_every_event_of_a_step(ranks: RankPool, sequence: bool, tied: bool):
+    """tp 2 x dp 2, 2 layers, 2 micro-batches of 2: nothing but what is listed here."""
+    layers, b, micro_batches = 2, 2, 2
+    layout = f"--tp 2 --dp 2 {'--sequence-parallel' if sequence else ''}"
+    model = "--no-untie-embeddings-and-output-weights" if tied else ""
+    found = step_events(ranks, layout, world_size=4, model=model)
+    activation, m = S * b * H, micro_batches
+    expected = loss_exchanges(b, m)
+    if sequence:
+        expected += exchanges("reduce_scatter", m * (1 + 4 * layers + 1), activation)
+        expected += exchanges("all_gather", m * (1 + 4 * layers + 1), activation)
+        expected += exchanges("all_reduce", 1, (2 * layers + 1) * H)
+    else:
+        expected += exchanges("all_reduce", m * (1 + 4 * layers + 1), activation)
+    counts = found.counts
+    assert Counter({key: n for key, n in counts.items() if key[0] == "tp"}) == expected
+    # Over data parallel: the token count and the loss in float64, and each local gradient element once in float32.
+    over_dp = [event for event in found.forward_and_backward if event.axis == "dp_cp"]
+    scalars = [event for event in over_dp if event.elements == 1]
+    assert [(event.op, event.dtype) for event in scalars] == [("all_reduce", torch.float64)] * 2
+    assert len(found.forward_and_backward) == len(over_dp) + expected.total(), "no other axis speaks"
+    rows = -(-VOCABULARY // 16) * 8
+    layer = 4 * H * H // 2 + 3 * H * FFN // 2 + 2 * H
+    assert found.parameters == layers * layer + H + rows * H * (1 if tied else 2)
+    assert sum(event.bytes for event in over_dp) == 4 * found.parameters + 2 * 8
+    # The update asks for one number.
+    assert [(e.axis, e.op, e.elements) for e in found.update] == [("tp_pp", "all_reduce", 1)]
+
+
+@pytest.mark.parametrize("bucket_size", [1, 3000, 10**9])
+@pytest.mark.parametrize("overlap", ["", "--no-overlap-grad-reduce"])
+def test_data_parallel_reduces_each_gradient_once(ranks: RankPool, bucket_size: int, overlap: str):
+    """Whatever the buckets and the number of micro-batches."""
+    for micro_batch_size in (1, 4):
+        layout = f"--dp 2 --micro-batch-size {micro_batch_size} --ddp-bucket-size {bucket_size} {overlap}"
+        found = step_events(ranks, layout, world_size=2)
+        gradients = [event for event in found.forward_and_backward if event.elements > 1]
+        assert {(event.axis, event.op, event.dtype) for event in gradients} == {("dp_cp", "all_reduce", torch.float32)}
+        assert sum(event.bytes for event in gradients) == 4 * found.parameters
+        assert len(found.forward_and_backward) == len(gradients) + 2
+        assert found.update == []
+        assert (len(gradients) == 2) == (bucket_size == 10**9), "one bucket each for decayed and undecayed weights"
+
+
+def test_half_precision_halves_the_activations_and_not_the_gradients(ranks: RankPool):
+    found = step_events(ranks, "--tp 2 --dp 2 --bf16", world_size=4)
+    b = 2
+    activations = [event for event in found.forward_and_backward if event.elements == S * b * H and event.axis == "tp"]
+    assert len(activations) == 2 * (1 + 4 * 2 + 1) and {event.dtype for event in activations} == {torch.bfloat16}
+    over_dp = sum(event.bytes for event in found.forward_and_backward if event.axis == "dp_cp")
+    assert over_dp == 4 * found.parameters + 2 * 8
+
+
+def test_shared_key_value_heads_and_head_norms_add_one_exchange_each(ranks: RankPool):
+    """Key/value heads held by pairs of ranks are summed over those pairs, per-head norms over all."""
+    model = "--num-query-groups 2 --qk-layernorm"
+    found = step_events(ranks, "--tp 4 --micro-batch-size 8", world_size=4, model=model)
+    width, layers = 8, 2
+    assert found.counts[("tp/2", "all_reduce", layers * 2 * width * H, layers * 2 * width * H * 4)] == 1
+    assert found.counts[("tp", "all_reduce", layers * 2 * width, layers * 2 * width * 4)] == 1
+
+
+def test_events_say_who_asked(ranks: RankPool):
+    found = step_events(ranks, "--tp 2 --dp 2", world_size=4)
+    asked = {(event.axis, event.caller.split(":")[0]) for event in found.forward_and_backward}
+    assert asked == {
+        ("tp", "layers/linear.py"),
+        ("tp", "layers/vocabulary.py"),
+        ("tp", "kernels/loss.py"),
+        ("tp", "parallel/pipeline.py"),  # backward: autograd has no frame of the layer
+        ("dp_cp", "parallel/model.py"),
+        ("dp_cp", "parallel/gradients.py"),
+    }
+
+
+def test_one_process_says_nothing():
+    run = tiny_run("--train-iters 2 --lr-warmup-iters 0 --sequence-parallel")
+    mesh = ParallelMesh.single()
+    model = build_model(run, mesh)
+    model.train_step(next(iter(build_loader(run, mesh))))
+    build_optimizer(run, model).step()
+    assert mesh.record.count == 0

@@ -1,0 +1,115 @@
+"""The promises of docs/design.md that can be read off the source: imports go down, nothing is ambient, only the command
+line prints, and the core imports with nothing but its five dependencies."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "petatron"
+ROWS = (
+    ("base",),
+    ("kernels", "config"),
+    ("mesh",),
+    ("layers",),
+    ("models",),
+    ("parallel", "optim", "data", "checkpoint"),
+    ("train", "infer", "plan"),
+    ("dashboard",),
+    ("cli",),
+)
+ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
+CORE = ("torch", "numpy", "safetensors", "yaml", "tokenizers")
+
+
+def _folder(path: Path) -> str | None:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else None
+
+
+def _imports(tree: ast.AST) -> list[tuple[int, str]]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.lineno, node.module))
+    return found
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path):
+    folder = _folder(path)
+    if folder is None:  # petatron/__init__.py and __main__.py stand above everything
+        return
+    assert folder in ROW_OF, f"{folder}/ has no row in the architecture"
+    for line, name in _imports(_tree(path)):
+        parts = name.split(".")
+        if parts[0] != "petatron" or len(parts) < 2 or parts[1] == folder:
+            continue
+        assert parts[1] in ROW_OF, f"{path}:{line} imports {name}, which is in no row"
+        assert ROW_OF[parts[1]] < ROW_OF[folder], f"{path}:{line} imports {name}: not below {folder}/"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_ambient_state(path: Path):
+    tree, relative = _tree(path), path.relative_to(PACKAGE).as_posix()
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), f"{relative}:{node.lineno} uses a global"
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+            # One place reads the environment; one writes a variable of a third-party library into its own children.
+            assert relative in ("mesh/launch.py", "data/preprocess.py"), f"{relative}:{node.lineno} touches the environment"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            assert relative.startswith("cli/"), f"{relative}:{node.lineno} prints"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_inside_functions_have_a_reason(path: Path):
+    """Optional libraries anywhere; our own or torch only where a fast start is the point (command line, launcher)."""
+    relative = path.relative_to(PACKAGE).as_posix()
+    if relative.startswith("cli/") or relative in ("mesh/launch.py", "__init__.py"):
+        return
+    for function in ast.walk(_tree(path)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for line, name in _imports(function):
+                allowed = name.split(".")[0] not in ("petatron", *CORE) or name == "torch.utils.tensorboard" or name == "yaml"
+                assert allowed, f"{relative}:{line} imports {name} inside a function"
+
+
+def test_no_file_outgrows_a_screenful():
+    long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > 450}
+    assert set(long) <= {"petatron/config/schema.py"}, f"what are these really two of? {long}"
+
+
+def test_every_module_imports_with_the_core_alone():
+    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in SOURCES if p.name != "__main__.py"]
+    program = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {{"rich", "tensorboard", "wandb", "transformers", "zstandard", "triton", "fastapi",
+                                  "uvicorn", "pytest", "hypothesis", "pyarrow", "huggingface_hub", "tqdm"}}:
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Absent())
+import importlib
+for name in {modules!r}:
+    importlib.import_module(name.removesuffix(".__init__"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_imports_no_torch():
+    program = "import sys; from petatron.cli.main import main; main(['--help']); main(['train', '--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,96 @@
+"""First weights are a function of (seed, name, index) and of nothing else; dropout streams are shared where they must be."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from petatron.mesh import rng
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rng import RandomStreams, normal_piece, stable_seed
+from petatron.mesh.spec import Piece
+from tests.dist import RankPool
+
+
+def box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], name: str = "layers.0.weight") -> Piece:
+    return Piece(name, shape, start, size, (0,) * len(shape), 1, True, False)
+
+
+def whole(shape: tuple[int, ...], name: str = "layers.0.weight", *, seed: int = 1, std: float = 1.0) -> Tensor:
+    return normal_piece(box(shape, (0,) * len(shape), shape, name), seed=seed, std=std)
+
+
+@st.composite
+def boxes(draw) -> Piece:
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    start = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    return box(shape, start, tuple(draw(st.integers(1, size - at)) for size, at in zip(shape, start)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(piece=boxes(), block=st.sampled_from([1, 7, 20, 1 << 20]))
+def test_any_box_equals_the_slice_of_the_whole(piece: Piece, block: int):
+    with patch.object(rng, "_BLOCK_ELEMENTS", block):
+        everything = whole(piece.logical_shape)
+        assert torch.equal(normal_piece(piece, seed=1, std=1.0), everything[piece.logical_slices()])
+
+
+def test_boxes_across_real_blocks_and_their_spread():
+    shape = (3000, 700)  # three blocks of rows
+    everything = whole(shape, std=0.02)
+    for start, size in (((1490, 0), (20, 700)), ((0, 350), (3000, 350)), ((2999, 699), (1, 1))):
+        piece = box(shape, start, size)
+        assert torch.equal(normal_piece(piece, seed=1, std=0.02), everything[piece.logical_slices()])
+    assert abs(float(everything.mean())) < 1e-4
+    assert abs(float(everything.std()) / 0.02 - 1.0) < 5e-3
+    assert not torch.equal(everything[:1000], everything[1498:2498]), "blocks repeat"
+
+
+def test_name_seed_and_spread_matter():
+    base = whole((6, 5))
+    assert not torch.equal(base, whole((6, 5), "layers.1.weight"))
+    assert not torch.equal(base, whole((6, 5), seed=2))
+    assert torch.equal(base * 0.5, whole((6, 5), std=0.5))
+
+
+def test_seeds_never_change():
+    """Runs of today must start from the weights of tomorrow: these numbers are part of the promise."""
+    assert stable_seed(1234, "layers.0.attention.q.weight", 0) == 1488620610971598655
+    assert stable_seed("a", 1) != stable_seed("a1") and 0 <= stable_seed("a") < 2**63
+
+
+def _draws() -> dict[str, Any]:
+    mesh = ParallelMesh(Layout(tp=2, dp_shard=2), dist.get_rank())
+    streams = RandomStreams.start(7, mesh)
+    return {"own": torch.rand(4).tolist(), "shared": torch.rand(4, generator=streams.shared).tolist()}
+
+
+def test_streams_over_ranks(ranks: RankPool):
+    found = ranks.run(_draws, 4)
+    own, shared = ([tuple(result[kind]) for result in found] for kind in ("own", "shared"))
+    assert len(set(own)) == 4, "the own stream differs on every rank"
+    assert shared[0] == shared[1] and shared[2] == shared[3], "ranks of a tensor-parallel group draw alike"
+    assert shared[0] != shared[2], "data-parallel replicas drop different elements"
+    assert not set(own) & set(shared)
+
+
+def test_state_brings_both_streams_back():
+    streams = RandomStreams.start(7, ParallelMesh.single())
+    torch.rand(3), torch.rand(3, generator=streams.shared)
+    state = {name: value.clone() for name, value in streams.state().items()}
+    expected = torch.rand(5), torch.rand(5, generator=streams.shared)
+    torch.rand(11), torch.rand(2, generator=streams.shared)
+    streams.restore(state)
+    again = torch.rand(5), torch.rand(5, generator=streams.shared)
+    assert torch.equal(expected[0], again[0]) and torch.equal(expected[1], again[1])
+    assert all(value.dtype == torch.uint8 for value in state.values())
+
+
+def test_start_depends_on_the_seed():
+    first = torch.rand(4, generator=RandomStreams.start(1, ParallelMesh.single()).shared)
+    assert not torch.equal(first, torch.rand(4, generator=RandomStreams.start(2, ParallelMesh.single()).shared))

@@ -1,0 +1,160 @@
+"""place(): over all ranks, the boxes of each logical tensor cover it exactly once, and each rank's heads fit together."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petatron.mesh.spec import Placement, Section, Shard, TensorSplit, find, place, section_name
+
+QKV = "layers.3.attention.qkv.weight"
+MANY = settings(max_examples=80, deadline=None)
+
+
+def over_ranks(name: str, shape: tuple[int, ...], shard: Shard, tp: int, *, sequence: bool = False) -> list[Placement]:
+    return [place(name, shape, shard, TensorSplit(tp, rank, sequence)) for rank in range(tp)]
+
+
+def check_tiling(placements: list[Placement], logical: dict[str, tuple[int, ...]]) -> None:
+    """Primary boxes cover each logical tensor once; all boxes cover it `replicas` times; local boxes never overlap."""
+    once = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in logical.items()}
+    often = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in logical.items()}
+    assert len({placement.shape for placement in placements}) == 1, "local shapes differ between ranks"
+    for placement in placements:
+        local = torch.zeros(placement.shape, dtype=torch.int64)
+        for piece in placement.pieces:
+            assert piece.logical_shape == logical[piece.name]
+            assert local[piece.local_slices()].shape == once[piece.name][piece.logical_slices()].shape == piece.shape
+            local[piece.local_slices()] += 1
+            once[piece.name][piece.logical_slices()] += piece.primary
+            often[piece.name][piece.logical_slices()] += 1
+        assert local.max() <= 1
+    replicas = {piece.name: piece.replicas for placement in placements for piece in placement.pieces}
+    for name in logical:
+        assert bool((once[name] == 1).all()), name
+        assert bool((often[name] == replicas[name]).all()), name
+
+
+@st.composite
+def attention_shapes(draw) -> tuple[int, int, int, int, int]:
+    """tp, query heads, key/value heads, head width, hidden; key/value heads a multiple or a divisor of tp."""
+    tp = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    divisors = [n for n in range(1, tp + 1) if tp % n == 0]
+    groups = draw(st.one_of(st.sampled_from(divisors), st.integers(1, 3).map(lambda n: n * tp)))
+    heads = math.lcm(tp, groups) * draw(st.integers(1, 3))
+    return tp, heads, groups, draw(st.integers(1, 4)), draw(st.integers(1, 5))
+
+
+def qkv_shard(heads: int, groups: int, width: int) -> Shard:
+    sections = (("q", heads), ("k", groups), ("v", groups))
+    return Shard(tp=0, sections=tuple(Section(name, count * width, count) for name, count in sections))
+
+
+@MANY
+@given(attention_shapes(), st.booleans())
+def test_fused_heads(shape, bias: bool):
+    tp, heads, groups, width, hidden = shape
+    tail = () if bias else (hidden,)
+    rows = (heads + 2 * groups) * width
+    placements = over_ranks(QKV, (rows, *tail), qkv_shard(heads, groups, width), tp)
+    names = {part: f"layers.3.attention.{part}.weight" for part in "qkv"}
+    check_tiling(
+        placements,
+        {names["q"]: (heads * width, *tail), names["k"]: (groups * width, *tail), names["v"]: (groups * width, *tail)},
+    )
+    local_heads, local_groups = heads // tp, max(1, groups // tp)
+    for placement in placements:
+        assert placement.section_rows == (local_heads * width, local_groups * width, local_groups * width)
+        assert placement.shape[0] == sum(placement.section_rows)
+        at = 0
+        for piece, size, part in zip(placement.pieces, placement.section_rows, "qkv"):
+            assert (piece.name, piece.local_start[0], piece.shape[0]) == (names[part], at, size)
+            replicated = part != "q" and groups < tp
+            assert piece.replicas == (tp // groups if replicated else 1)
+            assert piece.partial == replicated
+            at += size
+
+
+@MANY
+@given(attention_shapes())
+def test_each_query_head_finds_its_key_head_on_its_own_rank(shape):
+    """Local query head i attends to local key head i // (local heads per key head); that must be the global one."""
+    tp, heads, groups, width, hidden = shape
+    shard = qkv_shard(heads, groups, width)
+    for placement in over_ranks(QKV, ((heads + 2 * groups) * width, hidden), shard, tp):
+        q, k, _ = placement.pieces
+        first_head, first_group = q.start[0] // width, k.start[0] // width
+        local_heads, local_groups = q.shape[0] // width, k.shape[0] // width
+        for index in range(local_heads):
+            wanted = (first_head + index) * groups // heads
+            assert first_group + index * local_groups // local_heads == wanted
+
+
+@MANY
+@given(st.integers(1, 200), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2, 8, 16]), st.integers(1, 3))
+def test_vocabulary_padding_stays_outside(vocabulary: int, tp: int, pad_to: int, hidden: int):
+    placements = over_ranks("embedding.weight", (vocabulary, hidden), Shard(tp=0, pad_to=pad_to), tp)
+    check_tiling(placements, {"embedding.weight": (vocabulary, hidden)})
+    rows = placements[0].shape[0]
+    assert rows % pad_to == 0 and vocabulary <= rows * tp < vocabulary + pad_to * tp
+    for rank, placement in enumerate(placements):
+        real = min(max(vocabulary - rank * rows, 0), rows)
+        assert [piece.shape[0] for piece in placement.pieces] == ([real] if real else [])
+        assert all(piece.local_start == (0, 0) and not piece.partial for piece in placement.pieces)
+
+
+@MANY
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 2, 4]), st.booleans())
+def test_row_split_matrix_and_its_whole_bias(outputs: int, unit: int, tp: int, sequence: bool):
+    shard = Shard(tp=1)
+    weights = over_ranks("mlp.down.weight", (outputs, unit * tp), shard, tp, sequence=sequence)
+    check_tiling(weights, {"mlp.down.weight": (outputs, unit * tp)})
+    assert all(w.shape == (outputs, unit) and not w.pieces[0].partial and w.pieces[0].replicas == 1 for w in weights)
+    biases = over_ranks("mlp.down.bias", (outputs,), shard, tp, sequence=sequence)
+    check_tiling(biases, {"mlp.down.bias": (outputs,)})
+    assert [bias.pieces[0].primary for bias in biases] == [rank == 0 for rank in range(tp)]
+    # Added to a sequence-split activation, the bias sees only this rank's tokens.
+    assert all(bias.pieces[0].partial == (sequence and tp > 1) for bias in biases)
+
+
+@pytest.mark.parametrize(
+    ("partial", "tp", "sequence", "expected"),
+    [
+        ("never", 2, True, False),
+        ("sequence", 2, True, True),
+        ("sequence", 2, False, False),
+        ("sequence", 1, True, False),
+        ("always", 2, False, True),
+        ("always", 2, True, True),
+        ("always", 1, True, False),
+    ],
+)
+def test_when_a_replicated_gradient_is_a_summand(partial, tp, sequence, expected):
+    placements = over_ranks("norm.weight", (8,), Shard(partial=partial), tp, sequence=sequence)
+    check_tiling(placements, {"norm.weight": (8,)})
+    assert [placement.pieces[0].partial for placement in placements] == [expected] * tp
+
+
+def test_heads_that_neither_divide_nor_are_divided_are_refused():
+    with pytest.raises(AssertionError, match="3 units cannot be split over 2"):
+        place(QKV, (18, 4), qkv_shard(3, 3, 2), TensorSplit(2, 0))
+
+
+def test_sections_must_add_up():
+    with pytest.raises(AssertionError, match="do not add up"):
+        place(QKV, (20, 4), qkv_shard(3, 3, 2), TensorSplit())
+
+
+def test_find_matches_module_or_parameter_and_names_the_unknown():
+    specs = {"layers.*.mlp.up": Shard(tp=0), "layers.*.[qk]_norm": Shard(partial="always"), "scale": Shard(tp=1)}
+    assert find(specs, "layers.17.mlp.up.bias").tp == 0
+    assert find(specs, "layers.0.q_norm.weight").partial == "always"
+    assert find(specs, "scale").tp == 1
+    with pytest.raises(KeyError, match=r"layers\.0\.v_norm\.weight.*layers\.\*\.mlp\.up"):
+        find(specs, "layers.0.v_norm.weight")
+
+
+def test_section_name_replaces_the_module():
+    assert section_name("layers.0.attention.qkv.bias", "k") == "layers.0.attention.k.bias"

@@ -1,0 +1,37 @@
+"""The gradient norm counts every logical element once: shared key/value heads, replicated norms, vocabulary padding."""
+
+import pytest
+import torch.distributed as dist
+
+from petatron.config import RunConfig
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.train.build import build_loader, build_model, build_optimizer
+from tests.dist import RankPool
+from tests.parity.harness import tiny_run
+
+MODELS = {
+    "shared-heads-odd-vocabulary": "--num-query-groups 1 --vocab-size 37 --qk-layernorm",
+    "tied-gpt-with-biases": "--position-embedding-type learned_absolute --normalization LayerNorm --activation gelu "
+    "--add-bias-linear --no-untie-embeddings-and-output-weights --num-query-groups 2 --vocab-size 12",
+}
+
+
+def _numbers(run: RunConfig) -> tuple[float, float, int]:
+    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank() if dist.is_initialized() else 0)
+    model = build_model(run, mesh)
+    optimizer = build_optimizer(run, model)
+    model.train_step(next(iter(build_loader(run, mesh))))
+    weights, zeros = float(optimizer.weight_norm()), int(optimizer.zero_grad_elements())
+    return float(optimizer.step().grad_norm), weights, zeros
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_layouts_agree(ranks: RankPool, model: str):
+    grad, weight, zeros = _numbers(tiny_run(model, dtype="float64"))
+    # With a head of its own, the embedding of an id that the batch does not hold gets exactly zero.
+    assert grad > 0.0 and (zeros > 0) == ("--no-untie" not in model)
+    for layout in ("--tp 4", "--tp 4 --sequence-parallel", "--tp 2 --dp 2"):
+        for found in ranks.run(_numbers, 4, tiny_run(f"{model} {layout}", world_size=4, dtype="float64")):
+            assert found[:2] == pytest.approx((grad, weight), rel=1e-12), layout
+            assert found[2] == zeros, layout

@@ -1,0 +1,228 @@
+"""Gradient reduction: the sum over ranks, sent early, in one order, once per step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from petatron.mesh.flat import FlatGroup, flatten_parameters
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.spec import Shard, TensorSplit, place
+from petatron.parallel.gradients import GradientSync
+from tests.dist import RankPool
+
+WIDTH, LAYERS = 4, 5
+
+
+class Chain(nn.Module):
+    """Layers that can be passed in any order; each has another number of elements, so an event tells which one it was."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.layers = nn.ParameterList(
+            nn.Parameter(torch.randn(WIDTH + index, WIDTH, generator=generator).to(dtype)) for index in range(LAYERS)
+        )
+        self.bias = nn.Parameter(torch.full((WIDTH,), 0.1, dtype=dtype))
+        self.unused = nn.Parameter(torch.ones(2, dtype=dtype))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index in order:
+            x = torch.tanh(x @ self.layers[index][:WIDTH] + self.bias)
+        return x.square().sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    bucket_size: int = 1
+    overlap: bool = True
+    micro_batches: int = 3
+    reversed_on: int | None = None
+    dtype: torch.dtype = torch.float32
+    steps: int = 1
+
+    def order(self, rank: int) -> list[int]:
+        return list(range(LAYERS))[:: -1 if rank == self.reversed_on else 1]
+
+
+def batch(rank: int, micro_batch: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + micro_batch)
+    return torch.randn(2, WIDTH, generator=generator).to(dtype)
+
+
+def flatten(model: nn.Module, shard: Shard, split: TensorSplit) -> list[FlatGroup]:
+    return flatten_parameters(model, {n: place(n, tuple(p.shape), shard, split) for n, p in model.named_parameters()})
+
+
+def by_name(groups: list[FlatGroup]) -> dict[str, Tensor]:
+    return {slot.name: group.view(group.grads, slot).clone() for group in groups for slot in group.slots}
+
+
+def _step(case: Case) -> dict[str, Any]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mesh = ParallelMesh(Layout(dp_shard=dist.get_world_size() if dist.is_initialized() else 1), rank)
+    model = Chain(case.dtype)
+    groups = flatten(model, Shard(), TensorSplit())
+    sync = GradientSync(groups, mesh, bucket_size=case.bucket_size, overlap=case.overlap)
+    seen: list[tuple[str, int]] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: seen.append((name, mesh.record.count)))
+    for _ in range(case.steps):
+        sync.zero()
+        for micro_batch in range(case.micro_batches - 1):
+            model(batch(rank, micro_batch, case.dtype), case.order(rank)).backward()
+        unsent = mesh.record.count
+        seen.clear()
+        with sync.last_micro_batch():
+            model(batch(rank, case.micro_batches - 1, case.dtype), case.order(rank)).backward()
+        during = mesh.record.count
+        sync.finish()
+    return {
+        "grads": by_name(groups),
+        "events": [(event.axis, event.op, event.elements, event.bytes) for event in mesh.record.events()],
+        "seen": seen,
+        "counts": (unsent, during, mesh.record.count),
+        "left": [name for name, parameter in model.named_parameters() if parameter.grad is not None],
+    }
+
+
+def expected_sum(case: Case, world_size: int) -> dict[str, Tensor]:
+    """All ranks' micro-batches, one after the other, in float64."""
+    model = Chain(torch.float64)
+    for rank in range(world_size):
+        for micro_batch in range(case.micro_batches):
+            model(batch(rank, micro_batch, case.dtype).double(), case.order(rank)).backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("bucket_size", [1, 30, 10**9])
+@pytest.mark.parametrize("reversed_on", [None, 1])
+def test_sum_over_ranks_for_any_bucket_size(ranks: RankPool, bucket_size: int, reversed_on: int | None):
+    case = Case(bucket_size=bucket_size, reversed_on=reversed_on)
+    expected = expected_sum(case, 3)
+    elements = sum(p.numel() for p in Chain().parameters())
+    results = ranks.run(_step, 3, case)
+    for found in results:
+        for name, grad in found["grads"].items():
+            torch.testing.assert_close(grad.double(), expected[name], rtol=1e-5, atol=1e-6)
+            assert torch.equal(grad, results[0]["grads"][name]), "replicas must agree to the last bit"
+        assert {(axis, op) for axis, op, *_ in found["events"]} == {("dp_cp", "all_reduce")}
+        assert sum(count for *_, count, _ in found["events"]) == elements, "each element travels once"
+        assert sum(size for *_, size in found["events"]) == 4 * elements
+        assert found["left"] == []
+
+
+def test_buckets_go_in_one_order_though_gradients_arrive_in_another(ranks: RankPool):
+    first, second = ranks.run(_step, 2, Case(bucket_size=1, reversed_on=1))
+    arrivals = [[name for name, _ in found["seen"] if name.startswith("layers")] for found in (first, second)]
+    assert arrivals[0] == arrivals[1][::-1], "the case should make gradients arrive in opposite orders"
+    assert first["events"] == second["events"]
+    assert len(first["events"]) == LAYERS + 2
+
+
+def test_overlap_changes_no_bit(ranks: RankPool):
+    for bucket_size in (1, 30):
+        overlapped = ranks.run(_step, 3, Case(bucket_size=bucket_size, overlap=True))
+        at_end = ranks.run(_step, 3, Case(bucket_size=bucket_size, overlap=False))
+        for ours, theirs in zip(overlapped, at_end):
+            assert ours["events"] == theirs["events"]
+            for name, grad in ours["grads"].items():
+                assert torch.equal(grad, theirs["grads"][name]), name
+
+
+class _Ordered(nn.Module):
+    """Parameters registered in the order of the forward pass, all used: no bucket has to wait for the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+
+def _watch_progress(overlap: bool) -> tuple[list[int], int]:
+    """How many buckets are under way whenever the backward pass comes to the output of a layer, last layer first."""
+    mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
+    model = _Ordered()
+    groups = flatten(model, Shard(), TensorSplit())
+    sync = GradientSync(groups, mesh, bucket_size=1, overlap=overlap)
+    under_way: list[int] = []
+    with sync.last_micro_batch():
+        x = torch.ones(2, WIDTH)
+        for layer in model.layers:
+            x = layer(x)
+            x.register_hook(lambda _: under_way.append(mesh.record.count))
+        x.sum().backward()
+    sync.finish()
+    return under_way, mesh.record.count
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_buckets_leave_while_the_backward_pass_runs(ranks: RankPool, overlap: bool):
+    for under_way, total in ranks.run(_watch_progress, 2, overlap):
+        # A layer's gradient arrives after the backward pass has gone through its output and before the next one's.
+        assert under_way == ([0, 1, 2, 3, 4] if overlap else [0] * LAYERS)
+        assert total == LAYERS
+
+
+def test_only_the_last_micro_batch_sends_and_every_step_sends_again(ranks: RankPool):
+    one = ranks.run(_step, 2, Case(steps=1, micro_batches=4))[0]
+    three = ranks.run(_step, 2, Case(steps=3, micro_batches=4))[0]
+    per_step = LAYERS + 2
+    assert one["counts"][0] == 0 and one["counts"][2] == per_step
+    assert three["counts"][0] == 2 * per_step and three["counts"][2] == 3 * per_step
+    assert three["events"] == 3 * one["events"]
+    for name, grad in one["grads"].items():
+        assert torch.equal(grad, three["grads"][name]), "zero() must forget the step before"
+
+
+def test_half_precision_gradients_add_up_in_float32(ranks: RankPool):
+    case = Case(dtype=torch.bfloat16, micro_batches=2)
+    for found in ranks.run(_step, 2, case):
+        assert {grad.dtype for grad in found["grads"].values()} == {torch.float32}
+        assert sum(size for *_, size in found["events"]) == 4 * sum(p.numel() for p in Chain().parameters())
+
+
+def test_bfloat16_would_lose_what_float32_keeps():
+    """256 + 1 is 256 in bfloat16; one hundred ones must not vanish beside it."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    groups = flatten(model, Shard(), TensorSplit())
+    sync = GradientSync(groups, ParallelMesh.single(), bucket_size=1, overlap=True)
+    for factor in (256.0, *[1.0] * 100):
+        (model.weight * factor).sum().backward()
+    sync.finish()
+    assert groups[0].grads.tolist() == [356.0] * 3
+
+
+def test_double_stays_double():
+    groups = flatten(Chain(torch.float64), Shard(), TensorSplit())
+    assert {group.grads.dtype for group in groups} == {torch.float64}
+
+
+def _partial() -> dict[str, Any]:
+    """tp 4: a vector summed over all four, a matrix of two units each shared by two ranks, a matrix that is nobody's sum."""
+    rank = dist.get_rank()
+    mesh = ParallelMesh(Layout(tp=4), rank)
+    shards = {"norm": Shard(partial="always"), "shared": Shard(tp=0), "plain": Shard()}
+    logical = {"norm": (3,), "shared": (2, 3), "plain": (2, 2)}
+    split = TensorSplit(tp_size=4, tp_rank=rank)
+    placements = {name: place(name, logical[name], shards[name], split) for name in shards}
+    model = nn.Module()
+    for name, placement in placements.items():
+        model.register_parameter(name, nn.Parameter(torch.ones(placement.shape)))
+    groups = flatten_parameters(model, placements)
+    sync = GradientSync(groups, mesh, bucket_size=1, overlap=True)
+    with sync.last_micro_batch():
+        sum(parameter.sum() * 10.0**rank for parameter in model.parameters()).backward()
+    sync.finish()
+    events = [(event.axis, event.op, event.elements) for event in mesh.record.events()]
+    return {"values": {name: set(grad.flatten().tolist()) for name, grad in by_name(groups).items()}, "events": events}
+
+
+def test_summands_are_added_over_the_ranks_that_hold_them(ranks: RankPool):
+    for rank, found in enumerate(ranks.run(_partial, 4)):
+        assert found["values"] == {"norm": {1111.0}, "shared": {11.0 if rank < 2 else 1100.0}, "plain": {10.0**rank}}
+        assert sorted(found["events"]) == [("tp", "all_reduce", 3), ("tp/2", "all_reduce", 3)]

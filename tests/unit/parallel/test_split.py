@@ -1,0 +1,60 @@
+"""The decoder's own Shard table at every tensor-parallel size: weights tile, first values never depend on the layout."""
+
+import pytest
+import torch
+
+from petatron.mesh.rng import normal_piece
+from petatron.mesh.spec import TensorSplit
+from petatron.models.decoder import Decoder, initial_std, shards
+from petatron.parallel.tensor import split_weights
+from tests.parity.harness import tiny_run
+
+MODELS = {
+    "llama": "",
+    "gqa": "--num-query-groups 2 --qk-layernorm --add-qkv-bias",
+    "mqa": "--num-query-groups 1",
+    "gpt": "--position-embedding-type learned_absolute --normalization LayerNorm --activation gelu --add-bias-linear "
+    "--no-untie-embeddings-and-output-weights --vocab-size 37",
+}
+
+
+def logical_tensors(flags: str, tp: int) -> tuple[dict[str, torch.Tensor], set[tuple[int, ...]]]:
+    """Whole first weights assembled from every rank's primary pieces; and the local shapes of all ranks."""
+    config = tiny_run(flags).model
+    whole: dict[str, torch.Tensor] = {}
+    shapes = set()
+    for rank in range(tp):
+        with torch.device("meta"):
+            model = Decoder(config)
+        placements = split_weights(model, shards(config), TensorSplit(tp, rank, sequence_parallel=True))
+        shapes.add(tuple(tuple(parameter.shape) for parameter in model.parameters()))
+        for name, placement in placements.items():
+            std = initial_std(config, name)
+            for piece in placement.pieces:
+                if piece.primary:
+                    target = whole.setdefault(piece.name, torch.full(piece.logical_shape, float("nan")))
+                    assert target[piece.logical_slices()].isnan().all(), f"{piece.name} is held twice"
+                    value = torch.zeros(piece.shape) if std is None else normal_piece(piece, seed=5, std=std)
+                    target[piece.logical_slices()] = value
+    return whole, shapes
+
+
+@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
+def test_every_layout_holds_the_same_logical_model(flags: str):
+    reference, _ = logical_tensors(flags, 1)
+    for tp in (2, 4):
+        whole, shapes = logical_tensors(flags, tp)
+        assert len(shapes) == 1, "local shapes differ between ranks"
+        assert whole.keys() == reference.keys()
+        assert all(torch.equal(whole[name], reference[name]) for name in whole), "NaN means a hole"
+
+
+def test_fused_layers_learn_their_local_widths():
+    config = tiny_run("--num-query-groups 2").model
+    with torch.device("meta"):
+        model = Decoder(config)
+    split_weights(model, shards(config), TensorSplit(4, 1))
+    block = model.layers["0"]
+    assert block.attention.qkv.sections == (8, 8, 8)  # one query head, one key and one value head shared by two ranks
+    assert block.mlp.gate_up.sections == (12, 12)
+    assert block.attention.out.sections == (32,) and tuple(block.attention.out.weight.shape) == (32, 8)
