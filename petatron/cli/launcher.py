@@ -234,6 +234,9 @@ def _conclude(ranks: Sequence[Rank], first: Rank | None, received: Received, *, 
         print(f"Stopped by {names} before the run could end by itself.", file=sys.stderr)
         return _code(first)
     culprit, report = _first_cause(ranks)
+    if report and all((own := _read_report(rank.error_file)) and own.text == report for rank in ranks):
+        print(report, file=sys.stderr)  # every rank found the same fault: it is the input's, not a rank's
+        return _code(culprit)
     stopped = sum(rank.stopped for rank in ranks)
     followed = sum(rank.process.returncode != 0 and not rank.stopped for rank in ranks) - 1
     print(f"\nRank {culprit.number} of {world_size} failed first{_how(culprit)}", file=sys.stderr)

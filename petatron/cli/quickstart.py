@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, LaunchError, Problem
-from petatron.config import load_config
+from petatron.config import load_config, resolve_config
 from petatron.mesh.launch import read_environment
 from petatron.train.quickstart_options import QuickstartOptions
 
@@ -109,12 +109,9 @@ def _check(options: QuickstartOptions) -> None:
         problems.append(Problem("--steps", str(options.steps), "is less than 2", "The default is a good number."))
     if not options.minutes > 0:
         problems.append(Problem("--minutes", str(options.minutes), "is no time at all", "Give minutes above 0."))
-    heads = options.model["num_attention_heads"]
-    if options.tensor_parallel < 1 or heads % options.tensor_parallel:
-        good = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        problems.append(
-            Problem("--tp", str(options.tensor_parallel), f"does not divide the model's {heads} heads", f"Use {good}.")
-        )
+    layout = [f"--{name.replace('_', '-')}={value}" for name, value in options.model.items()]
+    layout += ["--vocab-size", str(options.vocab_size), "--tp", str(options.tensor_parallel)]
+    problems += resolve_config(layout, require_training=False)[1]
     if problems:
         raise ConfigError(problems)
 
@@ -198,28 +195,23 @@ def _sample(trained: Trained, options: QuickstartOptions, facts: dict[str, Any])
 
 def next_commands(space: Workspace, options: QuickstartOptions) -> str:
     """Commands that work as they stand, each with what it shows."""
-    settings, tp = space.settings, options.tensor_parallel
-    half = options.batch_size // 2 or 1
-    longer = space.root.parent / f"{space.root.name}-longer"
-    train_data = space.data("train")
-    commands = (
-        (
-            "prove that the split changes nothing: the same steps in one process, compared tensor by tensor",
-            f"petatron verify --config {settings} --train-data-path {train_data} --tp {tp} --steps 5",
+    settings, data = shlex.quote(str(space.settings)), shlex.quote(str(space.data("train")))
+    longer = shlex.quote(str(space.root.parent / f"{space.root.name}-longer"))
+    commands = {
+        "prove that the split changes nothing: the same steps in one process, compared tensor by tensor": (
+            f"verify --config {settings} --train-data-path {data} --tp {options.tensor_parallel} --steps 5"
         ),
-        (
-            "train twice as long, from this checkpoint, with two replicas instead of a split model",
-            f"petatron train --config {settings} --dp 2 --micro-batch-size {half} --train-iters {2 * options.steps} "
-            f"--override-opt-param-scheduler --save {longer}",
+        "train twice as long, from this checkpoint, with two replicas instead of a split model": (
+            f"train --config {settings} --dp 2 --micro-batch-size {options.batch_size // 2} "
+            f"--train-iters {2 * options.steps} --override-opt-param-scheduler --save {longer}"
         ),
-        ("every setting and where it came from", f"petatron config show --config {settings} --changed"),
-        (
-            "look into the token files",
-            f"petatron data inspect {train_data} --tokenizer-model {space.tokenizer} --document 7",
+        "every setting and where it came from": f"config show --config {settings} --changed",
+        "look into the token files": (
+            f"data inspect {data} --tokenizer-model {shlex.quote(str(space.tokenizer))} --document 7"
         ),
-        ("what this machine offers for larger runs", "petatron doctor"),
-    )
-    return "\n".join(f"  # {what}\n  {command}" for what, command in commands)
+        "what this machine offers for larger runs": "doctor",
+    }
+    return "\n".join(f"  # {what}\n  petatron {command}" for what, command in commands.items())
 
 
 def _write_summary(space: Workspace, facts: dict[str, Any], *, seconds: float) -> None:

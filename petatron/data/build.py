@@ -56,7 +56,7 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
         return Datasets(*(_mock(config, split, count, vocab_size, eod) for split, count in enumerate(num_samples)))
     blends = _blends(config.data, num_samples)
     files = _open_all(blends, vocab_size)
-    sources = _sources(config.data, blends, files, num_samples)
+    sources = _sources(config, blends, files, num_samples)
     built = [_build(config, split, found, count) for split, found, count in zip(SPLITS, sources, num_samples)]
     return Datasets(*built)
 
@@ -129,13 +129,19 @@ def _check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
 
 
 def _sources(
-    data: DataConfig,
+    config: RunConfig,
     blends: Sequence[Blend | None],
     files: dict[str, IndexedDataset],
     num_samples: tuple[int, int, int],
 ) -> list[list[_Source]]:
-    """Documents of each file for each split; with a blend of its own a split takes all documents."""
+    """Documents of each file for each split; with a blend of its own a split takes all documents.
+
+    Training needs every source it names, and so does validation when --eval-interval asks for it. The default split of a
+    small dataset may leave nothing for the others; then there is a warning and no such evaluation.
+    """
+    data = config.data
     whole = bool(data.train_data_path or data.valid_data_path or data.test_data_path)
+    needed = {"train", "valid"} if config.train.eval_interval else {"train"}
     problems: list[str] = []
     result: list[list[_Source]] = []
     for number, (split, blend) in enumerate(zip(SPLITS, blends)):
@@ -145,14 +151,20 @@ def _sources(
             indexed = files[prefix]
             every = range(indexed.num_documents)
             documents = every if whole else split_documents(data.split, indexed.num_documents)[number]
-            tokens = indexed.document_lengths[documents.start : documents.stop].sum(dtype=np.int64)
-            if not tokens:
+            if indexed.document_lengths[documents.start : documents.stop].sum(dtype=np.int64):
+                sources.append(_Source(indexed, documents, weights[place] if weights else None))
+                continue
+            text = (
+                f"{prefix}: the {split} split is empty: --split {data.split} gives it {len(documents)} of "
+                f"{indexed.num_documents:,} documents"
+            )
+            if split in needed:
                 problems.append(
-                    f"{prefix}: the {split} split is empty: --split {data.split} gives it {len(documents)} of "
-                    f"{indexed.num_documents:,} documents, but {num_samples[number]:,} samples are needed. "
-                    f"Give it a larger share, or turn its evaluation off (--eval-iters 0)."
+                    f"{text}, but {num_samples[number]:,} samples are needed. Give it a larger share, or turn its "
+                    "evaluation off (--eval-iters 0)."
                 )
-            sources.append(_Source(indexed, documents, weights[place] if weights else None))
+            else:
+                get_logger(__name__).warning("%s; it will not be evaluated", text)
         result.append(sources)
     _raise_all(problems)
     return result

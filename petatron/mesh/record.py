@@ -9,11 +9,10 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = torch.__path__[0]
 _DOOR = ("mesh/collectives.py", "mesh/record.py")
 
 

@@ -71,10 +71,12 @@ class Verdict:
 
     @property
     def largest_loss_difference(self) -> float:
-        return max(step.loss_difference for step in self.steps)
+        return max((step.loss_difference for step in self.steps), default=math.inf)
 
 
-def compare(reference: Sequence[Sequence[StepTrace]], candidate: Sequence[Sequence[StepTrace]], bounds: Bounds) -> Verdict:
+def compare(
+    reference: Sequence[Sequence[StepTrace]], candidate: Sequence[Sequence[StepTrace]], bounds: Bounds
+) -> Verdict:
     """Compare two runs, each given as one list of steps per rank."""
     if len(reference[0]) != len(candidate[0]):
         text = f"the reference made {len(reference[0])} steps, the layout {len(candidate[0])}"
@@ -92,7 +94,8 @@ def _compare_step(
     number: int, reference: Sequence[StepTrace], candidate: Sequence[StepTrace], moved: set[str]
 ) -> StepComparison:
     """`moved` collects the tensors whose gradient has been more than noise so far."""
-    ours, theirs = reference[0].loss, candidate[0].loss
+    ours = reference[0].loss
+    theirs = max((trace.loss for trace in candidate), key=lambda loss: _relative(abs(ours - loss), abs(ours)))
     left = assemble(part for rank in reference for part in rank.parts)
     right = assemble(part for rank in candidate for part in rank.parts)
     gradients = _of_kind(left, "gradient"), _of_kind(right, "gradient")
@@ -113,8 +116,9 @@ def _of_kind(tensors: dict[tuple[str, str], Tensor], kind: str, names: set[str] 
 
 
 def _fair_shares(tensors: dict[str, Tensor]) -> dict[str, float]:
-    """The norm each tensor would have if all elements were of one size."""
-    total = math.sqrt(sum(float(x.square().sum()) for x in tensors.values()))
+    """The norm each tensor would have if all elements were of one size; one that is not finite does not blur the others'."""
+    squares = [float(x.square().sum()) for x in tensors.values()]
+    total = math.sqrt(sum(square for square in squares if math.isfinite(square)))
     elements = sum(x.numel() for x in tensors.values())
     return {name: total * math.sqrt(x.numel() / elements) for name, x in tensors.items()}
 
@@ -122,7 +126,7 @@ def _fair_shares(tensors: dict[str, Tensor]) -> dict[str, float]:
 def _differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
     shares = _fair_shares(left)
     out = {}
-    for name in left.keys() | right.keys():
+    for name in dict.fromkeys([*left, *right]):  # in one order, so that of equal ones always the same is named
         if name not in left or name not in right or left[name].shape != right[name].shape:
             out[name] = math.inf
             continue
@@ -132,8 +136,8 @@ def _differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str,
 
 
 def _relative(difference: float, scale: float) -> float:
-    """Not-a-number counts as an infinite difference, so that it can never pass a bound."""
-    if math.isnan(difference) or math.isnan(scale):
+    """What is not finite on either side counts as an infinite difference, so that it can never pass a bound."""
+    if not (math.isfinite(difference) and math.isfinite(scale)):
         return math.inf
     return difference / scale if scale > 0.0 else (0.0 if difference == 0.0 else math.inf)
 
@@ -141,9 +145,7 @@ def _relative(difference: float, scale: float) -> float:
 def _departure(step: StepComparison, bounds: Bounds) -> str | None:
     """In the order of a step: the loss, then the gradients, then the updated parameters."""
     found = [("loss", step.loss_difference, bounds.loss)]
-    found += [
-        (f"{worst.kind} {worst.name}", worst.difference, getattr(bounds, worst.kind)) for worst in step.worst
-    ]
+    found += [(f"{worst.kind} {worst.name}", worst.difference, getattr(bounds, worst.kind)) for worst in step.worst]
     for what, difference, bound in found:
         if difference > bound:
             return f"step {step.step}: {what} differs by {difference:.1e} (bound {bound:.0e})"

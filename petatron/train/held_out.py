@@ -20,8 +20,6 @@ from petatron.parallel.model import ParallelModel
 from petatron.train.build import build_loaders, launch, open_tokenizer
 from petatron.train.state import TrainState
 
-_READ_TOKENS = 1 << 22
-
 
 class Unigram:
     """Token frequencies, each counted once more than it was seen, so that no token is impossible.
@@ -39,8 +37,7 @@ class Unigram:
         """The frequencies of a whole token file."""
         counts = np.zeros(vocab_size, np.int64)
         for sequence in range(dataset.num_sequences):
-            for offset in range(0, int(dataset.lengths[sequence]), _READ_TOKENS):
-                counts += np.bincount(dataset.get(sequence, offset, _READ_TOKENS), minlength=vocab_size)
+            counts += np.bincount(dataset.get(sequence), minlength=vocab_size)
         return cls(counts)
 
     def loss(self, tokens: NDArray[np.integer]) -> float:

@@ -14,7 +14,7 @@ from petatron.models.base import Batch
 from petatron.models.flops import model_flops_per_token
 from petatron.optim.precision import DynamicScale, compute_dtype
 from petatron.train.build import Loaders, RunLength
-from petatron.train.metrics import IntervalMeter, LogRecord, Record, Sink, StepMetrics, event_record, validation_record
+from petatron.train.metrics import IntervalMeter, Record, Sink, StepMetrics, event_record, validation_record
 from petatron.train.state import TrainState
 from petatron.train.step import train_step
 from petatron.train.stopping import Stopping
@@ -105,16 +105,16 @@ class Loop:
         self._meter.update(metrics)
 
     def _report(self) -> None:
-        record = self._meter.report()
-        self._write(record.as_record())
-        self._check_finite(record)
+        self._write(self._meter.report().as_record())
+        self._check_finite()
 
-    def _check_finite(self, record: LogRecord) -> None:
+    def _check_finite(self) -> None:
         if not self._run.train.check_for_nan_in_loss_and_grad or isinstance(self._state.scaler, DynamicScale):
             return
-        if record.nan or record.skipped:
+        first_bad = int(self._first_bad)
+        if first_bad >= 0:
             raise TrainError(
-                f"The loss or a gradient was not finite first at iteration {int(self._first_bad)}. Weights were not updated "
+                f"The loss or a gradient was not finite first at iteration {first_bad}. Weights were not updated "
                 "with it. Look at the data and the learning rate around there; resume from the last checkpoint, or go on "
                 "regardless with --no-check-for-nan-in-loss-and-grad."
             )
@@ -138,6 +138,8 @@ class Loop:
         )
 
     def _save(self) -> None:
+        """Publish this iteration, but never a state that the next log line would have refused."""
+        self._check_finite()
         folder, iteration = self._run.checkpoint.save, self._state.progress.iteration
         if folder is None or self._saved_at == iteration:
             return

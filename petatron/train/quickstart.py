@@ -164,7 +164,7 @@ def training_settings(space: Workspace, options: QuickstartOptions) -> dict[str,
     """What `petatron train` needs to know but the layout and the time limit, by section of the schema."""
     return {
         "model": dict(options.model),
-        "optim": {"lr": 4e-3, "weight_decay": 0.1, "adam_beta2": 0.95},
+        "optim": {"lr": 4e-3, "weight_decay": 0.1, "adam_beta2": 0.99},
         "schedule": {"lr_decay_style": "cosine", "min_lr": 2e-4, "lr_warmup_iters": max(1, options.steps // 20)},
         "train": {
             "train_iters": options.steps,

@@ -17,6 +17,7 @@ from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Piece
 from petatron.models.base import Batch
+from petatron.models.decoder import Decoder
 from petatron.models.hf import fill, from_hf_config
 from petatron.train.build import build_model
 
@@ -49,6 +50,7 @@ def compute(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, counted:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = build_model(run, ParallelMesh(Layout.from_config(run.parallel), rank))
     fill(model.module, model.placements, logical)
+    assert isinstance(model.module, Decoder)
     model.module.eval()
     sequence = run.parallel.sequence_parallel
     with torch.no_grad():

@@ -57,7 +57,9 @@ def test_legacy_yarn_takes_its_factor_and_context_from_the_lengths():
     assert values["position_embedding_type"] == "yarn" and values["rope_scaling_factor"] == 4.0
     assert (values["yarn_mscale"], values["yarn_mscale_all_dim"]) == (1.0, 0.0)
     values = from_hf_config({**config, "rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.5}})
-    assert values["original_max_position_embeddings"] == 131072 and values["yarn_mscale"] == 1.0, "one mscale counts not"
+    assert values["original_max_position_embeddings"] == 131072 and values["yarn_mscale"] == 1.0, (
+        "one mscale counts not"
+    )
 
 
 def test_mistral_without_a_word_slides_and_with_null_does_not():
@@ -78,7 +80,10 @@ def test_gpt2_as_published():
 UNREADABLE = {
     "family": ({"model_type": "mixtral"}, r'model_type "mixtral" is not a family'),
     "no family": ({}, "model_type is missing"),
-    "missing key": ({"model_type": "llama", "hidden_size": 64}, "num_hidden_layers is missing, and a llama config.json"),
+    "missing key": (
+        {"model_type": "llama", "hidden_size": 64},
+        "num_hidden_layers is missing, and a llama config.json",
+    ),
     "no number": ({**LLAMA, "num_hidden_layers": "2"}, "num_hidden_layers '2' is not a positive whole number"),
     "heads": ({**LLAMA, "num_attention_heads": 5}, "num_attention_heads 5 does not divide the width 64"),
     "activation": ({**LLAMA, "hidden_act": "mish"}, 'hidden_act "mish" is not an activation'),
@@ -129,7 +134,10 @@ def derived(flags: str) -> ModelConfig:
 
 _ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
 UNWRITABLE = {
-    "norm": (_ROPE + "--normalization LayerNorm", "--normalization LayerNorm cannot be written as a Hugging Face llama"),
+    "norm": (
+        _ROPE + "--normalization LayerNorm",
+        "--normalization LayerNorm cannot be written as a Hugging Face llama",
+    ),
     "plain MLP": (_ROPE + "--activation gelu", "--activation gelu"),
     "partial rope": (_ROPE + "--rotary-percent 0.5", "--rotary-percent 0.5"),
     "no positions": (_ROPE + "--position-embedding-type none", "--position-embedding-type none"),

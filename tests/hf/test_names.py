@@ -71,7 +71,10 @@ def test_rotary_buffers_and_a_stored_copy_of_the_tied_head_are_ignored(tmp_path:
 
 
 def _without(key: str) -> Callable[[dict[str, Tensor]], None]:
-    return lambda weights: weights.pop(key) and None
+    def spoil(weights: dict[str, Tensor]) -> None:
+        del weights[key]
+
+    return spoil
 
 
 MISFITS = {

@@ -17,26 +17,26 @@ from torch import Tensor
 
 SEQUENCE, BATCH, NEW_TOKENS = 24, 2, 6
 VOCABULARY = 61  # odd, so that every tensor-parallel size pads it
-_SHAPE = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    bos_token_id=None,
-    eos_token_id=None,
-)
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 # A short original context, so that the scaling is felt within the sequence.
-_LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0)
-_LLAMA3 |= dict(original_max_position_embeddings=16)
-_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=10000.0)
+_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
+_LLAMA3 |= {"original_max_position_embeddings": 16}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 
 
 def _gpt2(**changes: Any) -> Any:
-    base = dict(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4)
-    base |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None)
+    base = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    base |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**base, **changes}))
 
 

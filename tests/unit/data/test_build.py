@@ -103,9 +103,11 @@ def test_vocabulary_of_the_tokenizer_is_checked(make_dataset: MakeDataset, tmp_p
 
 def test_empty_split_is_reported_only_if_needed(make_dataset: MakeDataset, tmp_path: Path) -> None:
     config = run_config(tmp_path, data_path=(make_dataset(hundreds(0, 4)),), split="99,1,0")
-    assert build_datasets(config, None, (1, 0, 0)).train is not None
-    with pytest.raises(DataError, match="2 problems") as caught:
-        build_datasets(config, None, (1, 7, 1))
+    built = build_datasets(config, None, (1, 7, 1))
+    assert built.train is not None and built.valid is None and built.test is None
+    asked = replace(config, train=replace(config.train, eval_interval=5))
+    with pytest.raises(DataError) as caught:
+        build_datasets(asked, None, (1, 7, 1))
     assert "the valid split is empty: --split 99,1,0 gives it 0 of 4 documents, but 7 samples" in str(caught.value)
 
 

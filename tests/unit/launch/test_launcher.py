@@ -89,12 +89,10 @@ def test_a_failing_rank_stops_the_others_and_is_shown_once(capfd: pytest.Capture
 
 
 def test_an_error_for_people_comes_without_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """Every rank found the same fault in the input: it is said once, and no rank is blamed."""
     code = run_ranks(child("raise DataError('corpus.idx is cut short; build it again')"), nproc=2, grace_s=5)
-    err = capfd.readouterr().err
     assert code == 1
-    assert err.count("corpus.idx is cut short; build it again") == 1
-    assert "Traceback" not in err
-    assert "1 failed after it" in err
+    assert capfd.readouterr().err == "corpus.idx is cut short; build it again\n"
 
 
 def test_broken_connections_are_not_the_cause(capfd: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,9 @@ def _pair(name: str, same_input: bool, same_grad: bool, in_rows: int, out_rows: 
     ahead = mesh.record.count
     out.backward(upstream)
     assert torch.equal(x.detach(), values(0 if same_input else rank, in_rows)), "the input was changed in place"
-    assert torch.equal(upstream, values(0 if same_grad else rank, out_rows, salt=1)), "the gradient was changed in place"
+    assert torch.equal(upstream, values(0 if same_grad else rank, out_rows, salt=1)), (
+        "the gradient was changed in place"
+    )
     events = [(event.op, event.elements, event.number <= ahead, event.caller) for event in mesh.record.events()]
     return {"out": out.detach(), "grad": x.grad, "events": events}
 

@@ -10,6 +10,10 @@ def test_ring_keeps_the_latest_and_counts_all():
     for size in range(5):
         record.add("tp", "all_reduce", elements=size, dtype=torch.bfloat16)
     assert record.count == 5
-    assert [(event.number, event.elements, event.bytes) for event in record.events()] == [(3, 2, 4), (4, 3, 6), (5, 4, 8)]
+    assert [(event.number, event.elements, event.bytes) for event in record.events()] == [
+        (3, 2, 4),
+        (4, 3, 6),
+        (5, 4, 8),
+    ]
     assert [event.number for event in record.events(since=4)] == [5]
     assert record.events(since=record.count) == []

@@ -43,7 +43,9 @@ def rates(step: int) -> tuple[float, float]:
     return 0.02 / step, 0.1 * step
 
 
-def train_ours(config: OptimizerConfig, dtype: torch.dtype, steps: int, *, scale: float = 1.0) -> tuple[nn.Module, list]:
+def train_ours(
+    config: OptimizerConfig, dtype: torch.dtype, steps: int, *, scale: float = 1.0
+) -> tuple[nn.Module, list]:
     model = small_model(dtype)
     groups = flatten(model)
     optimizer = MasterOptimizer(config, groups, ParallelMesh.single())

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from petatron.base.errors import DataError
 from petatron.data.indexed import IndexedDataset
 from petatron.data.writer import IndexedWriter
-from petatron.train import held_out
 from petatron.train.held_out import Unigram, evaluate_alone
 
 VOCAB = 7
@@ -40,8 +39,7 @@ def write(prefix: Path, documents: list[list[int]]) -> IndexedDataset:
     return IndexedDataset(prefix)
 
 
-def test_all_tokens_of_a_file_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_out, "_READ_TOKENS", 3)
+def test_all_tokens_of_a_file_are_counted(tmp_path: Path) -> None:
     documents = [[1, 2, 3, 4, 5], [0], [6, 6, 6, 6, 6, 6]]
     unigram = Unigram.of(write(tmp_path / "train", documents), VOCAB)
     text = [0, 1, 5, 6, 6]

@@ -1,0 +1,154 @@
+"""The quickstart's folder and its stages: what is kept, what is done again, what is never touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from petatron.base.errors import ConfigError, DataError
+from petatron.config import load_config
+from petatron.train import quickstart as stages
+from petatron.train.corpus import Corpus, SourceFile
+from petatron.train.quickstart import (
+    Workspace,
+    key_of,
+    last_event,
+    prepare_corpus,
+    prepare_data,
+    prepare_settings,
+    prepare_tokenizer,
+    training_flags,
+    training_settings,
+)
+from petatron.train.quickstart_options import QuickstartOptions
+
+TEXT = "def main(argv):\n    return [word for word in argv if word]\n\n\n"
+CORPUS = Corpus(
+    tuple(SourceFile(f"m{number}.py", TEXT * (number + 1)) for number in range(6)), (SourceFile("held.py", TEXT * 9),)
+)
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> Workspace:
+    space = Workspace(tmp_path / "quick")
+    space.open()
+    return space
+
+
+def all_stages(space: Workspace, corpus: Corpus, options: QuickstartOptions) -> list[bool]:
+    """Whether each stage was kept; the corpus comes from here instead of the standard library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "read_corpus", lambda *args, **kwargs: corpus)
+        found, first = prepare_corpus(space, options)
+    _, second = prepare_tokenizer(space, found, options.vocab_size)
+    data, third = prepare_data(space)
+    assert data["train"].num_documents == len(corpus.train)
+    assert data["held_out"].num_documents == len(corpus.held_out)
+    before = space.keys().get("training")
+    prepare_settings(space, options)
+    return [first, second, third, before == space.keys()["training"]]
+
+
+def test_finished_stages_are_kept_and_changes_redo_what_follows(space: Workspace) -> None:
+    options = QuickstartOptions(vocab_size=300)
+    assert all_stages(space, CORPUS, options) == [False, False, False, False]
+    assert all_stages(space, CORPUS, options) == [True, True, True, True]
+    assert all_stages(space, CORPUS, dataclasses.replace(options, vocab_size=320)) == [True, False, False, False]
+    other = dataclasses.replace(CORPUS, train=CORPUS.train[1:])
+    assert all_stages(space, other, dataclasses.replace(options, vocab_size=320)) == [False, False, False, False]
+    assert all_stages(space, other, dataclasses.replace(options, vocab_size=320, steps=99)) == [True, True, True, False]
+
+
+def test_a_lost_file_redoes_its_stage(space: Workspace) -> None:
+    options = QuickstartOptions(vocab_size=300)
+    all_stages(space, CORPUS, options)
+    Path(f"{space.data('held_out')}.idx").unlink()
+    assert all_stages(space, CORPUS, options) == [True, True, False, True]
+
+
+def test_training_is_kept_for_another_layout_and_time_limit_but_not_for_other_settings(space: Workspace) -> None:
+    options = QuickstartOptions(vocab_size=300)
+    all_stages(space, CORPUS, options)
+    space.training.mkdir()
+    (space.training / "checkpoint").write_text("here")
+    prepare_settings(space, dataclasses.replace(options, tensor_parallel=1, minutes=9.0))
+    assert (space.training / "checkpoint").is_file()
+    prepare_settings(space, dataclasses.replace(options, steps=options.steps + 1))
+    assert not space.training.exists()
+
+
+def test_a_stage_that_fails_is_not_finished(space: Workspace) -> None:
+    output = space.root / "result"
+
+    def work() -> None:
+        output.write_text("half")
+        raise DataError("the disk is full")
+
+    with pytest.raises(DataError):
+        space.stage("any", "key", [output], work)
+    assert space.stage("any", "key", [output], lambda: output.write_text("whole")) is False
+    assert space.stage("any", "key", [output], work) is True
+
+
+def test_fresh_removes_what_the_quickstart_made_and_nothing_else(space: Workspace) -> None:
+    all_stages(space, CORPUS, QuickstartOptions(vocab_size=300))
+    (space.root / "notes.txt").write_text("mine")
+    space.open()
+    assert space.tokenizer.is_file()
+    space.open(fresh=True)
+    assert sorted(path.name for path in space.root.iterdir()) == ["notes.txt", "stages.json"]
+    assert space.keys() == {}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path, fresh: bool) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"is a folder with other files in it. Give a new or an empty folder"):
+        Workspace(tmp_path).open(fresh=fresh)
+    assert (tmp_path / "data" / "thesis.txt").is_file()
+
+
+def test_an_unusable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"--out .*file cannot be used: .* Give a writable folder"):
+        Workspace(tmp_path / "file").open()
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Workspace(tmp_path / "file" / "below").open()
+
+
+@pytest.mark.parametrize("text", ["", "{half", "[1, 2]"])
+def test_an_unreadable_list_of_stages_means_nothing_is_finished(space: Workspace, text: str) -> None:
+    (space.root / "stages.json").write_text(text)
+    assert space.keys() == {}
+
+
+def test_keys_depend_on_every_part() -> None:
+    assert key_of("a", 1) == key_of("a", 1)
+    assert len({key_of("a", 1), key_of("a", 2), key_of("b", 1), key_of("a1"), key_of({"x": 1}), key_of({"x": 2})}) == 6
+
+
+def test_the_settings_are_a_valid_run(space: Workspace) -> None:
+    options = QuickstartOptions()
+    space.settings.write_text(yaml.safe_dump(training_settings(space, options)))
+    run = load_config(training_flags(space, options)).config
+    assert run.parallel.tensor_model_parallel_size == run.launch.nproc_per_node == 2
+    assert run.train.train_iters == options.steps and run.train.exit_duration_in_mins == options.minutes
+    assert run.checkpoint.save == run.checkpoint.load == run.log.log_dir == str(space.training)
+    assert run.data.valid_data_path == (str(space.data("held_out")),)
+
+
+def test_the_last_event_of_a_run(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    records = [{"kind": "event", "message": "first"}, {"kind": "event", "message": "last"}, {"kind": "train"}]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + "\n")
+    assert last_event(metrics) == "last"
+    metrics.write_text('{"kind": "train"}\n')
+    assert last_event(metrics) == ""
+    metrics.write_text("{half")
+    with pytest.raises(DataError, match=r"cannot be read.*--fresh"):
+        last_event(metrics)

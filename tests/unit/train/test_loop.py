@@ -1,0 +1,241 @@
+"""The step and the loop: batch sizes, lengths, early ends, numbers that are not finite, evaluation that only looks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from petatron.base.device import detect
+from petatron.base.errors import TrainError
+from petatron.checkpoint.manager import CheckpointManager
+from petatron.config import RunConfig, load_config
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.train.build import RunLength, build_loaders
+from petatron.train.loop import Loop, Outcome, evaluate
+from petatron.train.metrics import Record
+from petatron.train.state import TrainState
+from tests.dist import RankPool
+from tests.parity.harness import TINY, tiny_run
+
+SMALL = "--num-layers 1 --seq-length 8 --vocab-size 37 --log-interval 1"
+
+
+class Memory:
+    """A sink that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        pass
+
+    def column(self, name: str, kind: str = "train") -> list[Any]:
+        return [record[name] for record in self.records if record["kind"] == kind]
+
+
+def start(run: RunConfig) -> tuple[TrainState, Loop, Memory]:
+    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank() if dist.is_initialized() else 0)
+    state, sink = TrainState.build(run, mesh), Memory()
+    return state, Loop(state, build_loaders(run, mesh), [sink], detect("cpu")), sink
+
+
+def finish(flags: str) -> tuple[TrainState, Outcome, Memory]:
+    state, loop, sink = start(tiny_run(f"{SMALL} {flags}"))
+    return state, loop.run(), sink
+
+
+def weights(state: TrainState) -> torch.Tensor:
+    return torch.cat([group.weights for group in state.model.groups]).clone()
+
+
+def sampled_run(flags: str) -> RunConfig:
+    """A run measured in samples."""
+    drop = ("--train-iters", "--lr-warmup-iters")
+    words = TINY.split()
+    kept = [word for at, word in enumerate(words) if word not in drop and (at == 0 or words[at - 1] not in drop)]
+    return load_config([*kept, *SMALL.split(), *flags.split()], world_size=1).config
+
+
+def test_plain_run_reports_and_ends():
+    state, outcome, sink = finish("--train-iters 4")
+    assert outcome == Outcome(4, None, None)
+    assert sink.column("iteration") == [1, 2, 3, 4] and sink.column("consumed_samples") == [8, 16, 24, 32]
+    assert sink.column("consumed_tokens") == [64, 128, 192, 256]
+    losses = sink.column("lm_loss")
+    assert losses[-1] < losses[0]
+    progress = state.progress
+    assert (progress.iteration, progress.updates, progress.update_samples, progress.consumed_tokens) == (4, 4, 32, 256)
+
+
+def test_learning_rate_follows_the_schedule():
+    state, _, sink = finish("--train-iters 6")
+    assert sink.column("lr") == [state.rates.at(step, 8 * step) for step in range(6)]
+    assert len(set(sink.column("lr"))) > 3
+
+
+def test_log_interval_and_optional_numbers():
+    state, _, sink = finish("--train-iters 5 --log-interval 2 --log-params-norm --log-num-zeros-in-grad")
+    assert sink.column("iteration") == [1, 2, 4, 5], "the first and the last iteration are always logged"
+    assert sink.column("params_norm")[-1] == pytest.approx(float(state.optimizer.weight_norm()))
+    assert all(count > 0 for count in sink.column("num_zeros"))
+
+
+def test_batch_ramp():
+    """2, then 4, then 6 over 16 samples, then 8."""
+    run = tiny_run(f"{SMALL} --train-iters 8 --rampup-batch-size 2 2 18 --micro-batch-size 1")
+    state, loop, sink = start(run)
+    seen: list[int] = []
+    inner = state.model.train_step
+    state.model.train_step = lambda batches, **more: (
+        seen.append(sum(len(b.tokens) for b in batches)) or inner(batches, **more)
+    )
+    loop.run()
+    assert seen == sink.column("global_batch_size") == [2, 2, 2, 4, 4, 6, 8, 8]
+    assert sink.column("consumed_samples") == [2, 4, 6, 10, 14, 20, 28, 36]
+    assert state.progress.update_samples == RunLength.of(run).samples == 36
+
+
+def test_run_measured_in_samples():
+    run = sampled_run("--train-samples 44 --lr-decay-samples 44 --lr-warmup-samples 16")
+    assert RunLength.of(run) == RunLength(iterations=5, samples=44)
+    state, loop, sink = start(run)
+    assert loop.run() == Outcome(5, None, None)
+    assert sink.column("consumed_samples") == [8, 16, 24, 32, 40], "a last short batch is left out"
+    assert sink.column("lr") == [state.rates.at(step, 8 * step) for step in range(5)]
+    assert sink.column("lr")[2] == max(sink.column("lr")), "warm-up ends after 16 samples"
+
+
+def test_exit_interval_saves_and_resumes(tmp_path: Path):
+    flags = f"--train-iters 5 --hidden-dropout 0.1 --save {tmp_path}"
+    whole, _, _ = finish(f"--train-iters 5 --hidden-dropout 0.1 --save {tmp_path / 'whole'}")
+    state, outcome, sink = finish(f"{flags} --exit-interval 3")
+    assert (outcome.iteration, outcome.stopped_early) == (3, "--exit-interval 3")
+    assert CheckpointManager(str(tmp_path), state.mesh.world).latest() == 3
+    messages = sink.column("message", "event")
+    assert (
+        messages[0] == "stopping at iteration 3: --exit-interval 3" and "saved checkpoint of iteration 3" in messages[1]
+    )
+
+    resumed, loop, sink = start(tiny_run(f"{SMALL} {flags} --load {tmp_path}"))
+    assert resumed.load(str(tmp_path))
+    assert loop.run() == Outcome(5, None, None)
+    assert sink.column("iteration") == [4, 5]
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_save_interval_saves_each_iteration_once(tmp_path: Path):
+    _, _, sink = finish(f"--train-iters 4 --save {tmp_path} --save-interval 2")
+    saved = [message.split(" to ")[0] for message in sink.column("message", "event")]
+    assert saved == ["saved checkpoint of iteration 2", "saved checkpoint of iteration 4"]
+
+
+def test_data_may_end_before_the_iterations():
+    _, loop, _ = start(tiny_run(f"{SMALL} --train-iters 6"))
+    loop._loaders.train.dataset.num_samples = 20  # type: ignore[attr-defined]
+    outcome = loop.run()
+    assert (outcome.iteration, outcome.stopped_early) == (2, "the training data is used up")
+
+
+def spoil(state: TrainState, iteration: int, value: float = float("nan")) -> None:
+    """Let a weight be `value` from the given iteration on."""
+    inner = state.model.train_step
+
+    def spoiled(batches, **more):
+        if state.progress.iteration + 1 == iteration:
+            state.model.groups[0].weights[5] = value
+        return inner(batches, **more)
+
+    state.model.train_step = spoiled
+
+
+@pytest.mark.parametrize(("log_interval", "noticed"), [(1, 3), (4, 4), (100, 6)])
+def test_not_a_number_names_the_iteration(log_interval: int, noticed: int):
+    state, loop, sink = start(tiny_run(f"{SMALL} --train-iters 6 --log-interval {log_interval}"))
+    spoil(state, 3)
+    with pytest.raises(TrainError, match=r"first at iteration 3\..*--no-check-for-nan-in-loss-and-grad"):
+        loop.run()
+    assert state.progress.iteration == noticed == sink.column("iteration")[-1]
+
+
+def test_an_infinite_step_is_noticed_at_the_next_one():
+    state, loop, _ = start(tiny_run(f"{SMALL} --train-iters 6 --lr-warmup-iters 0"))
+    inner = state.optimizer.step
+    state.optimizer.step = lambda **more: inner(**{**more, "lr": float("inf")})  # type: ignore[method-assign]
+    with pytest.raises(TrainError, match="first at iteration 2"):
+        loop.run()
+
+
+def test_going_on_regardless_skips_the_updates():
+    state, loop, sink = start(tiny_run(f"{SMALL} --train-iters 4 --no-check-for-nan-in-loss-and-grad"))
+    spoil(state, 3)
+    assert loop.run().iteration == 4
+    assert sink.column("skipped") == [0, 0, 1, 1] and sink.column("nan") == [0, 0, 1, 1]
+    assert int(torch.isnan(weights(state)).sum()) == 1, "bad gradients must not spread"
+
+
+@pytest.mark.parametrize("how", ["--save-interval 4", "--exit-interval 4"])
+def test_bad_numbers_are_never_published(tmp_path: Path, how: str):
+    """Between two log lines nobody looks at the device; a save looks first."""
+    state, loop, _ = start(tiny_run(f"{SMALL} --train-iters 8 --log-interval 100 --save {tmp_path} {how}"))
+    spoil(state, 3)
+    with pytest.raises(TrainError, match="first at iteration 3"):
+        loop.run()
+    assert CheckpointManager(str(tmp_path), state.mesh.world).latest() is None
+
+
+def _evaluated(run: RunConfig) -> tuple[float, list[float], torch.Tensor]:
+    state, loop, sink = start(run)
+    loop.run()
+    return (
+        evaluate(state, loop._loaders.valid) if loop._loaders.valid else 0.0,
+        sink.column("lm_loss", "valid"),
+        weights(state),
+    )
+
+
+EVALUATED = f"{SMALL} --train-iters 4 --num-query-groups 1"
+
+
+def test_evaluation_only_looks():
+    dropout = "--hidden-dropout 0.2 --attention-dropout 0.2"
+    _, none, untouched = _evaluated(tiny_run(f"{EVALUATED} {dropout}"))
+    _, often, looked_at = _evaluated(tiny_run(f"{EVALUATED} {dropout} --eval-interval 1 --eval-iters 2"))
+    assert none == [] and len(often) == 5, "four on the way (the last is the end), and the test split"
+    assert torch.equal(untouched, looked_at)
+
+
+def test_evaluation_is_the_mean_over_the_same_tokens_every_time():
+    again, losses, _ = _evaluated(tiny_run(f"{EVALUATED} --eval-interval 2 --eval-iters 3"))
+    assert losses[0] > losses[1] and losses[1] == again, "valid at 2 and 4, then test"
+
+
+def test_layouts_evaluate_alike(ranks: RankPool):
+    flags = f"{EVALUATED} --eval-interval 2 --eval-iters 2"
+    _, expected, _ = _evaluated(tiny_run(flags, dtype="float64"))
+    for layout, world_size in (("--tp 2", 2), ("--tp 2 --dp 2 --sequence-parallel", 4)):
+        for _, found, _ in ranks.run(
+            _evaluated, world_size, tiny_run(f"{flags} {layout}", world_size=world_size, dtype="float64")
+        ):
+            assert found == pytest.approx(expected, rel=1e-10)
+
+
+def _spoiled_everywhere(run: RunConfig) -> str:
+    state, loop, _ = start(run)
+    if state.mesh.rank == 1:
+        spoil(state, 2)
+    with pytest.raises(TrainError) as caught:
+        loop.run()
+    return str(caught.value)
+
+
+def test_every_rank_hears_of_one_ranks_bad_number(ranks: RankPool):
+    """Otherwise the others would wait for a rank that has left."""
+    for layout in ("--tp 2", "--dp 2"):
+        texts = ranks.run(_spoiled_everywhere, 2, tiny_run(f"{SMALL} --train-iters 6 {layout}", world_size=2))
+        assert all("first at iteration 2" in text for text in texts), texts
