@@ -44,6 +44,10 @@ class ParallelMesh:
         self.record = Record()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
+        self.tp, self.cp, self.dp, self.pp, self.ep = (self[name] for name in ("tp", "cp", "dp", "pp", "ep"))
+        self.dp_cp = self["dp_cp"]  # ranks that hold the same dense weights and see different tokens
+        self.tp_pp = self["tp_pp"]  # ranks that together hold one replica of the dense weights
+        self.world = self["world"]
         self.control = self._control_axis()
 
     @classmethod
@@ -82,40 +86,6 @@ class ParallelMesh:
             return parent
         first = parent.rank // block * block
         return self._axis(f"{name}/{block}", parent.ranks[first : first + block])
-
-    @property
-    def tp(self) -> Axis:
-        return self._axes["tp"]
-
-    @property
-    def pp(self) -> Axis:
-        return self._axes["pp"]
-
-    @property
-    def dp(self) -> Axis:
-        return self._axes["dp"]
-
-    @property
-    def cp(self) -> Axis:
-        return self._axes["cp"]
-
-    @property
-    def ep(self) -> Axis:
-        return self._axes["ep"]
-
-    @property
-    def dp_cp(self) -> Axis:
-        """Ranks that hold the same dense weights and see different tokens."""
-        return self._axes["dp_cp"]
-
-    @property
-    def tp_pp(self) -> Axis:
-        """Ranks that together hold one replica of the dense weights."""
-        return self._axes["tp_pp"]
-
-    @property
-    def world(self) -> Axis:
-        return self._axes["world"]
 
     def describe(self) -> str:
         """`tp 2 x dp 4 (8 ranks)`: the dimensions that are larger than one."""

@@ -25,7 +25,8 @@ class Decoder(nn.Module):
     """Embedding, blocks, final norm, output head; any of the ends may be missing on a pipeline stage.
 
     >>> from petatron.config import load_config
-    >>> model = Decoder(load_config(preset="tiny-llama", require_training=False).config.model)
+    >>> flags = ["--vocab-size", "256"]
+    >>> model = Decoder(load_config(flags, preset="tiny-llama", require_training=False).config.model)
     >>> sorted({name.split(".")[0] for name, _ in model.named_parameters()})
     ['embedding', 'head', 'layers', 'norm']
     """

@@ -32,12 +32,13 @@ Result = TypeVar("Result")
 def run_training(loaded: Loaded) -> Outcome:
     """Train as configured; every rank calls it. Nothing is computed before files, folders and data are known to be good.
 
-    >>> import tempfile
+    >>> import contextlib, io, tempfile
     >>> from petatron.config import load_config
     >>> flags = f"--mock-data --lr 1e-3 --train-iters 2 --eval-iters 0 --save {tempfile.mkdtemp()} --live off".split()
-    >>> run_training(load_config(flags, preset="tiny-llama")).iteration  # doctest: +ELLIPSIS
-    423...
-    2
+    >>> with contextlib.redirect_stdout(io.StringIO()) as lines:
+    ...     outcome = run_training(load_config(flags, preset="tiny-llama"))
+    >>> outcome.iteration, "lm loss" in lines.getvalue()
+    (2, True)
     """
     started_s = time.monotonic()
     loaded, tokenizer = open_tokenizer(loaded)

@@ -32,7 +32,12 @@ def test_three_launchers_one_program(tmp_path: Path):
     own = _run([sys.executable, "-m", "petatron", "train", *flags], tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     theirs = _run([*torchrun, str(ROOT / "pretrain_gpt.py"), *flags], tmp_path)
-    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost"}
+    slurm = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NODELIST": "localhost",
+    }
     slurm |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
@@ -78,7 +83,9 @@ sys.exit(main(["train", *sys.argv[1:]]))
 
 def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
     flags = [*FLAGS, "--train-iters", "100000", "--save", "out"]
-    run = subprocess.Popen([sys.executable, "-m", "petatron", "train", *flags], cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "petatron", "train", *flags], cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL
+    )
     metrics = tmp_path / "out" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count('"kind": "train"') >= 2):

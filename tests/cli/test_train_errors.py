@@ -56,7 +56,9 @@ def test_every_problem_at_once(capsys):
 
 
 def test_later_features_are_refused_not_ignored(capsys):
-    _, text = _fails(capsys, *"--mock-data --pp 2 --num-experts 4 --fp8-hybrid --recompute-granularity selective".split())
+    _, text = _fails(
+        capsys, *"--mock-data --pp 2 --num-experts 4 --fp8-hybrid --recompute-granularity selective".split()
+    )
     assert text.count("not in this version") == 4
 
 

@@ -1,0 +1,72 @@
+"""`petatron verify`: agreement, a planted fault, and mistakes in the question."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from petatron.base.errors import ConfigError
+from petatron.cli.main import main
+from petatron.train.verify import parse_injection, plan
+
+TINY = "tiny-llama --num-layers 1 --hidden-size 32 --seq-length 16 --vocab-size 61 --global-batch-size 4 --num-workers 0".split()
+
+
+def test_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    layout = [
+        "--tp",
+        "2",
+        "--sequence-parallel",
+        "--steps",
+        "3",
+        "--dtype",
+        "float64",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    assert main(["verify", *TINY, *layout]) == 0
+    out = capfd.readouterr().out
+    assert "SAME: 3 steps in float64" in out and "tp 2 with sequence parallel" in out
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["agrees"] and len(report["steps"]) == 3
+    assert all(step["loss_difference"] <= 1e-9 for step in report["steps"])
+
+
+def test_planted_fault_is_named(capfd: pytest.CaptureFixture[str]):
+    fault = ["--tp", "2", "--steps", "3", "--dtype", "float64", "--inject", "layers.0.mlp.up.weight@2"]
+    assert main(["verify", *TINY, *fault]) == 1
+    out = capfd.readouterr().out
+    assert "DIFFERENT: first departure at step 2: gradient layers.0.mlp.up.weight" in out
+
+
+def test_unknown_tensor_is_an_error(capfd: pytest.CaptureFixture[str]):
+    assert main(["verify", *TINY, "--steps", "1", "--inject", "layers.0.mlp.upp.weight"]) != 0
+    assert "layers.0.mlp.up.weight" in capfd.readouterr().err
+
+
+def test_bad_layout_is_refused_before_anything_runs(capfd: pytest.CaptureFixture[str]):
+    assert main(["verify", *TINY, "--tp", "3"]) == 2
+    captured = capfd.readouterr()
+    assert "--tensor-model-parallel-size 3 does not divide" in captured.err and "reference" not in captured.out
+
+
+def test_bad_injection_step():
+    with pytest.raises(ConfigError, match="@STEP"):
+        parse_injection("head.weight@last")
+
+
+def test_both_runs_differ_only_in_layout():
+    both = plan(["--preset", *TINY, "--tp", "2", "--dp", "2"], steps=2, dtype="float32")
+    reference, candidate = both.reference.config, both.candidate.config
+    assert (reference.parallel.world_size, candidate.parallel.world_size) == (1, 4)
+    assert (
+        reference.train == candidate.train and reference.model == candidate.model and reference.optim == candidate.optim
+    )
+    assert candidate.data.mock_data and candidate.model.hidden_dropout == 0.0
+
+
+def test_reference_may_be_another_layout(capfd: pytest.CaptureFixture[str]):
+    assert main(["verify", *TINY, "--dp", "2", "--steps", "2", "--reference", "--tp 2 --dp 1"]) == 0
+    assert "reference: tp 2, dp 1" in capfd.readouterr().out
