@@ -63,7 +63,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "petatron.mesh.mesh"])
+        self._context.set_forkserver_preload(["torch", "torch._dynamo", "petatron.train.trace"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[tuple[Any, Connection, Path]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))

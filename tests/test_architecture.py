@@ -68,7 +68,9 @@ def test_no_ambient_state(path: Path):
         assert not isinstance(node, ast.Global), f"{relative}:{node.lineno} uses a global"
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
             # One place reads the environment; one writes a variable of a third-party library into its own children.
-            assert relative in ("mesh/launch.py", "data/preprocess.py"), f"{relative}:{node.lineno} touches the environment"
+            assert relative in ("mesh/launch.py", "data/preprocess.py"), (
+                f"{relative}:{node.lineno} touches the environment"
+            )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             assert relative.startswith("cli/"), f"{relative}:{node.lineno} prints"
 
@@ -82,7 +84,9 @@ def test_imports_inside_functions_have_a_reason(path: Path):
     for function in ast.walk(_tree(path)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for line, name in _imports(function):
-                allowed = name.split(".")[0] not in ("petatron", *CORE) or name == "torch.utils.tensorboard" or name == "yaml"
+                allowed = (
+                    name.split(".")[0] not in ("petatron", *CORE) or name == "torch.utils.tensorboard" or name == "yaml"
+                )
                 assert allowed, f"{relative}:{line} imports {name} inside a function"
 
 

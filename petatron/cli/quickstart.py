@@ -87,13 +87,16 @@ def quickstart(options: QuickstartOptions) -> int:
     code = _train(space, options, facts)
     if code:
         return code
-    with _step(5, "evaluation: the checkpoint, loaded into one process instead of the ranks that trained it", facts):
-        from petatron.train.held_out import evaluate_alone
+    from petatron.train.held_out import evaluate_alone
 
-        trained = evaluate_alone(str(space.settings), data["train"], data["held_out"])
-        _tell_losses(trained.held_out, facts)
-    with _step(6, "a sample: the trained model continues a file", facts):
-        _sample(trained, options, facts)
+    with _one_thread():
+        with _step(
+            5, "evaluation: the checkpoint, loaded into one process instead of the ranks that trained it", facts
+        ):
+            trained = evaluate_alone(str(space.settings), data["train"], data["held_out"])
+            _tell_losses(trained.held_out, facts)
+        with _step(6, "a sample: the trained model continues a file", facts):
+            _sample(trained, options, facts)
     _write_summary(space, facts, seconds=time.monotonic() - started)
     print(f"\nDone in {_clock(time.monotonic() - started)}. All of it is in {space.root}; figures in {space.summary}.")
     print(f"\nTry next:\n{next_commands(space, options)}")
@@ -120,7 +123,7 @@ def _train(space: Workspace, options: QuickstartOptions, facts: dict[str, Any]) 
     """Step 4 through the launcher; not 0 when it failed or was interrupted."""
     from petatron.checkpoint.storage import latest_step
     from petatron.cli.launcher import run_ranks
-    from petatron.train.quickstart import last_event, prepare_settings, training_flags
+    from petatron.train.quickstart import prepare_settings, training_flags, why_stopped
 
     ranks = options.tensor_parallel
     with _step(4, f"training: every layer split over {ranks} CPU process{'es' if ranks > 1 else ''}", facts):
@@ -144,10 +147,10 @@ def _train(space: Workspace, options: QuickstartOptions, facts: dict[str, Any]) 
         if code:
             return code
         facts["iterations"] = latest_step(space.training) or 0
-        reason = last_event(space.training / "metrics.jsonl")
+        reason = why_stopped(space.training / "metrics.jsonl")
         if facts["iterations"] >= options.steps:
             return 0
-        _say(f"{reason} of {options.steps}")
+        _say(f"{reason} ({options.steps} were asked for)")
         if "received SIG" in reason:
             _say("the same command goes on from there")
             return _EXIT_INTERRUPTED
@@ -227,6 +230,19 @@ def _step(number: int, title: str, facts: dict[str, Any]) -> Iterator[None]:
     seconds = time.monotonic() - started
     facts.setdefault("step_seconds", {})[title.split(":")[0]] = round(seconds, 2)
     print(f"    {_clock(seconds)}", flush=True)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices of this size gain nothing from more threads, and lose much where other programs want the cores too."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _say(text: str) -> None:

@@ -30,12 +30,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps to train (20)")
     parser.add_argument(
-        "--dtype", choices=("float32", "float64"), default="float32", help="float64 compares to 1e-9 (float32)"
+        "--dtype",
+        choices=("float32", "float64"),
+        default="float32",
+        help="precision of both runs, whatever the flags say; float64 compares to 1e-9 (float32)",
     )
-    parser.add_argument("--reference", metavar="FLAGS", help="layout to compare with, as one quoted string (one process)")
-    parser.add_argument("--inject", metavar="TENSOR[@STEP]", help="spoil one gradient in the layout: tests the check itself")
+    parser.add_argument(
+        "--reference", metavar="FLAGS", help="layout to compare with, as one quoted string (one process)"
+    )
+    parser.add_argument(
+        "--inject", metavar="TENSOR[@STEP]", help="spoil one gradient in the layout: tests the check itself"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON too")
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--record-ends", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -51,14 +59,19 @@ def main(argv: list[str]) -> int:
     both = plan(flags, steps=options.steps, dtype=options.dtype, reference=options.reference or ONE_PROCESS)
     print(f"reference: {_layout(both.reference)}\nlayout:    {_layout(both.candidate)}")
     if not both.every_step:
-        print("The model is large: gradients and parameters are compared at the first and last step, losses at every step.")
+        print(
+            "The model is large: gradients and parameters are compared at the first and last step, losses at every step."
+        )
     with tempfile.TemporaryDirectory(prefix="petatron-verify-") as scratch:
         folders = Path(scratch) / "reference", Path(scratch) / "layout"
         for folder, loaded, words, inject in (
             (folders[0], both.reference, both.reference_argv, None),
             (folders[1], both.candidate, both.candidate_argv, options.inject),
         ):
-            code = _train(folder, loaded.config.parallel.world_size or 1, words, inject)
+            options_of_ranks = ["--record-into", str(folder)]
+            options_of_ranks += [] if both.every_step else ["--record-ends"]
+            options_of_ranks += ["--inject", inject] if inject else []
+            code = _train(loaded.config.parallel.world_size or 1, [*options_of_ranks, *words])
             if code:
                 return code
         verdict = compare_folders(*folders, options.dtype)
@@ -69,12 +82,10 @@ def main(argv: list[str]) -> int:
     return 0 if verdict.agrees else 1
 
 
-def _train(folder: Path, world_size: int, argv: list[str], inject: str | None) -> int:
+def _train(world_size: int, argv: list[str]) -> int:
     from petatron.cli.launcher import run_ranks
 
-    command = [sys.executable, "-m", "petatron", "verify", "--record-into", str(folder)]
-    command += ["--inject", inject] if inject else []
-    return run_ranks([*command, *argv], nproc=world_size)
+    return run_ranks([sys.executable, "-m", "petatron", "verify", *argv], nproc=world_size)
 
 
 def _record(argv: list[str], options: argparse.Namespace) -> int:
@@ -83,7 +94,8 @@ def _record(argv: list[str], options: argparse.Namespace) -> int:
     from petatron.train.verify import parse_injection, record
 
     configure(rank=max(1, read_environment().rank))  # quiet on every rank: the table is what the user came for
-    record(argv, options.record_into, parse_injection(options.inject) if options.inject else None)
+    injection = parse_injection(options.inject) if options.inject else None
+    record(argv, options.record_into, every_step=not options.record_ends, injection=injection)
     stop_process_group()
     return 0
 

@@ -10,7 +10,9 @@ from torch import nn
 from petatron.config.schema import OptimizerConfig
 
 
-def build_rule(config: OptimizerConfig, masters: Sequence[nn.Parameter], decays: Sequence[bool]) -> torch.optim.Optimizer:
+def build_rule(
+    config: OptimizerConfig, masters: Sequence[nn.Parameter], decays: Sequence[bool]
+) -> torch.optim.Optimizer:
     """AdamW or SGD over whole buffers, one parameter group per buffer; `decays` says which of them weight decay touches.
 
     The fused kernels skip the update on the device when `found_inf` is set, so no step needs the host to decide.

@@ -32,7 +32,10 @@ class GlobalNorm:
 
     def zeros(self, flats: Sequence[Tensor]) -> Tensor:
         """How many elements are exactly zero."""
-        count = sum((view.numel() - view.count_nonzero() for view in self._views(flats)), flats[0].new_zeros((), dtype=torch.int64))
+        count = sum(
+            (view.numel() - view.count_nonzero() for view in self._views(flats)),
+            flats[0].new_zeros((), dtype=torch.int64),
+        )
         return collectives.all_reduce(count, self._axis)
 
 

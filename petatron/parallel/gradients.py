@@ -81,7 +81,9 @@ class GradientSync:
         return list(by_replicas.values())
 
     def _watch(self, slot: Slot, bucket: _Bucket) -> None:
-        main = bucket.grads[slot.start - bucket.slots[0].start : slot.end - bucket.slots[0].start].view(slot.placement.shape)
+        main = bucket.grads[slot.start - bucket.slots[0].start : slot.end - bucket.slots[0].start].view(
+            slot.placement.shape
+        )
 
         def arrived(parameter: nn.Parameter) -> None:
             assert parameter.grad is not None

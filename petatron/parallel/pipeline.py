@@ -21,7 +21,11 @@ class Pipeline:
         self._gradients = gradients
 
     def run(
-        self, schedule: Sequence[Action], batches: Sequence[Batch], *, backward_scale: Callable[[Tensor], Tensor] | None = None
+        self,
+        schedule: Sequence[Action],
+        batches: Sequence[Batch],
+        *,
+        backward_scale: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Perform the actions; returns the sum of the token losses of all micro-batches, detached.
 

@@ -19,9 +19,7 @@ class Action:
 
 def one_stage(num_micro_batches: int) -> list[Action]:
     """Each micro-batch forward and at once backward, so that one micro-batch's activations are alive at a time."""
-    return [
-        Action(kind, micro_batch) for micro_batch in range(num_micro_batches) for kind in ("forward", "backward")
-    ]
+    return [Action(kind, micro_batch) for micro_batch in range(num_micro_batches) for kind in ("forward", "backward")]
 
 
 def forward_only(num_micro_batches: int) -> list[Action]:

@@ -35,7 +35,9 @@ def split_weights(model: nn.Module, shards: Mapping[str, Shard], split: TensorSp
         module = model.get_submodule(module_name)
         placement = place(name, tuple(parameter.shape), find(shards, name), split)
         placements[name] = placement
-        setattr(module, leaf, nn.Parameter(torch.empty(placement.shape, dtype=parameter.dtype, device=parameter.device)))
+        setattr(
+            module, leaf, nn.Parameter(torch.empty(placement.shape, dtype=parameter.dtype, device=parameter.device))
+        )
         if isinstance(module, Linear) and leaf == "weight" and find(shards, name).tp == 0:
             module.sections = placement.section_rows
     return placements

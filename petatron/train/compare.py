@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from petatron.train.trace import StepTrace, assemble
+from petatron.train.trace import Part, StepTrace, assemble
 
 _SHARE_FLOOR = 1e-3
 _NOISE_SHARE = 1e-5
@@ -104,7 +104,8 @@ def _compare_step(
     parameters = _of_kind(left, "parameter", moved), _of_kind(right, "parameter", moved)
     worst = []
     for kind, (a, b) in (("gradient", gradients), ("parameter", parameters)):
-        differences = _differences(a, b)
+        held = [part for rank in candidate for part in rank.parts if part.kind == kind and part.name in a]
+        differences = _differences(a, b, held)
         if differences:
             name = max(differences, key=lambda key: differences[key])
             worst.append(Worst(kind, name, differences[name]))
@@ -123,15 +124,20 @@ def _fair_shares(tensors: dict[str, Tensor]) -> dict[str, float]:
     return {name: total * math.sqrt(x.numel() / elements) for name, x in tensors.items()}
 
 
-def _differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
+def _differences(left: dict[str, Tensor], right: dict[str, Tensor], held: Sequence[Part]) -> dict[str, float]:
+    """By name: the difference of the whole tensors, or of one rank's piece (`held`) where replicas differ more."""
     shares = _fair_shares(left)
+    scales = {name: max(float(x.norm()), _SHARE_FLOOR * shares[name]) for name, x in left.items()}
     out = {}
     for name in dict.fromkeys([*left, *right]):  # in one order, so that of equal ones always the same is named
         if name not in left or name not in right or left[name].shape != right[name].shape:
             out[name] = math.inf
-            continue
-        scale = max(float(left[name].norm()), _SHARE_FLOOR * shares[name])
-        out[name] = _relative(float((left[name] - right[name]).norm()), scale)
+        else:
+            out[name] = _relative(float((left[name] - right[name]).norm()), scales[name])
+    for part in held:
+        if left[part.name].shape == part.logical_shape:
+            own = _relative(float((left[part.name][part.box()] - part.values).norm()), scales[part.name])
+            out[part.name] = max(out[part.name], own)
     return out
 
 

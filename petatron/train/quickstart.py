@@ -187,13 +187,14 @@ def training_flags(space: Workspace, options: QuickstartOptions) -> list[str]:
     return ["--config", str(space.settings), "--tp", str(options.tensor_parallel), *limit]
 
 
-def last_event(metrics: Path) -> str:
-    """The last message a run left in its metrics, such as why it stopped; empty when there is none."""
+def why_stopped(metrics: Path) -> str:
+    """What a run's metrics say of its last early end, "stopping at iteration 5: ..."; empty when there was none."""
     try:
         records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise DataError(f"{metrics} cannot be read: {error}. Run the quickstart again with --fresh.") from error
-    return next((str(record["message"]) for record in reversed(records) if record.get("kind") == "event"), "")
+    messages = [str(record["message"]) for record in records if record.get("kind") == "event"]
+    return next((text for text in reversed(messages) if text.startswith("stopping at ")), "")
 
 
 def _remove(path: Path) -> None:

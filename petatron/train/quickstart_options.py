@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# A LLaMA in miniature: 1.8 million parameters, which two cores train on a million tokens in about two minutes. What counts
+# A LLaMA in miniature: 1.7 million parameters, which two cores train on a million tokens in about two minutes. What counts
 # in so short a run is the number of steps and the variety of each batch: hence few layers and short samples. Weights start
 # larger than in a large model, since their spread should go with one over the root of the width.
 MODEL: Mapping[str, Any] = {

@@ -1,7 +1,7 @@
 """What a run computed, by logical tensor, so that two layouts can be held against each other.
 
-Each rank keeps the pieces it speaks for; together the ranks' pieces are the whole logical tensors, whatever the layout.
-No communication is added to the run that is being watched.
+Each rank keeps the pieces it holds; together the ranks' pieces are the whole logical tensors, whatever the layout. No
+communication is added to the run that is being watched.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class Part:
     logical_shape: tuple[int, ...]
     start: tuple[int, ...]
     values: Tensor
+
+    def box(self) -> tuple[slice, ...]:
+        return tuple(slice(at, at + size) for at, size in zip(self.start, self.values.shape))
 
 
 @dataclass(slots=True)
@@ -91,13 +94,11 @@ def record_steps(
 
 
 def _parts(model: ParallelModel, kind: str) -> Iterator[Part]:
-    if model.mesh.dp_cp.rank != 0:  # replicas hold the same
-        return
+    """Every piece this rank holds, replicas too: ranks that should hold the same may have drifted apart."""
     for group in model.groups:
         flat = group.grads if kind == "gradient" else group.weights
         for piece, view in group.pieces(flat):
-            if piece.primary:
-                yield _part(kind, piece, view)
+            yield _part(kind, piece, view)
 
 
 def _part(kind: str, piece: Piece, view: Tensor) -> Part:
@@ -111,8 +112,7 @@ def assemble(parts: Iterable[Part]) -> dict[tuple[str, str], Tensor]:
         key = (part.kind, part.name)
         if key not in whole:
             whole[key] = torch.full(part.logical_shape, float("nan"), dtype=torch.float64)
-        box = tuple(slice(at, at + size) for at, size in zip(part.start, part.values.shape))
-        whole[key][box] = part.values.to(torch.float64)
+        whole[key][part.box()] = part.values.to(torch.float64)
     return whole
 
 

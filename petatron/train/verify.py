@@ -32,7 +32,10 @@ class Comparison:
     @property
     def every_step(self) -> bool:
         """Whether tensors of every step are compared, or only of the first and the last."""
-        return keeps_every_step(self.candidate)
+        config = self.candidate.config
+        replicas = config.parallel.data_parallel_size or 1
+        step_bytes = 2 * parameter_count(config.model) * compute_dtype(config.precision).itemsize * replicas
+        return step_bytes * (config.train.train_iters or 0) <= _TRACE_BYTES
 
 
 def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PROCESS) -> Comparison:
@@ -40,33 +43,32 @@ def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PR
     chosen = set(argv)
     fixed = ["--train-iters", str(steps), "--hidden-dropout", "0", "--attention-dropout", "0", "--eval-iters", "0"]
     fixed += ["--save", "none", "--load", "none", "--save-interval", "none"]
-    fixed += {"float64": ["--fp64"], "float32": []}[dtype]
-    if not {flag.split("=")[0] for flag in chosen} & {"--data-path", "--train-data-path", "--data-args-path", "--mock-data"}:
+    fixed += ["--no-bf16", "--no-fp16", "--fp64" if dtype == "float64" else "--no-fp64"]
+    if not {flag.split("=")[0] for flag in chosen} & {
+        "--data-path",
+        "--train-data-path",
+        "--data-args-path",
+        "--mock-data",
+    }:
         fixed += ["--mock-data"]
     fixed += [] if "--lr" in chosen else ["--lr", "1e-3"]
     candidate_argv = [*argv, *fixed]
-    candidate = load_config(candidate_argv)
+    candidate, _ = open_tokenizer(load_config(candidate_argv))
     size = candidate.config.train.global_batch_size
     reference_argv = [*candidate_argv, "--world-size", "none", "--nproc-per-node", "none", *reference.split()]
     reference_argv += ["--global-batch-size", str(size)]
     return Comparison(candidate_argv, reference_argv, candidate, load_config(reference_argv))
 
 
-def keeps_every_step(loaded: Loaded) -> bool:
-    config = loaded.config
-    each = 2 * parameter_count(config.model) * compute_dtype(config.precision).itemsize if config.model.vocab_size else 0
-    return each * (config.train.train_iters or 0) <= _TRACE_BYTES
-
-
-def record(argv: Sequence[str], folder: Path, injection: Injection | None) -> None:
+def record(argv: Sequence[str], folder: Path, *, every_step: bool, injection: Injection | None) -> None:
     """Run on every rank of one of the two runs: train, and write each step into the folder."""
     environment = read_environment()
     loaded, _ = open_tokenizer(load_config(argv, world_size=environment.world_size))
-    every, last = keeps_every_step(loaded), loaded.config.train.train_iters
+    ends = (1, loaded.config.train.train_iters)
     mesh = launch(loaded.config)
     own = folder / f"rank-{environment.rank:05d}"
     own.mkdir(parents=True, exist_ok=True)
-    steps = record_steps(loaded.config, mesh, keep=lambda step: every or step in (1, last), injection=injection)
+    steps = record_steps(loaded.config, mesh, keep=lambda step: every_step or step in ends, injection=injection)
     for number, step in enumerate(steps, start=1):
         write_step(step, own / f"step-{number:06d}.safetensors")
 

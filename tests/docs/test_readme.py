@@ -26,7 +26,12 @@ def test_commands_run(page: Path, tmp_path: Path):
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m petatron "$@"\n')
     command.chmod(0o755)
     (command.parent / "python").symlink_to(sys.executable)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{command.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{command.parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
     for language, text in _blocks(page):
         words = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else [sys.executable, "-c", text]
         done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)

@@ -39,8 +39,7 @@ def test_ranks_that_share_the_device(ranks: RankPool, layout: str, world_size: i
     assert verdict.agrees, verdict.first_departure
 
 
-@pytest.mark.parametrize("flags", ["--bf16", "--fp16 --initial-loss-scale 1024"])
-def test_half_precision_follows_the_curve(flags: str):
+def test_bf16_follows_the_curve():
     exact = [step.loss for step in reference("", "float64")]
-    for ours, theirs in zip(train_on_cuda(tiny_run(flags)), exact, strict=True):
+    for ours, theirs in zip(train_on_cuda(tiny_run("--bf16")), exact, strict=True):
         assert ours.loss == pytest.approx(theirs, rel=0.03)

@@ -6,7 +6,9 @@ from tests.dist import RankPool
 from tests.parity.harness import check_layout
 
 LAYOUTS = [
-    pytest.param(f"--tp {tp} --dp {dp} {'--sequence-parallel' if sp else ''} --micro-batch-size {8 // dp // count}", tp * dp)
+    pytest.param(
+        f"--tp {tp} --dp {dp} {'--sequence-parallel' if sp else ''} --micro-batch-size {8 // dp // count}", tp * dp
+    )
     for tp in (1, 2, 4)
     for sp in ((False, True) if tp > 1 else (False,))
     for dp in (1, 2)

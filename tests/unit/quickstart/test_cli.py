@@ -43,11 +43,21 @@ def options(tmp_path: Path) -> QuickstartOptions:
     )
 
 
-def test_from_nothing_to_a_sample_and_again(options: QuickstartOptions, capfd: pytest.CaptureFixture[str]) -> None:
+def test_from_nothing_through_a_time_limit_to_a_sample_and_again(
+    options: QuickstartOptions, capfd: pytest.CaptureFixture[str]
+) -> None:
     threads = torch.get_num_threads()
+    assert quickstart(dataclasses.replace(options, minutes=1e-4)) == 0
+    cut = capfd.readouterr().out
+    assert (
+        "stopping at iteration 1: --exit-duration-in-mins 0.0001 is over (12 were asked for)" in cut
+        and "this model" in cut
+    )
+
     assert quickstart(options) == 0
     said = capfd.readouterr().out
     space = Workspace(options.out)
+    assert "goes on from the checkpoint of iteration 1" in said
     assert [f"[{number}/{NUM_STEPS}]" in said for number in range(1, NUM_STEPS + 1)] == [True] * NUM_STEPS
     assert f"petatron train --config {space.settings} --tp 2 --exit-duration-in-mins 4" in said
     assert "iteration       12/      12" in said, "the run's own log lines are shown"
@@ -92,7 +102,7 @@ def test_a_failed_training_ends_the_quickstart(
     ("event", "code", "told"),
     [
         ("stopping at iteration 5: received SIGINT", 130, "the same command goes on from there"),
-        ("stopping at iteration 5: --exit-duration-in-mins 4 is over", 0, "4 is over of 12"),
+        ("stopping at iteration 5: --exit-duration-in-mins 4 is over", 0, "4 is over (12 were asked for)"),
     ],
 )
 def test_training_that_stops_early(
@@ -112,7 +122,8 @@ def test_training_that_stops_early(
     def stop(*args: object, **kwargs: object) -> int:
         (space.training / "step-00000005").mkdir(parents=True)
         (space.training / "step-00000005" / "manifest.json").write_text("{}")
-        (space.training / "metrics.jsonl").write_text(json.dumps({"kind": "event", "message": event}) + "\n")
+        records = [{"kind": "event", "message": message} for message in (event, "saved checkpoint of iteration 5")]
+        (space.training / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         return 0
 
     monkeypatch.setattr("petatron.cli.launcher.run_ranks", stop)

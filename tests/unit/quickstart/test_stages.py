@@ -16,13 +16,13 @@ from petatron.train.corpus import Corpus, SourceFile
 from petatron.train.quickstart import (
     Workspace,
     key_of,
-    last_event,
     prepare_corpus,
     prepare_data,
     prepare_settings,
     prepare_tokenizer,
     training_flags,
     training_settings,
+    why_stopped,
 )
 from petatron.train.quickstart_options import QuickstartOptions
 
@@ -142,13 +142,14 @@ def test_the_settings_are_a_valid_run(space: Workspace) -> None:
     assert run.data.valid_data_path == (str(space.data("held_out")),)
 
 
-def test_the_last_event_of_a_run(tmp_path: Path) -> None:
+def test_why_a_run_stopped(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    records = [{"kind": "event", "message": "first"}, {"kind": "event", "message": "last"}, {"kind": "train"}]
+    messages = ["stopping at iteration 3: old", "resumed", "stopping at iteration 5: new", "saved checkpoint"]
+    records = [*({"kind": "event", "message": message} for message in messages), {"kind": "train"}]
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + "\n")
-    assert last_event(metrics) == "last"
-    metrics.write_text('{"kind": "train"}\n')
-    assert last_event(metrics) == ""
+    assert why_stopped(metrics) == "stopping at iteration 5: new"
+    metrics.write_text('{"kind": "train"}\n{"kind": "event", "message": "saved"}\n')
+    assert why_stopped(metrics) == ""
     metrics.write_text("{half")
     with pytest.raises(DataError, match=r"cannot be read.*--fresh"):
-        last_event(metrics)
+        why_stopped(metrics)

@@ -58,6 +58,15 @@ def test_the_loss_of_every_rank_counts():
 
 
 @pytest.mark.parametrize("kind", ["gradient", "parameter"])
+def test_a_replica_that_drifts_is_named(kind: str):
+    """Two data-parallel ranks hold the same tensors; the second one's copy is off, whichever comes last."""
+    drifted = step(**{f"{kind}_b": value(step(), kind, "b") + 1e-3})
+    for ranks in ([[step()], [drifted]], [[drifted], [step()]]):
+        found = compare([[step()]], ranks, TIGHT)
+        assert found.first_departure is not None and f"{kind} b" in found.first_departure
+
+
+@pytest.mark.parametrize("kind", ["gradient", "parameter"])
 def test_tensors_are_named_and_the_worst_one_is_shown(kind: str):
     a, b = value(step(), kind, "a"), value(step(), kind, "b")
     found = verdict([step()], [step(**{f"{kind}_a": a * (1 + 1e-5), f"{kind}_b": b * (1 + 1e-3)})])

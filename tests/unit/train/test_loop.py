@@ -215,6 +215,16 @@ def test_evaluation_is_the_mean_over_the_same_tokens_every_time():
     assert losses[0] > losses[1] and losses[1] == again, "valid at 2 and 4, then test"
 
 
+def test_evaluation_covers_the_first_batches_once_each():
+    state, loop, _ = start(tiny_run(f"{SMALL} --train-iters 4 --eval-iters 3"))
+    valid = loop._loaders.valid
+    assert valid is not None
+    parts = [state.model.evaluate(valid.next_step(8, first)) for first in (0, 8, 16)]
+    assert len({float(total) for total, _ in parts}) == 3
+    expected = float(sum(total for total, _ in parts) / sum(tokens for _, tokens in parts))
+    assert evaluate(state, valid) == pytest.approx(expected, rel=1e-12)
+
+
 def test_layouts_evaluate_alike(ranks: RankPool):
     flags = f"{EVALUATED} --eval-interval 2 --eval-iters 2"
     _, expected, _ = _evaluated(tiny_run(flags, dtype="float64"))
