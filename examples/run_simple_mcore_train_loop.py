@@ -19,7 +19,9 @@ except ImportError:  # started from a clone without installing
 FLAGS = "--tp 2 --mock-data --num-layers 2 --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 3e-3"
 
 
-def train(run: petatron.RunConfig, model: petatron.ParallelModel, optimizer: petatron.MasterOptimizer, *, done: int, to: int) -> None:
+def train(
+    run: petatron.RunConfig, model: petatron.ParallelModel, optimizer: petatron.MasterOptimizer, *, done: int, to: int
+) -> None:
     """Steps `done` + 1 to `to`, on the samples that come after those already consumed."""
     assert run.train.global_batch_size is not None
     loader = petatron.build_loader(run, model.mesh, consumed_samples=done * run.train.global_batch_size)

@@ -64,8 +64,8 @@ __all__ = [
     "load",
     "load_checkpoint",
     "load_config",
-    "save_checkpoint",
     "run_training",
+    "save_checkpoint",
 ]
 
 

@@ -368,7 +368,7 @@ class TokenizerConfig:
     """How text becomes token ids."""
 
     tokenizer_type: Literal["HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"] | None = None
-    """Kind of tokenizer. Derived: HuggingFaceTokenizer from `--tokenizer-model`, GPT2BPETokenizer from `--vocab-file` and `--merge-file`."""
+    """Kind of tokenizer. Derived from the files given: HuggingFaceTokenizer, or GPT2BPETokenizer with vocab and merges."""
     tokenizer_model: str | None = None
     """tokenizer.json, or a folder that holds one."""
     vocab_file: str | None = None

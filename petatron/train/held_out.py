@@ -25,7 +25,7 @@ class Unigram:
     """Token frequencies, each counted once more than it was seen, so that no token is impossible.
 
     >>> round(Unigram(np.array([7, 1])).loss(np.array([0, 0, 1])), 3)
-    0.684
+    2.056
     """
 
     def __init__(self, counts: NDArray[np.integer]) -> None:
