@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.errors import ConfigError, LaunchError, Problem
 from petatron.config import load_config, resolve_config
 from petatron.mesh.launch import read_environment
-from petatron.train.quickstart_options import QuickstartOptions
+from petatron.train.quickstart.options import QuickstartOptions
 
 if TYPE_CHECKING:
-    from petatron.train.held_out import HeldOut, Trained
-    from petatron.train.quickstart import Workspace
+    from petatron.train.quickstart.held_out import HeldOut, Trained
+    from petatron.train.quickstart.stages import Workspace
 
 PROMPT = "import os\n\n\ndef main("
 SEED = 1234
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def quickstart(options: QuickstartOptions) -> int:
     """All steps, printed as they are done."""
     _check(options)
-    from petatron.train.quickstart import Workspace, prepare_corpus, prepare_data, prepare_tokenizer
+    from petatron.train.quickstart.stages import Workspace, prepare_corpus, prepare_data, prepare_tokenizer
 
     started = time.monotonic()
     space = Workspace(options.out)
@@ -87,7 +87,7 @@ def quickstart(options: QuickstartOptions) -> int:
     code = _train(space, options, facts)
     if code:
         return code
-    from petatron.train.held_out import evaluate_alone
+    from petatron.train.quickstart.held_out import evaluate_alone
 
     with _one_thread():
         with _step(
@@ -123,7 +123,7 @@ def _train(space: Workspace, options: QuickstartOptions, facts: dict[str, Any]) 
     """Step 4 through the launcher; not 0 when it failed or was interrupted."""
     from petatron.checkpoint.storage import latest_step
     from petatron.cli.launcher import run_ranks
-    from petatron.train.quickstart import prepare_settings, training_flags, why_stopped
+    from petatron.train.quickstart.stages import prepare_settings, training_flags, why_stopped
 
     ranks = options.tensor_parallel
     with _step(4, f"training: every layer split over {ranks} CPU process{'es' if ranks > 1 else ''}", facts):

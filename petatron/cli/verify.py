@@ -22,8 +22,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="petatron verify",
         description="Trains k steps of a configuration in a reference layout (one process) and in the layout given by the "
-        "flags, on the same data from the same seed, and compares loss, gradients and parameters of every step by logical "
-        "tensor. Exits with 1 and names the first departure if they differ by more than rounding.",
+        "flags, on the same data from the same seed, at a constant learning rate and without dropout, and compares loss, "
+        "gradients and parameters of every step by logical tensor. Exits with 1 and names the first departure if they "
+        "differ by more than rounding.",
         epilog="All other words are flags of `petatron train`, for example: "
         "petatron verify tiny-llama --tp 2 --dp 2 --sequence-parallel --dtype float64",
         allow_abbrev=False,

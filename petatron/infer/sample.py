@@ -35,6 +35,12 @@ def generate(
 
     temperature 0 takes the likeliest id every time. `top_k` keeps the k likeliest ids, and `top_p` then the smallest set
     of the likeliest whose share is at least p; None keeps all.
+
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> model = petatron.build_model(run, petatron.launch(run))
+    >>> len(generate(model, [1, 2, 3], max_new_tokens=5))
+    5
     """
     decoder = model.module
     assert isinstance(decoder, Decoder), "only a decoder continues text"

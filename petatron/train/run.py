@@ -51,27 +51,24 @@ def run_training(loaded: Loaded) -> Outcome:
     loaders = _rank_zero_first(mesh.world, lambda: build_loaders(run, mesh, tokenizer))
     state = TrainState.build(run, mesh)
     resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
-    return _run(state, loaders, tokenizer, resumed=resumed, started_s=started_s)
+    headline = [_headline(run, mesh, tokenizer)]
+    if resumed:
+        headline.append(f"resumed at iteration {state.progress.iteration} from {run.checkpoint.load}")
+    settings = dump_yaml(run, origins=loaded.origins)
+    return _run(state, loaders, settings=settings, headline=headline, started_s=started_s)
 
 
-def _run(
-    state: TrainState, loaders: Loaders, tokenizer: Tokenizer | None, *, resumed: bool, started_s: float
-) -> Outcome:
+def _run(state: TrainState, loaders: Loaders, *, settings: str, headline: list[str], started_s: float) -> Outcome:
+    """Open the sinks, keep the settings beside the metrics, and train."""
     run, mesh = state.run, state.mesh
     directory = log_directory(run)
     sinks = build_sinks(run.log, directory, mesh.rank, run_facts=_run_facts(run))
     try:
         if mesh.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / _CONFIG_FILE).write_text(dump_yaml(run))
-        started = event_record(_headline(run, mesh, tokenizer), iteration=state.progress.iteration)
-        messages = [started]
-        if resumed:
-            text = f"resumed at iteration {state.progress.iteration} from {run.checkpoint.load}"
-            messages.append(event_record(text, iteration=state.progress.iteration))
+            (directory / _CONFIG_FILE).write_text(settings)
         for sink in sinks:
-            for message in messages:
-                sink.write(message)
+            for text in headline:
+                sink.write(event_record(text, iteration=state.progress.iteration))
         device = detect(run.train.device, local_rank=read_environment().local_rank)
         return Loop(state, loaders, sinks, device, started_s=started_s).run()
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config import Loaded, load_config
+from petatron.config import Loaded, load_config, resolve_config
 from petatron.mesh.launch import read_environment
 from petatron.models.flops import parameter_count
 from petatron.optim.precision import compute_dtype
@@ -16,6 +16,13 @@ from petatron.train.compare import BOUNDS, Verdict, compare
 from petatron.train.trace import Injection, StoredSteps, record_steps, write_step
 
 ONE_PROCESS = "--tp 1 --pp 1 --cp 1 --ep 1 --dp 1 --no-sequence-parallel"
+# Dropout differs between layouts by design. A schedule made for thousands of steps says nothing about a few, and warm-up
+# from zero would make the first of them idle.
+_FIXED = (
+    "--hidden-dropout 0 --attention-dropout 0 --no-bf16 --no-fp16 --eval-iters 0 --save none --load none --save-interval none "
+    "--train-samples none --lr-decay-style constant --min-lr 0 --lr-warmup-iters 0 --lr-warmup-samples 0 "
+    "--lr-warmup-fraction none --lr-decay-iters none --lr-decay-samples none"
+)
 # Gradients and weights of every step are written to disk; beyond this, only those of the first and last step.
 _TRACE_BYTES = 4 << 30
 
@@ -39,19 +46,13 @@ class Comparison:
 
 
 def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PROCESS) -> Comparison:
-    """Both runs, with what would make them differ for another reason (dropout, evaluation, saving) taken out."""
-    chosen = set(argv)
-    fixed = ["--train-iters", str(steps), "--hidden-dropout", "0", "--attention-dropout", "0", "--eval-iters", "0"]
-    fixed += ["--save", "none", "--load", "none", "--save-interval", "none"]
-    fixed += ["--no-bf16", "--no-fp16", "--fp64" if dtype == "float64" else "--no-fp64"]
-    if not {flag.split("=")[0] for flag in chosen} & {
-        "--data-path",
-        "--train-data-path",
-        "--data-args-path",
-        "--mock-data",
-    }:
+    """Both runs, with what does not belong to the question taken out (see `_FIXED`)."""
+    given = resolve_config(argv, require_training=False)[0].config
+    fixed = [f"--train-iters={steps}", *_FIXED.split(), "--fp64" if dtype == "float64" else "--no-fp64"]
+    if not (given.data.data_path or given.data.train_data_path or given.data.data_args_path):
         fixed += ["--mock-data"]
-    fixed += [] if "--lr" in chosen else ["--lr", "1e-3"]
+    if given.optim.lr is None:
+        fixed += ["--lr", "1e-3"]
     candidate_argv = [*argv, *fixed]
     candidate, _ = open_tokenizer(load_config(candidate_argv))
     size = candidate.config.train.global_batch_size

@@ -15,9 +15,9 @@ from petatron.base.errors import ConfigError, LaunchError
 from petatron.cli.main import main
 from petatron.cli.quickstart import NUM_STEPS, next_commands, quickstart
 from petatron.config import load_config
-from petatron.train import quickstart as stages
-from petatron.train.quickstart import Workspace
-from petatron.train.quickstart_options import MODEL, QuickstartOptions
+from petatron.train.quickstart import stages
+from petatron.train.quickstart.options import MODEL, QuickstartOptions
+from petatron.train.quickstart.stages import Workspace
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_MODEL = {**MODEL, "num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}

@@ -11,9 +11,10 @@ import yaml
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.config import load_config
-from petatron.train import quickstart as stages
-from petatron.train.corpus import Corpus, SourceFile
-from petatron.train.quickstart import (
+from petatron.train.quickstart import stages
+from petatron.train.quickstart.corpus import Corpus, SourceFile
+from petatron.train.quickstart.options import QuickstartOptions
+from petatron.train.quickstart.stages import (
     Workspace,
     key_of,
     prepare_corpus,
@@ -24,7 +25,6 @@ from petatron.train.quickstart import (
     training_settings,
     why_stopped,
 )
-from petatron.train.quickstart_options import QuickstartOptions
 
 TEXT = "def main(argv):\n    return [word for word in argv if word]\n\n\n"
 CORPUS = Corpus(

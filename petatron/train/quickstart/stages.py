@@ -25,8 +25,8 @@ from petatron.config.schema import TokenizerConfig
 from petatron.data.indexed import IndexedDataset
 from petatron.data.preprocess import PreprocessOptions, preprocess
 from petatron.data.tokenizer import HuggingFaceTokenizer, train_bpe
-from petatron.train.corpus import Corpus, read_corpus, standard_library, write_jsonl
-from petatron.train.quickstart_options import QuickstartOptions
+from petatron.train.quickstart.corpus import Corpus, read_corpus, standard_library, write_jsonl
+from petatron.train.quickstart.options import QuickstartOptions
 
 STAGES_FILE = "stages.json"
 SPLITS = ("train", "held_out")
