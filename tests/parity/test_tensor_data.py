@@ -23,9 +23,18 @@ def test_layout(ranks: RankPool, layout: str, world_size: int, dtype: str):
     check_layout(ranks, layout, world_size=world_size, dtype=dtype)
 
 
-@pytest.mark.parametrize(("layout", "world_size"), [("--tp 4 --dp 2", 8), ("--tp 4 --dp 2 --sequence-parallel", 8)])
-def test_eight_ranks(ranks: RankPool, layout: str, world_size: int):
-    check_layout(ranks, layout, "--train-iters 6", world_size=world_size)
+EIGHT = [
+    (f"--tp 4 --dp 2 {sp} --micro-batch-size {4 // count}", dtype)
+    for sp in ("", "--sequence-parallel")
+    for count in (1, 4)
+    for dtype in ("float64", "float32")
+    if dtype == "float64" or (count == 4) == bool(sp)
+]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), EIGHT)
+def test_eight_ranks(ranks: RankPool, layout: str, dtype: str):
+    check_layout(ranks, layout, world_size=8, dtype=dtype)
 
 
 MODELS = {
