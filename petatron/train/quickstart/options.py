@@ -34,7 +34,7 @@ class QuickstartOptions:
     """Folder for everything it makes."""
     tensor_parallel: int = 2
     """Ranks that share the model."""
-    steps: int = 1000
+    steps: int = 800
     """Training iterations."""
     minutes: float = 4.0
     """Training stops after this time even if steps are left."""
