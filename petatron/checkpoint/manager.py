@@ -18,7 +18,7 @@ from petatron.base.errors import CheckpointError
 from petatron.checkpoint import reading, storage
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint
 from petatron.checkpoint.storage import Disk
-from petatron.mesh.collectives import gather_objects
+from petatron.mesh.collectives import gather_objects, gather_objects_to_first
 from petatron.mesh.mesh import Axis
 
 Result = TypeVar("Result")
@@ -73,11 +73,11 @@ class CheckpointManager:
                 doing,
                 fix,
             )
-            tables = gather_objects(table, self._world)
+            tables = gather_objects_to_first(table, self._world)
             self._together(
                 lambda: (
                     storage.publish(folder, step, tables, facts=facts, layout=same_layout_key, disk=disk)
-                    if self._leads
+                    if tables is not None
                     else None
                 ),
                 doing,

@@ -15,9 +15,8 @@ from typing import Any
 from petatron.config.blend import BlendError, parse_blend
 from petatron.config.fields import Value, assemble, flatten
 from petatron.config.origins import Origin
-from petatron.config.schema import RunConfig
+from petatron.config.schema import GATED_ACTIVATIONS, RunConfig
 
-GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 MOCK_VOCAB_SIZE = 1024
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 PositionType = Literal["learned_absolute", "rope", "yarn", "none"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "swiglu", "geglu", "reglu"]
 
@@ -252,7 +253,7 @@ class OptimizerConfig:
     lr: float | None = None
     """Peak learning rate; required to train."""
     weight_decay: float = 0.01
-    """Decoupled weight decay; never applied to biases and other one-dimensional parameters."""
+    """Weight decay, decoupled in adam and added to the gradient in sgd; never on biases and other one-dimensional parameters."""
     start_weight_decay: float | None = None
     """First value of a weight-decay schedule."""
     end_weight_decay: float | None = None

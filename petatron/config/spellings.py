@@ -58,7 +58,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
 # Megatron deprecated this one: it means something only when another flag has already removed the learned table.
 NO_POSITION_EMBEDDING = "--no-position-embedding"
 
-_FUSED = "fused kernels are chosen by what the device offers, with the same results"
+_FUSED = "kernels are not chosen by flags; results are the same"
 _ATTENTION = "attention always uses the fastest kernel the device offers"
 _MODEL = "there is one model implementation"
 _SINKS = "every logged value goes to every sink"

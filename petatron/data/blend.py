@@ -14,6 +14,7 @@ which starts from the true zeros. Lanes that were wrong run again from their nei
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.blend import BlendError
 from petatron.config.blend import parse_blend as read_blend
+from petatron.data.cache import Arrays, fingerprint, load_or_build
 from petatron.data.dataset import SampleDataset
 
 MAX_DATASETS = 32766
@@ -76,6 +78,25 @@ def blend_indices(
     return dataset, sample
 
 
+def load_blend(
+    weights: Sequence[float], size: int, *, limits: Sequence[int] | None = None, cache_dir: str | Path | None = None
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """`blend_indices`, kept in the cache folder: large blends take a minute and ranks share one mapped copy."""
+    key: dict[str, object] = {
+        "kind": "blend",
+        "weights": list(weights),
+        "size": size,
+        "limits": None if limits is None else list(limits),
+    }
+
+    def build() -> Arrays:
+        dataset, sample = blend_indices(weights, size, limits=limits)
+        return {"dataset": dataset, "sample": sample}
+
+    arrays = load_or_build(cache_dir, key, ("dataset", "sample"), build)
+    return arrays["dataset"], arrays["sample"]
+
+
 class BlendedDataset:
     """`size` samples drawn from several datasets in proportion to their weights.
 
@@ -83,17 +104,25 @@ class BlendedDataset:
     """
 
     def __init__(
-        self, datasets: Sequence[SampleDataset], weights: Sequence[float] | None, size: int | None = None
+        self,
+        datasets: Sequence[SampleDataset],
+        weights: Sequence[float] | None,
+        size: int | None = None,
+        *,
+        cache_dir: str | Path | None = None,
     ) -> None:
         self.datasets = tuple(datasets)
         sizes = [len(dataset) for dataset in self.datasets]
         if weights is None:
             size = sum(sizes) if size is None else min(size, sum(sizes))
-            self._dataset, self._sample = blend_indices(sizes, size, limits=sizes)
+            self._dataset, self._sample = load_blend(sizes, size, limits=sizes, cache_dir=cache_dir)
         else:
             if size is None:
                 raise ValueError("a weighted blend needs a size")
-            self._dataset, self._sample = blend_indices(weights, size)
+            self._dataset, self._sample = load_blend(weights, size, cache_dir=cache_dir)
+        shares = sizes if weights is None else list(weights)
+        parts = [dataset.fingerprint for dataset in self.datasets]
+        self.fingerprint = fingerprint({"kind": "blend", "parts": parts, "shares": shares, "once": weights is None})
         taken = np.bincount(self._dataset, minlength=len(sizes))
         for number, (used, available) in enumerate(zip(taken, sizes)):
             if used > available:

@@ -11,7 +11,7 @@ import numpy as np
 from petatron.base.errors import DataError
 from petatron.base.log import get_logger
 from petatron.config.schema import DataConfig, RunConfig
-from petatron.data.blend import Blend, BlendedDataset, blend_indices, parse_blend
+from petatron.data.blend import Blend, BlendedDataset, load_blend, parse_blend
 from petatron.data.dataset import SampleDataset
 from petatron.data.gpt import GPTDataset, split_documents
 from petatron.data.indexed import IndexedDataset
@@ -182,13 +182,13 @@ def _build(config: RunConfig, split: str, sources: list[_Source], count: int) ->
     # Without weights, one epoch of everything if that is enough; if not, further epochs in proportion to size.
     once = not weights and count <= sum(per_epoch)
     shares = weights or [float(total) for total in tokens]
+    cache = config.data.data_cache_path or Path(sources[0].indexed.prefix).parent / "cache"
     if len(sources) == 1:
         needed: list[int] = [count]
     elif once:
         needed = per_epoch
     else:
-        needed = np.bincount(blend_indices(shares, count)[0], minlength=len(sources)).tolist()
-    cache = config.data.data_cache_path or Path(sources[0].indexed.prefix).parent / "cache"
+        needed = np.bincount(load_blend(shares, count, cache_dir=cache)[0], minlength=len(sources)).tolist()
     built = [
         GPTDataset(
             s.indexed,
@@ -203,7 +203,7 @@ def _build(config: RunConfig, split: str, sources: list[_Source], count: int) ->
     _log_summary(split, sources, built, needed)
     if len(built) == 1:
         return built[0]
-    return BlendedDataset(built, None) if once else BlendedDataset(built, shares, count)
+    return BlendedDataset(built, None if once else shares, None if once else count, cache_dir=cache)
 
 
 def _log_summary(split: str, sources: list[_Source], built: list[GPTDataset], needed: list[int]) -> None:

@@ -24,14 +24,22 @@ FORMAT_VERSION = 1
 Arrays = dict[str, NDArray]
 
 
+def _description(key: Mapping[str, object]) -> str:
+    return json.dumps({"format": FORMAT_VERSION, **key}, sort_keys=True)
+
+
+def fingerprint(key: Mapping[str, object]) -> str:
+    """A short name for a key: equal keys have equal names on every machine."""
+    return hashlib.blake2b(_description(key).encode(), digest_size=16).hexdigest()
+
+
 def load_or_build(
     folder: str | Path | None, key: Mapping[str, object], names: tuple[str, ...], build: Callable[[], Arrays]
 ) -> Arrays:
     """Arrays `names` for `key`: memory-mapped from the folder if they are there, else built and kept there."""
     if folder is None:
         return build()
-    description = json.dumps({"format": FORMAT_VERSION, **key}, sort_keys=True)
-    stem = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
+    stem = fingerprint(key)
     paths = {name: Path(folder) / f"{stem}-{name}.npy" for name in names}
     found = _load(paths)
     if found is not None:
@@ -42,7 +50,7 @@ def load_or_build(
         for name, path in paths.items():
             _save(path, arrays[name])
         # For people who wonder what a file is; never read by us.
-        _replace(Path(folder) / f"{stem}.json", lambda path: path.write_text(description + "\n"))
+        _replace(Path(folder) / f"{stem}.json", lambda path: path.write_text(_description(key) + "\n"))
     except OSError as error:
         get_logger(__name__).warning(
             "Sample indices cannot be kept in %s (%s); they stay in memory and are built again on the next start. "

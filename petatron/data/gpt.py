@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.blend import BlendError, parse_split
-from petatron.data.cache import Arrays, load_or_build
+from petatron.data.cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed import IndexedDataset
 from petatron.data.sampling import build_sample_index, plan_epochs
 
@@ -18,7 +18,7 @@ class GPTDataset:
     """The i-th sample of a split, for i below the number of samples in all epochs needed for `num_samples`.
 
     The index is cached under the content of the token file, the split, seed, sequence length and number of epochs; so
-    a longer run reuses it, and keeps its order, as long as it needs no further epoch.
+    a longer run reuses it, and keeps its order, as long as it needs no further epoch and a short last epoch stays short.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GPTDataset:
                 "Give this split a larger share (--split), or use a larger dataset."
             )
         self.plan = plan_epochs(self.num_tokens, seq_length, num_samples)
-        key = {
+        key: dict[str, object] = {
             "kind": "gpt",
             "dataset": indexed.digest,
             "documents": [documents.start, documents.stop],
@@ -54,6 +54,7 @@ class GPTDataset:
             index = build_sample_index(np.arange(documents.start, documents.stop), lengths, self.plan, seed)
             return {"documents": index.documents, "starts": index.starts, "order": index.order}
 
+        self.fingerprint = fingerprint(key)
         arrays = load_or_build(cache_dir, key, ("documents", "starts", "order"), build)
         self._stream, self._starts, self._order = arrays["documents"], arrays["starts"], arrays["order"]
 

@@ -35,7 +35,7 @@ class LoaderOptions:
 
     micro_batch_size: int
     dataloader_type: Literal["single", "cyclic"] = "single"
-    seed: int = 1234
+    seed: int
     num_workers: int = 0
     eod: int | None = None
     eod_mask_loss: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from petatron.data.cache import fingerprint
 from petatron.data.sampling import frozen_random
 
 
@@ -21,6 +22,9 @@ class MockDataset:
             raise ValueError(f"vocab_size {vocab_size}: counting needs two ids and an end of document")
         self.seq_length, self.num_samples, self.seed = seq_length, num_samples, seed
         self.eod = vocab_size - 1 if eod is None else eod
+        self.fingerprint = fingerprint(
+            {"kind": "mock", "seq_length": seq_length, "vocab_size": vocab_size, "eod": self.eod, "seed": seed}
+        )
         self._ids = np.array(
             [number for number in range(min(vocab_size, seq_length + 2)) if number not in (0, self.eod)]
         )

@@ -1,18 +1,19 @@
-"""Matrix products with seams.
+"""Matrix products with a seam.
 
-A layer built here has its logical, whole shape. `parallel/tensor.py` may give it a smaller weight and fill `enter` (before
-the product) and `leave` (after it, before the bias); nothing else in the layer changes.
+A layer built here has its logical, whole shape. `parallel/tensor.py` may give it a smaller weight and another `product`,
+which does its communication around (or inside) the multiplication; nothing else in the layer changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from petatron.layers.seam import Seam, same
+Product = Callable[[Tensor, Tensor], Tensor]
+"""(x, weight) to x W^T: the slot for tensor parallelism, low precision and fused gradients."""
 
 
 class Linear(nn.Module):
@@ -23,9 +24,8 @@ class Linear(nn.Module):
         self.sections = tuple(sections)
         self.weight = nn.Parameter(torch.empty(sum(sections), in_features))
         self.bias = nn.Parameter(torch.empty(sum(sections))) if bias else None
-        self.enter: Seam = same
-        self.leave: Seam = same
+        self.product: Product = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.leave(F.linear(self.enter(x), self.weight))
+        y = self.product(x, self.weight)
         return y if self.bias is None else y + self.bias

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from petatron.config.schema import ModelConfig
+from petatron.config.schema import GATED_ACTIVATIONS, ModelConfig
 from petatron.layers.linear import Linear
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -52,4 +52,4 @@ class GatedMLP(nn.Module):
 
 
 def build_mlp(config: ModelConfig) -> MLP | GatedMLP:
-    return GatedMLP(config) if config.activation in GATED else MLP(config)
+    return GatedMLP(config) if config.activation in GATED_ACTIVATIONS else MLP(config)

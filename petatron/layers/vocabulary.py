@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.kernels.loss import cross_entropy
+from petatron.layers.linear import Product
 from petatron.layers.seam import Seam, same
 
 
@@ -85,9 +86,9 @@ class OutputHead(nn.Module):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.vocabulary = Vocabulary(vocab_size, 0, vocab_size)
-        self.enter: Seam = same
+        self.product: Product = F.linear
 
     def forward(self, x_SBD: Tensor, embedding: Tensor | None) -> Tensor:
         weight = self.weight if self.weight is not None else embedding
         assert weight is not None, "a tied head needs the embedding's weight"
-        return F.linear(self.enter(x_SBD), weight)
+        return self.product(x_SBD, weight)

@@ -98,6 +98,16 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return out
 
 
+def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
+    """Every rank's value on the axis's first rank, None on the others: for what may be large and only one needs."""
+    if axis.size == 1:
+        return [value]
+    axis.record.add(axis.name, "gather_objects_to_first", elements=0, dtype=torch.uint8)
+    out: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
+    dist.gather_object(value, out, dst=axis.ranks[0], group=axis.group)
+    return out
+
+
 def barrier(axis: Axis) -> None:
     if axis.size > 1:
         axis.record.add(axis.name, "barrier", elements=0, dtype=torch.uint8)

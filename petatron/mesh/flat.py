@@ -7,7 +7,7 @@ tensor of the group's layout (weights, gradients, master weights, moments).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,20 +57,15 @@ class FlatGroup:
                 yield piece, whole[piece.local_slices()]
 
 
-def flatten_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> list[FlatGroup]:
-    """Move a model's parameters into flat buffers, those with weight decay and those without (one-dimensional) apart.
+def flatten_parameters(
+    model: nn.Module, placements: Mapping[str, Placement], decays: Callable[[str, nn.Parameter], bool]
+) -> list[FlatGroup]:
+    """Move a model's parameters into flat buffers, one per dtype and per answer of `decays` (does weight decay touch it?).
 
     The order is that of the backward pass, last layer first.
     """
-    backward_order = list(model.named_parameters())[::-1]
-    slots = [(name, parameter, turn) for turn, (name, parameter) in enumerate(backward_order)]
-    groups = []
-    for decay in (True, False):
-        members: list[Slot] = []
-        for name, parameter, turn in slots:
-            if (parameter.dim() > 1) == decay:
-                start = members[-1].end if members else 0
-                members.append(Slot(name, parameter, placements[name], start, turn))
-        if members:
-            groups.append(FlatGroup(members, decay=decay))
-    return groups
+    members: dict[tuple[torch.dtype, bool], list[Slot]] = {}
+    for turn, (name, parameter) in enumerate(reversed(list(model.named_parameters()))):
+        slots = members.setdefault((parameter.dtype, decays(name, parameter)), [])
+        slots.append(Slot(name, parameter, placements[name], slots[-1].end if slots else 0, turn))
+    return [FlatGroup(slots, decay=decay) for (_, decay), slots in members.items()]

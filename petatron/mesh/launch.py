@@ -244,11 +244,18 @@ def start_process_group(
     backend: Backend | None = None,
     timeout_minutes: float = 10.0,
     device_kind: Literal["cpu", "cuda"] = "cpu",
+    deterministic: bool = False,
 ) -> None:
-    """Join all ranks; does nothing for a world of one. `fake` joins nobody and pretends (for planning)."""
+    """Join all ranks; does nothing for a world of one. `fake` joins nobody and pretends (for planning).
+
+    `deterministic` lets torch use only deterministic kernels; cuBLAS needs to be told before CUDA starts.
+    """
     import torch
     import torch.distributed as dist
 
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     backend = backend or ("nccl" if device_kind == "cuda" else "gloo")
     if backend == "nccl" and (device_kind != "cuda" or not dist.is_nccl_available()):
         raise LaunchError(
@@ -273,7 +280,8 @@ def start_process_group(
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timedelta(minutes=timeout_minutes),
-            device_id=torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None,
+            # No device_id: binding one makes NCCL split every later group from the world, which all ranks would have to
+            # join, while ours are made by their members alone.
         )
     except dist.DistError as error:
         raise LaunchError(
@@ -309,7 +317,7 @@ def guard(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> in
     A rank that failed must not run destructors: leaving a process group whose peers are gone can wait for minutes. So
     with peers, or with a launcher that reads the error file, the process ends here. Alone, the exception goes on.
     """
-    alone = env.get("WORLD_SIZE", env.get("SLURM_NTASKS", "1")) == "1"
+    alone = env.get("WORLD_SIZE", "1") == "1" and not _inside_slurm_step(env)
     error_file = env.get(ERROR_FILE)
     try:
         return main()

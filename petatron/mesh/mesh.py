@@ -7,6 +7,7 @@ group at all, and no code asks whether a kind of parallelism is on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 from petatron.mesh.layout import AXES, Layout
 from petatron.mesh.record import Record
+
+_PATIENCE = timedelta(hours=6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,18 @@ class ParallelMesh:
     (1, 0, 1)
     """
 
-    def __init__(self, layout: Layout, rank: int, *, device: torch.device | None = None) -> None:
-        """Create the process groups. Every rank of the world must call this, in the same order."""
+    def __init__(
+        self, layout: Layout, rank: int, *, device: torch.device | None = None, timeout_minutes: float = 10.0
+    ) -> None:
+        """Create the process groups; every rank of the world must call this, in the same order.
+
+        `timeout_minutes` is how long a collective over any axis may wait.
+        """
         self.layout = layout
         self.rank = rank
         self.device = device or torch.device("cpu")
         self.record = Record()
+        self._timeout = timedelta(minutes=timeout_minutes)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
         self.tp, self.cp, self.dp, self.pp, self.ep = (self[name] for name in ("tp", "cp", "dp", "pp", "ep"))
@@ -64,16 +73,20 @@ class ParallelMesh:
             return None
         if ranks not in self._groups:
             whole_world = len(ranks) == self.layout.world_size
-            make = partial(dist.new_group, list(ranks), use_local_synchronization=True)
+            make = partial(dist.new_group, list(ranks), use_local_synchronization=True, timeout=self._timeout)
             self._groups[ranks] = dist.group.WORLD if whole_world else make()  # pyright: ignore[reportArgumentType]
         return self._groups[ranks]
 
     def _control_axis(self) -> Axis:
-        """All ranks over a group that moves CPU tensors, for questions that no device should wait for."""
+        """All ranks over a group that moves CPU memory, for questions that no device should wait for.
+
+        It is patient: ranks wait on it while others write a checkpoint or build an index, which may take long and is no
+        hang. A rank that dies breaks its connections, so the others notice at once all the same.
+        """
         world = self._axes["world"]
-        if world.group is None or dist.get_backend() != "nccl":
+        if world.group is None or dist.get_backend() == "fake":
             return world
-        return replace(world, name="control", group=dist.new_group(backend="gloo"))
+        return replace(world, name="control", group=dist.new_group(backend="gloo", timeout=_PATIENCE))
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]

@@ -1,8 +1,8 @@
 """Randomness: initial weights that no layout changes, and dropout streams that each layout gets right.
 
-Initial weights are a pure function of (seed, logical tensor name, element index). A logical tensor is drawn in blocks of
-rows, each from a generator of its own keyed by a stable hash of (seed, name, block), so a rank draws only the blocks it
-holds. Draws are made in float32 on the CPU: the same weights on every device and in every precision.
+Initial weights are a pure function of (seed, logical tensor name, element index). A logical matrix is drawn in square
+blocks, each from a generator of its own keyed by a stable hash of (seed, name, block), so a rank draws only the blocks it
+holds, whichever dimension is split. Draws are made in float32 on the CPU: the same weights on every device and in every precision.
 
 Dropout uses two streams per rank. The default generator is the `own` stream: it differs on every rank and serves what is
 split over ranks (attention heads, sequence-parallel activations). The `shared` stream is equal on the ranks of one
@@ -20,7 +20,7 @@ from torch import Tensor
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Piece
 
-_BLOCK_ELEMENTS = 1 << 20
+_BLOCK = 1024
 
 
 def stable_seed(*parts: object) -> int:
@@ -30,19 +30,21 @@ def stable_seed(*parts: object) -> int:
 
 
 def normal_piece(piece: Piece, *, seed: int, std: float) -> Tensor:
-    """The part of a logical tensor of normal draws (mean 0) that lies in this piece's box."""
-    rows, row_shape = piece.logical_shape[0], piece.logical_shape[1:]
-    row_elements = max(1, int(torch.Size(row_shape).numel()))
-    block_rows = max(1, _BLOCK_ELEMENTS // row_elements)
-    first, last = piece.start[0], piece.start[0] + piece.shape[0]
-    inner = piece.logical_slices()[1:]
-    drawn = []
-    for block in range(first // block_rows, (last - 1) // block_rows + 1):
-        begin, end = block * block_rows, min((block + 1) * block_rows, rows)
-        generator = torch.Generator().manual_seed(stable_seed(seed, piece.name, block))
-        values = torch.randn(end - begin, *row_shape, generator=generator)
-        drawn.append(values[max(first - begin, 0) : last - begin][(slice(None), *inner)])
-    return torch.cat(drawn).mul_(std)
+    """The part of a logical matrix of normal draws (mean 0) that lies in this piece's box."""
+    rows, columns = piece.logical_shape
+    (top, left), (height, width) = piece.start, piece.shape
+    out = torch.empty(height, width)
+    for block_row in range(top // _BLOCK, (top + height - 1) // _BLOCK + 1):
+        for block_column in range(left // _BLOCK, (left + width - 1) // _BLOCK + 1):
+            y, x = block_row * _BLOCK, block_column * _BLOCK
+            generator = torch.Generator().manual_seed(stable_seed(seed, piece.name, block_row, block_column))
+            block = torch.randn(min(_BLOCK, rows - y), min(_BLOCK, columns - x), generator=generator)
+            from_y, from_x = max(top, y), max(left, x)
+            to_y, to_x = min(top + height, y + block.shape[0]), min(left + width, x + block.shape[1])
+            out[from_y - top : to_y - top, from_x - left : to_x - left] = block[
+                from_y - y : to_y - y, from_x - x : to_x - x
+            ]
+    return out.mul_(std)
 
 
 @dataclass(frozen=True, slots=True)

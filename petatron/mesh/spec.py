@@ -104,11 +104,16 @@ def find(specs: Mapping[str, Shard], name: str) -> Shard:
     raise KeyError(f"no Shard is declared for parameter {name}; declared patterns: {', '.join(specs)}")
 
 
+def padded(rows: int, pad_to: int, tp_size: int) -> int:
+    """Rows in memory over all ranks: the next multiple of `pad_to` x ranks."""
+    multiple = pad_to * tp_size
+    return -(-rows // multiple) * multiple
+
+
 def _divide(rows: int, units: int, split: TensorSplit, pad_to: int | None) -> _Range:
     tp, rank = split.tp_size, split.tp_rank
     if pad_to is not None:
-        multiple = pad_to * tp
-        local = -(-rows // multiple) * multiple // tp
+        local = padded(rows, pad_to, tp) // tp
         start = min(rank * local, rows)
         return _Range(start, min(local, rows - start), local, 1)
     unit_rows = rows // units

@@ -1,7 +1,6 @@
-"""One decoder for the GPT and LLaMA families, and the two tables that say how its weights are split and first drawn.
+"""One decoder for the GPT and LLaMA families, and the tables that say how its weights are split, first drawn and decayed.
 
-Parameter names are the same in every layout: a pipeline stage that holds only layers 8 to 15 calls them `layers.8` to
-`layers.15`. S sequence, B batch, D hidden.
+Parameter names are the same in every layout. S sequence, B batch, D hidden.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from petatron.models.base import Batch
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, final norm, output head; any of the ends may be missing on a pipeline stage.
+    """Embedding, blocks, final norm, output head.
 
     >>> from petatron.config import load_config
     >>> flags = ["--vocab-size", "256"]
@@ -91,6 +90,11 @@ def shards(config: ModelConfig) -> dict[str, Shard]:
         "layers.*_norm": Shard(partial="sequence"),
         "norm": Shard(partial="sequence"),
     }
+
+
+def takes_weight_decay(name: str, parameter: nn.Parameter) -> bool:
+    """Biases and the weights of norms have one dimension and are left alone."""
+    return parameter.dim() > 1
 
 
 def initial_std(config: ModelConfig, name: str) -> float | None:

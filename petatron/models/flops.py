@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from petatron.config.derive import GATED_ACTIVATIONS
-from petatron.config.schema import ModelConfig
+from petatron.config.schema import GATED_ACTIVATIONS, ModelConfig
+from petatron.mesh.spec import padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ def formula(*, causal: bool = True) -> str:
 def padded_vocabulary(model: ModelConfig, *, tensor_parallel: int = 1) -> int:
     """Rows of the embedding in memory; the extra ones multiply like the others."""
     assert model.vocab_size is not None, "the config must be derived first"
-    unit = model.make_vocab_size_divisible_by * tensor_parallel
-    return -(-model.vocab_size // unit) * unit
+    return padded(model.vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
 
 
 def model_flops_per_token(model: ModelConfig, *, tensor_parallel: int = 1, causal: bool = True) -> float:

@@ -83,12 +83,6 @@ class MasterOptimizer:
             if master.data_ptr() != group.weights.data_ptr():
                 group.weights.copy_(master)
 
-    def read_weights(self) -> None:
-        """Take the master weights from the model: after weights were loaded without optimizer state."""
-        for master, group in zip(self._masters, self._groups):
-            if master.data_ptr() != group.weights.data_ptr():
-                master.data.copy_(group.weights)
-
     def zero_grad_elements(self) -> Tensor:
         """How many gradient elements are exactly zero, over the whole model."""
         return self._norm.zeros([group.grads for group in self._groups])
@@ -97,14 +91,18 @@ class MasterOptimizer:
         """L2 norm of the master weights of the whole model."""
         return self._norm.norm([master.data for master in self._masters])
 
-    def tensors(self) -> Iterator[tuple[str, Piece, Tensor]]:
-        """Every (kind, piece, view) of the optimizer's state: master weights and moments, by logical tensor."""
+    def weights(self) -> Iterator[tuple[Piece, Tensor]]:
+        """The master weights by logical tensor: what a checkpoint keeps, since the model's own follow from them."""
         for master, group in zip(self._masters, self._groups):
-            flats = {"master": master.data} if master.data_ptr() != group.weights.data_ptr() else {}
-            flats |= {kind: value for kind, value in self._rule.state[master].items() if value.shape == master.shape}
-            for kind, flat in flats.items():
-                for piece, view in group.pieces(flat):
-                    yield kind, piece, view
+            yield from group.pieces(master.data)
+
+    def moments(self) -> Iterator[tuple[str, Piece, Tensor]]:
+        """Every (kind, piece, view) of the update rule's state, by logical tensor."""
+        for master, group in zip(self._masters, self._groups):
+            for kind, flat in self._rule.state[master].items():
+                if flat.shape == master.shape:
+                    for piece, view in group.pieces(flat):
+                        yield kind, piece, view
 
     def facts(self) -> dict[str, float]:
         """State that is not a tensor of the model's shape: how many updates have been applied."""

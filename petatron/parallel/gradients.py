@@ -91,6 +91,7 @@ class GradientSync:
             parameter.grad = None
             if self._sending:
                 bucket.waiting -= 1
+                assert bucket.waiting >= 0, f"the gradient of {slot.name} arrived twice in one backward pass"
                 self._send_ready()
 
         slot.parameter.register_post_accumulate_grad_hook(arrived)  # pyright: ignore[reportArgumentType]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +36,17 @@ class ParallelModel:
         mesh: ParallelMesh,
         streams: RandomStreams,
         *,
-        sequence_parallel: bool = False,
-        bucket_size: int = 40_000_000,
-        overlap: bool = True,
+        decays: Callable[[str, nn.Parameter], bool],
+        sequence_parallel: bool,
+        bucket_size: int,
+        overlap: bool,
     ) -> None:
         self.module = module
         self.mesh = mesh
         self.streams = streams
         self.sequence_parallel = sequence_parallel
         self.placements = placements
-        self.groups = flatten_parameters(module, placements)
+        self.groups = flatten_parameters(module, placements, decays)
         self.gradients = GradientSync(self.groups, mesh, bucket_size=bucket_size, overlap=overlap)
         self._pipeline = Pipeline(module, self.gradients)
 

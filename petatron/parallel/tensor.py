@@ -14,10 +14,12 @@ loss is computed where the logits are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from petatron.layers.dropout import Dropout
 from petatron.layers.linear import Linear
@@ -43,23 +45,47 @@ def split_weights(model: nn.Module, shards: Mapping[str, Shard], split: TensorSp
     return placements
 
 
+@dataclass(frozen=True, slots=True)
+class ColumnProduct:
+    """A product with a weight split along its output: every rank needs the whole input."""
+
+    axis: Axis
+    sequence: bool
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        whole = collectives.gather(x, self.axis) if self.sequence else collectives.copy(x, self.axis)
+        return F.linear(whole, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class RowProduct:
+    """A product with a weight split along its input: the ranks' results are summands."""
+
+    axis: Axis
+    sequence: bool
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.after(F.linear(x, weight))
+
+    def after(self, partial_sum: Tensor) -> Tensor:
+        together = collectives.scatter if self.sequence else collectives.reduce
+        return together(partial_sum, self.axis)
+
+
 def connect(
     model: nn.Module, shards: Mapping[str, Shard], axis: Axis, *, sequence: bool, shared: torch.Generator | None
 ) -> None:
     """Fill the seams. `sequence` splits activations between the matrices; `shared` is the dropout stream of the axis."""
-    ahead = partial(collectives.gather if sequence else collectives.copy, axis=axis)
-    after = partial(collectives.scatter if sequence else collectives.reduce, axis=axis)
+    column, row = ColumnProduct(axis, sequence), RowProduct(axis, sequence)
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             tp = find(shards, name + ".weight").tp
-            if tp == 0:
-                module.enter = ahead
-            elif tp == 1:
-                module.leave = after
+            if tp is not None:
+                module.product = column if tp == 0 else row
         elif isinstance(module, TokenEmbedding):
-            module.leave = after
+            module.leave = row.after
         elif isinstance(module, OutputHead):
-            module.enter = ahead
+            module.product = column
         elif isinstance(module, PositionEmbedding) and sequence:
             module.leave = partial(collectives.local_part, axis=axis)
         elif isinstance(module, Dropout) and not sequence and axis.size > 1:

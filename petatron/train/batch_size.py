@@ -66,10 +66,10 @@ class BatchSchedule:
                 break
         return consumed
 
-    def iterations_for(self, samples: int) -> int:
-        """Whole batches that fit into a budget of samples from the start of the run; a last partial one is left out."""
+    def iterations_for(self, samples: int, consumed: int = 0) -> int:
+        """Whole batches that fit into a budget of samples from a position on; a last partial one is left out."""
         iterations = 0
-        for batch, batches in self._runs(0):
+        for batch, batches in self._runs(consumed):
             fitting = samples // batch
             taken = fitting if batches is None else min(fitting, batches)
             iterations += taken

@@ -28,7 +28,7 @@ from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.base import Batch
-from petatron.models.decoder import Decoder, initial_std, shards
+from petatron.models.decoder import Decoder, initial_std, shards, takes_weight_decay
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.precision import compute_dtype
 from petatron.parallel.apply import Recipe, parallelize
@@ -79,11 +79,15 @@ def launch(run: RunConfig) -> ParallelMesh:
         backend=run.parallel.distributed_backend,
         timeout_minutes=run.parallel.distributed_timeout_minutes,
         device_kind=facts.kind,
+        deterministic=run.train.deterministic_mode,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if facts.kind == "cuda" else torch.device("cpu")
-    if run.train.deterministic_mode:
-        torch.use_deterministic_algorithms(True)
-    return ParallelMesh(Layout.from_config(run.parallel), environment.rank, device=device)
+    return ParallelMesh(
+        Layout.from_config(run.parallel),
+        environment.rank,
+        device=device,
+        timeout_minutes=run.parallel.distributed_timeout_minutes,
+    )
 
 
 def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
@@ -112,6 +116,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
         placements,
         mesh,
         streams,
+        decays=takes_weight_decay,
         sequence_parallel=run.parallel.sequence_parallel,
         bucket_size=run.parallel.ddp_bucket_size,
         overlap=run.parallel.overlap_grad_reduce,
@@ -140,25 +145,34 @@ class Loaders:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """How long a run is, in both units, whichever of them was given."""
+    """How long a run is from its very start, in both units, whichever of them was given."""
 
     iterations: int
     samples: int
 
     @classmethod
-    def of(cls, run: RunConfig) -> RunLength:
+    def of(cls, run: RunConfig, *, iteration: int = 0, consumed_samples: int = 0) -> RunLength:
+        """The length as seen from where the run stands: a resumed run may have another batch size than it began with."""
         batch = BatchSchedule.from_config(run)
         if run.train.train_samples is not None:
-            return cls(batch.iterations_for(run.train.train_samples), run.train.train_samples)
+            left = max(0, run.train.train_samples - consumed_samples)
+            return cls(iteration + batch.iterations_for(left, consumed_samples), run.train.train_samples)
         assert run.train.train_iters is not None
-        return cls(run.train.train_iters, batch.samples_after(run.train.train_iters))
+        left = max(0, run.train.train_iters - iteration)
+        return cls(run.train.train_iters, batch.samples_after(left, consumed_samples))
 
 
-def build_loaders(run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> Loaders:
-    """Open every dataset of the run and find every problem of the data."""
+def build_loaders(
+    run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None, *, train_samples: int | None = None
+) -> Loaders:
+    """Open every dataset of the run and find every problem of the data.
+
+    `train_samples` is how many training samples there must be, counted from the start of the run.
+    """
     if tokenizer is None and run.tokenizer.tokenizer_type is not None:
         tokenizer = build_tokenizer(run.tokenizer, vocab_size=run.model.vocab_size)
-    datasets = build_datasets(run, tokenizer, _samples_needed(run))
+    needed = RunLength.of(run).samples if train_samples is None else train_samples
+    datasets = build_datasets(run, tokenizer, (needed, *_evaluation_samples(run)))
     assert datasets.train is not None
     options = LoaderOptions(
         micro_batch_size=run.train.micro_batch_size,
@@ -183,14 +197,14 @@ def _wrap(datasets: Datasets, options: LoaderOptions, mesh: ParallelMesh) -> Loa
     )
 
 
-def _samples_needed(run: RunConfig) -> tuple[int, int, int]:
-    """Training, validation and test samples over the whole run; none of a split that the run has no data for."""
+def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
+    """Validation and test samples; none of a split that the run has no data for."""
     assert run.train.global_batch_size is not None
     each = run.train.eval_iters * run.train.global_batch_size
-    shares = [1.0, 1.0, 1.0] if run.data.mock_data else parse_split(run.data.split)
+    shares = (1.0, 1.0, 1.0) if run.data.mock_data else parse_split(run.data.split)
     if run.data.train_data_path:
-        shares = [1.0, float(bool(run.data.valid_data_path)), float(bool(run.data.test_data_path))]
-    return RunLength.of(run).samples, each if shares[1] else 0, each if shares[2] else 0
+        shares = (1.0, float(bool(run.data.valid_data_path)), float(bool(run.data.test_data_path)))
+    return each if shares[1] else 0, each if shares[2] else 0
 
 
 def build_loader(run: RunConfig, mesh: ParallelMesh, *, consumed_samples: int = 0) -> Iterator[list[Batch]]:

@@ -55,6 +55,7 @@ class StepComparison:
     reference_loss: float
     candidate_loss: float
     loss_difference: float
+    norm_difference: float
     worst: tuple[Worst, ...]
 
 
@@ -109,7 +110,9 @@ def _compare_step(
         if differences:
             name = max(differences, key=lambda key: differences[key])
             worst.append(Worst(kind, name, differences[name]))
-    return StepComparison(number, ours, theirs, _relative(abs(ours - theirs), abs(ours)), tuple(worst))
+    norm = reference[0].grad_norm
+    norms = max(_relative(abs(norm - trace.grad_norm), abs(norm)) for trace in candidate)
+    return StepComparison(number, ours, theirs, _relative(abs(ours - theirs), abs(ours)), norms, tuple(worst))
 
 
 def _of_kind(tensors: dict[tuple[str, str], Tensor], kind: str, names: set[str] | None = None) -> dict[str, Tensor]:
@@ -149,9 +152,12 @@ def _relative(difference: float, scale: float) -> float:
 
 
 def _departure(step: StepComparison, bounds: Bounds) -> str | None:
-    """In the order of a step: the loss, then the gradients, then the updated parameters."""
+    """The loss, then the gradients one by one, then their norm (which clipping uses), then the updated parameters."""
+    by_kind = {worst.kind: (f"{worst.kind} {worst.name}", worst.difference) for worst in step.worst}
     found = [("loss", step.loss_difference, bounds.loss)]
-    found += [(f"{worst.kind} {worst.name}", worst.difference, getattr(bounds, worst.kind)) for worst in step.worst]
+    found += [(*by_kind["gradient"], bounds.gradient)] if "gradient" in by_kind else []
+    found += [("gradient norm", step.norm_difference, bounds.gradient)]
+    found += [(*by_kind["parameter"], bounds.parameter)] if "parameter" in by_kind else []
     for what, difference, bound in found:
         if difference > bound:
             return f"step {step.step}: {what} differs by {difference:.1e} (bound {bound:.0e})"

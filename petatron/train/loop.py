@@ -13,7 +13,7 @@ from petatron.data.loader import BatchLoader
 from petatron.models.base import Batch
 from petatron.models.flops import model_flops_per_token
 from petatron.optim.precision import DynamicScale, compute_dtype
-from petatron.train.build import Loaders, RunLength
+from petatron.train.build import Loaders
 from petatron.train.metrics import IntervalMeter, Record, Sink, StepMetrics, event_record, validation_record
 from petatron.train.state import TrainState
 from petatron.train.step import train_step
@@ -46,7 +46,7 @@ class Loop:
         self._run = state.run
         self._loaders = loaders
         self._sinks = sinks
-        self._length = RunLength.of(state.run)
+        self._length = state.length()
         self._started_s = started_s
         self._saved_at: int | None = None
         self._valid: tuple[int, float] | None = None
@@ -70,9 +70,6 @@ class Loop:
         with Stopping(config.train, state.mesh.control, started_s=self._started_s) as stopping:
             while state.progress.iteration < self._length.iterations and stopped is None:
                 batches = self._next_batches()
-                if batches is None:
-                    stopped = "the training data is used up"
-                    break
                 metrics = train_step(state, batches)
                 self._watch(metrics)
                 iteration = metrics.iteration
@@ -91,11 +88,16 @@ class Loop:
             self._evaluate(self._loaders.test, "test")
         return Outcome(state.progress.iteration, stopped, self._valid[1] if self._valid else None)
 
-    def _next_batches(self) -> list[Batch] | None:
+    def _next_batches(self) -> list[Batch]:
         progress = self._state.progress
         size = self._state.batch_sizes.at(progress.consumed_samples)
         batches = self._loaders.train.next_step(size, progress.consumed_samples)
-        return [batch.to(self._state.mesh.device) for batch in batches] or None
+        if not batches:
+            raise TrainError(
+                f"The training data ends at sample {len(self._loaders.train.dataset):,}, but iteration {progress.iteration + 1} "
+                f"needs samples {progress.consumed_samples:,} to {progress.consumed_samples + size:,}."
+            )
+        return [batch.to(self._state.mesh.device) for batch in batches]
 
     def _watch(self, metrics: StepMetrics) -> None:
         """Remember on the device which iteration first had a number that is not finite."""

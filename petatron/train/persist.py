@@ -1,7 +1,8 @@
 """Saving and loading the state of a model and its optimizer, for the loop here and for loops of your own.
 
-A checkpoint holds, by logical tensor, the model's weights, the master weights where they differ, and the moments: the same
-for every layout. Random states belong to a rank, so they come back only in the layout that saved them.
+A checkpoint holds, by logical tensor, the weights in the widest precision the run has (the optimizer's master weights) and
+the moments: the same for every layout and every precision. Random states belong to a rank, so they come back only in the
+layout that saved them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
+from petatron.mesh.rng import stable_seed
 from petatron.mesh.spec import Piece
 from petatron.optim.master import MasterOptimizer
 from petatron.parallel.model import ParallelModel
@@ -27,10 +29,13 @@ def save_checkpoint(
     step: int,
     model: ParallelModel,
     optimizer: MasterOptimizer | None = None,
+    moments: bool = True,
     facts: Mapping[str, Any] | None = None,
     random_states: bool = True,
 ) -> None:
-    """Publish a checkpoint; every rank calls it. Without an optimizer only weights are saved. `facts` are JSON values.
+    """Publish a checkpoint; every rank calls it. Without an optimizer or `moments` it can only be finetuned from.
+
+    `facts` are JSON values.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -40,10 +45,11 @@ def save_checkpoint(
     >>> petatron.load_checkpoint(folder, model=model)
     {'note': 'first'}
     """
-    own = {_UPDATES: optimizer.facts() if optimizer is not None else None, "facts": dict(facts or {})}
-    CheckpointManager(folder, model.mesh.world).save(
+    updates = optimizer.facts() if optimizer is not None and moments else None
+    own = {_UPDATES: updates, "facts": dict(facts or {})}
+    CheckpointManager(folder, model.mesh.control).save(
         step,
-        list(chunks(model, optimizer)),
+        list(chunks(model, optimizer, moments=moments)),
         facts=own,
         same_layout_key=_layout_key(model),
         local=model.streams.state() if random_states else {},
@@ -55,23 +61,28 @@ def load_checkpoint(
     *,
     model: ParallelModel,
     optimizer: MasterOptimizer | None = None,
+    moments: bool = True,
     step: int | None = None,
     random_states: bool = True,
 ) -> dict[str, Any] | None:
     """Fill the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and return its facts.
 
-    None when the folder holds no checkpoint. `step` None means the newest.
+    None when the folder holds no checkpoint. `step` None means the newest. Without `moments` the optimizer takes the
+    weights alone.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> petatron.load_checkpoint(tempfile.mkdtemp(), model=petatron.build_model(run, petatron.launch(run))) is None
     True
     """
-    manager = CheckpointManager(folder, model.mesh.world)
+    manager = CheckpointManager(folder, model.mesh.control)
     if step is None and manager.latest() is None:
         return None
-    found = manager.load(step, list(chunks(model, optimizer)), same_layout_key=_layout_key(model))
+    wanted = list(chunks(model, optimizer, moments=moments))
+    found = manager.load(step, wanted, same_layout_key=_layout_key(model))
     if optimizer is not None:
+        optimizer.write_back()
+    if optimizer is not None and moments:
         if found.facts[_UPDATES] is None:
             raise CheckpointError(
                 f"The checkpoint in {folder} was saved without optimizer state. Use --finetune to start a new run from its "
@@ -83,18 +94,23 @@ def load_checkpoint(
     return found.facts["facts"]
 
 
-def chunks(model: ParallelModel, optimizer: MasterOptimizer | None) -> Iterator[Chunk]:
+def chunks(model: ParallelModel, optimizer: MasterOptimizer | None, *, moments: bool = True) -> Iterator[Chunk]:
     """Every box of every logical tensor this rank holds."""
-    for group in model.groups:
-        for piece, view in group.pieces(group.weights):
-            yield _chunk(model, "model", piece, view)
     if optimizer is not None:
-        for kind, piece, view in optimizer.tensors():
+        weights = optimizer.weights()
+    else:
+        weights = (found for group in model.groups for found in group.pieces(group.weights))
+    for piece, view in weights:
+        yield _chunk(model, "model", piece, view)
+    if optimizer is not None and moments:
+        for kind, piece, view in optimizer.moments():
             yield _chunk(model, kind, piece, view)
 
 
 def _chunk(model: ParallelModel, kind: str, piece: Piece, view: Tensor) -> Chunk:
-    primary = piece.primary and model.mesh.dp_cp.rank == 0
+    """Replicas share the writing: which of them saves a box follows from its name."""
+    replicas = model.mesh.dp_cp
+    primary = piece.primary and replicas.rank == stable_seed(kind, piece.name, piece.start) % replicas.size
     return Chunk(f"{kind}/{piece.name}", piece.logical_shape, piece.start, view, primary)
 
 

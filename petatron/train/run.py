@@ -48,12 +48,14 @@ def run_training(loaded: Loaded) -> Outcome:
     if run.checkpoint.save is not None:
         check_writable(run.checkpoint.save)
     mesh = launch(run)
-    loaders = _rank_zero_first(mesh.world, lambda: build_loaders(run, mesh, tokenizer))
     state = TrainState.build(run, mesh)
     resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
-    headline = [_headline(run, mesh, tokenizer)]
+    length = state.length()
+    loaders = _rank_zero_first(mesh.control, lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples))
+    headline = [_headline(run, length, mesh, tokenizer)]
     if resumed:
         headline.append(f"resumed at iteration {state.progress.iteration} from {run.checkpoint.load}")
+    headline += state.note_data(loaders.train.dataset.fingerprint)
     settings = dump_yaml(run, origins=loaded.origins)
     return _run(state, loaders, settings=settings, headline=headline, started_s=started_s)
 
@@ -86,8 +88,7 @@ def _run_facts(run: RunConfig) -> Mapping[str, Any]:
     return {key: value for section in asdict(run).values() for key, value in section.items()}
 
 
-def _headline(run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None) -> str:
-    length = RunLength.of(run)
+def _headline(run: RunConfig, length: RunLength, mesh: ParallelMesh, tokenizer: Tokenizer | None) -> str:
     tokens = length.samples * run.model.seq_length
     text = f"{tokenizer.name}, {tokenizer.vocab_size:,} ids" if tokenizer is not None else "no tokenizer"
     return (

@@ -14,7 +14,7 @@ from petatron.optim.precision import LossScaler, build_scaler
 from petatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.parallel.model import ParallelModel
 from petatron.train.batch_size import BatchSchedule
-from petatron.train.build import build_model, build_optimizer
+from petatron.train.build import RunLength, build_model, build_optimizer
 from petatron.train.persist import load_checkpoint, save_checkpoint
 
 _log = get_logger(__name__)
@@ -51,6 +51,8 @@ class TrainState:
     decays: WeightDecaySchedule
     batch_sizes: BatchSchedule
     progress: Progress = field(default_factory=Progress)
+    data: str | None = None
+    """Fingerprint of the training data and its order, once it is known."""
 
     @classmethod
     def build(cls, run: RunConfig, mesh: ParallelMesh) -> TrainState:
@@ -67,6 +69,23 @@ class TrainState:
             batch_sizes=BatchSchedule.from_config(run),
         )
 
+    def length(self) -> RunLength:
+        """How long the run is, seen from where it stands."""
+        progress = self.progress
+        return RunLength.of(self.run, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+
+    def note_data(self, fingerprint: str) -> list[str]:
+        """Remember which data, in which order, this run trains on; a warning if it is not what the run began with."""
+        changed = self.data is not None and self.data != fingerprint
+        self.data = fingerprint
+        if not changed:
+            return []
+        return [
+            f"WARNING: the training data or its order differs from the checkpoint's (files, split, blend, sequence length, "
+            f"seed, or another number of epochs). The run goes on at sample {self.progress.consumed_samples:,} of the new "
+            "order, so some samples may be seen again and others not at all."
+        ]
+
     def save(self, folder: str) -> None:
         """Publish a checkpoint of this iteration; every rank calls it."""
         config = self.run.checkpoint
@@ -74,9 +93,11 @@ class TrainState:
             folder,
             step=self.progress.iteration,
             model=self.model,
-            optimizer=None if config.no_save_optim else self.optimizer,
+            optimizer=self.optimizer,
+            moments=not config.no_save_optim,
             facts={
                 "progress": asdict(self.progress),
+                "data": self.data,
                 "scaler": self.scaler.state(),
                 "schedule": self._schedule_facts(),
             },
@@ -90,7 +111,8 @@ class TrainState:
         facts = load_checkpoint(
             folder,
             model=self.model,
-            optimizer=None if weights_only else self.optimizer,
+            optimizer=self.optimizer,
+            moments=not weights_only,
             step=config.ckpt_step,
             random_states=not (config.finetune or config.no_load_rng),
         )
@@ -99,8 +121,6 @@ class TrainState:
                 raise CheckpointError(f"--load {folder} holds no checkpoint, and --exit-on-missing-checkpoint is set.")
             _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", folder)
             return False
-        if weights_only:
-            self.optimizer.read_weights()
         if not config.finetune:
             self._continue(facts, folder)
         return True
@@ -115,6 +135,7 @@ class TrainState:
                 "values, or say --override-opt-param-scheduler to go on with the new ones."
             )
         self.progress = Progress(**facts["progress"])
+        self.data = facts["data"]
         self.scaler.restore(facts["scaler"])
 
     def _schedule_facts(self) -> dict[str, Any]:

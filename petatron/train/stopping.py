@@ -16,8 +16,9 @@ from petatron.mesh.mesh import Axis
 class Stopping:
     """Listens for SIGTERM and SIGINT while it is entered, and asks all ranks once per iteration.
 
-    A signal may reach ranks at different iterations, or only some of them; the question goes round as one small number
-    over a CPU group, so that no device waits, and every rank gives the same answer at the same iteration.
+    A signal may reach ranks at different iterations, or only some of them; the question goes round over a CPU group, so
+    that no device waits, and every rank gives the same answer at the same iteration. It travels while the next iteration
+    runs, so at large worlds nobody waits for it either, and a signal is heeded one iteration later.
     """
 
     def __init__(self, config: TrainConfig, control: Axis, *, started_s: float | None = None) -> None:
@@ -25,6 +26,7 @@ class Stopping:
         self._control = control
         self._started_s = time.monotonic() if started_s is None else started_s
         self._signal = 0
+        self._asked: tuple[torch.Tensor, collectives.Handle] | None = None
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Stopping:
@@ -33,6 +35,8 @@ class Stopping:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._asked is not None and exception[0] is None:
+            self._asked[1].wait()  # leave no question on the wire
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
@@ -45,8 +49,9 @@ class Stopping:
         """Why to stop after this iteration, or None; every rank must ask."""
         minutes = self._config.exit_duration_in_mins
         overtime = minutes is not None and time.monotonic() - self._started_s > minutes * 60.0
+        number, late = self._answer()
         wishes = torch.tensor([self._signal, int(overtime)])
-        number, late = collectives.all_reduce(wishes, self._control, op="max").tolist()
+        self._asked = wishes, collectives.start_all_reduce(wishes, self._control, op="max")
         if number:
             return f"received {signal.Signals(number).name}"
         if late:
@@ -55,3 +60,12 @@ class Stopping:
         if interval and iteration % interval == 0:
             return f"--exit-interval {interval}"
         return None
+
+    def _answer(self) -> tuple[int, int]:
+        """What the ranks wished when they were last asked."""
+        if self._asked is None:
+            return 0, 0
+        wishes, handle = self._asked
+        handle.wait()
+        number, late = wishes.tolist()
+        return number, late

@@ -89,3 +89,20 @@ def test_another_layout_continues_on_the_same_batches(ranks: RankPool, tmp_path:
     assert sorted(after) == list(range(4, ITERATIONS + 1))
     for iteration, loss in after.items():
         assert loss == pytest.approx(whole[iteration], rel=1e-9)
+
+
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [("--bf16", ""), ("", "--bf16"), ("--bf16", "--fp16")])
+def test_another_precision_continues_from_the_master_weights(
+    ranks: RankPool, tmp_path: Path, saved_in: str, loaded_in: str
+):
+    quiet = "--hidden-dropout 0 --attention-dropout 0"
+    [(_, saved)] = trained(ranks, f"{quiet} {saved_in} --save {tmp_path} --exit-interval 3", 1)
+    run = tiny_run(f"{MODEL} {quiet} {loaded_in} --load {tmp_path}")
+    state = TrainState.build(run, ParallelMesh.single())
+    assert state.load(str(tmp_path)) and state.progress.iteration == 3
+    for chunk in chunks(state.model, state.optimizer):
+        assert chunk.tensor.dtype == torch.float32
+        assert torch.equal(chunk.tensor, saved[chunk.key]), chunk.key
+    own = {piece.name: view for group in state.model.groups for piece, view in group.pieces(group.weights)}
+    for piece, master in state.optimizer.weights():
+        assert torch.equal(own[piece.name], master.to(own[piece.name].dtype)), piece.name

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -89,6 +91,7 @@ def test_refusals() -> None:
 class Numbered:
     def __init__(self, base: int, size: int) -> None:
         self.base, self.size = base, size
+        self.fingerprint = f"numbered {base}"
 
     def __len__(self) -> int:
         return self.size
@@ -107,6 +110,23 @@ def test_blended_dataset() -> None:
         BlendedDataset([Numbered(0, 10), Numbered(1000, 25)], [3, 1], 100)
     with pytest.raises(ValueError, match="needs a size"):
         BlendedDataset([Numbered(0, 10)], [1])
+
+
+def test_blend_is_cached_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [Numbered(0, 75), Numbered(1000, 25)]
+    first = BlendedDataset(sources, [3, 1], 100, cache_dir=tmp_path)
+    monkeypatch.setattr(blend, "blend_indices", lambda *args, **more: pytest.fail("built again"))
+    again = BlendedDataset(sources, [3, 1], 100, cache_dir=tmp_path)
+    assert [int(first[i][0]) for i in range(100)] == [int(again[i][0]) for i in range(100)]
+    assert first.fingerprint == again.fingerprint
+
+
+def test_fingerprint_follows_parts_and_weights() -> None:
+    sources = [Numbered(0, 75), Numbered(1000, 75)]
+    marks = {BlendedDataset(sources, weights, 50).fingerprint for weights in ([3, 1], [1, 1], [1, 3])}
+    marks |= {BlendedDataset(sources[::-1], [3, 1], 50).fingerprint, BlendedDataset(sources, None).fingerprint}
+    assert len(marks) == 5
+    assert BlendedDataset(sources, [3, 1], 60).fingerprint in marks, "a longer blend goes on in the same order"
 
 
 def test_parse_blend() -> None:

@@ -41,13 +41,13 @@ def used(loader: BatchLoader, batch_size: int, consumed: int) -> list[int]:
 def test_ranks_together_take_the_global_batch(dp: int, micro: int, accumulate: int, consumed: int, kind: str) -> None:
     batch_size = dp * micro * accumulate
     dataset = Numbered(400)
-    options = LoaderOptions(micro_batch_size=micro, dataloader_type=kind)  # type: ignore[arg-type]
+    options = LoaderOptions(seed=1234, micro_batch_size=micro, dataloader_type=kind)  # type: ignore[arg-type]
     taken: list[int] = []
     for rank in range(dp):
         step = BatchLoader(dataset, options, dp_rank=rank, dp_size=dp).next_step(batch_size, consumed)
         assert len(step) == accumulate and all(batch.tokens.shape == (micro, 2) for batch in step)
         taken += [int(number) for batch in step for number in batch.tokens[:, 0]]
-    alone = BatchLoader(dataset, LoaderOptions(micro_batch_size=1, dataloader_type=kind))  # type: ignore[arg-type]
+    alone = BatchLoader(dataset, LoaderOptions(seed=1234, micro_batch_size=1, dataloader_type=kind))  # type: ignore[arg-type]
     assert sorted(taken) == sorted(used(alone, batch_size, consumed))
     if kind == "single":
         assert sorted(taken) == list(range(consumed, consumed + batch_size))
@@ -57,7 +57,7 @@ def test_ranks_together_take_the_global_batch(dp: int, micro: int, accumulate: i
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_resume_from_any_position(kind: str, workers: int) -> None:
     dataset = Numbered(50)
-    options = LoaderOptions(micro_batch_size=2, dataloader_type=kind, num_workers=workers)  # type: ignore[arg-type]
+    options = LoaderOptions(seed=1234, micro_batch_size=2, dataloader_type=kind, num_workers=workers)  # type: ignore[arg-type]
     with BatchLoader(dataset, options) as loader:
         whole = [used(loader, 4, consumed) for consumed in range(0, 48, 4)]
     for stop in range(12):
@@ -68,7 +68,7 @@ def test_resume_from_any_position(kind: str, workers: int) -> None:
 
 
 def test_short_last_batch_is_dropped() -> None:
-    loader = BatchLoader(Numbered(10), LoaderOptions(micro_batch_size=2))
+    loader = BatchLoader(Numbered(10), LoaderOptions(seed=1234, micro_batch_size=2))
     assert used(loader, 4, 4) == [4, 5, 6, 7]
     assert loader.next_step(4, 8) == []
 
@@ -84,25 +84,25 @@ def test_cyclic_epochs() -> None:
 
 def test_batch_contents() -> None:
     samples = np.array([[5, 9, 6, 7, 9, 9, 8]])
-    plain = make_batch(samples, LoaderOptions(micro_batch_size=1))
+    plain = make_batch(samples, LoaderOptions(seed=1234, micro_batch_size=1))
     assert plain.tokens.tolist() == [[5, 9, 6, 7, 9, 9]] and plain.labels.tolist() == [[9, 6, 7, 9, 9, 8]]
     assert plain.loss_mask.tolist() == [[1.0] * 6] and plain.positions is None
     assert (plain.tokens.dtype, plain.labels.dtype, plain.loss_mask.dtype) == (torch.int64, torch.int64, torch.float32)
     assert plain.tokens.is_contiguous() and plain.labels.is_contiguous()
-    options = LoaderOptions(micro_batch_size=1, eod=9, eod_mask_loss=True, reset_position_ids=True)
+    options = LoaderOptions(seed=1234, micro_batch_size=1, eod=9, eod_mask_loss=True, reset_position_ids=True)
     masked = make_batch(samples, options)
     assert masked.loss_mask.tolist() == [[1, 0, 1, 1, 0, 0]]
     assert masked.positions is not None and masked.positions.tolist() == [[0, 1, 0, 1, 2, 0]]
 
 
 def test_refusals() -> None:
-    loader = BatchLoader(Numbered(100), LoaderOptions(micro_batch_size=2), dp_size=3)
+    loader = BatchLoader(Numbered(100), LoaderOptions(seed=1234, micro_batch_size=2), dp_size=3)
     with pytest.raises(
         ConfigError, match=r"--global-batch-size 8 is not a multiple of micro-batch 2 x data-parallel 3 = 6"
     ):
         loader.next_step(8, 0)
     with pytest.raises(DataError, match="end-of-document token, but the tokenizer has none"):
-        BatchLoader(Numbered(10), LoaderOptions(micro_batch_size=1, eod_mask_loss=True))
+        BatchLoader(Numbered(10), LoaderOptions(seed=1234, micro_batch_size=1, eod_mask_loss=True))
 
 
 class Broken(Numbered):
@@ -113,7 +113,7 @@ class Broken(Numbered):
 
 
 def test_errors_of_reading_ahead_are_raised_at_their_batch() -> None:
-    with BatchLoader(Broken(20), LoaderOptions(micro_batch_size=2, num_workers=2)) as loader:
+    with BatchLoader(Broken(20), LoaderOptions(seed=1234, micro_batch_size=2, num_workers=2)) as loader:
         assert used(loader, 2, 0) == [0, 1]
         assert used(loader, 2, 2) == [2, 3]
         with pytest.raises(OSError, match="sample 4 is gone"):
@@ -136,7 +136,7 @@ class Recording(Numbered):
 
 def test_reads_ahead_and_reads_nothing_twice() -> None:
     dataset = Recording(40)
-    with BatchLoader(dataset, LoaderOptions(micro_batch_size=2, num_workers=2)) as loader:
+    with BatchLoader(dataset, LoaderOptions(seed=1234, micro_batch_size=2, num_workers=2)) as loader:
         loader.next_step(2, 0)
         assert dataset.reached.wait(10), "two further steps are read in the background"
         for consumed in range(2, 20, 2):

@@ -27,15 +27,15 @@ def whole(shape: tuple[int, ...], name: str = "layers.0.weight", *, seed: int = 
 
 @st.composite
 def boxes(draw) -> Piece:
-    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=2, max_size=2)))
     start = tuple(draw(st.integers(0, size - 1)) for size in shape)
     return box(shape, start, tuple(draw(st.integers(1, size - at)) for size, at in zip(shape, start)))
 
 
 @settings(max_examples=80, deadline=None)
-@given(piece=boxes(), block=st.sampled_from([1, 7, 20, 1 << 20]))
+@given(piece=boxes(), block=st.sampled_from([1, 2, 5, 1024]))
 def test_any_box_equals_the_slice_of_the_whole(piece: Piece, block: int):
-    with patch.object(rng, "_BLOCK_ELEMENTS", block):
+    with patch.object(rng, "_BLOCK", block):
         everything = whole(piece.logical_shape)
         assert torch.equal(normal_piece(piece, seed=1, std=1.0), everything[piece.logical_slices()])
 

@@ -12,6 +12,7 @@ from petatron.mesh.flat import FlatGroup, flatten_parameters
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Shard, TensorSplit, place
+from petatron.models.decoder import takes_weight_decay
 from petatron.parallel.gradients import GradientSync
 from tests.dist import RankPool
 
@@ -55,7 +56,8 @@ def batch(rank: int, micro_batch: int, dtype: torch.dtype) -> Tensor:
 
 
 def flatten(model: nn.Module, shard: Shard, split: TensorSplit) -> list[FlatGroup]:
-    return flatten_parameters(model, {n: place(n, tuple(p.shape), shard, split) for n, p in model.named_parameters()})
+    placements = {n: place(n, tuple(p.shape), shard, split) for n, p in model.named_parameters()}
+    return flatten_parameters(model, placements, takes_weight_decay)
 
 
 def by_name(groups: list[FlatGroup]) -> dict[str, Tensor]:
@@ -216,7 +218,7 @@ def _partial() -> dict[str, Any]:
     model = nn.Module()
     for name, placement in placements.items():
         model.register_parameter(name, nn.Parameter(torch.ones(placement.shape)))
-    groups = flatten_parameters(model, placements)
+    groups = flatten_parameters(model, placements, takes_weight_decay)
     sync = GradientSync(groups, mesh, bucket_size=1, overlap=True)
     with sync.last_micro_batch():
         sum(parameter.sum() * 10.0**rank for parameter in model.parameters()).backward()

@@ -50,7 +50,7 @@ def test_from_nothing_through_a_time_limit_to_a_sample_and_again(
     assert quickstart(dataclasses.replace(options, minutes=1e-4)) == 0
     cut = capfd.readouterr().out
     assert (
-        "stopping at iteration 1: --exit-duration-in-mins 0.0001 is over (12 were asked for)" in cut
+        "stopping at iteration 2: --exit-duration-in-mins 0.0001 is over (12 were asked for)" in cut
         and "this model" in cut
     )
 

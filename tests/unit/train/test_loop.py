@@ -135,11 +135,36 @@ def test_save_interval_saves_each_iteration_once(tmp_path: Path):
     assert saved == ["saved checkpoint of iteration 2", "saved checkpoint of iteration 4"]
 
 
-def test_data_may_end_before_the_iterations():
+def test_data_that_ends_early_is_an_error():
     _, loop, _ = start(tiny_run(f"{SMALL} --train-iters 6"))
     loop._loaders.train.dataset.num_samples = 20  # type: ignore[attr-defined]
-    outcome = loop.run()
-    assert (outcome.iteration, outcome.stopped_early) == (2, "the training data is used up")
+    with pytest.raises(TrainError, match="ends at sample 20, but iteration 3 needs samples 16 to 24"):
+        loop.run()
+
+
+@pytest.mark.parametrize(("by", "iterations", "samples"), [("iterations", 4, 24), ("samples", 6, 32)])
+def test_another_batch_size_after_a_resume(tmp_path: Path, by: str, iterations: int, samples: int):
+    """Two steps of 8, then steps of 4: iterations are counted on, or the samples that are left are used."""
+
+    def configured(flags: str) -> RunConfig:
+        if by == "iterations":
+            return tiny_run(f"{SMALL} --train-iters 4 --save {tmp_path} {flags}")
+        return sampled_run(f"--train-samples 32 --save {tmp_path} {flags}")
+
+    start(configured("--exit-interval 2"))[1].run()
+    run = configured(f"--load {tmp_path} --global-batch-size 4 --override-opt-param-scheduler")
+    state = TrainState.build(run, ParallelMesh.single())
+    assert state.load(str(tmp_path)) and state.progress.consumed_samples == 16
+    loaders = build_loaders(run, state.mesh, train_samples=state.length().samples)
+    assert Loop(state, loaders, [], detect("cpu")).run() == Outcome(iterations, None, None)
+    assert state.progress.consumed_samples == samples
+
+
+def test_other_data_after_a_resume_is_noticed():
+    state = TrainState.build(tiny_run(SMALL + " --train-iters 2"), ParallelMesh.single())
+    assert state.note_data("these samples") == [] and state.note_data("these samples") == []
+    [warning] = state.note_data("those samples")
+    assert "differs from the checkpoint's" in warning
 
 
 def spoil(state: TrainState, iteration: int, value: float = float("nan")) -> None:

@@ -11,6 +11,7 @@ from petatron.config.schema import OptimizerConfig
 from petatron.mesh.flat import FlatGroup, flatten_parameters
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Shard, TensorSplit, place
+from petatron.models.decoder import takes_weight_decay
 from petatron.optim.master import MasterOptimizer
 
 
@@ -21,7 +22,7 @@ def small_model(dtype: torch.dtype) -> nn.Module:
 
 def flatten(model: nn.Module) -> list[FlatGroup]:
     placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
-    return flatten_parameters(model, placements)
+    return flatten_parameters(model, placements, takes_weight_decay)
 
 
 def collect(groups: list[FlatGroup], *, scale: float = 1.0) -> None:
@@ -136,7 +137,7 @@ def test_a_bad_gradient_leaves_everything_as_it_was(rule: str, bad: float, dtype
         return optimizer.step().skipped
 
     def everything() -> list[Tensor]:
-        return [g.weights.clone() for g in groups] + [view.clone() for _, _, view in optimizer.tensors()]
+        return [g.weights.clone() for g in groups] + [view.clone() for _, _, view in optimizer.moments()]
 
     assert not step(1, None)
     weights, facts = everything(), optimizer.facts()
@@ -166,27 +167,29 @@ def test_small_updates_add_up_in_the_master_weights():
         groups[0].grads.fill_(1.0)
         optimizer.step()
         lost -= 1e-4
-    masters = {kind: view for kind, _, view in optimizer.tensors()}
-    assert masters["master"].dtype == torch.float32
-    torch.testing.assert_close(masters["master"], torch.full((4,), 0.99), rtol=1e-5, atol=0)
-    assert torch.equal(model.weight.detach(), masters["master"].bfloat16()) and not model.weight.eq(1.0).any()
+    [(_, master)] = optimizer.weights()
+    assert master.dtype == torch.float32
+    torch.testing.assert_close(master, torch.full((4,), 0.99), rtol=1e-5, atol=0)
+    assert torch.equal(model.weight.detach(), master.bfloat16()) and not model.weight.eq(1.0).any()
     assert lost.eq(1.0).all(), "this test needs updates that bfloat16 loses"
 
 
 def test_masters_are_the_weights_where_nothing_is_narrower():
     groups = flatten(small_model(torch.float32))
     optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
-    assert {kind for kind, _, _ in optimizer.tensors()} == {"exp_avg", "exp_avg_sq"}
+    assert {kind for kind, _, _ in optimizer.moments()} == {"exp_avg", "exp_avg_sq"}
+    own = {view.data_ptr() for group in groups for _, view in group.pieces(group.weights)}
+    assert {view.data_ptr() for _, view in optimizer.weights()} == own
 
 
-def test_read_weights_takes_loaded_weights_over():
+def test_loaded_master_weights_reach_the_model():
     model = small_model(torch.bfloat16)
     groups = flatten(model)
     optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
-    for group in groups:
-        group.weights.fill_(0.5)
-    optimizer.read_weights()
-    assert all(view.eq(0.5).all() for kind, _, view in optimizer.tensors() if kind == "master")
+    for _, view in optimizer.weights():
+        view.fill_(0.5)
+    optimizer.write_back()
+    assert all(parameter.eq(0.5).all() for parameter in model.parameters())
 
 
 def test_restored_facts_continue_the_bias_correction():

@@ -18,7 +18,7 @@ from petatron.config.schema import LogConfig
 from petatron.train.live import ConsoleSink
 from petatron.train.metrics import event_record, validation_record
 from petatron.train.sinks import METRICS_FILE, JsonlSink, TensorBoardSink, WandbSink, build_sinks, scalars
-from tests.unit.train_io.records import log_record
+from tests.unit.train.records import log_record
 
 ROOT = Path(__file__).resolve().parents[3]
 

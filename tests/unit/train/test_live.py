@@ -24,7 +24,7 @@ from petatron.train.live import (
     y_range,
 )
 from petatron.train.metrics import event_record, validation_record
-from tests.unit.train_io.records import log_record
+from tests.unit.train.records import log_record
 
 rich_console = pytest.importorskip("rich.console")
 

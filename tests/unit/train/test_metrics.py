@@ -23,7 +23,7 @@ from petatron.train.metrics import (
     validation_line,
     validation_record,
 )
-from tests.unit.train_io.records import log_record
+from tests.unit.train.records import log_record
 
 
 class Clock:
