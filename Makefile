@@ -29,7 +29,7 @@ test-slow: $(VENV)/dev  ## the long forms
 	$(BIN)/python -m pytest -m slow
 
 test-gpu:  ## GPU checks, with the Python and packages of the machine
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
 
 check: $(VENV)/dev  ## lint, format and types
 	$(BIN)/ruff check .

@@ -44,7 +44,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, local, here = ctx.saved_tensors
-        grad = softmax  # in place: at this point of a step memory is at its peak, and nobody reads the softmax again
+        grad = softmax  # in place, since memory is at its peak here; autograd refuses a second backward pass over it
         if grad.shape[-1]:
             grad.scatter_add_(-1, local, -here.to(grad.dtype).unsqueeze(-1))
         return grad.mul_(grads[0].unsqueeze(-1)).to(ctx.logits_dtype), None, None, None, None

@@ -70,7 +70,7 @@ class Rotary(nn.Module):
         if self.inverse.device != positions.device:  # once: the table follows the activations
             self.inverse = self.inverse.to(positions.device)
         rows = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
-        angles = rows.to(torch.float32).unsqueeze(-1) * self.inverse
+        angles = rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-1) * self.inverse
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
         return (angles.cos() * self.temperature).to(dtype), (angles.sin() * self.temperature).to(dtype)
 
