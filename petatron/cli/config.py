@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.document import dump_yaml, read_file
+from petatron.config.fields import listing, nearest
 from petatron.config.load import Loaded, resolve_config
 from petatron.config.presets import preset_names, preset_summary
 from petatron.config.reference import reference
 from petatron.config.show import diff, show
 
 _USAGE = """usage:
-  petatron config show [PRESET] [flags ...] [--changed] [--yaml]
+  petatron config show [X] [flags ...] [--changed] [--yaml]
       every value with its origin: default, preset, file and line, flag, or derived and why
+      X           a preset, a YAML file, or a run folder with its config.yaml
       --changed   leave out plain defaults
       --yaml      print a file for --config instead
   petatron config diff A B
-      fields that differ; each of A and B is a preset, a YAML file, or a run folder with its config.yaml
+      fields that differ; each of A and B is a preset, a file or a folder, like X
   petatron config presets
       the model shapes that --preset knows
   petatron config reference [--out FILE]
       the page of all flags, as Markdown"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a configuration comes from, in the terms of `resolve_config`."""
+
+    preset: str | None = None
+    files: tuple[Path, ...] = ()
 
 
 def main(argv: list[str]) -> int:
@@ -44,9 +55,10 @@ def main(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    preset = argv[0] if argv and not argv[0].startswith("-") else None
-    flags = [text for text in argv[1 if preset else 0 :] if text not in ("--changed", "--yaml")]
-    loaded, problems = resolve_config(flags, preset=preset, require_training=False)
+    named = bool(argv) and not argv[0].startswith("-")
+    source = _locate(argv[0]) if named else _Source()
+    flags = [text for text in argv[named:] if text not in ("--changed", "--yaml")]
+    loaded, problems = resolve_config(flags, preset=source.preset, files=source.files, require_training=False)
     if "--yaml" in argv:
         print(dump_yaml(loaded.config, origins=loaded.origins), end="")
     else:
@@ -63,22 +75,34 @@ def _diff(argv: list[str]) -> int:
     if len(argv) != 2:
         print(_USAGE, file=sys.stderr)
         return 2
-    before, after = (_open(name).config for name in argv)
+    before, after = (_open(_locate(name)).config for name in argv)
     print(diff(before, after) or "no difference")
     return 0
 
 
-def _open(name: str) -> Loaded:
-    """A preset, a YAML file or a run folder. What cannot be read is an error; rules do not matter for looking."""
+def _locate(name: str) -> _Source:
+    """What a name on the command line stands for: a preset, a YAML file or a run folder."""
     if name in preset_names():
-        return resolve_config(preset=name)[0]
-    path = Path(name) / "config.yaml" if Path(name).is_dir() else Path(name)
-    if not path.is_file():
-        rule = "is neither a preset, nor a YAML file, nor a run folder with a config.yaml"
-        raise ConfigError([Problem(name, "", rule, "`petatron config presets` lists the presets.")])
-    if unreadable := read_file(path).problems:
+        return _Source(preset=name)
+    folder = Path(name).is_dir()
+    path = Path(name) / "config.yaml" if folder else Path(name)
+    if path.is_file():
+        return _Source(files=(path,))
+    rule = "is neither a preset, nor a YAML file, nor a run folder with a config.yaml"
+    if folder:
+        fix = "The folder is there, but holds no config.yaml."
+    elif close := nearest(name, preset_names(), count=3):
+        fix = f"Did you mean the preset {listing(close)}?"
+    else:
+        fix = "Check the path; `petatron config presets` lists the presets."
+    raise ConfigError([Problem(name, "", rule, fix)])
+
+
+def _open(source: _Source) -> Loaded:
+    """What cannot be read is an error; rules do not matter for looking."""
+    if unreadable := [problem for path in source.files for problem in read_file(path).problems]:
         raise ConfigError(unreadable)
-    return resolve_config(files=[path])[0]
+    return resolve_config(preset=source.preset, files=source.files)[0]
 
 
 def _presets() -> int:

@@ -122,9 +122,11 @@ def _print_report(report: PreprocessReport) -> None:
     rate = report.tokens / max(report.seconds, 1e-9)
     print(f"{report.documents:,} documents, {report.tokens:,} tokens in {report.seconds:.1f} s ({rate:,.0f} tokens/s)")
     if report.empty:
-        print(f"{report.empty:,} empty texts left out")
+        print(f"{report.empty:,} empty {'text' if report.empty == 1 else 'texts'} left out")
     if report.malformed:
-        print(f"{report.malformed:,} malformed lines skipped; the first {len(report.problems)} are:")
+        shown = len(report.problems)
+        first = f", the first {shown} of them" if shown < report.malformed else ""
+        print(f"{report.malformed:,} malformed {'line' if report.malformed == 1 else 'lines'} skipped{first}:")
         print("\n".join(f"  {problem}" for problem in report.problems))
     for output in report.outputs:
         print(f"{output}.bin, {output}.idx")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from petatron.base.errors import ConfigError
 from petatron.config import load_config
 from petatron.config.help import flag_help
+from petatron.config.preflight import preflight
 from petatron.mesh.launch import guard, read_environment
 
 USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
@@ -24,7 +26,11 @@ def main(argv: list[str]) -> int:
     environment = read_environment()
     if environment.origin != "single":
         return guard(lambda: train_rank(argv))
-    launch = load_config(argv).config.launch  # every problem of the configuration, before any rank starts
+    config = load_config(argv).config
+    problems = preflight(config)  # with what `load_config` found: every problem before any rank starts
+    if problems:
+        raise ConfigError(problems)
+    launch = config.launch
     if (launch.nproc_per_node or 1) * launch.nnodes == 1:
         return train_rank(argv)
     from petatron.cli.launcher import run_ranks
@@ -40,8 +46,10 @@ def main(argv: list[str]) -> int:
 
 
 def with_preset(argv: list[str]) -> list[str]:
-    """A first word that is no flag names a preset."""
-    return ["--preset", *argv] if argv and not argv[0].startswith("-") else argv
+    """A first word that is no flag names a preset, or a YAML file."""
+    if not argv or argv[0].startswith("-"):
+        return argv
+    return ["--config" if argv[0].endswith((".yaml", ".yml")) else "--preset", *argv]
 
 
 def train_rank(argv: list[str]) -> int:

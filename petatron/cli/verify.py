@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from petatron.train.verify import Comparison
 
 
+_COULD_NOT_RUN = 2  # 1 says that the layouts differ
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="petatron verify",
@@ -55,10 +58,12 @@ def main(argv: list[str]) -> int:
         return guard(lambda: _record(flags, options))
     from petatron.train.verify import ONE_PROCESS, compare_folders, parse_injection, plan
 
-    if options.inject:
-        parse_injection(options.inject)
     both = plan(flags, steps=options.steps, dtype=options.dtype, reference=options.reference or ONE_PROCESS)
+    if options.inject:
+        parse_injection(options.inject, both.candidate.config.model)
     print(f"reference: {_layout(both.reference)}\nlayout:    {_layout(both.candidate)}")
+    if both.left_out:
+        print(f"not part of the comparison: {', '.join(both.left_out)}")
     if not both.every_step:
         print(
             "The model is large: gradients and parameters are compared at the first and last step, losses at every step."
@@ -74,7 +79,7 @@ def main(argv: list[str]) -> int:
             options_of_ranks += ["--inject", inject] if inject else []
             code = _train(loaded.config.parallel.world_size or 1, [*options_of_ranks, *words])
             if code:
-                return code
+                return _COULD_NOT_RUN if code == 1 else code
         verdict = compare_folders(*folders, options.dtype)
     print(table(verdict))
     if options.json:

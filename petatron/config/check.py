@@ -2,8 +2,8 @@
 
 Each rule is written once, in the file of its topic; each reads the config and yields problems in terms of flags, with
 the value found, the rule and a fix. Rules about fields that derivation could not fill stay silent, because the reason is
-already reported. Arithmetic of features that are not in this version is still checked: a layout that cannot multiply
-out is wrong today and will be wrong later.
+already reported. A flag that is refused because its feature is not in this version has that one problem: what else is
+wrong with its value cannot matter until it is left out. Rules about other flags still apply.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ def check(config: RunConfig, *, require_training: bool = True) -> list[Problem]:
 
     `require_training=False` leaves out what only training needs: a length, a learning rate, data, a vocabulary.
     """
-    return [
-        *check_model(config),
-        *check_layout(config),
-        *check_run(config, require_training=require_training),
-        *check_files(config, require_training=require_training),
-        *_not_in_this_version(config),
-    ]
+    refusals = list(_not_in_this_version(config))
+    refused = {problem.where for problem in refusals}
+    rules = (
+        check_model(config),
+        check_layout(config),
+        check_run(config, require_training=require_training),
+        check_files(config, require_training=require_training),
+    )
+    return [problem for found in rules for problem in found if problem.where not in refused] + refusals
 
 
 def _not_in_this_version(config: RunConfig) -> Iterator[Problem]:

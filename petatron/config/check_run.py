@@ -98,9 +98,24 @@ def _length(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
         yield Problem("--train-iters", "", "is not set", "Give --train-iters or --train-samples.")
     for name in ("train_iters", "train_samples", "eval_interval", "exit_interval"):
         yield from at_least(name, getattr(train, name), 1)
+    yield from _first_batch(config)
     yield from at_least("eval_iters", train.eval_iters, 0)
     yield from above("exit_duration_in_mins", train.exit_duration_in_mins, 0)
     yield from at_least("seed", train.seed, 0)
+
+
+def _first_batch(config: RunConfig) -> Iterator[Problem]:
+    """Only whole batches are trained on, so a run must hold at least its first."""
+    train = config.train
+    samples, batch, ramp = train.train_samples, train.global_batch_size, train.rampup_batch_size
+    if samples is None or samples < 1 or batch is None or train.train_iters is not None:
+        return
+    first, name = batch, f"--global-batch-size {batch}"
+    if len(ramp) == 3 and 0 < ramp[0] <= batch:
+        first, name = ramp[0], f"the {ramp[0]} of --rampup-batch-size"
+    if samples < first:
+        rule = f"is less than the first batch, {name}, so nothing would be trained"
+        yield Problem("--train-samples", str(samples), rule, f"Use {first} or more, or a smaller batch.")
 
 
 def _units(config: RunConfig) -> Iterator[Problem]:

@@ -15,12 +15,18 @@ from typing import Any, Literal
 
 from petatron.base.errors import Problem
 from petatron.config.fields import FieldInfo, Value, all_fields, by_name, flatten, nearest, sections
-from petatron.config.flags import value_problem
+from petatron.config.flags import FILE_FLAG, PRESET_FLAG, value_problem
 from petatron.config.origins import Origin, Setting
 from petatron.config.schema import RunConfig
+from petatron.config.spellings import SECTIONS
 
 _Node = Any  # a yaml.Node: `id` says scalar, sequence or mapping, and `style` is the quote around a scalar
 _NULL = "tag:yaml.org,2002:null"
+# Keys that name a source of settings, which a file cannot do -> what to write on the command line instead.
+_SOURCES = {
+    "preset": f"A preset is chosen on the command line: {PRESET_FLAG} NAME.",
+    "config": f"Files are given on the command line: {FILE_FLAG} FILE, as often as needed.",
+}
 
 
 @dataclass(slots=True)
@@ -110,23 +116,31 @@ class _Reader:
             self.problem(root, "", "is not a mapping", "Write `section:` and indented `field: value` lines.")
             return
         for key, node in root.value:
-            if key.value in sections():
-                self.read_section(key, node)
+            name = key.value if key.id == "scalar" else ""
+            if name in sections():
+                self.read_section(node, name)
+            elif node.id == "mapping" and name in SECTIONS:
+                section = SECTIONS[name]
+                self.problem(key, name, "is not a section", f"The section is called {section}.")
+                self.read_section(node, section)  # what it holds was said, and must not be reported as missing
             else:
                 self.read_field(key, node, section=None)
 
-    def read_section(self, key: _Node, node: _Node) -> None:
+    def read_section(self, node: _Node, section: str) -> None:
         if node.id == "scalar" and node.tag == _NULL:
             return
         if node.id != "mapping":
-            self.problem(node, key.value, "is a section and needs a mapping", "Write its fields on indented lines.")
+            self.problem(node, section, "is a section and needs a mapping", "Write its fields on indented lines.")
             return
         for inner_key, inner in node.value:
-            self.read_field(inner_key, inner, section=key.value)
+            self.read_field(inner_key, inner, section=section)
 
     def read_field(self, key: _Node, node: _Node, *, section: str | None) -> None:
-        name = str(key.value)
-        info = by_name().get(name.replace("-", "_")) if key.id == "scalar" else None
+        if key.id != "scalar":
+            self.problem(key, "", "has a list or a mapping for a key", "Write `field: value` lines.")
+            return
+        name = key.value
+        info = by_name().get(name.replace("-", "_"))
         if info is None:
             self.unknown_key(key, name, section)
             return
@@ -138,6 +152,11 @@ class _Reader:
         self.read_value(info, key, node)
 
     def unknown_key(self, key: _Node, name: str, section: str | None) -> None:
+        if name in _SOURCES:
+            # Nobody knows what that preset or file would have set, so every value is in doubt.
+            self.document.suspects.update(info.flag for info in all_fields())
+            self.problem(key, name, "cannot be set in a file", _SOURCES[name])
+            return
         close = nearest(name, [*by_name(), *([] if section else sections())])
         self.document.suspects.update(by_name()[word].flag for word in close if word in by_name())
         fix = f"Did you mean {' or '.join(close)}?" if close else "See `petatron config reference` for all fields."

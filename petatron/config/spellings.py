@@ -1,7 +1,7 @@
 """Tables of flag spellings beyond the schema's own: short forms, Megatron's other names, and what is refused and why.
 
-Nothing here is code. `flags.py` reads the tables to parse, `reference.py` reads them to document. A flag of Megatron's
-falls in exactly one table, or is a field of the schema, or is unknown.
+Nothing here is code. `flags.py` and `document.py` read the tables to parse, `reference.py` to document. A flag of
+Megatron's falls in exactly one table, or is a field of the schema, or is unknown.
 """
 
 from __future__ import annotations
@@ -356,3 +356,6 @@ LATER_VALUES: Mapping[str, Mapping[str, str]] = {
         "SFTTokenizer": _SFT,
     },
 }
+
+# A key of a YAML file that people take for a section -> the section's name.
+SECTIONS: Mapping[str, str] = {"optimizer": "optim"}

@@ -7,7 +7,8 @@ on the number of workers, nor memory on the size of the input.
 
 A line must be a JSON object with every asked key, each a string (one sequence) or a list of strings (ready sentences, one
 sequence each). Anything else is malformed: reported with file and line number, and fatal unless asked to skip. Blank
-lines are not documents. A document without tokens is left out of the output and counted.
+lines are not documents. A text without tokens is left out of the output and counted; a line with no other text is not
+a document either.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
-from petatron.base.log import get_logger
 from petatron.config.schema import TokenizerConfig
 from petatron.data.indexed import optimal_dtype
 from petatron.data.jsonl import BLOCK_BYTES, Block, read_blocks
@@ -75,7 +75,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PreprocessReport:
-    """What a finished job did. Documents count lines; sequences, tokens and empty count over all keys."""
+    """What a finished job did. Documents are lines with a text that was kept; the next three count over all keys."""
 
     documents: int
     sequences: int
@@ -90,12 +90,11 @@ class PreprocessReport:
 
 @dataclass(frozen=True, slots=True)
 class _EncodedKey:
-    """One key of a block: tokens end to end, tokens per sequence, sequences per document, documents left out."""
+    """One key of a block: tokens end to end, tokens per sequence, sequences per line (0: the text was left out)."""
 
     tokens: NDArray
     lengths: NDArray[np.int32]
-    documents: NDArray[np.int32]
-    empty: int
+    sequences: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +130,10 @@ def preprocess(options: PreprocessOptions, progress: Callable[[Progress], None] 
             _note_problems(block, encoded, options, totals)
             totals.documents += encoded.documents
             for writer, key in zip(writers, encoded.keys):
-                writer.add_many(key.tokens, key.lengths, sequences_per_document=key.documents)
+                kept = key.sequences[key.sequences > 0]
+                writer.add_many(key.tokens, key.lengths, sequences_per_document=kept)
                 totals.tokens += key.tokens.size
-                totals.empty += key.empty
+                totals.empty += key.sequences.size - kept.size
             if progress is not None:
                 seconds = time.monotonic() - started
                 progress(Progress(totals.documents, totals.tokens, bytes_read, bytes_total, seconds))
@@ -154,7 +154,7 @@ def preprocess(options: PreprocessOptions, progress: Callable[[Progress], None] 
 
 def _check(options: PreprocessOptions) -> Tokenizer:
     """Find what is wrong before any work is done."""
-    problems = [f"input {path} does not exist" for path in options.inputs if not Path(path).is_file()]
+    problems = [_missing(path) for path in options.inputs if not Path(path).is_file()]
     if not options.inputs:
         problems.append("no input is given (--input)")
     if options.workers < 1:
@@ -174,12 +174,19 @@ def _check(options: PreprocessOptions) -> Tokenizer:
     return tokenizer
 
 
+def _missing(path: str) -> str:
+    if Path(path).is_dir():
+        return f"input {path} is a folder; name the files in it, for instance {Path(path) / '*.jsonl'}"
+    return f"input {path} does not exist"
+
+
 def _check_not_empty(options: PreprocessOptions, writers: Sequence[IndexedWriter], totals: _Totals) -> None:
     for writer, key in zip(writers, options.json_keys):
         if writer.num_tokens == 0:
+            first = f" (the first: {totals.problems[0]})" if totals.problems else ""
             raise DataError(
                 f"No tokens for key {key!r} in {', '.join(options.inputs)}: {totals.documents:,} documents, "
-                f"{totals.malformed:,} malformed lines, {totals.empty:,} empty texts. Check the input and --json-keys."
+                f"{totals.malformed:,} malformed lines{first}, {totals.empty:,} empty texts. Check the input and --json-keys."
             )
 
 
@@ -191,7 +198,6 @@ def _note_problems(block: Block, encoded: _EncodedBlock, options: PreprocessOpti
         totals.malformed += 1
         if len(totals.problems) < SHOWN_PROBLEMS:
             totals.problems.append(problem)
-            get_logger(__name__).warning("skipped %s", problem)
 
 
 def _blocks(options: PreprocessOptions) -> Iterator[tuple[Block, int]]:
@@ -272,7 +278,8 @@ class _Encoder:
         except Exception:  # whatever the tokenizer raises; the batch does not say which text it was
             rows = self._without_bad_texts(numbers, rows, malformed)
             keys = self._encode_rows(rows)
-        return _EncodedBlock(keys, len(rows), tuple(sorted(malformed)))
+        documents = np.count_nonzero(np.any([key.sequences for key in keys], axis=0))
+        return _EncodedBlock(keys, int(documents), tuple(sorted(malformed)))
 
     def _parse(self, block: Block) -> tuple[list[int], list[list[Value]], list[tuple[int, str]]]:
         """Line numbers and values of the good lines, number and reason of the others."""
@@ -307,19 +314,17 @@ class _Encoder:
                 texts.extend(value)
         encoded = iter(self._tokenizer.encode_batch(texts))
         sequences: list[list[int]] = []
-        documents: list[int] = []
+        per_line: list[int] = []
         for value in values:
             count = 1 if isinstance(value, str) else len(value)
             kept = [ids for _ in range(count) if (ids := next(encoded))]
-            if not kept:
-                continue
-            if self._eod is not None:
+            if kept and self._eod is not None:
                 kept[-1].append(self._eod)
             sequences += kept
-            documents.append(len(kept))
+            per_line.append(len(kept))
         lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
         tokens = np.fromiter(chain.from_iterable(sequences), self._dtype, int(lengths.sum(dtype=np.int64)))
-        return _EncodedKey(tokens, lengths, np.array(documents, np.int32), len(values) - len(documents))
+        return _EncodedKey(tokens, lengths, np.array(per_line, np.int32))
 
     def _without_bad_texts(
         self, numbers: Sequence[int], rows: Sequence[list[Value]], malformed: list[tuple[int, str]]

@@ -48,7 +48,11 @@ def parallelize(
     _log.info("tensor parallel over %d ranks%s", mesh.tp.size, ", sequence split between matrices" if sequence else "")
     model.to_empty(device=mesh.device)
     _fill(model, placements, recipe, seed)
-    _log.info("%s parameters on this rank, %s", f"{sum(p.numel() for p in model.parameters()):,}", str(dtype)[6:])
+    _log.info(
+        "%s parameters in this rank's memory, padding included, %s",
+        f"{sum(p.numel() for p in model.parameters()):,}",
+        str(dtype)[6:],
+    )
     return placements
 
 

@@ -67,6 +67,9 @@ class Loop:
         """Train to the end. The last state is always saved (where there is a folder), and evaluated when it is the end."""
         state, config = self._state, self._run
         stopped: str | None = None
+        began_at = state.progress.iteration
+        if began_at >= self._length.iterations:
+            self._event(f"nothing left to train: the run is at iteration {began_at} of {self._length.iterations}")
         with Stopping(config.train, state.mesh.control, started_s=self._started_s) as stopping:
             while state.progress.iteration < self._length.iterations and stopped is None:
                 batches = self._next_batches()
@@ -82,7 +85,8 @@ class Loop:
                 stopped = stopping.reason(iteration)
             if stopped is not None:
                 self._event(f"stopping at iteration {state.progress.iteration}: {stopped}")
-            self._save()
+            if state.progress.iteration > began_at:
+                self._save()
         if stopped is None:
             self._evaluate(self._loaders.valid, "valid")
             self._evaluate(self._loaders.test, "test")

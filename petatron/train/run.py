@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from petatron.base.device import detect
-from petatron.base.errors import DataError, PetatronError
+from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.base.log import get_logger
-from petatron.checkpoint.storage import check_writable
 from petatron.config import Loaded, RunConfig, dump_yaml
+from petatron.config.preflight import preflight
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh import collectives
 from petatron.mesh.launch import read_environment
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.flops import parameter_count
+from petatron.train.batch_size import BatchSchedule
 from petatron.train.build import Loaders, RunLength, build_loaders, launch, open_tokenizer
+from petatron.train.folders import check_folders, claimed
 from petatron.train.loop import Loop, Outcome
 from petatron.train.metrics import event_record
 from petatron.train.sinks import build_sinks
@@ -41,12 +43,19 @@ def run_training(loaded: Loaded) -> Outcome:
     (2, True)
     """
     started_s = time.monotonic()
+    problems = preflight(loaded.config)
+    if problems:
+        raise ConfigError(problems)
+    check_folders(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
-    run = loaded.config
     for notice in loaded.notices:
         _log.info("note: %s", notice)
-    if run.checkpoint.save is not None:
-        check_writable(run.checkpoint.save)
+    with claimed(loaded.config.checkpoint.save, rank=read_environment().rank):
+        return _build_and_run(loaded, tokenizer, started_s=started_s)
+
+
+def _build_and_run(loaded: Loaded, tokenizer: Tokenizer | None, *, started_s: float) -> Outcome:
+    run = loaded.config
     mesh = launch(run)
     state = TrainState.build(run, mesh)
     resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
@@ -89,11 +98,12 @@ def _run_facts(run: RunConfig) -> Mapping[str, Any]:
 
 
 def _headline(run: RunConfig, length: RunLength, mesh: ParallelMesh, tokenizer: Tokenizer | None) -> str:
-    tokens = length.samples * run.model.seq_length
+    samples = BatchSchedule.from_config(run).samples_after(length.iterations)
+    tokens = samples * run.model.seq_length
     text = f"{tokenizer.name}, {tokenizer.vocab_size:,} ids" if tokenizer is not None else "no tokenizer"
     return (
         f"{parameter_count(run.model):,} parameters on {mesh.describe()}, {mesh.device.type}; "
-        f"{length.iterations:,} iterations, {length.samples:,} samples, {tokens:,} tokens; {text}"
+        f"{length.iterations:,} iterations, {samples:,} samples, {tokens:,} tokens; {text}"
     )
 
 

@@ -18,6 +18,15 @@ from petatron.train.build import RunLength, build_model, build_optimizer
 from petatron.train.persist import load_checkpoint, save_checkpoint
 
 _log = get_logger(__name__)
+_NOT_THE_MODEL = (
+    "seq_length",
+    "max_position_embeddings",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "embedding_init_method_std",
+    "make_vocab_size_divisible_by",
+)
 
 
 @dataclass(slots=True)
@@ -98,6 +107,7 @@ class TrainState:
             facts={
                 "progress": asdict(self.progress),
                 "data": self.data,
+                "model": self._model_facts(),
                 "scaler": self.scaler.state(),
                 "schedule": self._schedule_facts(),
             },
@@ -117,8 +127,6 @@ class TrainState:
             random_states=not (config.finetune or config.no_load_rng),
         )
         if facts is None:
-            if config.exit_on_missing_checkpoint:
-                raise CheckpointError(f"--load {folder} holds no checkpoint, and --exit-on-missing-checkpoint is set.")
             _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", folder)
             return False
         if not config.finetune:
@@ -126,6 +134,20 @@ class TrainState:
         return True
 
     def _continue(self, facts: dict[str, Any], folder: str) -> None:
+        missing = {"progress", "scaler", "schedule", "model", "data"} - facts.keys()
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint in {folder} was not saved by a training run (it lacks its {', '.join(sorted(missing))}). "
+                "Use --finetune to start a run from its weights."
+            )
+        then, now = facts["model"], self._model_facts()
+        names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+        if names:
+            changed = [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in names]
+            raise CheckpointError(
+                f"The checkpoint in {folder} is of another model ({'; '.join(changed)}). Restore those values, or use "
+                "--finetune to start a new run of the changed model from its weights."
+            )
         saved, ours = facts["schedule"], self._schedule_facts()
         if saved != ours and not self.run.checkpoint.override_opt_param_scheduler:
             names = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
@@ -137,6 +159,10 @@ class TrainState:
         self.progress = Progress(**facts["progress"])
         self.data = facts["data"]
         self.scaler.restore(facts["scaler"])
+
+    def _model_facts(self) -> dict[str, Any]:
+        """What makes this the same function of its weights: all of the model but first values, dropout and lengths."""
+        return {name: value for name, value in asdict(self.run.model).items() if name not in _NOT_THE_MODEL}
 
     def _schedule_facts(self) -> dict[str, Any]:
         """What would change the course of a run if it changed on resume."""

@@ -23,7 +23,8 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
     decay = state.decays.at(progress.updates, progress.update_samples)
     result = state.optimizer.step(lr=lr, weight_decay=decay, loss_scale=scale)
 
-    overflow = isinstance(state.scaler, DynamicScale) and bool(result.skipped)
+    dynamic = isinstance(state.scaler, DynamicScale)
+    overflow = dynamic and bool(result.skipped)
     state.scaler.update(overflow)
     progress.iteration += 1
     progress.consumed_samples += size
@@ -41,7 +42,7 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
         grad_norm=result.grad_norm,
         loss_scale=scale,
         skipped=result.skipped,
-        nan=~loss.isfinite(),
+        nan=~loss.isfinite() if dynamic else ~loss.isfinite() | result.skipped.bool(),
         params_norm=state.optimizer.weight_norm() if run.log.log_params_norm else None,
         num_zeros=zeros,
     )

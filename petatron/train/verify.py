@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config import Loaded, load_config, resolve_config
+from petatron.config import Loaded, ModelConfig, load_config, resolve_config
+from petatron.config.fields import by_path, flatten
 from petatron.mesh.launch import read_environment
 from petatron.models.flops import parameter_count
+from petatron.models.hf import logical_shapes
 from petatron.optim.precision import compute_dtype
 from petatron.train.build import launch, open_tokenizer
 from petatron.train.compare import BOUNDS, Verdict, compare
@@ -35,6 +38,8 @@ class Comparison:
     reference_argv: list[str]
     candidate: Loaded
     reference: Loaded
+    left_out: tuple[str, ...]
+    """Settings that were asked for and are no part of the comparison, as the user would write them."""
 
     @property
     def every_step(self) -> bool:
@@ -47,7 +52,8 @@ class Comparison:
 
 def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PROCESS) -> Comparison:
     """Both runs, with what does not belong to the question taken out (see `_FIXED`)."""
-    given = resolve_config(argv, require_training=False)[0].config
+    asked = resolve_config(argv, require_training=False)[0]
+    given = asked.config
     fixed = [f"--train-iters={steps}", *_FIXED.split(), "--fp64" if dtype == "float64" else "--no-fp64"]
     if not (given.data.data_path or given.data.train_data_path or given.data.data_args_path):
         fixed += ["--mock-data"]
@@ -58,7 +64,12 @@ def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PR
     size = candidate.config.train.global_batch_size
     reference_argv = [*candidate_argv, "--world-size", "none", "--nproc-per-node", "none", *reference.split()]
     reference_argv += ["--global-batch-size", str(size)]
-    return Comparison(candidate_argv, reference_argv, candidate, load_config(reference_argv))
+    left_out = tuple(
+        f"{by_path()[path].flag} {value}"
+        for path, value in flatten(given).items()
+        if asked.origins[path].kind in ("flag", "file") and flatten(candidate.config)[path] != value
+    )
+    return Comparison(candidate_argv, reference_argv, candidate, load_config(reference_argv), left_out)
 
 
 def record(argv: Sequence[str], folder: Path, *, every_step: bool, injection: Injection | None) -> None:
@@ -80,9 +91,13 @@ def compare_folders(reference: Path, candidate: Path, dtype: str) -> Verdict:
     return compare(ranks[0], ranks[1], BOUNDS[dtype])
 
 
-def parse_injection(text: str) -> Injection:
+def parse_injection(text: str, model: ModelConfig | None = None) -> Injection:
     """`layers.0.attention.q.weight@3` spoils that tensor's gradient at step 3; without a step, at step 1."""
     name, _, step = text.partition("@")
+    if model is not None and name not in (known := logical_shapes(model)):
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"Did you mean {' or '.join(close)}?" if close else f"One is {next(iter(known))}."
+        raise ConfigError([Problem("--inject", name, "names no tensor of this model", hint)])
     if step and not step.isdecimal():
         rule = "is not a tensor name with an optional @STEP"
         raise ConfigError([Problem("--inject", text, rule, "Write for example layers.0.mlp.down.weight@2")])

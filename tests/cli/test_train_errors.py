@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import petatron
 from petatron.cli.main import main
 from petatron.data.writer import IndexedWriter
+from petatron.train.folders import claimed
 
 MODEL = (
     "train --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 2 --lr 1e-3 --eval-iters 0 "
@@ -116,22 +119,107 @@ def test_unwritable_save_folder(tmp_path: Path, capsys):
     assert code == 1 and str(tmp_path / "file") in text
 
 
-def test_resume_from_nothing_when_it_must_exist(tmp_path: Path, capsys):
-    flags = ["--mock-data", "--load", str(tmp_path), "--exit-on-missing-checkpoint"]
-    assert "--exit-on-missing-checkpoint" in _fails(capsys, *flags)[1]
+def test_every_missing_file_at_once(tmp_path: Path, capsys):
+    flags = [
+        "--data-path",
+        f"{tmp_path}/data",
+        "--vocab-file",
+        f"{tmp_path}/v.json",
+        "--merge-file",
+        f"{tmp_path}/m.txt",
+    ]
+    code, text = _fails(capsys, *flags, "--tokenizer-type", "GPT2BPETokenizer")
+    assert code == 2 and "3 problems" in text
+    for name in ("data.idx and no", "v.json does not exist", "m.txt does not exist"):
+        assert name in text
 
 
-def test_resume_with_another_schedule(tmp_path: Path, capsys):
+def test_missing_library(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, text = _fails(capsys, "--mock-data", "--wandb-project", "p", "--tensorboard-dir", "t")
+    assert code == 2 and "pip install wandb" in text and "pip install tensorboard" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--exit-on-missing-checkpoint", "--save", "{here}"], "--exit-on-missing-checkpoint needs one"),
+        (["--finetune"], "--finetune needs one"),
+        (["--save", "{here}/other"], "holds no checkpoint"),
+        ([], "holds no checkpoint"),
+    ],
+)
+def test_load_from_nothing(tmp_path: Path, capsys, flags: list[str], words: str):
+    given = [flag.format(here=tmp_path) for flag in flags]
+    assert words in _fails(capsys, "--mock-data", "--load", str(tmp_path), *given)[1]
+
+
+def test_load_and_save_may_start_empty(tmp_path: Path):
+    assert main([*MODEL, "--mock-data", "--save", str(tmp_path / "new"), "--load", str(tmp_path / "new")]) == 0
+
+
+def test_load_that_points_beside_the_mark(tmp_path: Path, capsys):
+    run = tmp_path / "run"
+    assert main([*MODEL, "--mock-data", "--save", str(run)]) == 0
+    capsys.readouterr()
+    load = ["--mock-data", "--load"]
+    assert f"--load {run} --ckpt-step 2" in _fails(capsys, *load, str(run / "step-00000002"))[1]
+    assert "is a file" in _fails(capsys, *load, str(run / "metrics.jsonl"))[1]
+    (run / "step-00000002" / "manifest.json").unlink()
+    assert "not complete" in _fails(capsys, *load, str(run))[1]
+
+
+def test_save_folder_of_another_run(tmp_path: Path, capsys):
     save = ["--mock-data", "--save", str(tmp_path)]
     assert main([*MODEL, *save]) == 0
     capsys.readouterr()
-    _, text = _fails(capsys, *save, "--load", str(tmp_path), "--lr", "5e-3")
+    _, text = _fails(capsys, *save)
+    assert "already holds checkpoints (the newest of step 2)" in text and f"--load {tmp_path}" in text
+    assert "already holds" in _fails(capsys, *save, "--load", str(tmp_path), "--finetune")[1]
+
+
+def test_two_runs_at_once_in_one_folder(tmp_path: Path, capsys):
+    with claimed(str(tmp_path), rank=0):
+        assert "Another run is writing to" in _fails(capsys, "--mock-data", "--save", str(tmp_path))[1]
+    assert main([*MODEL, "--mock-data", "--save", str(tmp_path)]) == 0
+
+
+def test_resume_of_another_model(tmp_path: Path, capsys):
+    save = ["--mock-data", "--save", str(tmp_path), "--load", str(tmp_path)]
+    assert main([*MODEL, *save]) == 0
+    capsys.readouterr()
+    _, text = _fails(capsys, *save, "--norm-epsilon", "0.1", "--num-attention-heads", "1", "--kv-channels", "16")
+    assert "norm_epsilon: 1e-05 then, 0.1 now" in text and "num_attention_heads: 2 then, 1 now" in text
+
+
+def test_resume_of_a_finished_run_does_nothing(tmp_path: Path, capsys):
+    save = ["--mock-data", "--save", str(tmp_path), "--load", str(tmp_path)]
+    assert main([*MODEL, *save]) == 0
+    before = (tmp_path / "step-00000002" / "manifest.json").read_bytes()
+    assert main([*MODEL, *save]) == 0
+    assert "nothing left to train" in capsys.readouterr().out
+    assert (tmp_path / "step-00000002" / "manifest.json").read_bytes() == before
+
+
+def test_resume_from_weights_that_no_run_saved(tmp_path: Path, capsys):
+    logging.getLogger("petatron").handlers.clear()  # an earlier test's, whose stream is closed
+    run = petatron.load(None, [*MODEL[1:], "--mock-data"])
+    model = petatron.build_model(run, petatron.launch(run))
+    petatron.save_checkpoint(str(tmp_path), step=5, model=model, optimizer=petatron.build_optimizer(run, model))
+    assert "was not saved by a training run" in _fails(capsys, "--mock-data", "--load", str(tmp_path))[1]
+    assert main([*MODEL, "--mock-data", "--load", str(tmp_path), "--finetune"]) == 0
+
+
+def test_resume_with_another_schedule(tmp_path: Path, capsys):
+    save = ["--mock-data", "--save", str(tmp_path), "--load", str(tmp_path)]
+    assert main([*MODEL, *save]) == 0
+    capsys.readouterr()
+    _, text = _fails(capsys, *save, "--lr", "5e-3")
     assert "0.001 then, 0.005 now" in text and "--override-opt-param-scheduler" in text
 
 
 def test_resume_without_optimizer_state(tmp_path: Path, capsys):
-    save = ["--mock-data", "--save", str(tmp_path), "--no-save-optim"]
-    assert main([*MODEL, *save]) == 0
+    assert main([*MODEL, "--mock-data", "--save", str(tmp_path), "--no-save-optim"]) == 0
     capsys.readouterr()
-    assert "exp_avg" in _fails(capsys, *save, "--load", str(tmp_path))[1]
-    assert main([*MODEL, *save, "--load", str(tmp_path), "--finetune"]) == 0
+    assert "exp_avg" in _fails(capsys, "--mock-data", "--load", str(tmp_path))[1]
+    assert main([*MODEL, "--mock-data", "--load", str(tmp_path), "--finetune"]) == 0

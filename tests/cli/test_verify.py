@@ -42,8 +42,13 @@ def test_planted_fault_is_named(capfd: pytest.CaptureFixture[str]):
 
 
 def test_unknown_tensor_is_an_error(capfd: pytest.CaptureFixture[str]):
-    assert main(["verify", *TINY, "--steps", "1", "--inject", "layers.0.mlp.upp.weight"]) != 0
+    assert main(["verify", *TINY, "--steps", "1", "--inject", "layers.0.mlp.upp.weight"]) == 2
     assert "layers.0.mlp.up.weight" in capfd.readouterr().err
+
+
+def test_what_is_left_out_is_said():
+    both = plan(["--preset", *TINY, "--tp", "2", "--bf16", "--hidden-dropout", "0.3"], steps=2, dtype="float32")
+    assert both.left_out == ("--hidden-dropout 0.3", "--bf16 True")
 
 
 def test_bad_layout_is_refused_before_anything_runs(capfd: pytest.CaptureFixture[str]):

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, check, load_config, resolve_config
-from petatron.config.check import NOT_IN_THIS_VERSION
 from petatron.config.derive import derive
-from petatron.config.fields import all_fields, assemble, by_path, flatten
+from petatron.config.fields import all_fields, assemble, flatten
 
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100")
 
@@ -157,6 +156,17 @@ ONE_PROBLEM = [
         "Use multiples of 4 for START and INCREMENT.",
     ),
     ("--train-samples 5", "--train-iters 100 cannot be combined with --train-samples 5. Keep one of them."),
+    (
+        "--train-iters none --train-samples 7 --global-batch-size 8",
+        "--train-samples 7 is less than the first batch, --global-batch-size 8, so nothing would be trained. "
+        "Use 8 or more, or a smaller batch.",
+    ),
+    (
+        "--train-iters none --train-samples 3 --global-batch-size 8 --rampup-batch-size 4 2 16",
+        "--train-samples 3 is less than the first batch, the 4 of --rampup-batch-size, so nothing would be trained. "
+        "Use 4 or more, or a smaller batch.",
+    ),
+    ("--train-iters none --train-samples 0 --global-batch-size 8", "--train-samples 0 is below 1. Use 1 or more."),
     ("--train-iters 0", "--train-iters 0 is below 1. Use 1 or more."),
     ("--eval-interval 0", "--eval-interval 0 is below 1. Use 1 or more."),
     ("--eval-iters -1", "--eval-iters -1 is below 0. Use 0 or more."),
@@ -286,52 +296,16 @@ def test_rule(flags: str, message: str):
     assert problems_of(flags) == [message]
 
 
-LATER = "which is not in this version."
-# Arithmetic of features that come later is still checked, beside their own refusal.
-WITH_REFUSALS = [
-    ("--pp 3", ["--pipeline-model-parallel-size 3 does not divide --num-layers 4. Use 1, 2 or 4."], 1),
-    ("--pp 2 --num-layers-per-virtual-pipeline-stage 3", ["--num-layers-per-virtual-pipeline-stage 3 does not divide the 2 layers of a pipeline stage. Use 1 or 2."], 2),
-    ("--num-layers-per-virtual-pipeline-stage 2", ["--num-layers-per-virtual-pipeline-stage 2 needs --pipeline-model-parallel-size above 1. Leave it out."], 1),
-    ("--cp 3 --world-size 3", ["--seq-length 128 is not a multiple of 2 x --context-parallel-size 3 = 6. Nearest: 126 or 132."], 1),
-    ("--ep 2", ["--expert-model-parallel-size 2 needs --num-experts. Use 1 for a dense model."], 1),
-    ("--num-experts 8 --ep 3 --dp 3", ["--expert-model-parallel-size 3 does not divide --num-experts 8. Use 1, 2, 4 or 8."], 2),
-    ("--num-experts 8 --ep 4 --dp 2", ["--expert-model-parallel-size 4 x etp 1 x pp 1 = 4 does not divide the world size 2. Change the expert layout or the world size."], 2),
-    ("--num-experts 0", ["--num-experts 0 is below 1. Use 1 or more."], 1),
-    ("--num-experts 2 --moe-router-topk 3", ["--moe-router-topk 3 is not between 1 and --num-experts 2. Use 2, say."], 1),
-    ("--num-experts 8 --moe-router-num-groups 3", ["--moe-router-num-groups 3 does not divide --num-experts 8. Use 1, 2, 4 or 8."], 1),
-    ("--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3", ["--moe-router-group-topk 3 is not between 1 and --moe-router-num-groups 2. Use fewer groups per token than there are groups."], 1),
-    ("--num-experts 8 --moe-router-enable-expert-bias", ["--moe-router-enable-expert-bias balances sigmoid scores, but --moe-router-score-function is softmax. Use --moe-router-score-function sigmoid."], 1),
-    ("--num-experts 8 --moe-expert-capacity-factor 0", ["--moe-expert-capacity-factor 0.0 is not above 0. Use a number above 0."], 1),
-    ("--overlap-param-gather", ["--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce. Add them, or leave it out."], 1),
-    ("--recompute-granularity full", ["--recompute-granularity full needs --recompute-method and --recompute-num-layers. Common: --recompute-method uniform, 1 layer."], 1),
-    ("--recompute-activations --recompute-num-layers 1", ["--recompute-num-layers applies to full recompute, but --recompute-granularity is selective. Use --recompute-granularity full, or leave it out."], 1),
-    ("--multi-latent-attention", ["--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. Leave one out."], 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("flags", "messages", "refusals"), WITH_REFUSALS, ids=[row[0] for row in WITH_REFUSALS])
-def test_rule_of_a_later_feature(flags: str, messages: list[str], refusals: int):
-    found = problems_of(flags)
-    assert [message for message in found if LATER not in message] == messages
-    assert len([message for message in found if LATER in message]) == refusals
-
-
-@pytest.mark.parametrize("path", NOT_IN_THIS_VERSION)
-def test_refused_until_its_feature_arrives(path: str):
-    info = by_path()[path]
-    value = {"bool": True, "choice": info.choices[0] if info.choices else ""}.get(info.kind, 2)
-    config, _ = derive(assemble({**flatten(load_config(BASE).config), path: value}))
-    messages = [str(problem) for problem in check(config) if LATER in str(problem)]
-    fix = "Use 1." if info.default == 1 else "Leave it out."
-    found = info.flag if info.kind == "bool" else f"{info.flag} {value}"
-    assert f"{found} needs {NOT_IN_THIS_VERSION[path]}, {LATER} {fix}" in messages
-
-
 def test_query_groups_that_fit_heads_but_not_ranks():
     flags = "--hidden-size 192 --num-attention-heads 12 --num-query-groups 4 --tp 6 --ffn-hidden-size 384"
     assert problems_of(flags) == [
         "--tensor-model-parallel-size 6 is neither a multiple nor a divisor of --num-query-groups 4. Use 1, 2, 4, 12."
     ]
+
+
+@pytest.mark.parametrize("flags", ["--train-samples 8", "--train-samples 4 --rampup-batch-size 4 2 16"])
+def test_one_batch_is_a_run(flags: str):
+    assert problems_of(f"--train-iters none --global-batch-size 8 {flags}") == []
 
 
 def test_fewer_query_groups_than_ranks_is_fine():

@@ -117,6 +117,33 @@ def test_show_still_shows_when_there_are_problems(capsys: pytest.CaptureFixture[
     assert "2 problems in this configuration:" in err
 
 
+def test_show_of_a_file_and_of_a_run_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text("num_layers: 6\n")
+    for name in (str(file), str(tmp_path)):
+        code, out, err = run(capsys, "config", "show", name, "--preset", "tiny-llama", "--tp", "2", "--changed")
+        rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines() if line.startswith("  ")}
+        assert (code, err) == (0, "")
+        assert rows["num_layers"] == ["6", f"{file}:1"]
+        assert rows["hidden_size"] == ["128", "preset tiny-llama"]
+        assert rows["tensor_model_parallel_size"] == ["2", "--tp"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("tiny-lama", "Did you mean the preset tiny-llama?"),
+        ("nowhere.yaml", "Check the path; `petatron config presets` lists the presets."),
+        ("{folder}", "The folder is there, but holds no config.yaml."),
+    ],
+)
+def test_show_of_what_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, fix: str):
+    name = name.format(folder=tmp_path)
+    code, out, err = run(capsys, "config", "show", name, "--tp", "2")
+    assert (code, out) == (2, "")
+    assert f"{name} is neither a preset, nor a YAML file, nor a run folder with a config.yaml. {fix}\n" in err
+
+
 def test_show_yaml_is_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     code, out, _ = run(capsys, "config", "show", "llama3-8b", "--yaml", "--tp", "2")
     file = tmp_path / "config.yaml"

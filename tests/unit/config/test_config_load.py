@@ -66,6 +66,11 @@ def test_files_in_order_and_preset_from_argv(tmp_path: Path):
         ("bf16: 1\n", "{file}:1 bf16 1 is not true or false. It is: Compute in bfloat16."),
         ("data_path:\n  - {a: 1}\n", "{file}:2 data_path needs plain values. It is: Dataset prefixes, or weight/prefix pairs; one set of files for all splits, cut by `--split`."),
         ("optimizer: soap\n", "{file}:1 optimizer soap needs the SOAP optimizer, which is not in this version. Use adam or sgd."),
+        ("optimizer:\n  lr: 1e-3\n", "{file}:1 optimizer is not a section. The section is called optim."),
+        ("optimizer: [adam]\n", "{file}:1 optimizer takes one value. It is: adam is AdamW (decoupled weight decay); sgd is SGD with momentum."),
+        ("preset: tiny-gpt\n", "{file}:1 preset cannot be set in a file. A preset is chosen on the command line: --preset NAME."),
+        ("train:\n  config: a.yaml\n", "{file}:2 config cannot be set in a file. Files are given on the command line: --config FILE, as often as needed."),
+        ("? [a]\n: 1\n", "{file}:1 has a list or a mapping for a key. Write `field: value` lines."),
         ("model: 4\n", "{file}:1 model is a section and needs a mapping. Write its fields on indented lines."),
         ("- 1\n", "{file}:1 is not a mapping. Write `section:` and indented `field: value` lines."),
         ("a: [1\n", "{file}:2 is not valid YAML: expected ',' or ']', but got '<stream end>'. Correct that line."),
@@ -75,6 +80,15 @@ def test_yaml_mistake(tmp_path: Path, text: str, expected: str):
     file = write(tmp_path, text)
     _, problems = resolve_config(MOCK, preset="tiny-llama", files=[file])
     assert [str(problem) for problem in problems] == [expected.format(file=file)]
+
+
+def test_a_hint_is_not_buried_in_what_follows_from_the_mistake(tmp_path: Path):
+    preset = write(tmp_path, "preset: tiny-llama\n")
+    assert len(resolve_config(files=[preset])[1]) == 1
+    section = write(tmp_path, "optimizer:\n  lr: 2\n  optimizer: sgd\n")
+    loaded, problems = resolve_config(["--mock-data", "--train-iters", "9"], preset="tiny-llama", files=[section])
+    assert len(problems) == 1
+    assert (loaded.config.optim.lr, loaded.config.optim.optimizer) == (2, "sgd")
 
 
 def test_unreadable_files_are_one_problem_each(tmp_path: Path):

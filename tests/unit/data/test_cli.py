@@ -35,8 +35,8 @@ def test_preprocess_inspect_merge(corpus: Path, capsys: pytest.CaptureFixture[st
     assert preprocess(corpus) == 0
     printed = capsys.readouterr().out
     assert (
-        "3 documents, 28 tokens" in printed
-        and "1 empty texts left out" in printed
+        "2 documents, 28 tokens" in printed
+        and "1 empty text left out" in printed
         and "out_text_document.idx" in printed
     )
     prefix = str(corpus.parent / "out_text_document")
@@ -57,7 +57,14 @@ def test_malformed_lines(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert preprocess(corpus) == 1
     assert "corpus.jsonl:4: " in capsys.readouterr().err
     assert preprocess(corpus, "--tokenizer-type", "ByteTokenizer", "--on-error", "skip") == 0
-    assert "1 malformed lines skipped" in (printed := capsys.readouterr().out) and "corpus.jsonl:4: " in printed
+    printed = capsys.readouterr()
+    assert "1 malformed line skipped:\n" in printed.out
+    assert (printed.out + printed.err).count("corpus.jsonl:4: ") == 1
+    corpus.write_text(corpus.read_text() + "oops\n" * 6)
+    assert preprocess(corpus, "--tokenizer-type", "ByteTokenizer", "--on-error", "skip") == 0
+    printed = capsys.readouterr()
+    assert "7 malformed lines skipped, the first 5 of them:\n" in printed.out
+    assert (printed.out + printed.err).count("corpus.jsonl:") == 5
 
 
 @pytest.mark.parametrize(

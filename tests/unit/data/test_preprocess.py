@@ -47,8 +47,8 @@ def test_output(corpus: Path, tmp_path: Path) -> None:
     assert documents(tmp_path / "out_text_document") == [text for text in TEXTS if text]
     assert report.outputs == (str(tmp_path / "out_text_document"),)
     total = sum(len(text.encode()) for text in TEXTS)
-    assert (report.documents, report.sequences, report.tokens, report.empty, report.malformed) == (6, 5, total, 1, 0)
-    assert seen[-1].documents == 6 and seen[-1].bytes_read == seen[-1].bytes_total == corpus.stat().st_size
+    assert (report.documents, report.sequences, report.tokens, report.empty, report.malformed) == (5, 5, total, 1, 0)
+    assert seen[-1].documents == 5 and seen[-1].bytes_read == seen[-1].bytes_total == corpus.stat().st_size
     assert report.bytes_read == corpus.stat().st_size
 
 
@@ -67,7 +67,10 @@ def test_sentences_and_several_keys(tmp_path: Path) -> None:
     assert data.document_indices.tolist() == [0, 2, 3] and data.lengths.tolist() == [3, 4, 6]
     assert data.get_document(0).tolist() == [*b"onetwo", 256]
     assert IndexedDataset(tmp_path / "out_b_document").num_documents == 3
-    assert report.empty == 1 and report.documents == 3
+    assert report.empty == 1 and report.documents == 3  # the second line has a text under b
+    path.write_text('{"a": "", "b": []}\n{"a": "", "b": "C"}\n{"a": "three", "b": "D"}\n')
+    report = run(tmp_path, path, json_keys=("a", "b"))
+    assert (report.documents, report.sequences, report.empty) == (2, 3, 3)
 
 
 def test_workers_and_compression_do_not_change_the_output(tmp_path: Path) -> None:
@@ -180,6 +183,11 @@ def test_bad_options(tmp_path: Path, corpus: Path, options: dict[str, object], m
         preprocess(PreprocessOptions(**chosen))  # type: ignore[arg-type]
 
 
+def test_a_folder_is_not_an_input(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"input \S+ is a folder; name the files in it, for instance \S+/\*\.jsonl"):
+        run(tmp_path, tmp_path)
+
+
 def test_append_eod_without_one(tmp_path: Path, corpus: Path) -> None:
     bare = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
             "pre_tokenizer": None, "post_processor": None, "decoder": None,
@@ -191,11 +199,16 @@ def test_append_eod_without_one(tmp_path: Path, corpus: Path) -> None:
 
 def test_nothing_to_write_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\n" + lines(["", ""]))
-    with pytest.raises(DataError, match=r"No tokens for key 'text'.*2 documents, 0 malformed lines, 2 empty"):
+    with pytest.raises(DataError, match=r"No tokens for key 'text'.*0 documents, 0 malformed lines, 2 empty"):
         run(tmp_path, tmp_path / "x")
     (tmp_path / "x").write_bytes(b"")
     with pytest.raises(DataError, match="No tokens"):
         run(tmp_path, tmp_path / "x")
+    (tmp_path / "x").write_bytes(b"bad\n" * 2)
+    with pytest.raises(
+        DataError, match=r"0 documents, 2 malformed lines \(the first: .*x:1: Expecting value.*\), 0 empty"
+    ):
+        run(tmp_path, tmp_path / "x", on_error="skip")
     assert [found.name for found in tmp_path.iterdir()] == ["x"]
 
 
