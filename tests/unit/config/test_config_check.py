@@ -1,7 +1,5 @@
 """Every rule of the validator: one bad value each, and the problem it must give."""
 
-# ruff: noqa: E501  (a table of whole messages reads better unwrapped)
-
 from __future__ import annotations
 
 import shlex
