@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -20,3 +21,10 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_left_over_log_handlers() -> Iterator[None]:
+    """A verb run inside a test sends the log to that test's captured stderr, which is closed when the test ends."""
+    yield
+    logging.getLogger("petatron").handlers.clear()

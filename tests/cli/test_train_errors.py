@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -202,7 +201,6 @@ def test_resume_of_a_finished_run_does_nothing(tmp_path: Path, capsys):
 
 
 def test_resume_from_weights_that_no_run_saved(tmp_path: Path, capsys):
-    logging.getLogger("petatron").handlers.clear()  # an earlier test's, whose stream is closed
     run = petatron.load(None, [*MODEL[1:], "--mock-data"])
     model = petatron.build_model(run, petatron.launch(run))
     petatron.save_checkpoint(str(tmp_path), step=5, model=model, optimizer=petatron.build_optimizer(run, model))

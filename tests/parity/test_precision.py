@@ -50,7 +50,7 @@ def _steps(run: RunConfig) -> tuple[list[Step], dict[str, torch.dtype]]:
             )
         )
     group = state.model.groups[0]
-    masters = [view for kind, _, view in state.optimizer.tensors() if kind == "master"]
+    masters = [view for _, view in state.optimizer.weights()]
     return steps, {"weights": group.weights.dtype, "grads": group.grads.dtype, "masters": masters[0].dtype}
 
 
