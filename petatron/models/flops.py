@@ -80,14 +80,6 @@ def model_flops_per_token(model: ModelConfig, *, tensor_parallel: int = 1, causa
     return products + 12 * shape.layers * shape.queries * pairs / model.seq_length
 
 
-def flops_per_step(
-    model: ModelConfig, *, global_batch_size: int, tensor_parallel: int = 1, causal: bool = True
-) -> float:
-    """Forward and backward FLOPs of one optimizer step over all devices."""
-    tokens = global_batch_size * model.seq_length
-    return tokens * model_flops_per_token(model, tensor_parallel=tensor_parallel, causal=causal)
-
-
 def _pairs(length: int, *, window: int | None, causal: bool) -> float:
     """(query, key) pairs of one sequence."""
     if not causal:

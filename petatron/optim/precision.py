@@ -26,11 +26,6 @@ def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     return torch.bfloat16 if precision.bf16 else torch.float32
 
 
-def master_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """The dtype of master weights, optimizer state and accumulated gradients."""
-    return torch.float64 if precision.fp64 else torch.float32
-
-
 class LossScaler(Protocol):
     """What the loss is multiplied by, and how that changes; its state is plain JSON values."""
 

@@ -259,6 +259,27 @@ def test_settings_without_effect_are_said_aloud():
     }
 
 
+def test_details_without_their_switch_are_said_aloud():
+    """Every setting that only refines another is announced when that other is off."""
+    flags = (
+        "--kv-lora-rank 64 --v-head-dim 64 --mtp-loss-scaling-factor 0.3 --rope-low-freq-factor 2 --yarn-mscale 2 "
+        "--rope-scaling-factor 4 --no-load-rng --no-save-rng"
+    )
+    loaded = load_config([*MOCK, *flags.split()], preset="tiny-llama")
+    assert set(loaded.notices) == {
+        "--kv-lora-rank has no effect: it is for --multi-latent-attention",
+        "--v-head-dim has no effect: it is for --multi-latent-attention",
+        "--mtp-loss-scaling-factor has no effect: it is for --mtp-num-layers",
+        "--rope-low-freq-factor has no effect: it is for --use-rope-scaling",
+        "--yarn-mscale has no effect: it is for --position-embedding-type yarn",
+        "--rope-scaling-factor has no effect: the rotary embedding is not scaled",
+        "--no-load-rng has no effect: there is no --load",
+        "--no-save-rng has no effect: there is no --save",
+    }
+    scaled = load_config([*MOCK, "--use-rope-scaling", "--rope-scaling-factor", "4"], preset="tiny-llama")
+    assert scaled.notices == ()
+
+
 def test_optimizer_settings_of_the_other_optimizer_are_said_aloud():
     loaded = load_config(
         [*MOCK, "--optimizer", "sgd", "--adam-beta2", "0.95", "--sgd-momentum", "0.5"], preset="tiny-llama"

@@ -6,21 +6,20 @@ import pytest
 import torch
 
 from petatron.config.schema import PrecisionConfig
-from petatron.optim.precision import ConstantScale, DynamicScale, build_scaler, compute_dtype, master_dtype
+from petatron.optim.precision import ConstantScale, DynamicScale, build_scaler, compute_dtype
 
 
 @pytest.mark.parametrize(
-    ("precision", "compute", "master"),
+    ("precision", "compute"),
     [
-        (PrecisionConfig(), torch.float32, torch.float32),
-        (PrecisionConfig(fp16=True), torch.float16, torch.float32),
-        (PrecisionConfig(bf16=True), torch.bfloat16, torch.float32),
-        (PrecisionConfig(fp64=True), torch.float64, torch.float64),
+        (PrecisionConfig(), torch.float32),
+        (PrecisionConfig(fp16=True), torch.float16),
+        (PrecisionConfig(bf16=True), torch.bfloat16),
+        (PrecisionConfig(fp64=True), torch.float64),
     ],
 )
-def test_dtypes(precision, compute, master):
+def test_dtypes(precision, compute):
     assert compute_dtype(precision) == compute
-    assert master_dtype(precision) == master
 
 
 def scale(**settings) -> DynamicScale:

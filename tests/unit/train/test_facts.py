@@ -18,7 +18,7 @@ from petatron.cli import doctor
 from petatron.config.schema import ModelConfig
 from petatron.models.base import Batch
 from petatron.models.decoder import Decoder
-from petatron.models.flops import flops_per_step, formula, model_flops_per_token, padded_vocabulary, parameter_count
+from petatron.models.flops import formula, model_flops_per_token, padded_vocabulary, parameter_count
 
 GPT = ModelConfig(
     num_layers=2,
@@ -156,13 +156,12 @@ def test_flops_are_what_torch_counts(model: ModelConfig) -> None:
     # The math backend multiplies masked pairs too, which is the full convention.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         built(Batch(tokens, tokens, torch.ones(3, 32))).sum().backward()
-    assert counter.get_total_flops() == flops_per_step(model, global_batch_size=3, causal=False)
+    assert counter.get_total_flops() == 3 * 32 * model_flops_per_token(model, causal=False)
 
 
-def test_flops_scale_with_the_step_and_the_padding() -> None:
+def test_flops_scale_with_the_padding() -> None:
     assert padded_vocabulary(GPT) == 1024
     assert padded_vocabulary(GPT, tensor_parallel=3) == 1152
-    assert flops_per_step(GPT, global_batch_size=4) == 4 * 32 * model_flops_per_token(GPT)
     more = model_flops_per_token(GPT, tensor_parallel=3) - model_flops_per_token(GPT)
     assert more == 6 * 64 * (1152 - 1024)
 
