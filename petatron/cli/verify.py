@@ -10,10 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from petatron.cli import verify_matrix
 from petatron.cli.train import with_preset
 from petatron.mesh.launch import guard, read_environment
 
 if TYPE_CHECKING:
+    from petatron.config import Loaded
     from petatron.train.compare import Verdict
     from petatron.train.verify import Comparison
 
@@ -29,7 +31,8 @@ def _parser() -> argparse.ArgumentParser:
         "gradients and parameters of every step by logical tensor. Exits with 1 and names the first departure if they "
         "differ by more than rounding.",
         epilog="All other words are flags of `petatron train`, for example: "
-        "petatron verify tiny-llama --tp 2 --dp 2 --sequence-parallel --dtype float64",
+        "petatron verify tiny-llama --tp 2 --dp 2 --sequence-parallel --dtype float64. "
+        "`petatron verify --matrix` runs many layouts of small models instead: see petatron verify --matrix --help.",
         allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps to train (20)")
@@ -52,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
+    if "--matrix" in argv:
+        return verify_matrix.main(argv)
     options, flags = _parser().parse_known_args(argv)
     flags = with_preset(flags)
     if options.record_into is not None:
@@ -106,14 +111,24 @@ def _record(argv: list[str], options: argparse.Namespace) -> int:
     return 0
 
 
-def _layout(loaded) -> str:
+def _layout(loaded: Loaded) -> str:
+    """`tp 2 with sequence parallel, pp 2 (1f1b), dp 2, 4 micro-batches of 1, 8 ranks`; tp and dp always, others if used."""
     parallel, train = loaded.config.parallel, loaded.config.train
-    sequence = " with sequence parallel" if parallel.sequence_parallel else ""
+    virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
+    stages = f", {virtual} stages per rank" if virtual > 1 else ""
+    shared = parallel.data_parallel_sharding_strategy
+    words = [f"tp {parallel.tensor_model_parallel_size}"]
+    words[0] += " with sequence parallel" if parallel.sequence_parallel else ""
+    for size, text in (
+        (parallel.pipeline_model_parallel_size, f"pp {{}} ({parallel.pipeline_schedule}{stages})"),
+        (parallel.context_parallel_size, f"cp {{}} ({parallel.cp_comm_type})"),
+        (parallel.expert_model_parallel_size, f"ep {{}} (etp {parallel.expert_tensor_parallel_size})"),
+    ):
+        words += [text.format(size)] if size > 1 else []
+    words.append(f"dp {parallel.data_parallel_size}" + ("" if shared == "no_shard" else f" ({shared} sharded)"))
+    assert train.global_batch_size is not None and parallel.data_parallel_size is not None
     count = train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size)
-    return (
-        f"tp {parallel.tensor_model_parallel_size}{sequence}, dp {parallel.data_parallel_size}, "
-        f"{count} micro-batches of {train.micro_batch_size}, {parallel.world_size} ranks"
-    )
+    return ", ".join([*words, f"{count} micro-batches of {train.micro_batch_size}, {parallel.world_size} ranks"])
 
 
 def table(verdict: Verdict) -> str:

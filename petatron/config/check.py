@@ -14,27 +14,21 @@ from petatron.base.errors import Problem
 from petatron.config.check_files import check_files
 from petatron.config.check_layout import check_layout
 from petatron.config.check_model import check_model
+from petatron.config.check_moe import check_moe
+from petatron.config.check_pipeline import check_pipeline
 from petatron.config.check_run import check_run
+from petatron.config.check_sharding import check_sharding
 from petatron.config.fields import by_path
 from petatron.config.flags import later_problem
 from petatron.config.schema import RunConfig
 
 # Path of a field -> the feature that any value but its default asks for.
 NOT_IN_THIS_VERSION: Mapping[str, str] = {
-    "parallel.pipeline_model_parallel_size": "pipeline parallelism",
-    "parallel.num_layers_per_virtual_pipeline_stage": "the interleaved pipeline schedule",
-    "parallel.context_parallel_size": "context parallelism",
-    "parallel.expert_model_parallel_size": "expert parallelism",
-    "moe.num_experts": "mixture of experts",
     "latent.multi_latent_attention": "multi-latent attention",
     "latent.mtp_num_layers": "multi-token prediction",
-    "parallel.use_distributed_optimizer": "the distributed optimizer",
-    "parallel.overlap_param_gather": "the distributed optimizer",
     "precision.fp8_format": "FP8 training",
-    "memory.recompute_granularity": "activation recompute",
     "memory.optimizer_cpu_offload": "optimizer CPU offload",
     "checkpoint.async_save": "background checkpoint writing",
-    "data.reset_attention_mask": "document-masked attention",
 }
 
 
@@ -47,7 +41,10 @@ def check(config: RunConfig, *, require_training: bool = True) -> list[Problem]:
     refused = {problem.where for problem in refusals}
     rules = (
         check_model(config),
+        check_moe(config),
         check_layout(config),
+        check_pipeline(config),
+        check_sharding(config),
         check_run(config, require_training=require_training),
         check_files(config, require_training=require_training),
     )

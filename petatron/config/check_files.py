@@ -18,8 +18,17 @@ def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Proble
     yield from _checkpoints(config)
     yield from at_least("log_interval", config.log.log_interval, 1)
     yield from at_least("num_workers", config.data.num_workers, 0)
+    yield from _timeline(config)
     if config.log.wandb_exp_name is not None and config.log.wandb_project is None:
         yield Problem("--wandb-exp-name", config.log.wandb_exp_name, "needs --wandb-project", "Give the project too.")
+
+
+def _timeline(config: RunConfig) -> Iterator[Problem]:
+    step, last = config.log.pipeline_timeline_step, config.train.train_iters
+    yield from at_least("pipeline_timeline_step", step, 1)
+    if config.log.pipeline_timeline is not None and last is not None and step > last >= 1:
+        rule = f"is after the last of --train-iters {last}, so nothing would be written"
+        yield Problem("--pipeline-timeline-step", str(step), rule, f"Use {last} or less.")
 
 
 def _sources(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
@@ -79,9 +88,11 @@ def _tokenizer(config: RunConfig, *, require_training: bool) -> Iterator[Problem
     elif kind is None and vocab_size is None and require_training:
         fix = "Give --tokenizer-model, or --vocab-file with --merge-file, or --vocab-size."
         yield Problem("--tokenizer-type", "", "is not set, and neither is --vocab-size", fix)
-    if kind is None and (config.data.eod_mask_loss or config.data.reset_position_ids) and vocab_size is not None:
-        where = "--eod-mask-loss" if config.data.eod_mask_loss else "--reset-position-ids"
-        yield Problem(where, "", "needs a tokenizer to know the end-of-document token", "Give --tokenizer-model.")
+    if kind is None and vocab_size is not None:
+        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+            if getattr(config.data, name):
+                rule = "needs a tokenizer to know the end-of-document token"
+                yield Problem(flag_of(name), "", rule, "Give --tokenizer-model.")
 
 
 def _checkpoints(config: RunConfig) -> Iterator[Problem]:

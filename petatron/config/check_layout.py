@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.fields import flag_of
 from petatron.config.schema import RunConfig
 from petatron.config.wording import above, at_least, divisors, multiples_near, within
 
@@ -19,6 +18,7 @@ _SIZES = (
     "world_size",
     "ddp_bucket_size",
 )
+_HIERARCHY = "--hierarchical-context-parallel-sizes"
 
 
 def check_layout(config: RunConfig) -> Iterator[Problem]:
@@ -30,14 +30,11 @@ def check_layout(config: RunConfig) -> Iterator[Problem]:
             yield problem
     yield from above("distributed_timeout_minutes", parallel.distributed_timeout_minutes, 0)
     yield from _launch(config)
-    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
-        rule = "needs --use-distributed-optimizer and --overlap-grad-reduce"
-        yield Problem("--overlap-param-gather", "", rule, "Add them, or leave it out.")
     if sizes_are_sound:
         yield from _world(config)
         yield from _tensor(config)
         yield from _sequence(config)
-        yield from _pipeline(config)
+        yield from _context(config)
         yield from _expert(config)
 
 
@@ -112,22 +109,48 @@ def _sequence(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--seq-length", str(length), rule, f"Nearest: {multiples_near(length, tp * cp)}.")
 
 
-def _pipeline(config: RunConfig) -> Iterator[Problem]:
-    pp, chunk = config.parallel.pipeline_model_parallel_size, config.parallel.num_layers_per_virtual_pipeline_stage
-    layers = config.model.num_layers
-    yield from at_least("num_layers_per_virtual_pipeline_stage", chunk, 1)
-    if layers > 0 and layers % pp:
-        rule = f"does not divide --num-layers {layers}"
-        yield Problem("--pipeline-model-parallel-size", str(pp), rule, f"Use {divisors(layers)}.")
+def _context(config: RunConfig) -> Iterator[Problem]:
+    parallel, model = config.parallel, config.model
+    cp, kind, sizes = (
+        parallel.context_parallel_size,
+        parallel.cp_comm_type,
+        parallel.hierarchical_context_parallel_sizes,
+    )
+    if sizes and kind != "a2a+p2p":
+        rule = f"is for --cp-comm-type a2a+p2p, but that is {kind}"
+        yield Problem(_HIERARCHY, _words(sizes), rule, "Leave it out, or use a2a+p2p.")
         return
-    if chunk is None or chunk < 1 or layers <= 0:
+    if cp == 1:
         return
-    where = flag_of("num_layers_per_virtual_pipeline_stage")
-    if pp == 1:
-        yield Problem(where, str(chunk), "needs --pipeline-model-parallel-size above 1", "Leave it out.")
-    elif layers // pp % chunk:
-        rule = f"does not divide the {layers // pp} layers of a pipeline stage"
-        yield Problem(where, str(chunk), rule, f"Use {divisors(layers // pp)}.")
+    if model.attention_dropout > 0:
+        rule = "cannot be combined with --context-parallel-size above 1: no rank sees whole rows of attention weights"
+        yield Problem("--attention-dropout", f"{model.attention_dropout:g}", rule, "Use 0.")
+    if sizes and (len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != cp):
+        rule = f"is not two positive numbers whose product is --context-parallel-size {cp}"
+        yield Problem(_HIERARCHY, _words(sizes), rule, f"Use, for instance, 1 {cp}; or leave it out.")
+    elif kind == "a2a":
+        yield from _exchange(config, cp, "--cp-comm-type", kind, "Use p2p, all_gather or a2a+p2p, or another layout.")
+    elif sizes:
+        fix = "Use a smaller first number, or leave it out."
+        yield from _exchange(config, sizes[0], _HIERARCHY, _words(sizes), fix)
+
+
+def _exchange(config: RunConfig, ranks: int, where: str, found: str, fix: str) -> Iterator[Problem]:
+    """All-to-all attention hands every one of `ranks` an equal share of a tensor-parallel rank's heads."""
+    tp, model = config.parallel.tensor_model_parallel_size, config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads < tp or heads % tp or groups is None or groups < 1:
+        return
+    own, shared = heads // tp, max(1, groups // tp)
+    for count, kind in ((own, "query"), (shared, "key/value")):
+        if count % ranks:
+            rule = f"splits the {count} {kind} heads of a rank over {ranks} ranks, which does not divide"
+            yield Problem(where, found, rule, fix)
+            return
+
+
+def _words(numbers: tuple[int, ...]) -> str:
+    return " ".join(str(number) for number in numbers)
 
 
 def _expert(config: RunConfig) -> Iterator[Problem]:
@@ -145,3 +168,20 @@ def _expert(config: RunConfig) -> Iterator[Problem]:
     elif experts is not None and world is not None and etp is not None and world % (etp * ep * pp):
         rule = f"x etp {etp} x pp {pp} = {etp * ep * pp} does not divide the world size {world}"
         yield Problem("--expert-model-parallel-size", str(ep), rule, "Change the expert layout or the world size.")
+    if experts is not None and etp is not None:
+        yield from _expert_widths(config, etp)
+
+
+def _expert_widths(config: RunConfig, etp: int) -> Iterator[Problem]:
+    moe, parallel, tp = config.moe, config.parallel, config.parallel.tensor_model_parallel_size
+    width, shared = moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size
+    if width is not None and width > 0 and width % etp:
+        rule = f"is not a multiple of --expert-tensor-parallel-size {etp}"
+        yield Problem("--moe-ffn-hidden-size", str(width), rule, f"Nearest: {multiples_near(width, etp)}.")
+    if shared is not None and shared > 0 and shared % tp:
+        rule = f"is not a multiple of --tensor-model-parallel-size {tp}"
+        where = "--moe-shared-expert-intermediate-size"
+        yield Problem(where, str(shared), rule, f"Nearest: {multiples_near(shared, tp)}.")
+    if tp > 1 and not parallel.sequence_parallel:
+        rule = f"cannot be turned off with --num-experts and --tensor-model-parallel-size {tp}: each token must be routed once"
+        yield Problem("--sequence-parallel", "", rule, "Leave it out; it is turned on by itself.")

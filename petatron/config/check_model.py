@@ -18,7 +18,6 @@ def check_model(config: RunConfig) -> Iterator[Problem]:
     yield from _heads(config)
     yield from _positions(config.model)
     yield from _numbers(config.model)
-    yield from _experts(config)
 
 
 def _sizes(model: ModelConfig) -> Iterator[Problem]:
@@ -94,25 +93,3 @@ def _numbers(model: ModelConfig) -> Iterator[Problem]:
     yield from above("init_method_std", model.init_method_std, 0)
     if model.embedding_init_method_std != model.init_method_std:
         yield from above("embedding_init_method_std", model.embedding_init_method_std, 0)
-
-
-def _experts(config: RunConfig) -> Iterator[Problem]:
-    moe, experts = config.moe, config.moe.num_experts
-    yield from at_least("num_experts", experts, 1)
-    if experts is None or experts < 1:
-        return
-    if not 1 <= moe.moe_router_topk <= experts:
-        rule = f"is not between 1 and --num-experts {experts}"
-        yield Problem("--moe-router-topk", str(moe.moe_router_topk), rule, f"Use {min(2, experts)}, say.")
-    groups, topk = moe.moe_router_num_groups, moe.moe_router_group_topk
-    if groups is not None and (groups < 1 or experts % groups):
-        rule = f"does not divide --num-experts {experts}"
-        yield Problem("--moe-router-num-groups", str(groups), rule, f"Use {divisors(experts)}.")
-    if topk is not None and not 1 <= topk <= (groups or 0):
-        rule = f"is not between 1 and --moe-router-num-groups {groups or 'none'}"
-        yield Problem("--moe-router-group-topk", str(topk), rule, "Use fewer groups per token than there are groups.")
-    if moe.moe_router_enable_expert_bias and moe.moe_router_score_function != "sigmoid":
-        rule = f"balances sigmoid scores, but --moe-router-score-function is {moe.moe_router_score_function}"
-        yield Problem("--moe-router-enable-expert-bias", "", rule, "Use --moe-router-score-function sigmoid.")
-    yield from above("moe_expert_capacity_factor", moe.moe_expert_capacity_factor, 0)
-    yield from at_least("moe_aux_loss_coeff", moe.moe_aux_loss_coeff, 0)

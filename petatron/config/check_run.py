@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.schema import RunConfig
+from petatron.config.stages import largest_stage
 from petatron.config.wording import above, at_least, multiples_near, within
-
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 
 
 def check_run(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
@@ -39,22 +38,31 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
 
 def _memory(config: RunConfig) -> Iterator[Problem]:
     memory = config.memory
+    granularity, budget = memory.recompute_granularity, memory.recompute_memory_budget_gb
     with_layers = memory.recompute_method is not None or memory.recompute_num_layers is not None
-    if memory.recompute_granularity == "full":
+    if granularity == "full":
         if memory.recompute_method is None or memory.recompute_num_layers is None:
             rule = "full needs --recompute-method and --recompute-num-layers"
             yield Problem("--recompute-granularity", "", rule, "Common: --recompute-method uniform, 1 layer.")
     elif with_layers:
-        granularity = memory.recompute_granularity or "none"
         where = "--recompute-method" if memory.recompute_method is not None else "--recompute-num-layers"
-        rule = f"applies to full recompute, but --recompute-granularity is {granularity}"
+        rule = f"applies to full recompute, but --recompute-granularity is {granularity or 'none'}"
         yield Problem(where, "", rule, "Use --recompute-granularity full, or leave it out.")
-    yield from at_least("recompute_num_layers", memory.recompute_num_layers, 1)
-    for module in memory.recompute_modules:
-        if module not in RECOMPUTE_MODULES:
-            fix = f"Use some of {', '.join(RECOMPUTE_MODULES)}."
-            yield Problem("--recompute-modules", module, "is not a module that can be recomputed", fix)
+    if budget is not None and granularity is not None:
+        rule = f"chooses what to recompute, and so does --recompute-granularity {granularity}"
+        yield Problem("--recompute-memory-budget-gb", f"{budget:g}", rule, "Keep one of them.")
+    yield from above("recompute_memory_budget_gb", budget, 0)
+    yield from _recompute_layers(config)
     yield from within("optimizer_offload_fraction", memory.optimizer_offload_fraction, 0, 1, closed=True)
+
+
+def _recompute_layers(config: RunConfig) -> Iterator[Problem]:
+    number = config.memory.recompute_num_layers
+    yield from at_least("recompute_num_layers", number, 1)
+    largest = largest_stage(config)
+    if number is not None and largest is not None and number > largest:
+        rule = f"is more than the {largest} layers of a pipeline stage"
+        yield Problem("--recompute-num-layers", str(number), rule, f"Use {largest} or less.")
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:

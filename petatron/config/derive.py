@@ -8,14 +8,16 @@ that is not saved, the vocabulary of a tokenizer that has not been opened yet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from petatron.config.blend import BlendError, parse_blend
-from petatron.config.fields import Value, assemble, flatten
+from petatron.config.fields import Value, assemble, flag_of, flatten
 from petatron.config.origins import Origin
 from petatron.config.schema import GATED_ACTIVATIONS, RunConfig
+from petatron.config.stage_layout import LayoutError, parse_layout
 
 MOCK_VOCAB_SIZE = 1024
 
@@ -30,6 +32,9 @@ def derive(
     state = _State(flatten(config), given)
     _derive_world(state, world_size)
     _derive_model(state)
+    _derive_pipeline(state)
+    _derive_sequence(state)
+    _derive_sharding(state)
     _derive_run(state)
     _derive_files(state)
     return assemble(state.values), state.origins
@@ -108,6 +113,61 @@ def _derive_model(state: _State) -> None:
     state.fill("embedding_init_method_std", state["init_method_std"], "--init-method-std")
     if state["num_experts"] is not None:
         state.fill("moe_ffn_hidden_size", state["ffn_hidden_size"], "the MLP width")
+
+
+def _derive_pipeline(state: _State) -> None:
+    pp, chunk, layout = (
+        state["pipeline_model_parallel_size"],
+        state["num_layers_per_virtual_pipeline_stage"],
+        state["pipeline_model_parallel_layout"],
+    )
+    name, virtual = "num_virtual_stages_per_pipeline_rank", None
+    if layout is not None:
+        try:
+            virtual = _quotient(len(parse_layout(layout)), pp)
+        except LayoutError:
+            virtual = None
+        state.fill(name, virtual, "stages of the layout / pp")
+    elif chunk is not None:
+        counted = state["account_for_embedding_in_pipeline_split"] + state["account_for_loss_in_pipeline_split"]
+        virtual = _quotient(_quotient(state["num_layers"] + counted, pp), chunk)
+        state.fill(name, virtual, "layers per rank / layers per virtual stage")
+    elif state["pipeline_schedule"] == "zb-v":
+        state.fill(name, 2, "zb-v passes every rank twice")
+    else:
+        state.fill(name, 1, "no virtual stages were asked for")
+    virtual = state[name]
+    if virtual is not None and virtual > 1:
+        state.fill("pipeline_schedule", "interleaved", "there are virtual stages")
+        if pp > 0:
+            state.fill("microbatch_group_size_per_virtual_pipeline_stage", pp, "the pipeline size")
+    elif virtual is not None:
+        state.fill("pipeline_schedule", "1f1b", "there are no virtual stages")
+
+
+def _derive_sequence(state: _State) -> None:
+    tp, cp = state["tensor_model_parallel_size"], state["context_parallel_size"]
+    undecided = not state["sequence_parallel"] and not state.is_given("sequence_parallel")
+    if undecided and state["num_experts"] is not None and tp > 1:
+        state.set("sequence_parallel", True, "with experts every token must be routed by one rank only")
+    groups = state["num_query_groups"]
+    hierarchical = state["cp_comm_type"] == "a2a+p2p" and not state["hierarchical_context_parallel_sizes"]
+    if hierarchical and cp > 1 and tp > 0 and groups is not None and groups > 0:
+        heads = max(1, groups // tp)
+        exchange = math.gcd(cp, heads)
+        why = "the most ranks that divide cp and a rank's key/value heads"
+        state.set("hierarchical_context_parallel_sizes", (exchange, cp // exchange), why)
+
+
+def _derive_sharding(state: _State) -> None:
+    strategy = "data_parallel_sharding_strategy"
+    if state[strategy] == "optim" and not state.is_given("use_distributed_optimizer"):
+        if not state["use_distributed_optimizer"]:
+            state.set("use_distributed_optimizer", True, f"{flag_of(strategy)} is optim")
+    elif state["use_distributed_optimizer"]:
+        state.fill(strategy, "optim", "--use-distributed-optimizer is set")
+    else:
+        state.fill(strategy, "no_shard", "--use-distributed-optimizer is not set")
 
 
 def _derive_run(state: _State) -> None:

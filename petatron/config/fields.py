@@ -187,5 +187,6 @@ def _field_docs() -> dict[tuple[str, str], str]:
         for statement, following in zip(node.body, [*node.body[1:], ast.Pass()]):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-                docs[node.name, statement.target.id] = str(following.value.value) if is_text else ""  # type: ignore[union-attr]
+                text = str(following.value.value) if is_text else ""  # type: ignore[union-attr]
+                docs[node.name, statement.target.id] = " ".join(text.split())  # one line, however the source breaks it
     return docs

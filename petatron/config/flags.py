@@ -52,6 +52,7 @@ def parse_flags(argv: Sequence[str]) -> ParsedFlags:
     for word in _split(argv, parsed):
         surplus = _take(word, parsed)
         parsed.problems += [_stray(text) for text in surplus]
+    _drop_yielding_shorthands(parsed)
     _refuse_two_shorthands(parsed)
     return parsed
 
@@ -97,8 +98,8 @@ def _stray(text: str) -> Problem:
 def _take(word: _Word, parsed: ParsedFlags) -> Sequence[str]:
     """Apply one flag; the answer is the following words it did not use."""
     flag = word.flag
-    info = by_name().get(spellings.ALIASES.get(flag, flag[2:].replace("-", "_")))
-    negated = by_name().get(flag[5:].replace("-", "_")) if flag.startswith("--no-") else None
+    info = _field(flag)
+    negated = _field(f"--{flag[5:]}") if flag.startswith("--no-") else None
     if info is not None:
         return _take_field(info, word, parsed)
     if negated is not None and negated.kind == "bool":
@@ -115,6 +116,10 @@ def _take(word: _Word, parsed: ParsedFlags) -> Sequence[str]:
         return _take_implied(implied, word, parsed)
     parsed.problems.append(_refusal(word, parsed))
     return ()
+
+
+def _field(flag: str) -> FieldInfo | None:
+    return by_name().get(spellings.ALIASES.get(flag, flag[2:].replace("-", "_")))
 
 
 def _take_field(info: FieldInfo, word: _Word, parsed: ParsedFlags) -> Sequence[str]:
@@ -202,11 +207,22 @@ def _refusal(word: _Word, parsed: ParsedFlags) -> Problem:
     return Problem(typed, "", "is not a known flag", fix)
 
 
+def _drop_yielding_shorthands(parsed: ParsedFlags) -> None:
+    """`--data-parallel-sharding-strategy optim_grads --use-megatron-fsdp`: the field's own flag wins in either order."""
+
+    def yields(setting: Setting) -> bool:
+        shorthand = spellings.SHORTHANDS.get(setting.origin.detail.replace("_", "-"))
+        return shorthand is not None and shorthand.yields
+
+    named = {setting.path for setting in parsed.settings if not yields(setting)}
+    parsed.settings = [setting for setting in parsed.settings if not (yields(setting) and setting.path in named)]
+
+
 def _refuse_two_shorthands(parsed: ParsedFlags) -> None:
     """`--swiglu --squared-relu`: each names a whole choice, so neither can quietly win."""
     seen: dict[str, Setting] = {}
     for setting in parsed.settings:
-        if setting.origin.detail not in spellings.SHORTHANDS:
+        if setting.origin.detail.replace("_", "-") not in spellings.SHORTHANDS:
             continue
         earlier = seen.setdefault(setting.path, setting)
         if earlier.value != setting.value:

@@ -18,15 +18,26 @@ _MTP = ("mtp_num_layers", "mtp_loss_scaling_factor")
 _LOAD = ("no_load_optim", "no_load_rng")  # what cannot do without --load is a problem, see check_files.py
 _SAVE = ("no_save_optim", "no_save_rng")
 
+_CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes")
+_PIPELINE = (
+    "pipeline_schedule",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+_BUCKETS = ("overlap_grad_reduce", "ddp_bucket_size")
+
 
 def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
     """One line for each value a person set in a flag or file that has no effect in this config."""
     values = flatten(config)
-    for name, reason in _idle(config):
+    idle = (*_idle(config), *_idle_parallel(config), *_idle_experts(config), *_idle_memory(config))
+    for name, reason in idle:
         info = by_name()[name]
         asked = origins[info.path].kind in ("flag", "file")
         if asked and values[info.path] != info.default:
             yield f"{info.flag} has no effect: {reason}"
+    if origins["memory.recompute_modules"].kind in ("flag", "file"):
+        yield from _idle_modules(config)
 
 
 def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -47,11 +58,6 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, f"the optimizer is {config.optim.optimizer}") for name in _ADAM)
     if config.optim.optimizer != "sgd":
         yield "sgd_momentum", f"the optimizer is {config.optim.optimizer}"
-    if config.parallel.tensor_model_parallel_size == 1:
-        yield "sequence_parallel", "the tensor-parallel size is 1"
-    if config.moe.num_experts is None:
-        moe = (name for name, info in by_name().items() if info.section == "moe" and name != "num_experts")
-        yield from ((name, "the model has no experts") for name in moe)
     if not config.latent.multi_latent_attention:
         latent = (name for name, info in by_name().items() if info.section == "latent" and name not in _MTP)
         yield from ((name, "it is for --multi-latent-attention") for name in latent if name != "multi_latent_attention")
@@ -61,9 +67,65 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "there is no --load") for name in _LOAD)
     if config.checkpoint.save is None:
         yield from ((name, "there is no --save") for name in _SAVE)
+    if config.data.mock_data or config.data.train_data_path:
+        yield "split", "there is no --data-path to split"
+    if config.log.pipeline_timeline is None:
+        yield "pipeline_timeline_step", "it is for --pipeline-timeline"
+
+
+def _idle_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
+    parallel = config.parallel
+    if parallel.tensor_model_parallel_size == 1:
+        yield "sequence_parallel", "the tensor-parallel size is 1"
+    if parallel.context_parallel_size == 1:
+        yield from ((name, "the context-parallel size is 1") for name in _CONTEXT)
+    if parallel.pipeline_model_parallel_size == 1:
+        yield from ((name, "the pipeline-parallel size is 1") for name in _PIPELINE)
+    if parallel.num_virtual_stages_per_pipeline_rank == 1 or parallel.pipeline_schedule != "interleaved":
+        yield "microbatch_group_size_per_virtual_pipeline_stage", "it is for the interleaved schedule"
+    strategy = parallel.data_parallel_sharding_strategy
+    if strategy == "no_shard":
+        yield "num_distributed_optimizer_instances", "no optimizer state is sharded"
+    elif strategy in ("optim_grads", "optim_grads_params"):
+        yield from ((name, "fully_shard reduces the gradients") for name in _BUCKETS)
+
+
+def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    moe = config.moe
+    if moe.num_experts is None:
+        names = (name for name, info in by_name().items() if info.section == "moe" and name != "num_experts")
+        yield from ((name, "the model has no experts") for name in names)
+        return
+    if moe.moe_expert_capacity_factor is None:
+        yield "moe_token_drop_policy", "no token is dropped without --moe-expert-capacity-factor"
+    if moe.moe_router_group_topk is None:
+        yield "moe_router_num_groups", "it is for --moe-router-group-topk"
+    if moe.moe_shared_expert_intermediate_size is None:
+        yield "moe_shared_expert_gate", "there is no shared expert"
+    if not moe.moe_router_enable_expert_bias:
+        yield "moe_router_bias_update_rate", "it is for --moe-router-enable-expert-bias"
+    if moe.moe_router_score_function != "softmax":
+        yield "moe_router_pre_softmax", f"scores are {moe.moe_router_score_function}"
+    if moe.moe_router_load_balancing_type == "none":
+        yield "moe_aux_loss_coeff", "--moe-router-load-balancing-type is none"
+
+
+def _idle_memory(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.memory.optimizer_cpu_offload:
         yield "optimizer_offload_fraction", "it is for --optimizer-cpu-offload"
     if config.memory.recompute_granularity != "selective":
         yield "recompute_modules", "it is for --recompute-granularity selective"
-    if config.data.mock_data or config.data.train_data_path:
-        yield "split", "there is no --data-path to split"
+
+
+def _idle_modules(config: RunConfig) -> Iterator[str]:
+    """Modules to recompute that the model does not have."""
+    if config.memory.recompute_granularity != "selective":
+        return
+    lacking: dict[str, str] = {}
+    if config.moe.num_experts is None:
+        lacking = {"moe": "the model has no experts", "moe_act": "the model has no experts"}
+    if config.moe.num_experts is None or config.moe.moe_shared_expert_intermediate_size is None:
+        lacking["shared_experts"] = "there is no shared expert"
+    for module in config.memory.recompute_modules:
+        if module in lacking:
+            yield f"--recompute-modules {module} has no effect: {lacking[module]}"

@@ -14,6 +14,7 @@ from typing import Literal
 GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 PositionType = Literal["learned_absolute", "rope", "yarn", "none"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "swiglu", "geglu", "reglu"]
+RecomputeModule = Literal["core_attn", "attention", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class MoEConfig:
     num_experts: int | None = None
     """Number of routed experts per MoE layer; unset means a dense model."""
     moe_layer_freq: str = "1"
-    """Which layers are MoE: N means every N-th, or a pattern such as ([0]*1+[1]*23)."""
+    """Which layers are MoE: N means layers 0, N, 2N, ...; or one 0 or 1 per layer, as in ([0]*1+[1]*23)."""
     moe_ffn_hidden_size: int | None = None
     """Width inside one expert. Derived: the MLP width."""
     moe_shared_expert_intermediate_size: int | None = None
@@ -118,8 +119,6 @@ class MoEConfig:
     """Run all local experts in one grouped matrix product."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
     """How tokens reach their experts."""
-    moe_permute_fusion: bool = False
-    """Fuse the permutation of tokens around the experts."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """What turns router logits into scores."""
     moe_router_pre_softmax: bool = False
@@ -139,7 +138,17 @@ class MoEConfig:
     moe_expert_capacity_factor: float | None = None
     """Tokens an expert takes, as a factor of an even share; unset means no token is dropped."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Which tokens are dropped when an expert is full."""
+    """Which tokens are dropped when an expert is full: those with the lowest scores, or the last in the batch."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Pad what each expert gets to its capacity, so that shapes never change; needs a capacity factor."""
+    moe_router_force_load_balancing: bool = False
+    """Route at random instead of by the router, for measuring speed; such a model learns nothing useful."""
+    moe_input_jitter_eps: float | None = None
+    """Multiply the router's input by noise between 1 - eps and 1 + eps while training; unset means none."""
+    moe_shared_expert_gate: bool = False
+    """Scale the shared expert's output by a learned sigmoid gate per token (Qwen2-MoE)."""
+    moe_latent_size: int | None = None
+    """Width that tokens are projected to before the routed experts and back from after them; unset means the hidden size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +184,34 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Ranks that hold consecutive groups of layers (pp)."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers per model chunk in the interleaved pipeline schedule."""
+    """Layers per virtual stage; another way to say how many virtual stages a pipeline rank holds."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Groups of layers each pipeline rank holds, spread over the model. Derived: from `--num-layers-per-virtual-pipeline-stage`
+    or the layout string, 2 for the schedule zb-v, else 1."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] | None = None
+    """Order of forward and backward passes in the pipeline; the zb ones split the backward pass to fill idle time.
+    Derived: interleaved with virtual stages, else 1f1b."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    """Micro-batches that pass one virtual stage before a rank turns to its next. Derived: the pipeline size."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers on the first pipeline rank; the other ranks share the rest evenly."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers on the last pipeline rank; the other ranks share the rest evenly."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer when the layers are split evenly, so that the first stage holds one layer less."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output head and loss as one layer when the layers are split evenly, so that the last stage holds one less."""
+    pipeline_model_parallel_layout: str | None = None
+    """Every stage spelled out in model order: E is the embedding, t a layer, L the head and loss, and | ends a stage;
+    t*3 and (tt|)*4 repeat, commas and blanks are free. `Et|(ttt|)*2tL` puts 8 layers on 4 stages. Stage i belongs to
+    pipeline rank i modulo the pipeline size (zb-v: the second half runs backwards over the ranks)."""
     context_parallel_size: int = 1
     """Ranks that split the sequence in attention too (cp)."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    """How context-parallel attention meets the other ranks' keys and values: passed around a ring, gathered at once,
+    exchanged for a share of the heads (Ulysses), or heads within groups and a ring between them."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    """For a2a+p2p: ranks that exchange heads, and ranks in a ring; their product is cp. Derived: as many heads as divide."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a layer (ep)."""
     expert_tensor_parallel_size: int | None = None
@@ -188,6 +222,14 @@ class ParallelConfig:
     """Number of ranks. Derived: from the launcher, or tp x pp x cp x dp."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
+    """What data-parallel ranks hold only a share of: nothing, optimizer state (the distributed optimizer, ZeRO-1), also
+    gradients (ZeRO-2), also parameters (ZeRO-3); the last two are PyTorch's fully_shard (FSDP).
+    Derived: optim with `--use-distributed-optimizer`, else no_shard."""
+    num_distributed_optimizer_instances: int = 1
+    """Copies of the sharded state: dp / this ranks share one copy (hybrid sharding)."""
+    grad_reduce_in_bf16: bool = False
+    """Send gradients between data-parallel ranks in bfloat16; by default they are reduced in fp32."""
     overlap_grad_reduce: bool = True
     """Reduce gradient buckets while the backward pass still runs."""
     overlap_param_gather: bool = False
@@ -236,8 +278,10 @@ class MemoryConfig:
     """With full recompute: in units of N layers, or for the first N layers."""
     recompute_num_layers: int | None = None
     """The N of `--recompute-method`."""
-    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     """With selective recompute: which modules."""
+    recompute_memory_budget_gb: float | None = None
+    """Activation memory per rank in GB; what to recompute is chosen to fit it."""
     optimizer_cpu_offload: bool = False
     """Keep optimizer state in host memory."""
     optimizer_offload_fraction: float = 1.0
@@ -432,6 +476,10 @@ class LogConfig:
     """Name of the W&B run."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live terminal view; auto shows it when stderr is a terminal and rich is installed."""
+    pipeline_timeline: str | None = None
+    """File to write the measured timeline of one step to; `petatron plan schedule --measured` draws it."""
+    pipeline_timeline_step: int = 3
+    """Which iteration `--pipeline-timeline` measures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,11 @@ from petatron.config.fields import Value
 
 @dataclass(frozen=True, slots=True)
 class Shorthand:
-    """A flag without a value that sets `field` to `value`."""
+    """A flag without a value that sets `field` to `value`; one that `yields` gives way to the field's own flag."""
 
     field: str
     value: Value
+    yields: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ ALIASES: Mapping[str, str] = {
     "--dp": "data_parallel_size",
     "--sp": "sequence_parallel",
     "--cpu-optimizer": "optimizer_cpu_offload",
+    "--dataloader-inter-document-masking": "reset_attention_mask",
     "--layernorm-epsilon": "norm_epsilon",
     "--persistent-save-interval": "save_interval",
     "--rope-theta": "rotary_base",
@@ -53,6 +55,10 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
     "--fp8-hybrid": Shorthand("fp8_format", "hybrid"),
     "--recompute-activations": Shorthand("recompute_granularity", "selective"),
+    # Megatron's switches for FSDP; how much is sharded is the strategy's business when that is given too.
+    "--use-torch-fsdp2": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
+    "--use-megatron-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
+    "--use-custom-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
 }
 
 # Megatron deprecated this one: it means something only when another flag has already removed the learned table.
@@ -61,6 +67,7 @@ NO_POSITION_EMBEDDING = "--no-position-embedding"
 _FUSED = "kernels are not chosen by flags; results are the same"
 _ATTENTION = "attention always uses the fastest kernel the device offers"
 _MODEL = "there is one model implementation"
+_TRANSFERS = "transfers between pipeline stages always overlap with computing"
 _SINKS = "every logged value goes to every sink"
 
 IMPLIED: Mapping[str, Implied] = {
@@ -78,9 +85,19 @@ IMPLIED: Mapping[str, Implied] = {
     "--cross-entropy-loss-fusion": Implied(_FUSED),
     "--cross-entropy-fusion-impl": Implied(_FUSED, takes_value=True),
     "--attention-softmax-in-fp32": Implied("the attention softmax is always computed in fp32"),
-    "--accumulate-allreduce-grads-in-fp32": Implied("gradients are always accumulated and reduced in fp32"),
+    "--accumulate-allreduce-grads-in-fp32": Implied(
+        "gradients are always accumulated in fp32, and reduced in it unless --grad-reduce-in-bf16 is given"
+    ),
     "--calculate-per-token-loss": Implied("the loss is always one mean over the tokens of the global batch"),
     "--use-cpu-initialization": Implied("initial weights never depend on the layout or the device"),
+    "--init-model-with-meta-device": Implied("a rank only ever makes the weights it holds"),
+    "--overlap-p2p-communication": Implied(_TRANSFERS),
+    "--no-overlap-p2p-communication": Implied(_TRANSFERS),
+    "--overlap-p2p-communication-warmup-flush": Implied(_TRANSFERS),
+    "--moe-permute-fusion": Implied(_FUSED),
+    "--moe-router-fusion": Implied(_FUSED),
+    "--moe-use-legacy-grouped-gemm": Implied(_FUSED),
+    "--moe-per-layer-logging": Implied("the load of every MoE layer is always logged"),
     "--no-create-attention-mask-in-dataloader": Implied("the loader never builds a dense attention mask"),
     "--exit-signal-handler": Implied("SIGTERM and SIGINT always save and exit"),
     "--auto-detect-ckpt-format": Implied("there is one checkpoint format"),
@@ -107,6 +124,8 @@ RENAMED: Mapping[str, str] = {
     "--lr-decay-tokens": "--lr-decay-samples",
     "--train-tokens": "--train-samples",
     "--gpus-per-node": "--nproc-per-node",
+    "--moe-extended-tp": "--expert-tensor-parallel-size",
+    "--torch-fsdp2-no-reshard-after-forward": "--data-parallel-sharding-strategy optim_grads",
 }
 
 _PREPROCESS = "petatron data preprocess"
@@ -120,9 +139,7 @@ ELSEWHERE: Mapping[str, str] = {
     "--workers": _PREPROCESS,
 }
 
-_FSDP = "fully sharded data parallelism"
 _GRAPHS = "CUDA graphs"
-_UNEVEN = "uneven pipeline stages"
 _OVERLAP = "communication overlap inside tensor parallelism"
 _HYBRID = "hybrid (Mamba) models"
 _BERT = "BERT"
@@ -138,18 +155,12 @@ _RETRY = "fault tolerance beyond save and resume"
 _RL = "reinforcement learning"
 _CHECKPOINT = "this checkpoint option"
 _ATTN = "this attention variant"
-_PRECISION = "low-precision gradients and optimizer state"
+_PRECISION = "low-precision optimizer state"
 _SFT = "fine-tuning on conversations"
 _DATA = "this data option"
 
 # Features that Megatron has and this version has not. The value is what the message calls it.
 LATER: Mapping[str, str] = {
-    "--use-megatron-fsdp": _FSDP,
-    "--use-custom-fsdp": _FSDP,
-    "--use-torch-fsdp2": _FSDP,
-    "--data-parallel-sharding-strategy": _FSDP,
-    "--num-distributed-optimizer-instances": "partially sharded optimizer state",
-    "--init-model-with-meta-device": _FSDP,
     "--cuda-graph-impl": _GRAPHS,
     "--cuda-graph-scope": _GRAPHS,
     "--cuda-graph-modules": _GRAPHS,
@@ -158,33 +169,15 @@ LATER: Mapping[str, str] = {
     "--tp-comm-overlap": _OVERLAP,
     "--tp-comm-overlap-cfg": _OVERLAP,
     "--use-tp-pp-dp-mapping": "another rank order",
-    "--num-virtual-stages-per-pipeline-rank": "the interleaved pipeline schedule",
-    "--microbatch-group-size-per-virtual-pipeline-stage": "the interleaved pipeline schedule",
-    "--decoder-first-pipeline-num-layers": _UNEVEN,
-    "--decoder-last-pipeline-num-layers": _UNEVEN,
-    "--account-for-embedding-in-pipeline-split": _UNEVEN,
-    "--account-for-loss-in-pipeline-split": _UNEVEN,
-    "--pipeline-model-parallel-layout": _UNEVEN,
-    "--overlap-p2p-communication": "pipeline parallelism",
-    "--no-overlap-p2p-communication": "pipeline parallelism",
-    "--defer-embedding-wgrad-compute": "pipeline parallelism",
-    "--cp-comm-type": "context parallelism",
-    "--hierarchical-context-parallel-sizes": "context parallelism",
-    "--hybrid-context-parallel": "context parallelism",
+    "--defer-embedding-wgrad-compute": "deferred gradients of the output head",
+    "--hybrid-context-parallel": "a context-parallel size per sample",
+    "--outer-dp-sharding-strategy": "sharding over the copies of sharded state",
     "--overlap-moe-expert-parallel-comm": _MOE,
     "--delay-wgrad-compute": _MOE,
     "--moe-shared-expert-overlap": _MOE,
-    "--moe-pad-expert-input-to-capacity": _MOE,
-    "--moe-input-jitter-eps": _MOE,
     "--moe-use-upcycling": _MOE,
-    "--moe-router-fusion": _MOE,
-    "--moe-router-force-load-balancing": _MOE,
-    "--moe-per-layer-logging": _MOE,
-    "--moe-extended-tp": _MOE,
-    "--moe-latent-size": _MOE,
     "--moe-flex-dispatcher-backend": _MOE,
     "--moe-enable-deepep": _MOE,
-    "--moe-use-legacy-grouped-gemm": _MOE,
     "--disable-moe-token-dispatch": _MOE,
     "--spec": "a model spec from a module",
     "--hybrid-layer-pattern": _HYBRID,
@@ -240,18 +233,17 @@ LATER: Mapping[str, str] = {
     "--first-last-layers-bf16": _FP8,
     "--fp4-format": "FP4 training",
     "--fp4-recipe": "FP4 training",
-    "--grad-reduce-in-bf16": _PRECISION,
     "--use-precision-aware-optimizer": _PRECISION,
     "--main-grads-dtype": _PRECISION,
     "--main-params-dtype": _PRECISION,
     "--exp-avg-dtype": _PRECISION,
     "--exp-avg-sq-dtype": _PRECISION,
-    "--distribute-saved-activations": "activation recompute",
+    "--distribute-saved-activations": "saved activations spread over the tensor-parallel ranks",
     "--cpu-offloading-num-layers": _OFFLOAD,
     "--fine-grained-activation-offloading": _OFFLOAD,
     "--offload-modules": _OFFLOAD,
     "--overlap-cpu-optimizer-d2h-h2d": "optimizer CPU offload",
-    "--overlap-param-gather-with-optimizer-step": "the distributed optimizer",
+    "--overlap-param-gather-with-optimizer-step": "gathering parameters during the optimizer step",
     "--ddp-average-in-collective": "averaging inside the gradient collective",
     "--use-nccl-ub": "NCCL tuning by flag",
     "--use-sharp": "NCCL tuning by flag",
@@ -311,7 +303,6 @@ LATER: Mapping[str, str] = {
     "--s3-cache-path": _DATA,
     "--fim-data": _DATA,
     "--fim-rate": _DATA,
-    "--dataloader-inter-document-masking": "document-masked attention",
     "--tiktoken-pattern": "tiktoken tokenizers",
     "--split-sentences": "sentence splitting",
     "--sft": _SFT,
@@ -343,6 +334,7 @@ LATER_VALUES: Mapping[str, Mapping[str, str]] = {
     "moe_token_dispatcher_type": {"flex": "the flex token dispatcher"},
     "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},
     "fp8_recipe": {"mxfp8": "the mxfp8 recipe", "custom": "custom FP8 recipes"},
+    "recompute_modules": {"mla_up_proj": "multi-latent attention"},
     "dataloader_type": {"external": "external data loaders"},
     "tokenizer_type": {
         "BertWordPieceLowerCase": _BERT,

@@ -31,7 +31,7 @@ from petatron.models.base import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """How samples become batches. `eod` is needed by the two options that look for it."""
+    """How samples become batches. `eod` is needed by the three options that look for it."""
 
     micro_batch_size: int
     dataloader_type: Literal["single", "cyclic"] = "single"
@@ -40,7 +40,12 @@ class LoaderOptions:
     eod: int | None = None
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
+    reset_attention_mask: bool = False
     pin_memory: bool = False
+
+    @property
+    def knows_documents(self) -> bool:
+        return self.reset_position_ids or self.reset_attention_mask
 
 
 class BatchLoader:
@@ -52,10 +57,10 @@ class BatchLoader:
     """
 
     def __init__(self, dataset: SampleDataset, options: LoaderOptions, *, dp_rank: int = 0, dp_size: int = 1) -> None:
-        if (options.eod_mask_loss or options.reset_position_ids) and options.eod is None:
+        if (options.eod_mask_loss or options.knows_documents) and options.eod is None:
             raise DataError(
-                "--eod-mask-loss and --reset-position-ids look for the end-of-document token, but the tokenizer has none. "
-                "Leave them out, or use a tokenizer that names an end-of-text token."
+                "--eod-mask-loss, --reset-position-ids and --reset-attention-mask look for the end-of-document token, but "
+                "the tokenizer has none. Leave them out, or use a tokenizer that names an end-of-text token."
             )
         self.dataset, self.options = dataset, options
         self.dp_rank, self.dp_size = dp_rank, dp_size
@@ -144,18 +149,22 @@ def make_batch(samples: NDArray[np.int64], options: LoaderOptions) -> Batch:
     mask = np.ones(tokens.shape, np.float32)
     if options.eod_mask_loss:
         mask[tokens == options.eod] = 0.0
-    positions = _restarting_positions(tokens == options.eod) if options.reset_position_ids else None
+    starts = _document_starts(tokens == options.eod) if options.knows_documents else None
+    positions = None if starts is None or not options.reset_position_ids else np.arange(starts.shape[1]) - starts
 
-    def tensor(array: NDArray) -> torch.Tensor:
+    def tensor(array: NDArray | None) -> torch.Tensor | None:
+        if array is None:
+            return None
         made = torch.from_numpy(np.ascontiguousarray(array))
         return made.pin_memory() if options.pin_memory else made
 
-    return Batch(tensor(tokens), tensor(samples[:, 1:]), tensor(mask), None if positions is None else tensor(positions))
+    parts = (tokens, samples[:, 1:], mask, positions, starts if options.reset_attention_mask else None)
+    return Batch(*map(tensor, parts))  # pyright: ignore[reportArgumentType]
 
 
-def _restarting_positions(is_eod: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Positions that count from 0 again after each end of document."""
+def _document_starts(is_eod: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """For each position the first one of its document; a document ends with its end-of-document token."""
     index = np.arange(is_eod.shape[1])
     starts = np.zeros(is_eod.shape, np.int64)
     starts[:, 1:] = np.where(is_eod[:, :-1], index[1:], 0)
-    return index - np.maximum.accumulate(starts, axis=1)
+    return np.maximum.accumulate(starts, axis=1)

@@ -6,8 +6,13 @@ import torch
 from torch import Tensor
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-    """Causal softmax attention; q is [S, B, H, E], k and v are [S, B, K, E] with K dividing H."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, document_starts_BS: Tensor | None = None
+) -> Tensor:
+    """Causal softmax attention; q is [S, B, H, E], k and v are [S, B, K, E] with K dividing H.
+
+    A token sees at most `window` tokens, and none before its entry of `document_starts_BS`.
+    """
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
     scores = torch.einsum("sbhe,tbhe->bhst", q, k) * q.shape[-1] ** -0.5
@@ -15,6 +20,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> 
     hidden = ahead < 0
     if window is not None:
         hidden |= ahead >= window
+    if document_starts_BS is not None:
+        behind = torch.arange(k.shape[0], device=q.device) < document_starts_BS[:, :, None]
+        hidden = (hidden | behind).unsqueeze(1)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("bhst,tbhe->sbhe", weights, v)
 

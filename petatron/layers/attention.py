@@ -11,9 +11,8 @@ from petatron.config.schema import ModelConfig
 from petatron.kernels.attention import causal_attention
 from petatron.layers.linear import Linear
 from petatron.layers.norm import build_norm
+from petatron.layers.passing import Pass
 from petatron.layers.rope import rotate
-
-Rotation = tuple[Tensor, Tensor]
 
 
 class CoreAttention(nn.Module):
@@ -24,9 +23,16 @@ class CoreAttention(nn.Module):
         self.window = window
         self.dropout = dropout
 
-    def forward(self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor) -> Tensor:
+    def forward(
+        self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, document_starts_BS: Tensor | None = None
+    ) -> Tensor:
         return causal_attention(
-            q_SBHE, k_SBKE, v_SBKE, window=self.window, dropout=self.dropout if self.training else 0.0
+            q_SBHE,
+            k_SBKE,
+            v_SBKE,
+            window=self.window,
+            dropout=self.dropout if self.training else 0.0,
+            document_starts_BS=document_starts_BS,
         )
 
 
@@ -47,12 +53,12 @@ class Attention(nn.Module):
         self.core = CoreAttention(window=config.window_size, dropout=config.attention_dropout)
         self.out = Linear(q_width, (config.hidden_size,), bias=config.add_bias_linear)
 
-    def forward(self, x_SBD: Tensor, rotation: Rotation | None) -> Tensor:
+    def forward(self, x_SBD: Tensor, passing: Pass) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (-1, self.head_width)) for part in self.qkv(x_SBD).split(self.qkv.sections, dim=-1)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
-        return self.out(self.core(q, k, v).flatten(-2))
+        if passing.rotation is not None:
+            q, k = rotate(q, *passing.rotation), rotate(k, *passing.rotation)
+        return self.out(self.core(q, k, v, passing.document_starts_BS).flatten(-2))

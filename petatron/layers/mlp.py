@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from petatron.config.schema import GATED_ACTIVATIONS, ModelConfig
 from petatron.layers.linear import Linear
+from petatron.layers.passing import Pass
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -24,32 +25,32 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gel
 class MLP(nn.Module):
     """down(act(up(x)))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        assert config.ffn_hidden_size is not None
         self.act = PLAIN[config.activation]
-        self.up = Linear(config.hidden_size, (config.ffn_hidden_size,), bias=config.add_bias_linear)
-        self.down = Linear(config.ffn_hidden_size, (config.hidden_size,), bias=config.add_bias_linear)
+        self.up = Linear(config.hidden_size, (width,), bias=config.add_bias_linear)
+        self.down = Linear(width, (config.hidden_size,), bias=config.add_bias_linear)
 
-    def forward(self, x_SBD: Tensor) -> Tensor:
+    def forward(self, x_SBD: Tensor, passing: Pass | None = None) -> Tensor:
         return self.down(self.act(self.up(x_SBD)))
 
 
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)); gate and up are one product, stored as two logical tensors."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        assert config.ffn_hidden_size is not None
-        width = config.ffn_hidden_size
         self.act = GATED[config.activation]
         self.gate_up = Linear(config.hidden_size, (width, width), bias=config.add_bias_linear)
         self.down = Linear(width, (config.hidden_size,), bias=config.add_bias_linear)
 
-    def forward(self, x_SBD: Tensor) -> Tensor:
+    def forward(self, x_SBD: Tensor, passing: Pass | None = None) -> Tensor:
         gate, up = self.gate_up(x_SBD).chunk(2, dim=-1)
         return self.down(self.act(gate) * up)
 
 
-def build_mlp(config: ModelConfig) -> MLP | GatedMLP:
-    return GatedMLP(config) if config.activation in GATED_ACTIVATIONS else MLP(config)
+def build_mlp(config: ModelConfig, width: int | None = None) -> MLP | GatedMLP:
+    """The dense MLP of a config, or one of another inner width."""
+    width = width or config.ffn_hidden_size
+    assert width is not None
+    return GatedMLP(config, width) if config.activation in GATED_ACTIVATIONS else MLP(config, width)

@@ -9,11 +9,16 @@ its pair:
     reduce   all-reduce    / identity           out of a row-split matrix
     gather   all-gather    / reduce-scatter     into a column-split matrix, sequence split
     scatter  reduce-scatter/ all-gather         out of a row-split matrix, sequence split
+
+and one that is its own partner: `exchange`, rows to their ranks and back (experts, heads for sequence).
+
+Point-to-point transfers between two ranks run in the order in which they are started, so both ends must start them in the
+same order. gloo moves only host memory between two ranks, so a device tensor is staged through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -32,16 +37,26 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Handle:
-    """A collective under way; `wait` returns when its result may be used."""
+    """A collective under way; `wait` returns when its result may be used. `keep` is memory that must live until then."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_after", "_keep", "_work")
 
-    def __init__(self, work: dist.Work | None = None) -> None:
-        self._work = work
+    def __init__(
+        self, work: dist.Work | None = None, *, keep: object = None, after: Callable[[], object] | None = None
+    ) -> None:
+        self._work, self._keep, self._after = work, keep, after
 
     def wait(self) -> None:
+        """Waiting twice is waiting once."""
         if self._work is not None:
             self._work.wait()
+        if self._after is not None:
+            self._after()
+        self._work = self._keep = self._after = None
+
+    def done(self) -> bool:
+        """Whether it is over, so that waiting would not wait."""
+        return self._work is None or self._work.is_completed()
 
 
 def all_reduce(x: Tensor, axis: Axis, *, op: Op = "sum") -> Tensor:
@@ -56,6 +71,80 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
         return Handle()
     axis.record.add(axis.name, "all_reduce", elements=x.numel(), dtype=x.dtype)
     return Handle(dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True))
+
+
+def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Handle:
+    """Begin to fill `out` with the ranks' tensors one after the other; `x` may be this rank's part of `out`."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Handle()
+    axis.record.add(axis.name, "all_gather", elements=out.numel(), dtype=x.dtype)
+    return Handle(_all_gather(out, x, group=axis.group, async_op=True))
+
+
+def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
+    """Begin to fill `out` with this rank's part of the sum of the ranks' tensors."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Handle()
+    axis.record.add(axis.name, "reduce_scatter", elements=x.numel(), dtype=x.dtype)
+    return Handle(_reduce_scatter(out, x, group=axis.group, async_op=True))
+
+
+def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Rows to every rank of the axis, in axis order: `send[i]` rows go to rank i and `receive[i]` come from it."""
+    if axis.size == 1:
+        return x
+    assert sum(send) == x.shape[0], f"{x.shape[0]} rows, but {sum(send)} are to be sent"
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    axis.record.add(axis.name, "all_to_all", elements=x.numel(), dtype=x.dtype)
+    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
+    return out
+
+
+def start_send(x: Tensor, axis: Axis, *, to: int) -> Handle:
+    """Begin to send a tensor to a rank of the axis; it must stay unchanged until the handle has been waited for."""
+    axis.record.add(axis.name, "send", elements=x.numel(), dtype=x.dtype)
+    held = _host(x, axis) if x.is_contiguous() else _host(x.contiguous(), axis)
+    return Handle(dist.isend(held, axis.ranks[to], group=axis.group), keep=held)
+
+
+def start_receive(out: Tensor, axis: Axis, *, source: int) -> Handle:
+    """Begin to fill a tensor with what a rank of the axis sends."""
+    axis.record.add(axis.name, "receive", elements=out.numel(), dtype=out.dtype)
+    held = _host(out, axis, copy=False)
+    after = None if held is out else lambda: out.copy_(held)
+    return Handle(dist.irecv(held, axis.ranks[source], group=axis.group), after=after)
+
+
+def start_shift(out: Sequence[Tensor], x: Sequence[Tensor], axis: Axis, *, by: int = 1) -> list[Handle]:
+    """Begin to pass tensors to the rank `by` places on around the ring, and to take those of the rank as far behind."""
+    to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
+    calls = []
+    held = [_host(tensor.contiguous(), axis) for tensor in x]
+    landing = [_host(tensor, axis, copy=False) for tensor in out]
+    for mine, theirs in zip(held, landing):
+        axis.record.add(axis.name, "send", elements=mine.numel(), dtype=mine.dtype)
+        calls.append(dist.P2POp(dist.isend, mine, axis.ranks[to], group=axis.group))
+        calls.append(dist.P2POp(dist.irecv, theirs, axis.ranks[source], group=axis.group))
+    works = dist.batch_isend_irecv(calls)
+    handles = [Handle(work, keep=held) for work in works]
+
+    def staged_back() -> None:
+        for tensor, host in zip(out, landing):
+            if host is not tensor:
+                tensor.copy_(host)
+
+    return [*handles, Handle(after=staged_back)]
+
+
+def _host(x: Tensor, axis: Axis, *, copy: bool = True) -> Tensor:
+    """The tensor itself, or host memory in its place where the backend cannot send from the device."""
+    if x.device.type == "cpu" or dist.get_backend(axis.group) != "gloo":
+        return x
+    return x.cpu() if copy else torch.empty(x.shape, dtype=x.dtype)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -156,3 +245,19 @@ def gather(x: Tensor, axis: Axis) -> Tensor:
 
 def scatter(x: Tensor, axis: Axis) -> Tensor:
     return _Paired.apply(x, axis, reduce_scatter, all_gather) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return all_to_all(x, axis, send=send, receive=receive)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grads[0], ctx.axis, send=ctx.receive, receive=ctx.send), None, None, None
+
+
+def exchange(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Differentiable `all_to_all`: gradients travel the way back."""
+    return _Exchange.apply(x, axis, send, receive) if axis.size > 1 else x  # pyright: ignore[reportReturnType]

@@ -2,7 +2,7 @@
 
 Ranks are numbered with tp fastest, then cp, then data parallel, then pp: Megatron's `tp-cp-ep-dp-pp` order. Data parallel
 is `dp_outer x dp_shard` (replicas of shards; dp_outer is 1 unless hybrid sharding is on). Experts factor the same ranks a
-second time as `pp x edp x ep x etp`, with the same pp. Any set of dimensions of one factorisation is an axis: its groups
+second time as `pp x edp x ep x etp`, with the same pp and dp_outer as the slowest part of edp. Any set of dimensions of one factorisation is an axis: its groups
 are the ranks that agree on all the other dimensions.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from petatron.config.schema import ParallelConfig
 
 DENSE = ("pp", "dp_outer", "dp_shard", "cp", "tp")
-EXPERT = ("pp", "edp", "ep", "etp")
+EXPERT = ("pp", "dp_outer", "edp_shard", "ep", "etp")
 
 AXES: dict[str, tuple[str, ...]] = {
     "pp": ("pp",),
@@ -25,10 +25,15 @@ AXES: dict[str, tuple[str, ...]] = {
     "cp": ("cp",),
     "tp": ("tp",),
     "dp_cp": ("dp_outer", "dp_shard", "cp"),  # ranks that hold the same dense weights
-    "tp_pp": ("pp", "tp"),  # ranks that hold the pieces of one dense replica
-    "edp": ("edp",),
+    "shard": ("dp_shard", "cp"),  # ranks that may share the state of the same dense weights
+    "losses": ("pp", "dp_outer", "dp_shard", "cp"),  # ranks whose losses add up to that of the global batch
+    "sequence": ("cp", "tp"),  # ranks that hold parts of the same sequences
+    "stage": ("dp_outer", "dp_shard", "cp", "tp"),  # ranks that hold the same layers
+    "edp": ("dp_outer", "edp_shard"),  # ranks that hold the same expert weights
+    "edp_shard": ("edp_shard",),
     "ep": ("ep",),
     "etp": ("etp",),
+    "ep_etp": ("ep", "etp"),  # ranks that together hold one replica of a layer's experts
     "world": DENSE,
 }
 """Axis name -> the dimensions it runs over."""
@@ -47,16 +52,18 @@ class Layout:
     etp: int = 1
 
     def __post_init__(self) -> None:
-        per_stage = self.dp_outer * self.dp_shard * self.cp * self.tp
-        assert per_stage % (self.ep * self.etp) == 0, f"ep x etp does not divide the {per_stage} ranks of a stage"
+        ranks = self.dp_shard * self.cp * self.tp
+        assert ranks % (self.ep * self.etp) == 0, f"ep x etp does not divide the {ranks} ranks of a stage and instance"
 
     @classmethod
     def from_config(cls, config: ParallelConfig) -> Layout:
         """The layout of a derived config."""
         assert config.data_parallel_size is not None and config.expert_tensor_parallel_size is not None
+        outer = config.num_distributed_optimizer_instances
         return cls(
             pp=config.pipeline_model_parallel_size,
-            dp_shard=config.data_parallel_size,
+            dp_outer=outer,
+            dp_shard=config.data_parallel_size // outer,
             cp=config.context_parallel_size,
             tp=config.tensor_model_parallel_size,
             ep=config.expert_model_parallel_size,
@@ -68,8 +75,12 @@ class Layout:
         return self.dp_outer * self.dp_shard
 
     @property
+    def edp_shard(self) -> int:
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
     def edp(self) -> int:
-        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+        return self.dp_outer * self.edp_shard
 
     @property
     def world_size(self) -> int:

@@ -55,7 +55,7 @@ class ParallelMesh:
         self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
         self.tp, self.cp, self.dp, self.pp, self.ep = (self[name] for name in ("tp", "cp", "dp", "pp", "ep"))
         self.dp_cp = self["dp_cp"]  # ranks that hold the same dense weights and see different tokens
-        self.tp_pp = self["tp_pp"]  # ranks that together hold one replica of the dense weights
+        self._axes["ends"] = self._ends()
         self.world = self["world"]
         self.control = self._control_axis()
 
@@ -91,6 +91,17 @@ class ParallelMesh:
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
 
+    def _ends(self) -> Axis:
+        """The first and the last pipeline rank, which share a tied embedding; every other rank is alone."""
+        first, last = self.pp.ranks[0], self.pp.ranks[-1]
+        together = first != last and self.rank in (first, last)
+        return self._axis("ends", (first, last) if together else (self.rank,))
+
+    def axis(self, name: str) -> Axis:
+        """An axis by name; `tp/2` is the axis of blocks of two of tp."""
+        parent, _, block = name.partition("/")
+        return self.blocks(parent, int(block)) if block else self[parent]
+
     def blocks(self, name: str, block: int) -> Axis:
         """The axis of `block` neighbouring ranks of another axis that this rank is one of."""
         parent = self._axes[name]
@@ -99,6 +110,14 @@ class ParallelMesh:
             return parent
         first = parent.rank // block * block
         return self._axis(f"{name}/{block}", parent.ranks[first : first + block])
+
+    def strides(self, name: str, block: int) -> Axis:
+        """The axis of the ranks that have this rank's place in their block of `block` neighbours: across `blocks`."""
+        parent = self._axes[name]
+        assert parent.size % block == 0, f"axis {name} of {parent.size} ranks has no blocks of {block}"
+        if block == 1:
+            return parent
+        return self._axis(f"{name}%{block}", parent.ranks[parent.rank % block :: block])
 
     def describe(self) -> str:
         """`tp 2 x dp 4 (8 ranks)`: the dimensions that are larger than one."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import Piece
+from petatron.mesh.spec import Piece, Shape
 
 _BLOCK = 1024
 
@@ -30,21 +30,34 @@ def stable_seed(*parts: object) -> int:
 
 
 def normal_piece(piece: Piece, *, seed: int, std: float) -> Tensor:
-    """The part of a logical matrix of normal draws (mean 0) that lies in this piece's box."""
-    rows, columns = piece.logical_shape
-    (top, left), (height, width) = piece.start, piece.shape
+    """The part of a logical tensor of normal draws (mean 0) that lies in this piece's box.
+
+    A tensor of more than two dimensions is a stack of matrices, each drawn under a name of its own.
+    """
+    if len(piece.shape) == 2:
+        return _normal_box(piece.name, piece.logical_shape, piece.start, piece.shape, seed).mul_(std)
+    out = torch.empty(piece.shape)
+    for index in range(piece.shape[0]):
+        name = f"{piece.name}[{piece.start[0] + index}]"
+        out[index] = _normal_box(name, piece.logical_shape[1:], piece.start[1:], piece.shape[1:], seed)
+    return out.mul_(std)
+
+
+def _normal_box(name: str, logical_shape: Shape, start: Shape, shape: Shape, seed: int) -> Tensor:
+    rows, columns = logical_shape
+    (top, left), (height, width) = start, shape
     out = torch.empty(height, width)
     for block_row in range(top // _BLOCK, (top + height - 1) // _BLOCK + 1):
         for block_column in range(left // _BLOCK, (left + width - 1) // _BLOCK + 1):
             y, x = block_row * _BLOCK, block_column * _BLOCK
-            generator = torch.Generator().manual_seed(stable_seed(seed, piece.name, block_row, block_column))
+            generator = torch.Generator().manual_seed(stable_seed(seed, name, block_row, block_column))
             block = torch.randn(min(_BLOCK, rows - y), min(_BLOCK, columns - x), generator=generator)
             from_y, from_x = max(top, y), max(left, x)
             to_y, to_x = min(top + height, y + block.shape[0]), min(left + width, x + block.shape[1])
             out[from_y - top : to_y - top, from_x - left : to_x - left] = block[
                 from_y - y : to_y - y, from_x - x : to_x - x
             ]
-    return out.mul_(std)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,7 @@ class RandomStreams:
     def start(cls, seed: int, mesh: ParallelMesh) -> RandomStreams:
         """Seed both streams, the default generator included."""
         torch.manual_seed(stable_seed(seed, "own", mesh.rank))
-        shared = torch.Generator(device=mesh.device)
+        shared = torch.Generator(device="cpu" if mesh.device.type == "meta" else mesh.device)
         shared.manual_seed(stable_seed(seed, "shared", mesh.dp.rank, mesh.cp.rank, mesh.pp.rank))
         return cls(mesh.device, shared)
 

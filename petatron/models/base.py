@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ class Batch:
     """One micro-batch on one rank: the noun passed from the loader to the model.
 
     tokens, labels and loss_mask are [batch, sequence]; labels are the tokens shifted by one, and loss_mask is 1.0 where
-    a position counts. positions is None when they are 0, 1, 2, ... in every row.
+    a position counts. positions is None when they are 0, 1, 2, ... in every row; else [sequence] or [batch, sequence].
+    document_starts is None when a row is one document; else it holds, for every position of the whole sequence, the first
+    position of its document. It stays whole where context parallelism splits the others.
 
     >>> text = torch.tensor([[5, 6, 7, 8]])
     >>> Batch(text[:, :-1], text[:, 1:], torch.ones(1, 3)).labels
@@ -24,12 +26,10 @@ class Batch:
     labels: Tensor
     loss_mask: Tensor
     positions: Tensor | None = None
+    document_starts: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; the copy from pinned memory does not wait."""
 
-        def moved(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)
-
-        positions = None if self.positions is None else moved(self.positions)
-        return Batch(moved(self.tokens), moved(self.labels), moved(self.loss_mask), positions)
+        values = (getattr(self, part.name) for part in fields(self))
+        return Batch(*(None if x is None else x.to(device, non_blocking=True) for x in values))

@@ -6,22 +6,35 @@ Parameter names are the same in every layout. S sequence, B batch, D hidden.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from petatron.config.schema import ModelConfig
+from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.config.stages import Stage
 from petatron.layers.block import Block
 from petatron.layers.dropout import Dropout
 from petatron.layers.norm import build_norm
+from petatron.layers.passing import Pass
 from petatron.layers.rope import Rotary
 from petatron.layers.vocabulary import OutputHead, PositionEmbedding, TokenEmbedding
 from petatron.mesh.spec import Section, Shard
 from petatron.models.base import Batch
 
+LayerRunner = Callable[[Sequence[nn.Module], Tensor, Pass], Tensor]
+"""How a stage's blocks are run: the slot for recomputing groups of them."""
+
+
+def one_by_one(blocks: Sequence[nn.Module], x_SBD: Tensor, passing: Pass) -> Tensor:
+    for block in blocks:
+        x_SBD = block(x_SBD, passing)
+    return x_SBD
+
 
 class Decoder(nn.Module):
-    """Embedding, blocks, final norm, output head.
+    """Embedding, blocks, final norm, output head; or one pipeline stage of that: some blocks, and what ends it holds.
 
     >>> from petatron.config import load_config
     >>> flags = ["--vocab-size", "256"]
@@ -30,56 +43,102 @@ class Decoder(nn.Module):
     ['embedding', 'head', 'layers', 'norm']
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoEConfig | None = None,
+        *,
+        experts_in: Sequence[bool] = (),
+        stage: Stage | None = None,
+    ) -> None:
+        """`experts_in` says which layers of the whole model are mixtures of experts; without a stage, all is here."""
         super().__init__()
         assert config.vocab_size and config.kv_channels and config.max_position_embeddings, "the config is not derived"
         self.config = config
+        self.stage = stage or Stage(tuple(range(config.num_layers)), embedding=True, loss=True)
         rotary = config.position_embedding_type in ("rope", "yarn")
-        learned = config.position_embedding_type == "learned_absolute"
-        self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size)
+        learned = config.position_embedding_type == "learned_absolute" and self.stage.embedding
+        self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size) if self.stage.embedding else None
         self.position = PositionEmbedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.embedding_dropout = Dropout(config.hidden_dropout)
         self.rotary = Rotary(config, config.kv_channels) if rotary else None
-        self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
-        self.norm = build_norm(config, config.hidden_size)
-        tied = not config.untie_embeddings_and_output_weights
-        self.head = OutputHead(config.vocab_size, config.hidden_size, tied=tied)
+        mixed = {index for index, is_mixed in enumerate(experts_in) if is_mixed}
+        self.layers = nn.ModuleDict(
+            {str(index): Block(config, moe if index in mixed else None, number=index) for index in self.stage.layers}
+        )
+        self.run_layers: LayerRunner = one_by_one
+        self.norm = build_norm(config, config.hidden_size) if self.stage.loss else None
+        self.head = self._build_head() if self.stage.loss else None
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Token losses [S, B]."""
-        logits = self.head(self.hidden(batch.tokens, batch.positions), self.embedding.weight)
+    def _build_head(self) -> OutputHead:
+        """A tied head borrows the embedding where that is on the same stage, and holds a copy of it elsewhere."""
+        borrows = not self.config.untie_embeddings_and_output_weights and self.embedding is not None
+        assert self.config.vocab_size is not None
+        return OutputHead(self.config.vocab_size, self.config.hidden_size, tied=borrows)
+
+    def forward(
+        self,
+        batch: Batch,
+        x_SBD: Tensor | None = None,
+        *,
+        extra_loss_scale: Tensor | None = None,
+        reports: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Token losses [S, B] from the last stage, else what the next stage takes; `x_SBD` is the stage before's.
+
+        `extra_loss_scale` and `reports` are those of `Pass`.
+        """
+        positions = self._positions(batch)
+        if self.embedding is not None:
+            x_SBD = self._embed(batch.tokens, positions)
+        assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
+        rotation = None if self.rotary is None else self.rotary(positions, x_SBD.dtype)
+        passing = Pass(rotation, batch.document_starts, extra_loss_scale, {} if reports is None else reports)
+        x_SBD = self.run_layers(list(self.layers.values()), x_SBD, passing)
+        if self.head is None or self.norm is None:
+            return x_SBD
+        logits = self.head(self.norm(x_SBD), None if self.embedding is None else self.embedding.weight)
         return self.head.vocabulary.token_losses(logits, batch.labels.t())
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits [B, S, vocabulary], whole on every rank."""
-        logits = self.head(self.hidden(tokens_BS, positions), self.embedding.weight)
+        """Logits [B, S, vocabulary], whole on every rank; needs both ends of the model."""
+        assert self.embedding is not None and self.head is not None and self.norm is not None
+        batch = Batch(tokens_BS, tokens_BS, tokens_BS, positions)
+        positions = self._positions(batch)
+        x_SBD = self._embed(tokens_BS, positions)
+        rotation = None if self.rotary is None else self.rotary(positions, x_SBD.dtype)
+        x_SBD = self.run_layers(list(self.layers.values()), x_SBD, Pass(rotation))
+        logits = self.head(self.norm(x_SBD), self.embedding.weight)
         return self.head.vocabulary.whole_logits(logits).transpose(0, 1)
 
-    def hidden(self, tokens_BS: Tensor, positions: Tensor | None) -> Tensor:
-        """The normalised residual stream after the last block, as the head takes it."""
-        if positions is None:
-            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    def _positions(self, batch: Batch) -> Tensor:
+        if batch.positions is not None:
+            return batch.positions
+        return torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+
+    def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:
+        assert self.embedding is not None
         x_SBD = self.embedding(tokens_BS)
         if self.position is not None:
             x_SBD = x_SBD + self.position(positions)
-        x_SBD = self.embedding_dropout(x_SBD)
-        rotation = None if self.rotary is None else self.rotary(positions, x_SBD.dtype)
-        for block in self.layers.values():
-            x_SBD = block(x_SBD, rotation)
-        return self.norm(x_SBD)
+        return self.embedding_dropout(x_SBD)
 
 
-def shards(config: ModelConfig) -> dict[str, Shard]:
-    """How each parameter is split over the tensor-parallel ranks, by module name."""
+def shards(config: ModelConfig, moe: MoEConfig | None = None, *, ends_apart: bool = False) -> dict[str, Shard]:
+    """How each parameter is split over the tensor- and expert-parallel ranks, by module name.
+
+    `ends_apart` says that embedding and head lie on different ranks; a tied head is then a copy of the embedding.
+    """
     assert config.kv_channels and config.num_query_groups and config.ffn_hidden_size
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
     kv = groups * width
     qkv = (Section("q", heads * width, heads), Section("k", kv, groups), Section("v", kv, groups))
     ffn = config.ffn_hidden_size
-    vocabulary = Shard(tp=0, pad_to=config.make_vocab_size_divisible_by)
+    copied = ends_apart and not config.untie_embeddings_and_output_weights
+    vocabulary = Shard(tp=0, pad_to=config.make_vocab_size_divisible_by, ends=copied)
     return {
         "embedding": vocabulary,
-        "head": vocabulary,
+        "head": replace(vocabulary, copy_of="embedding.weight") if copied else vocabulary,
         "position": Shard(partial="sequence"),
         "layers.*.attention.qkv": Shard(tp=0, sections=qkv),
         "layers.*.attention.out": Shard(tp=1),
@@ -87,14 +146,34 @@ def shards(config: ModelConfig) -> dict[str, Shard]:
         "layers.*.mlp.gate_up": Shard(tp=0, sections=(Section("gate", ffn, ffn), Section("up", ffn, ffn))),
         "layers.*.mlp.up": Shard(tp=0),
         "layers.*.mlp.down": Shard(tp=1),
+        **(_expert_shards(moe) if moe is not None else {}),
         "layers.*_norm": Shard(partial="sequence"),
         "norm": Shard(partial="sequence"),
     }
 
 
+def _expert_shards(moe: MoEConfig) -> dict[str, Shard]:
+    assert moe.moe_ffn_hidden_size is not None
+    ffn, shared = moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size or 0
+    gate_up = (Section("gate", ffn, ffn), Section("up", ffn, ffn))
+    return {
+        "layers.*.mlp.router": Shard(partial="sequence"),
+        "layers.*.mlp.experts.gate_up": Shard(ep=0, tp=1, sections=gate_up),
+        "layers.*.mlp.experts.up": Shard(ep=0, tp=1),
+        "layers.*.mlp.experts.down": Shard(ep=0, tp=2),
+        "layers.*.mlp.shared.gate_up": Shard(
+            tp=0, sections=(Section("gate", shared, shared), Section("up", shared, shared))
+        ),
+        "layers.*.mlp.shared.up": Shard(tp=0),
+        "layers.*.mlp.shared.down": Shard(tp=1),
+        "layers.*.mlp.shared_gate": Shard(partial="sequence"),
+        "layers.*.mlp.latent_*": Shard(partial="sequence"),
+    }
+
+
 def takes_weight_decay(name: str, parameter: nn.Parameter) -> bool:
-    """Biases and the weights of norms have one dimension and are left alone."""
-    return parameter.dim() > 1
+    """Biases and the weights of norms are left alone."""
+    return not name.endswith(".bias") and parameter.dim() > 1
 
 
 def initial_std(config: ModelConfig, name: str) -> float | None:
@@ -107,6 +186,6 @@ def initial_std(config: ModelConfig, name: str) -> float | None:
         return None
     if name.startswith(("embedding.", "position.")):
         return config.embedding_init_method_std
-    if name.endswith(("attention.out.weight", "mlp.down.weight")):
+    if name.endswith(("attention.out.weight", ".down.weight")):
         return config.init_method_std / math.sqrt(2.0 * config.num_layers)
     return config.init_method_std

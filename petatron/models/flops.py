@@ -1,4 +1,4 @@
-"""How much arithmetic a dense decoder does, and how many parameters it has.
+"""How much arithmetic a decoder does, and how many parameters it has.
 
 A matrix product of T tokens with an m x n weight is 2Tmn operations, and the backward pass does twice that, so each
 weight that multiplies costs 6 per token. Attention multiplies activations with each other: queries with keys and
@@ -8,6 +8,11 @@ padded vocabulary V and sequence length s, a step over T tokens costs
 
     6 T (L (h (q + 2k) + q h + g h f) + h V)  +  12 L q (T / s) pairs(s)
 
+A mixture of experts does in its layers, in place of the MLP's g h f, the router's h E for E experts, and for each of the K experts
+of a token g h e of width e, plus g h u for a shared expert of width u. With a latent width l the experts' matrices are
+g l e, and the way into the latent space and out of it costs 2 h l. Experts a token does not meet cost nothing, so a
+step is as dear as that of a dense model of the *active* parameters.
+
 The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
 `full` counts s^2, as papers that quote higher utilisation do. A sliding window of w tokens leaves w s - w^2 / 2 of the
 causal pairs. Norms, activations, softmax, the embedding lookup and recomputation are not counted: these are model
@@ -16,9 +21,10 @@ FLOPs, the work the model needs, not the work a run happens to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from petatron.config.schema import GATED_ACTIVATIONS, ModelConfig
+from petatron.config.schema import GATED_ACTIVATIONS, ModelConfig, MoEConfig
 from petatron.mesh.spec import padded
 
 
@@ -57,10 +63,13 @@ def _shape(model: ModelConfig) -> _Shape:
     )
 
 
-def formula(*, causal: bool = True) -> str:
+def formula(*, causal: bool = True, experts: bool = False) -> str:
     """The formula behind the reported TFLOP/s and MFU, for people."""
     pairs = "s^2/2" if causal else "s^2"
-    return f"6 T (L (h (q + 2k) + q h + g h f) + h V) + 12 L q (T/s) {pairs}"
+    if not experts:
+        return f"6 T (L (h (q + 2k) + q h + g h f) + h V) + 12 L q (T/s) {pairs}"
+    layers = "L (h (q + 2k) + q h) + dense layers g h f + MoE layers (h E + K g h e + g h u)"
+    return f"6 T ({layers} + h V) + 12 L q (T/s) {pairs}"
 
 
 def padded_vocabulary(model: ModelConfig, *, tensor_parallel: int = 1) -> int:
@@ -69,13 +78,23 @@ def padded_vocabulary(model: ModelConfig, *, tensor_parallel: int = 1) -> int:
     return padded(model.vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
 
 
-def model_flops_per_token(model: ModelConfig, *, tensor_parallel: int = 1, causal: bool = True) -> float:
-    """Forward and backward FLOPs per token of a full training sequence."""
+def model_flops_per_token(
+    model: ModelConfig,
+    moe: MoEConfig | None = None,
+    *,
+    experts_in: Sequence[bool] = (),
+    tensor_parallel: int = 1,
+    causal: bool = True,
+) -> float:
+    """Forward and backward FLOPs per token of a full training sequence; `experts_in` says which layers have experts."""
     shape = _shape(model)
     vocabulary = padded_vocabulary(model, tensor_parallel=tensor_parallel)
     attention = shape.hidden * (shape.queries + 2 * shape.keys) + shape.queries * shape.hidden
-    mlp = shape.matrices * shape.hidden * shape.ffn
-    products = 6 * (shape.layers * (attention + mlp) + shape.hidden * vocabulary)
+    mixed = sum(experts_in)
+    mlp = (shape.layers - mixed) * shape.matrices * shape.hidden * shape.ffn
+    if mixed:
+        mlp += mixed * _mixture(model, _known(moe), active=True, biases=False)
+    products = 6 * (shape.layers * attention + mlp + shape.hidden * vocabulary)
     pairs = _pairs(model.seq_length, window=model.window_size, causal=causal)
     return products + 12 * shape.layers * shape.queries * pairs / model.seq_length
 
@@ -88,8 +107,10 @@ def _pairs(length: int, *, window: int | None, causal: bool) -> float:
     return seen * length - seen * seen / 2
 
 
-def parameter_count(model: ModelConfig) -> int:
-    """Trainable parameters of the dense decoder, without vocabulary padding."""
+def parameter_count(
+    model: ModelConfig, moe: MoEConfig | None = None, *, experts_in: Sequence[bool] = (), active: bool = False
+) -> int:
+    """Trainable parameters of the decoder, without vocabulary padding; or only those that one token meets (`active`)."""
     shape = _shape(model)
     norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight alone
     bias = int(model.add_bias_linear)
@@ -97,8 +118,37 @@ def parameter_count(model: ModelConfig) -> int:
     attention = shape.hidden * qkv + qkv * int(model.add_bias_linear or model.add_qkv_bias)
     attention += shape.queries * shape.hidden + bias * shape.hidden
     attention += 2 * norm * shape.head * int(model.qk_layernorm)
-    mlp = shape.matrices * shape.hidden * shape.ffn + bias * ((shape.matrices - 1) * shape.ffn + shape.hidden)
-    layer = attention + mlp + 2 * norm * shape.hidden
+    layers = shape.layers * (attention + 2 * norm * shape.hidden)
+    mixed = sum(experts_in)
+    layers += (shape.layers - mixed) * _mlp(shape, shape.hidden, shape.ffn, bias)
+    if mixed:
+        layers += mixed * _mixture(model, _known(moe), active=active, biases=True)
     embeddings = shape.hidden * (shape.vocabulary + shape.positions)
     head = shape.hidden * shape.vocabulary if model.untie_embeddings_and_output_weights else 0
-    return shape.layers * layer + embeddings + norm * shape.hidden + head
+    return layers + embeddings + norm * shape.hidden + head
+
+
+def _mlp(shape: _Shape, outer: int, inner: int, bias: int) -> int:
+    return shape.matrices * outer * inner + bias * ((shape.matrices - 1) * inner + outer)
+
+
+def _mixture(model: ModelConfig, moe: MoEConfig, *, active: bool, biases: bool) -> int:
+    """Parameters of a mixture of experts: all of them, or those one token meets."""
+    shape = _shape(model)
+    assert moe.num_experts is not None and moe.moe_ffn_hidden_size is not None, "the config must be derived first"
+    bias = int(model.add_bias_linear and biases)
+    outer = moe.moe_latent_size or shape.hidden
+    total = shape.hidden * moe.num_experts
+    met = moe.moe_router_topk if active else moe.num_experts
+    total += met * _mlp(shape, outer, moe.moe_ffn_hidden_size, bias)
+    if moe.moe_latent_size is not None:
+        total += 2 * shape.hidden * outer + bias * (shape.hidden + outer)
+    if moe.moe_shared_expert_intermediate_size:
+        total += _mlp(shape, shape.hidden, moe.moe_shared_expert_intermediate_size, bias)
+        total += shape.hidden * int(moe.moe_shared_expert_gate)
+    return total
+
+
+def _known(moe: MoEConfig | None) -> MoEConfig:
+    assert moe is not None, "layers with experts need their config"
+    return moe

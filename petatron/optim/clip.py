@@ -8,53 +8,34 @@ import torch
 from torch import Tensor
 
 from petatron.mesh import collectives
-from petatron.mesh.flat import FlatGroup
 from petatron.mesh.mesh import Axis
+from petatron.mesh.stretch import ParameterGroup
 
 
 class GlobalNorm:
-    """Sums over the elements this rank speaks for (`Piece.primary`), then over the ranks that hold the other pieces."""
+    """Sums over the elements this rank alone speaks for, then over all ranks: one rule for every layout and sharding."""
 
-    def __init__(self, groups: Sequence[FlatGroup], axis: Axis) -> None:
-        self._axis = axis
-        self._runs = [_primary_runs(group) for group in groups]
+    def __init__(self, groups: Sequence[ParameterGroup], world: Axis) -> None:
+        self._world = world
+        self._ranges = [stretch.spoken_for() for group in groups for stretch in group.stretches]
 
-    def _views(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        return [flat[begin:end] for flat, runs in zip(flats, self._runs) for begin, end in runs]
+    def _views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            tensor[begin:end] for tensor, ranges in zip(tensors, self._ranges, strict=True) for begin, end in ranges
+        ]
 
-    def norm(self, flats: Sequence[Tensor]) -> Tensor:
-        """L2 norm of a quantity laid out like the groups (gradients, weights), as a scalar on the device."""
-        views = self._views(flats)
-        wide = flats[0].new_zeros((), dtype=torch.promote_types(flats[0].dtype, torch.float32))
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """L2 norm of a quantity given as one tensor per stretch (gradients, weights), as a scalar on the device."""
+        views = self._views(tensors)
+        wide = tensors[0].new_zeros((), dtype=torch.promote_types(tensors[0].dtype, torch.float32))
         norms = torch._foreach_norm(views, dtype=wide.dtype) if views else ()
         square = sum((norm.square() for norm in norms), wide)
-        return collectives.all_reduce(square, self._axis).sqrt()
+        return collectives.all_reduce(square, self._world).sqrt()
 
-    def zeros(self, flats: Sequence[Tensor]) -> Tensor:
+    def zeros(self, tensors: Sequence[Tensor]) -> Tensor:
         """How many elements are exactly zero."""
         count = sum(
-            (view.numel() - view.count_nonzero() for view in self._views(flats)),
-            flats[0].new_zeros((), dtype=torch.int64),
+            (view.numel() - view.count_nonzero() for view in self._views(tensors)),
+            tensors[0].new_zeros((), dtype=torch.int64),
         )
-        return collectives.all_reduce(count, self._axis)
-
-
-def _primary_runs(group: FlatGroup) -> list[tuple[int, int]]:
-    """Ranges of a group's flat layout whose elements this rank speaks for, neighbours joined; padding is left out.
-
-    Pieces are boxes over whole trailing dimensions or whole parameters, so a piece is contiguous unless it is a slice of
-    columns, and then it is all of the local parameter.
-    """
-    runs: list[tuple[int, int]] = []
-    for slot in group.slots:
-        row = slot.parameter.numel() // max(1, slot.parameter.shape[0])
-        for piece in slot.placement.pieces:
-            begin = slot.start + piece.local_start[0] * row
-            end = begin + piece.shape[0] * row
-            if not piece.primary:
-                continue
-            if runs and runs[-1][1] == begin:
-                runs[-1] = (runs[-1][0], end)
-            else:
-                runs.append((begin, end))
-    return runs
+        return collectives.all_reduce(count, self._world)

@@ -1,8 +1,10 @@
-"""The optimizer of a run: fp32 master weights over flat buffers, clipping, loss unscaling, and a skip on the device.
+"""The optimizer of a run: fp32 master weights of what this rank updates, clipping, loss unscaling, a skip on the device.
 
 One step, in order: the global gradient norm (of gradients still multiplied by the loss scale); gradients times one factor
 that undoes the loss scale and clips; the update rule on the master weights, which the fused kernel leaves out when the
-norm is not finite; master weights back into the model's precision. In fp32 and fp64 the master weights *are* the model's.
+norm is not finite; master weights back into the model's precision, and to the ranks that compute with them. In fp32 and
+fp64 the master weights *are* the model's. A rank has one master tensor per stretch it owns (`mesh/stretch.py`), so how
+state is sharded is no business of this file.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.schema import OptimizerConfig
-from petatron.mesh.flat import FlatGroup
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Piece
+from petatron.mesh.stretch import ParameterGroup
 from petatron.optim.build import build_rule
 from petatron.optim.clip import GlobalNorm
 
@@ -41,15 +43,23 @@ class MasterOptimizer:
     True
     """
 
-    def __init__(self, config: OptimizerConfig, groups: Sequence[FlatGroup], mesh: ParallelMesh) -> None:
+    def __init__(self, config: OptimizerConfig, groups: Sequence[ParameterGroup], mesh: ParallelMesh) -> None:
         self._config = config
         self._groups = groups
-        self._norm = GlobalNorm(groups, mesh.tp_pp)
-        self._masters = [nn.Parameter(g.weights.to(g.grads.dtype), requires_grad=False) for g in groups]
-        for master, group in zip(self._masters, groups):
-            master.grad = group.grads
-        self._rule = build_rule(config, self._masters, [group.decay for group in groups])
+        self._norm = GlobalNorm(groups, mesh.world)
+        self._stretches = [(group, stretch) for group in groups for stretch in group.stretches]
+        self._masters = [
+            nn.Parameter(weight.to(torch.promote_types(weight.dtype, torch.float32)), requires_grad=False)
+            for weight in self._weights()
+        ]
+        self._rule = build_rule(config, self._masters, [group.decay for group, _ in self._stretches])
         self._make_state()
+
+    def _weights(self) -> list[Tensor]:
+        return [weight for group in self._groups for weight in group.weights()]
+
+    def _grads(self) -> list[Tensor]:
+        return [grad for group in self._groups for grad in group.grads()]
 
     @torch.no_grad()
     def step(
@@ -61,14 +71,14 @@ class MasterOptimizer:
         """
         lr = self._config.lr if lr is None else lr
         weight_decay = self._config.weight_decay if weight_decay is None else weight_decay
-        grads = [group.grads for group in self._groups]
+        grads = self._grads()
         norm = self._norm.norm(grads) / loss_scale
         factor = torch.full_like(norm, 1.0 / loss_scale)
         if self._config.clip_grad > 0.0:
             factor = factor * (self._config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         skipped = (~norm.isfinite()).to(torch.float32)
-        for grad in grads:
-            grad.mul_(factor.to(grad.dtype))
+        for master, grad in zip(self._masters, grads, strict=True):
+            master.grad = grad.mul_(factor.to(grad.dtype))
         for rule_group in self._rule.param_groups:
             rule_group["lr"] = lr
             rule_group["weight_decay"] = weight_decay if rule_group["decay"] else 0.0
@@ -78,31 +88,34 @@ class MasterOptimizer:
         return UpdateResult(norm, skipped)
 
     def write_back(self) -> None:
-        """Copy the master weights into the model where it has its own precision."""
-        for master, group in zip(self._masters, self._groups):
-            if master.data_ptr() != group.weights.data_ptr():
-                group.weights.copy_(master)
+        """Copy the master weights into the model where it has its own precision, and tell the other ranks."""
+        for master, weight in zip(self._masters, self._weights(), strict=True):
+            if master.data_ptr() != weight.data_ptr():
+                weight.copy_(master)
+        for group in self._groups:
+            group.publish()
 
     def zero_grad_elements(self) -> Tensor:
         """How many gradient elements are exactly zero, over the whole model."""
-        return self._norm.zeros([group.grads for group in self._groups])
+        return self._norm.zeros(self._grads())
 
     def weight_norm(self) -> Tensor:
         """L2 norm of the master weights of the whole model."""
         return self._norm.norm([master.data for master in self._masters])
 
-    def weights(self) -> Iterator[tuple[Piece, Tensor]]:
+    def weights(self) -> Iterator[tuple[ParameterGroup, Piece, Tensor]]:
         """The master weights by logical tensor: what a checkpoint keeps, since the model's own follow from them."""
-        for master, group in zip(self._masters, self._groups):
-            yield from group.pieces(master.data)
+        for (group, stretch), master in zip(self._stretches, self._masters, strict=True):
+            for piece, view in stretch.pieces(master.data):
+                yield group, piece, view
 
-    def moments(self) -> Iterator[tuple[str, Piece, Tensor]]:
-        """Every (kind, piece, view) of the update rule's state, by logical tensor."""
-        for master, group in zip(self._masters, self._groups):
+    def moments(self) -> Iterator[tuple[str, ParameterGroup, Piece, Tensor]]:
+        """Every (kind, group, piece, view) of the update rule's state, by logical tensor."""
+        for (group, stretch), master in zip(self._stretches, self._masters, strict=True):
             for kind, flat in self._rule.state[master].items():
                 if flat.shape == master.shape:
-                    for piece, view in group.pieces(flat):
-                        yield kind, piece, view
+                    for piece, view in stretch.pieces(flat):
+                        yield kind, group, piece, view
 
     def facts(self) -> dict[str, float]:
         """State that is not a tensor of the model's shape: how many updates have been applied."""

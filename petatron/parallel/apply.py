@@ -1,20 +1,34 @@
-"""The one ordered recipe that turns a whole model on the meta device into this rank's part, with real first weights.
+"""The one ordered recipe that turns stages of a model on the meta device into this rank's part, with real first weights.
 
-Order: precision -> tensor/sequence parallel -> materialise. Each step is logged with its axis.
+Order: stage cut (the caller builds only this rank's stages) -> precision -> tensor/sequence parallel -> context parallel ->
+expert parallel -> recompute -> materialise -> data parallel. Each step is logged with its axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from petatron.base.log import get_logger
+from petatron.config.schema import RunConfig
+from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams, normal_piece
-from petatron.mesh.spec import Placement, Shard, TensorSplit
+from petatron.mesh.spec import Piece, Placement, Shard, TensorSplit
+from petatron.mesh.stretch import ParameterGroup, group_pieces
+from petatron.models.activations import ActivationShape
+from petatron.models.decoder import Decoder
+from petatron.parallel.context import connect_context
+from petatron.parallel.deferred import DeferredProduct, WeightGradQueue
+from petatron.parallel.expert import connect_experts
+from petatron.parallel.fsdp import ShardedGradients, ShardedGroup, shard_stages
+from petatron.parallel.gather import wait_before_use
+from petatron.parallel.gradients import GradientSync
+from petatron.parallel.recompute import apply_recompute
 from petatron.parallel.tensor import connect, split_vocabulary, split_weights
 
 _log = get_logger(__name__)
@@ -22,47 +36,187 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a model says of itself: how its weights are split, and the first spread of each (None: ones or zeros)."""
+    """What a model says of itself: how its weights are split, the first spread of each (None: ones or zeros), its decay."""
 
     shards: Mapping[str, Shard]
     initial_std: Callable[[str], float | None]
+    decays: Callable[[str, nn.Parameter], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelized:
+    """Where parameters lie, in which groups they are updated, and who reduces their gradients."""
+
+    placements: dict[str, Placement]
+    groups: Sequence[ParameterGroup]
+    gradients: GradientSync | ShardedGradients
+    weight_grads: WeightGradQueue
 
 
 def parallelize(
-    model: nn.Module,
+    stages: Mapping[int, Decoder],
     recipe: Recipe,
     mesh: ParallelMesh,
+    run: RunConfig,
     *,
     dtype: torch.dtype,
-    sequence_parallel: bool,
-    seed: int,
     streams: RandomStreams,
+    in_flight: Mapping[int, int],
+) -> Parallelized:
+    """Apply every kind of parallelism the mesh has.
+
+    `in_flight` is how many micro-batches' activations each stage holds at most.
+    """
+    parallel = run.parallel
+    fully_sharded = parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    weight_grads = WeightGradQueue()
+    placements: dict[str, Placement] = {}
+    for stage in stages.values():
+        # Fully sharded parameters are the master weights; the precision of the run is that of their gathered copies.
+        stage.to(torch.promote_types(dtype, torch.float32) if fully_sharded else dtype)
+        placements |= _split(stage, recipe, mesh, run, streams, weight_grads)
+    _tie(stages, run)
+    shape = ActivationShape.of(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
+    for number, stage in stages.items():
+        connect_context(
+            stage, mesh, comm_type=parallel.cp_comm_type, sizes=parallel.hierarchical_context_parallel_sizes
+        )
+        connect_experts(stage, mesh, run.moe)
+        chosen = apply_recompute(
+            stage, run.memory, streams, shape=shape, in_flight=in_flight[number], stages_here=len(stages)
+        )
+        _log.info("stage %d: %s", number, chosen)
+    if fully_sharded:
+        groups, gradients = _shard_fully(stages, placements, recipe, mesh, run, dtype)
+    else:
+        groups, gradients = _flatten(stages, placements, recipe, mesh, run)
+    held = sum(p.numel() for stage in stages.values() for p in stage.parameters())
+    _log.info("%s parameters in this rank's memory, padding included, %s", f"{held:,}", str(dtype)[6:])
+    return Parallelized(placements, groups, gradients, weight_grads)
+
+
+def _split(
+    stage: Decoder,
+    recipe: Recipe,
+    mesh: ParallelMesh,
+    run: RunConfig,
+    streams: RandomStreams,
+    weight_grads: WeightGradQueue,
 ) -> dict[str, Placement]:
-    """Apply every kind of parallelism the mesh has; returns where each parameter's logical tensors lie."""
-    model.to(dtype)
-    sequence = sequence_parallel and mesh.tp.size > 1
-    split = TensorSplit(tp_size=mesh.tp.size, tp_rank=mesh.tp.rank, sequence_parallel=sequence)
-    placements = split_weights(model, recipe.shards, split)
-    connect(model, recipe.shards, mesh.tp, sequence=sequence, shared=streams.shared)
-    split_vocabulary(model, recipe.shards, mesh.tp)
-    _log.info("tensor parallel over %d ranks%s", mesh.tp.size, ", sequence split between matrices" if sequence else "")
-    model.to_empty(device=mesh.device)
-    _fill(model, placements, recipe, seed)
-    _log.info(
-        "%s parameters in this rank's memory, padding included, %s",
-        f"{sum(p.numel() for p in model.parameters()):,}",
-        str(dtype)[6:],
+    sequence = run.parallel.sequence_parallel and mesh.tp.size > 1
+    split = TensorSplit(
+        tp_size=mesh.tp.size,
+        tp_rank=mesh.tp.rank,
+        sequence_parallel=sequence,
+        ep_size=mesh.ep.size,
+        ep_rank=mesh.ep.rank,
+        etp_size=mesh["etp"].size,
+        etp_rank=mesh["etp"].rank,
     )
+    placements = split_weights(stage, recipe.shards, split)
+    defers = mesh.pp.size > 1 and (run.parallel.pipeline_schedule or "").startswith("zb")
+    multiply = DeferredProduct(weight_grads) if defers else F.linear
+    connect(stage, recipe.shards, mesh.tp, sequence=sequence, shared=streams.shared, multiply=multiply)
+    split_vocabulary(stage, recipe.shards, mesh.tp)
+    _log.info("tensor parallel over %d ranks%s", mesh.tp.size, ", sequence split between matrices" if sequence else "")
     return placements
 
 
+def _flatten(
+    stages: Mapping[int, Decoder],
+    placements: Mapping[str, Placement],
+    recipe: Recipe,
+    mesh: ParallelMesh,
+    run: RunConfig,
+) -> tuple[Sequence[FlatGroup], GradientSync]:
+    """Weights whole on every rank in flat buffers; the optimizer's state may be shared (ZeRO-1)."""
+    parallel = run.parallel
+    _materialise(stages, mesh)
+    _fill(_parameter_pieces(stages, placements), recipe, run.train.seed)
+    assert parallel.ddp_bucket_size is not None
+    options = FlatOptions(
+        bucket_size=parallel.ddp_bucket_size,
+        sharded=parallel.use_distributed_optimizer,
+        overlap_gather=parallel.overlap_param_gather,
+    )
+    groups = flatten_parameters(list(stages.values()), placements, recipe.decays, mesh, options)
+    if parallel.overlap_param_gather:
+        wait_before_use(list(stages.values()), groups)
+    return groups, GradientSync(groups, mesh, overlap=parallel.overlap_grad_reduce, wire_dtype=_wire_dtype(run))
+
+
+def _shard_fully(
+    stages: Mapping[int, Decoder],
+    placements: Mapping[str, Placement],
+    recipe: Recipe,
+    mesh: ParallelMesh,
+    run: RunConfig,
+    dtype: torch.dtype,
+) -> tuple[Sequence[ShardedGroup], ShardedGradients]:
+    """Weights and gradients shared too (ZeRO-2 and 3), from the start: a rank never holds more than its part."""
+    groups = shard_stages(
+        list(stages.values()),
+        placements,
+        mesh,
+        recipe.decays,
+        strategy=run.parallel.data_parallel_sharding_strategy,  # pyright: ignore[reportArgumentType]
+        compute_dtype=dtype,
+        wire_dtype=_wire_dtype(run),
+    )
+    _materialise(stages, mesh)
+    _fill((found for group in groups for found in group_pieces(group, group.weights())), recipe, run.train.seed)
+    return groups, ShardedGradients(groups, mesh)
+
+
+def _wire_dtype(run: RunConfig) -> torch.dtype | None:
+    return torch.bfloat16 if run.parallel.grad_reduce_in_bf16 else None
+
+
+def _tie(stages: Mapping[int, Decoder], run: RunConfig) -> None:
+    """Where one rank holds both ends of the model in two stages, a tied head is the embedding itself."""
+    first, last = (next((s for s in stages.values() if getattr(s.stage, end)), None) for end in ("embedding", "loss"))
+    if run.model.untie_embeddings_and_output_weights or first is None or last is None or first is last:
+        return
+    assert first.embedding is not None and last.head is not None
+    last.head.weight = first.embedding.weight
+
+
+def _materialise(stages: Mapping[int, Decoder], mesh: ParallelMesh) -> None:
+    """Memory for parameters, all zero; what is shared between stages stays shared."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for stage in stages.values():
+        for module in stage.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.device != mesh.device:
+                    if parameter not in made:
+                        made[parameter] = nn.Parameter(torch.zeros_like(parameter, device=mesh.device))
+                    module._parameters[name] = made[parameter]
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = torch.zeros_like(buffer, device=mesh.device)
+
+
+def _parameter_pieces(
+    stages: Mapping[int, Decoder], placements: Mapping[str, Placement]
+) -> Iterable[tuple[Piece, Tensor]]:
+    """What two stages share goes by its name in the first."""
+    seen: set[nn.Parameter] = set()
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                for piece in placements[name].pieces:
+                    yield piece, parameter[piece.local_slices()]
+
+
 @torch.no_grad()
-def _fill(model: nn.Module, placements: Mapping[str, Placement], recipe: Recipe, seed: int) -> None:
-    for name, parameter in model.named_parameters():
-        std = recipe.initial_std(name)
+def _fill(pieces: Iterable[tuple[Piece, Tensor]], recipe: Recipe, seed: int) -> None:
+    """First weights by logical tensor: the same in every layout."""
+    for piece, view in pieces:
+        if view.device.type == "meta":
+            return
+        std = recipe.initial_std(piece.name)
         if std is None:
-            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
-            continue
-        parameter.zero_()
-        for piece in placements[name].pieces:
-            parameter[piece.local_slices()] = normal_piece(piece, seed=seed, std=std).to(parameter)
+            view.fill_(0.0 if piece.name.endswith(".bias") else 1.0)
+        else:
+            view.copy_(normal_piece(piece, seed=seed, std=std))

@@ -1,18 +1,18 @@
 """Gradient accumulation and reduction.
 
-Gradients of all micro-batches add up in the fp32 (or wider) flat buffers of `mesh/flat.py`. During the last micro-batch's
-backward pass a bucket, a contiguous range of a buffer, is summed over the ranks that saw other tokens as soon as its last
-gradient arrives, while the backward pass goes on. Buckets are sent in one fixed order on every rank, whatever order
-gradients arrive in, so ranks can never wait for each other crosswise. Losses are divided by the global token count before
-the backward pass, so the sum is the gradient: nothing is averaged here.
+Gradients of all micro-batches add up in the fp32 (or wider) flat buffers of `mesh/flat.py`. Every parameter gets one
+gradient per micro-batch; when a bucket has got all of a step's, it is summed over the ranks that saw other tokens, while the
+backward pass goes on: an all-reduce, or with sharded optimizer state a reduce-scatter that leaves each rank the part it
+owns. A stage's buckets are sent in one fixed order on every rank, whatever order gradients arrive in, so ranks can never wait
+for each other crosswise. Losses are divided by the global token count before the backward pass, so the sum is the
+gradient: nothing is averaged here.
 
-Afterwards, gradients that tensor-parallel ranks hold as summands (see `Piece.partial`) are added up over those ranks.
+Afterwards, gradients that several ranks of one replica hold as summands (see `Piece.sum_over`) are added up over those ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -20,115 +20,136 @@ from torch import Tensor, nn
 
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
-from petatron.mesh.flat import FlatGroup, Slot
-from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.mesh.flat import Bucket, FlatGroup, Slot
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.stretch import ParameterGroup, group_pieces
 
 
 @dataclass(slots=True)
-class _Bucket:
-    """A range of one gradient buffer and the parameters it still waits for."""
+class _Send:
+    """A bucket, and how many gradients it still waits for in this step."""
 
-    grads: Tensor
-    slots: list[Slot]
+    group: FlatGroup
+    bucket: Bucket
+    gradients: int
+    turn: tuple[int, int]
     waiting: int = 0
-    handle: Handle | None = None
-
-
-@dataclass(slots=True)
-class _PartialSum:
-    """Gradient pieces to be added up over one axis, copied through one buffer."""
-
-    axis: Axis
-    views: list[Tensor] = field(default_factory=list)
+    handles: list[Handle] = field(default_factory=list)
 
 
 class GradientSync:
-    """Hooks that move gradients from autograd into the flat buffers and over the wire."""
+    """Takes gradients from autograd into the flat buffers and over the wire."""
 
-    def __init__(self, groups: Sequence[FlatGroup], mesh: ParallelMesh, *, bucket_size: int, overlap: bool) -> None:
-        self._axis = mesh.dp_cp
+    def __init__(
+        self, groups: Sequence[FlatGroup], mesh: ParallelMesh, *, overlap: bool, wire_dtype: torch.dtype | None = None
+    ) -> None:
+        """`wire_dtype` is the precision gradients are reduced in; None means that of the buffers."""
         self._groups = groups
+        self._mesh = mesh
         self._overlap = overlap
-        self._sending = False
-        self._next = 0
-        self._buckets = self._make_buckets(bucket_size)
-        self._partial = self._make_partial_sums(mesh)
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                self._watch(slot, bucket)
+        self._wire_dtype = wire_dtype
+        self._queues: list[list[_Send]] = []
+        self._main: dict[nn.Parameter, tuple[Tensor, _Send, list[_Send]]] = {}
+        self._make_queues()
 
-    def _make_buckets(self, bucket_size: int) -> list[_Bucket]:
-        """Cut each buffer into buckets, in the order in which the backward pass completes them."""
-        buckets: list[_Bucket] = []
+    def _make_queues(self) -> None:
+        """One queue of buckets per stage, in the order in which its backward pass completes them."""
+        queues: dict[int, list[_Send]] = {}
         for group in self._groups:
-            slots: list[Slot] = []
-            for slot in group.slots:
-                slots.append(slot)
-                if slot.end - slots[0].start >= bucket_size or slot is group.slots[-1]:
-                    grads = group.grads[slots[0].start : slot.end]
-                    buckets.append(_Bucket(grads, slots))
-                    slots = []
-        return sorted(buckets, key=lambda bucket: max(slot.arrival for slot in bucket.slots))
+            for bucket in group.buckets:
+                turn = max(slot.arrival for slot in bucket.slots)
+                gradients = sum(slot.uses for slot in bucket.slots)
+                queue = queues.setdefault(group.stage, [])
+                queue.append(_Send(group, bucket, gradients, (turn, len(queue))))
+        for queue in queues.values():
+            queue.sort(key=lambda send: send.turn)
+            self._queues.append(queue)
+            for send in queue:
+                for slot in send.bucket.slots:
+                    self._watch(slot, send, queue)
 
-    def _make_partial_sums(self, mesh: ParallelMesh) -> list[_PartialSum]:
-        by_replicas: dict[int, _PartialSum] = {}
-        for group in self._groups:
-            for piece, view in group.pieces(group.grads):
-                if piece.partial:
-                    if piece.replicas not in by_replicas:
-                        by_replicas[piece.replicas] = _PartialSum(mesh.blocks("tp", piece.replicas))
-                    by_replicas[piece.replicas].views.append(view)
-        return list(by_replicas.values())
-
-    def _watch(self, slot: Slot, bucket: _Bucket) -> None:
-        main = bucket.grads[slot.start - bucket.slots[0].start : slot.end - bucket.slots[0].start].view(
-            slot.placement.shape
-        )
+    def _watch(self, slot: Slot, send: _Send, queue: list[_Send]) -> None:
+        self._main[slot.parameter] = (send.group.view(send.group.flat_grads, slot), send, queue)
 
         def arrived(parameter: nn.Parameter) -> None:
-            assert parameter.grad is not None
-            main.add_(parameter.grad)
-            parameter.grad = None
-            if self._sending:
-                bucket.waiting -= 1
-                assert bucket.waiting >= 0, f"the gradient of {slot.name} arrived twice in one backward pass"
-                self._send_ready()
+            grad, parameter.grad = parameter.grad, None
+            if grad is not None:  # a postponed one is delivered later
+                self.add(parameter, grad)
 
         slot.parameter.register_post_accumulate_grad_hook(arrived)  # pyright: ignore[reportArgumentType]
 
-    def _send_ready(self) -> None:
-        while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
-            bucket = self._buckets[self._next]
-            bucket.handle = collectives.start_all_reduce(bucket.grads, self._axis)
-            self._next += 1
-
-    def zero(self) -> None:
+    def begin(self, micro_batches: int) -> None:
+        """Forget the last step's gradients; every parameter will get one per micro-batch."""
         for group in self._groups:
-            group.grads.zero_()
+            group.flat_grads.zero_()
+        for queue in self._queues:
+            for send in queue:
+                send.waiting = send.gradients * micro_batches
 
-    @contextmanager
-    def last_micro_batch(self):
-        """Inside, gradients are final when they arrive, and buckets may go."""
-        for bucket in self._buckets:
-            bucket.waiting = len(bucket.slots)
-        self._next = 0
-        self._sending = self._overlap
-        try:
-            yield
-        finally:
-            self._sending = False
+    def add(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Take one micro-batch's gradient of a parameter."""
+        main, send, queue = self._main[parameter]
+        main.add_(grad)
+        send.waiting -= 1
+        assert send.waiting >= 0, "a parameter got more gradients than the step has micro-batches"
+        if send.waiting == 0 and self._overlap:
+            self._send_ready(queue)
+
+    def _send_ready(self, queue: list[_Send]) -> None:
+        for send in queue:
+            if send.waiting > 0:
+                return
+            if send.waiting == 0:
+                self._send(send)
+
+    def _send(self, send: _Send) -> None:
+        send.waiting = -1
+        axes, bucket = send.group.axes, send.bucket
+        grads = send.group.flat_grads[bucket.begin : bucket.end]
+        wire = grads if self._wire_dtype is None else grads.to(self._wire_dtype)
+        if not axes.sharded:
+            send.handles = [collectives.start_all_reduce(wire, axes.whole), Handle(after=_copy_back(grads, wire))]
+            return
+        begin, end = send.group.owned_part(bucket)
+        own = send.group.flat_grads[begin:end]
+        part = torch.empty_like(own, dtype=wire.dtype)
+        scattered = collectives.start_reduce_scatter(part, wire, axes.shard)
+
+        def over_replicas() -> None:
+            collectives.all_reduce(part, axes.outer)
+            own.copy_(part)
+
+        send.handles = [scattered, Handle(keep=wire, after=over_replicas)]
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what has not gone yet, wait for all of it, and add up the tensor-parallel summands."""
-        for bucket in self._buckets[self._next :]:
-            bucket.handle = collectives.start_all_reduce(bucket.grads, self._axis)
-        for bucket in self._buckets:
-            if bucket.handle is not None:
-                bucket.handle.wait()
-                bucket.handle = None
-        for part in self._partial:
-            flat = torch.cat([view.reshape(-1) for view in part.views])
-            collectives.all_reduce(flat, part.axis)
-            for view, summed in zip(part.views, flat.split([view.numel() for view in part.views])):
-                view.copy_(summed.view(view.shape))
+        """Send what has not gone yet, wait for all of it, and add up the summands inside a replica."""
+        for queue in self._queues:
+            for send in queue:
+                if send.waiting >= 0:
+                    self._send(send)
+        for queue in self._queues:
+            for send in queue:
+                for handle in send.handles:
+                    handle.wait()
+                send.handles = []
+        sum_inside_replica(self._groups, self._mesh)
+
+
+def _copy_back(grads: Tensor, wire: Tensor):
+    return None if wire is grads else lambda: grads.copy_(wire)
+
+
+@torch.no_grad()
+def sum_inside_replica(groups: Sequence[ParameterGroup], mesh: ParallelMesh) -> None:
+    """Add up the gradient pieces that ranks of one replica hold as summands, one exchange per axis."""
+    views: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+    for group in groups:
+        for piece, view in group_pieces(group, group.grads()):
+            if piece.sum_over is not None:
+                views.setdefault((piece.sum_over, view.dtype), []).append(view)
+    for (name, _), parts in sorted(views.items(), key=lambda item: item[0][0]):
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        collectives.all_reduce(flat, mesh.axis(name))
+        for part, summed in zip(parts, flat.split([part.numel() for part in parts])):
+            part.copy_(summed.view(part.shape))

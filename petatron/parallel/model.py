@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from petatron.mesh import collectives
-from petatron.mesh.flat import flatten_parameters
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
-from petatron.mesh.spec import Placement
 from petatron.models.base import Batch
-from petatron.parallel.gradients import GradientSync
-from petatron.parallel.pipeline import Pipeline
-from petatron.parallel.schedule import forward_only, one_stage
+from petatron.models.decoder import Decoder
+from petatron.parallel.actions import Kind, TimedAction
+from petatron.parallel.apply import Parallelized
+from petatron.parallel.context import split_batch
+from petatron.parallel.routing import RouterTotals
+from petatron.parallel.pipeline import Pipeline, Scales
+from petatron.parallel.schedule import Schedule, build_schedule, forward_only, stage_rank
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """Which schedule cuts a step into actions, over how many ranks and stages per rank."""
+
+    name: str
+    ranks: int
+    virtual: int
+    group_size: int | None = None
+
+    def rank_of(self, stage: int) -> int:
+        return stage_rank(self.name, stage, ranks=self.ranks, stages=self.ranks * self.virtual)
+
+    def in_flight(self, micro_batches: int) -> list[int]:
+        """How many micro-batches' activations each stage holds at most."""
+        schedule = self.training(micro_batches)
+        alive, most = [0] * schedule.stages, [0] * schedule.stages
+        for actions in schedule.actions:
+            for action in actions:
+                if action.kind is Kind.FORWARD:
+                    alive[action.stage] += 1
+                    most[action.stage] = max(most[action.stage], alive[action.stage])
+                elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+                    alive[action.stage] -= 1
+        return most
+
+    def training(self, micro_batches: int) -> Schedule:
+        return build_schedule(
+            self.name,
+            ranks=self.ranks,
+            virtual=self.virtual,
+            micro_batches=micro_batches,
+            group_size=self.group_size,
+        )
+
+    def evaluation(self, micro_batches: int) -> Schedule:
+        return forward_only(self.name, ranks=self.ranks, virtual=self.virtual, micro_batches=micro_batches)
 
 
 class ParallelModel:
-    """This rank's part of a model, its flat weight and gradient buffers, and the reduction of its gradients.
+    """This rank's stages of a model, the groups its weights are updated in, and the reduction of its gradients.
 
     >>> import petatron
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -31,47 +73,95 @@ class ParallelModel:
 
     def __init__(
         self,
-        module: nn.Module,
-        placements: Mapping[str, Placement],
+        stages: Mapping[int, Decoder],
+        parts: Parallelized,
+        plan: PipelinePlan,
+        routers: RouterTotals,
         mesh: ParallelMesh,
         streams: RandomStreams,
         *,
-        decays: Callable[[str, nn.Parameter], bool],
+        dtype: torch.dtype,
         sequence_parallel: bool,
-        bucket_size: int,
-        overlap: bool,
     ) -> None:
-        self.module = module
+        self.stages = stages
         self.mesh = mesh
         self.streams = streams
+        self.plan = plan
         self.sequence_parallel = sequence_parallel
-        self.placements = placements
-        self.groups = flatten_parameters(module, placements, decays)
-        self.gradients = GradientSync(self.groups, mesh, bucket_size=bucket_size, overlap=overlap)
-        self._pipeline = Pipeline(module, self.gradients)
+        self.placements = parts.placements
+        self.groups = parts.groups
+        self.gradients = parts.gradients
+        self.routers = routers
+        self._dtype = dtype
+        self._pipeline = Pipeline(
+            stages, mesh.pp, activation=self._activation, weight_grads=parts.weight_grads, deliver=parts.gradients.add
+        )
 
-    def train_step(self, batches: Sequence[Batch], *, loss_scale: float = 1.0) -> Tensor:
+    @property
+    def module(self) -> Decoder:
+        """The whole model, where one rank holds all its layers in one stage."""
+        assert self.plan.ranks == self.plan.virtual == 1, "the model is spread over pipeline stages"
+        return next(iter(self.stages.values()))
+
+    @property
+    def layout_key(self) -> str:
+        """Tells layouts apart as far as random streams are concerned."""
+        return f"{self.mesh.layout} sequence_parallel={self.sequence_parallel} {self.plan}"
+
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        loss_scale: float = 1.0,
+        timeline: Callable[[list[TimedAction]], None] | None = None,
+    ) -> Tensor:
         """Forward and backward of this rank's micro-batches; gradients are complete when it returns.
 
         Returns the mean loss per valid token of the *global* batch, on the device. One formula for every layout: the sum
-        of token losses over all ranks and micro-batches, divided by the number of valid tokens among them.
+        of token losses over all ranks and micro-batches, divided by the number of valid tokens among them. `timeline` is
+        handed when each action ran; timing them makes the device wait after each.
         """
-        self.module.train()
-        self.gradients.zero()
+        for stage in self.stages.values():
+            stage.train()
+        batches = [split_batch(batch, self.mesh.cp) for batch in batches]
+        self.gradients.begin(len(batches))
         tokens = self._count_tokens(batches)
-        total = self._pipeline.run(
-            one_stage(len(batches)), batches, backward_scale=lambda loss: loss * (loss_scale / tokens).to(loss.dtype)
-        )
+        extra = torch.full_like(tokens, loss_scale / (len(batches) * self.mesh.dp.size))
+        scales = Scales(loss=loss_scale / tokens, extra=extra)
+        clock = self._clock if timeline is not None else None
+        outcome = self._pipeline.run(self.plan.training(len(batches)), batches, scales, clock=clock)
         self.gradients.finish()
-        return collectives.all_reduce(total, self.mesh.dp_cp) / tokens
+        self.routers.update(outcome.reports)
+        if timeline is not None:
+            timeline(outcome.timed)
+        return collectives.all_reduce(outcome.total, self.mesh["losses"]) / tokens
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Sum of the token losses of the global batch and the number of valid tokens, without gradients."""
-        self.module.eval()
+        for stage in self.stages.values():
+            stage.eval()
+        batches = [split_batch(batch, self.mesh.cp) for batch in batches]
         tokens = self._count_tokens(batches)
-        total = self._pipeline.run(forward_only(len(batches)), batches)
-        return collectives.all_reduce(total, self.mesh.dp_cp), tokens
+        outcome = self._pipeline.run(self.plan.evaluation(len(batches)), batches)
+        return collectives.all_reduce(outcome.total, self.mesh["losses"]), tokens
+
+    def publish(self) -> None:
+        """Make weights that were changed from outside known to every rank that computes with them."""
+        for group in self.groups:
+            group.publish()
 
     def _count_tokens(self, batches: Sequence[Batch]) -> Tensor:
         count = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
         return collectives.all_reduce(count, self.mesh.dp_cp).clamp(min=1.0)
+
+    def _activation(self, batch: Batch) -> Tensor:
+        """An empty tensor like those that pass between stages: this rank's part of the sequence."""
+        size, length = batch.tokens.shape
+        rows = length // self.mesh.tp.size if self.sequence_parallel else length
+        hidden = next(iter(self.stages.values())).config.hidden_size
+        return torch.empty(rows, size, hidden, dtype=self._dtype, device=self.mesh.device)
+
+    def _clock(self) -> float:
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+        return time.time()  # perf_counter has another zero on every machine

@@ -1,52 +1,189 @@
-"""Executes a schedule: the only code that calls forward and backward of a model in training."""
+"""Executes a schedule: the only code that calls forward and backward of a model in training.
+
+A rank walks through its list of actions. Transfers are started where they stand in the list and waited for where their
+result is used, so they overlap with the computations between. An activation that has been sent is not kept: the backward
+pass needs the graph behind it, not its values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from petatron.mesh import collectives
+from petatron.mesh.collectives import Handle
+from petatron.mesh.mesh import Axis
 from petatron.models.base import Batch
-from petatron.parallel.gradients import GradientSync
-from petatron.parallel.schedule import Action
+from petatron.parallel.actions import Action, Kind, TimedAction
+from petatron.parallel.deferred import Deliver, WeightGradQueue
+from petatron.parallel.schedule import Schedule
+
+Key = tuple[int, int]
+"""stage, micro-batch"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """What losses are multiplied by before the backward pass: the sum of token losses, and what layers add of their own."""
+
+    loss: Tensor
+    extra: Tensor
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of one walk: the sum of the token losses seen here, what layers reported, and when actions ran if that was asked."""
+
+    total: Tensor
+    reports: dict[int, Tensor] = field(default_factory=dict)
+    timed: list[TimedAction] = field(default_factory=list)
 
 
 class Pipeline:
-    """A rank's stage of the model and its gradient reduction."""
+    """A rank's stages of the model, and the axis to the ranks that hold the others."""
 
-    def __init__(self, model: nn.Module, gradients: GradientSync | None = None) -> None:
-        self._model = model
-        self._gradients = gradients
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        axis: Axis,
+        *,
+        activation: Callable[[Batch], Tensor],
+        weight_grads: WeightGradQueue,
+        deliver: Deliver,
+    ) -> None:
+        """`activation` makes an empty tensor like those that pass between stages; `deliver` takes postponed gradients."""
+        self._stages = stages
+        self._axis = axis
+        self._activation = activation
+        self._weight_grads = weight_grads
+        self._deliver = deliver
 
     def run(
         self,
-        schedule: Sequence[Action],
+        schedule: Schedule,
         batches: Sequence[Batch],
+        scales: Scales | None = None,
         *,
-        backward_scale: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        """Perform the actions; returns the sum of the token losses of all micro-batches, detached.
+        clock: Callable[[], float] | None = None,
+    ) -> Outcome:
+        """Perform this rank's actions; without scales there is no backward pass."""
+        walk = _Walk(self, schedule, batches, scales)
+        for action in schedule.actions[self._axis.rank]:
+            walk.wait_for(action)
+            start = clock() if clock else 0.0
+            walk.perform(action)
+            if clock:
+                walk.outcome.timed.append(TimedAction(action, start, clock()))
+        walk.finish()
+        return walk.outcome
 
-        backward_scale turns a micro-batch's loss sum into what its backward pass starts from (divided by the global token
-        count, multiplied by the loss scale).
-        """
-        backwards = [action.micro_batch for action in schedule if action.kind == "backward"]
-        total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device)
-        pending: dict[int, Tensor] = {}
-        for action in schedule:
-            batch = batches[action.micro_batch]
-            if action.kind == "forward":
-                with nullcontext() if backwards else torch.no_grad():
-                    losses_SB = self._model(batch)
-                    loss = (losses_SB * batch.loss_mask.t()).sum()
-                total += loss.detach()
-                if backwards:
-                    pending[action.micro_batch] = loss
-            else:
-                assert self._gradients is not None and backward_scale is not None
-                last = action.micro_batch == backwards[-1]
-                with self._gradients.last_micro_batch() if last else nullcontext():
-                    backward_scale(pending.pop(action.micro_batch)).backward()
-        return total
+
+class _Walk:
+    """One step's activations and gradients on their way."""
+
+    def __init__(self, pipeline: Pipeline, schedule: Schedule, batches: Sequence[Batch], scales: Scales | None) -> None:
+        self._pipeline, self._schedule, self._batches, self._scales = pipeline, schedule, batches, scales
+        self._inputs: dict[Key, Tensor] = {}  # activations that a stage takes or has taken
+        self._roots: dict[Key, Tensor | GradientEdge] = {}  # where a stage's backward pass begins
+        self._outputs: dict[Key, Tensor] = {}  # to be sent
+        self._output_grads: dict[Key, Tensor] = {}  # what a backward pass begins with
+        self._input_grads: dict[Key, Tensor] = {}  # to be sent
+        self._receiving: dict[tuple[Kind, Key], Handle] = {}
+        self._sending: deque[Handle] = deque()
+        self.outcome = Outcome(torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device))
+
+    def wait_for(self, action: Action) -> None:
+        """Until what an action takes from another rank is here."""
+        key = (action.stage, action.micro_batch)
+        kind = Kind.RECEIVE_FORWARD if action.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
+        if action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD):
+            handle = self._receiving.pop((kind, key), None)
+            if handle is not None:
+                handle.wait()
+
+    def perform(self, action: Action) -> None:
+        key = (action.stage, action.micro_batch)
+        match action.kind:
+            case Kind.FORWARD:
+                self._forward(key)
+            case Kind.BACKWARD:
+                self._backward(key)
+            case Kind.INPUT_GRAD:
+                with self._pipeline._weight_grads.collecting(key):
+                    self._backward(key)
+            case Kind.WEIGHT_GRAD:
+                self._pipeline._weight_grads.compute(key, self._pipeline._deliver)
+            case Kind.SEND_FORWARD:
+                self._send(self._outputs.pop(key), to_stage=action.stage + 1)
+            case Kind.SEND_BACKWARD:
+                self._send(self._input_grads.pop(key), to_stage=action.stage - 1)
+            case Kind.RECEIVE_FORWARD:
+                self._inputs[key] = self._receive(action, from_stage=action.stage - 1)
+            case Kind.RECEIVE_BACKWARD:
+                self._output_grads[key] = self._receive(action, from_stage=action.stage + 1)
+
+    def finish(self) -> None:
+        for handle in self._sending:
+            handle.wait()
+        left = (self._roots, self._outputs, self._output_grads, self._input_grads, self._receiving)
+        assert not any(left), f"the schedule {self._schedule.name} left work undone"
+
+    def _forward(self, key: Key) -> None:
+        stage, number = key
+        batch, scales = self._batches[number], self._scales
+        x = self._inputs.get(key)
+        if x is not None and scales is not None:
+            x.requires_grad_()
+        reports: dict[int, Tensor] = {}
+        with torch.set_grad_enabled(scales is not None):
+            extra = None if scales is None else scales.extra
+            y = self._pipeline._stages[stage](batch, x, extra_loss_scale=extra, reports=reports)
+            if stage == self._schedule.stages - 1:
+                y = (y * batch.loss_mask.t()).sum()
+                self.outcome.total += y.detach()
+                y = y if scales is None else y * scales.loss.to(y.dtype)
+        if stage < self._schedule.stages - 1:
+            self._hand_on(stage + 1, number, y.detach(), self._inputs, self._outputs, key)
+        if scales is not None:
+            self._roots[key] = get_gradient_edge(y)
+        else:
+            self._inputs.pop(key, None)
+        for layer, report in reports.items():
+            total = self.outcome.reports.get(layer)
+            self.outcome.reports[layer] = report if total is None else total + report
+
+    def _backward(self, key: Key) -> None:
+        stage, number = key
+        root, grad = self._roots.pop(key), self._output_grads.pop(key, None)
+        torch.autograd.backward(root, grad)
+        x = self._inputs.pop(key, None)
+        if x is not None:
+            assert x.grad is not None
+            self._hand_on(stage - 1, number, x.grad, self._output_grads, self._input_grads, key)
+
+    def _hand_on(
+        self, stage: int, number: int, value: Tensor, here: dict[Key, Tensor], away: dict[Key, Tensor], key: Key
+    ) -> None:
+        """To a stage of this rank at once; for another rank it lies ready to be sent."""
+        if self._schedule.rank_of(stage) == self._pipeline._axis.rank:
+            here[stage, number] = value
+        else:
+            away[key] = value
+
+    def _send(self, x: Tensor, *, to_stage: int) -> None:
+        while self._sending and self._sending[0].done():
+            self._sending.popleft()
+        to = self._schedule.rank_of(to_stage)
+        self._sending.append(collectives.start_send(x, self._pipeline._axis, to=to))
+
+    def _receive(self, action: Action, *, from_stage: int) -> Tensor:
+        out = self._pipeline._activation(self._batches[action.micro_batch])
+        source = self._schedule.rank_of(from_stage)
+        handle = collectives.start_receive(out, self._pipeline._axis, source=source)
+        self._receiving[action.kind, (action.stage, action.micro_batch)] = handle
+        return out

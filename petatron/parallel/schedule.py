@@ -1,27 +1,130 @@
 """Pipeline schedules as data: for each rank, the list of actions of one optimizer step.
 
-A schedule is pure; `pipeline.py` executes it. One device is a pipeline of one stage, so there is one training path.
+A schedule is pure; `pipeline.py` executes it, `plan/simulate.py` predicts how long it takes, `plan/timeline.py` draws it. One
+device is a pipeline of one stage, so there is one training path. `orders.py` and `zero_bubble.py` say which computation comes
+when, `transfers.py` puts the sends and receives between them.
+
+A model is cut into p x v stages, v on each of p ranks. Rank r holds the stages r, r + p, r + 2p, ...; in zb-v it holds
+r and 2p-1-r, so that the model goes down the ranks and comes back up, and the first and the last stage are on one rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+
+from petatron.parallel import orders
+from petatron.parallel.actions import Action, Kind, TimedAction
+from petatron.parallel.transfers import with_transfers
+from petatron.parallel.zero_bubble import drain, zb_h1, zb_v
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "TimedAction",
+    "build_schedule",
+    "forward_only",
+    "schedule_problem",
+    "stage_rank",
+]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+_ONE_STAGE_PER_RANK = ("gpipe", "1f1b", "zb-h1")
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
-    """Forward or backward of one micro-batch through this rank's stage."""
+class Schedule:
+    """The actions of every rank for one step, computations and transfers."""
 
-    kind: Literal["forward", "backward"]
-    micro_batch: int
+    name: str
+    ranks: int
+    stages: int
+    micro_batches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        return stage_rank(self.name, stage, ranks=self.ranks, stages=self.stages)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages a rank holds, in model order."""
+        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
 
-def one_stage(num_micro_batches: int) -> list[Action]:
-    """Each micro-batch forward and at once backward, so that one micro-batch's activations are alive at a time."""
-    return [Action(kind, micro_batch) for micro_batch in range(num_micro_batches) for kind in ("forward", "backward")]
+def stage_rank(name: str, stage: int, *, ranks: int, stages: int) -> int:
+    """The rank that holds a stage under a schedule."""
+    if name == "zb-v" and stage >= ranks:
+        return stages - 1 - stage
+    return stage % ranks
 
 
-def forward_only(num_micro_batches: int) -> list[Action]:
-    """Evaluation: no backward."""
-    return [Action("forward", micro_batch) for micro_batch in range(num_micro_batches)]
+def schedule_problem(
+    name: str, *, ranks: int, virtual: int, micro_batches: int, group_size: int | None = None
+) -> str | None:
+    """Why there is no such schedule, as the rule that is broken; None if there is one."""
+    if name not in SCHEDULES:
+        return f"the schedules are {', '.join(SCHEDULES)}; there is no {name!r}"
+    if min(ranks, virtual, micro_batches) < 1:
+        return "ranks, stages per rank and micro-batches must each be at least 1"
+    if name in _ONE_STAGE_PER_RANK and virtual > 1:
+        return f"{name} has one stage per rank, not {virtual}; interleaved has any number, zb-v two"
+    if name == "zb-v" and virtual != 2 and (ranks, virtual) != (1, 1):
+        return f"zb-v has exactly two stages per rank, not {virtual}"
+    if group_size is not None and group_size < ranks:
+        return f"a group of {group_size} micro-batches is smaller than the pipeline's {ranks} ranks"
+    return None
+
+
+@lru_cache(maxsize=32)
+def build_schedule(
+    name: str, *, ranks: int, virtual: int, micro_batches: int, group_size: int | None = None
+) -> Schedule:
+    """The schedule of one training step; ValueError with the reason where there is none.
+
+    group_size is for interleaved: how many micro-batches go through a rank's first stage before its second begins (ranks).
+
+    >>> schedule = build_schedule("1f1b", ranks=2, virtual=1, micro_batches=2)
+    >>> " ".join(f"{action.kind}{action.micro_batch}" for action in schedule.actions[0])
+    'F0 SF0 F1 SF1 RB0 B0 RB1 B1'
+    """
+    problem = schedule_problem(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size)
+    if problem:
+        raise ValueError(problem)
+    if ranks == 1:
+        computations = orders.one_rank(stages=virtual, micro_batches=micro_batches)
+    elif name == "gpipe":
+        computations = orders.gpipe(ranks=ranks, micro_batches=micro_batches)
+    elif name == "1f1b" or (name == "interleaved" and virtual == 1):
+        computations = orders.one_forward_one_backward(ranks=ranks, micro_batches=micro_batches)
+    elif name == "interleaved":
+        computations = orders.interleaved(
+            ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size or ranks
+        )
+    elif name == "zb-h1":
+        computations = zb_h1(ranks=ranks, micro_batches=micro_batches)
+    else:
+        computations = zb_v(ranks=ranks, micro_batches=micro_batches)
+    return _finish(name, computations, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+
+
+@lru_cache(maxsize=32)
+def forward_only(name: str, *, ranks: int, virtual: int, micro_batches: int) -> Schedule:
+    """Evaluation: the same stages on the same ranks, no backward."""
+    problem = schedule_problem(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    if problem:
+        raise ValueError(problem)
+    placement = _placement(name, ranks=ranks, stages=ranks * virtual)
+    computations = drain(placement, micro_batches=micro_batches)
+    return _finish(name, computations, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+
+
+def _placement(name: str, *, ranks: int, stages: int) -> list[int]:
+    return [stage_rank(name, stage, ranks=ranks, stages=stages) for stage in range(stages)]
+
+
+def _finish(name: str, computations: list[list[Action]], *, ranks: int, virtual: int, micro_batches: int) -> Schedule:
+    stages = ranks * virtual
+    actions = with_transfers(computations, _placement(name, ranks=ranks, stages=stages))
+    return Schedule(name, ranks, stages, micro_batches, actions)

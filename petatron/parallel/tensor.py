@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.layers.dropout import Dropout
-from petatron.layers.linear import Linear
+from petatron.layers.linear import Linear, Product
 from petatron.layers.vocabulary import OutputHead, PositionEmbedding, TokenEmbedding, Vocabulary
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
@@ -51,10 +51,11 @@ class ColumnProduct:
 
     axis: Axis
     sequence: bool
+    multiply: Product
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         whole = collectives.gather(x, self.axis) if self.sequence else collectives.copy(x, self.axis)
-        return F.linear(whole, weight)
+        return self.multiply(whole, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,10 @@ class RowProduct:
 
     axis: Axis
     sequence: bool
+    multiply: Product
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.after(F.linear(x, weight))
+        return self.after(self.multiply(x, weight))
 
     def after(self, partial_sum: Tensor) -> Tensor:
         together = collectives.scatter if self.sequence else collectives.reduce
@@ -73,10 +75,16 @@ class RowProduct:
 
 
 def connect(
-    model: nn.Module, shards: Mapping[str, Shard], axis: Axis, *, sequence: bool, shared: torch.Generator | None
+    model: nn.Module,
+    shards: Mapping[str, Shard],
+    axis: Axis,
+    *,
+    sequence: bool,
+    shared: torch.Generator | None,
+    multiply: Product = F.linear,
 ) -> None:
     """Fill the seams. `sequence` splits activations between the matrices; `shared` is the dropout stream of the axis."""
-    column, row = ColumnProduct(axis, sequence), RowProduct(axis, sequence)
+    column, row = ColumnProduct(axis, sequence, multiply), RowProduct(axis, sequence, multiply)
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             tp = find(shards, name + ".weight").tp

@@ -20,6 +20,8 @@ import torch
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError, Problem
 from petatron.config import Loaded, RunConfig, load_config, parse_split, with_vocab_size
+from petatron.config.layer_pattern import moe_layers
+from petatron.config.stages import stages
 from petatron.data.build import Datasets, build_datasets
 from petatron.data.loader import BatchLoader, LoaderOptions
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -32,7 +34,8 @@ from petatron.models.decoder import Decoder, initial_std, shards, takes_weight_d
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.precision import compute_dtype
 from petatron.parallel.apply import Recipe, parallelize
-from petatron.parallel.model import ParallelModel
+from petatron.parallel.model import ParallelModel, PipelinePlan
+from petatron.parallel.routing import RouterTotals
 from petatron.train.batch_size import BatchSchedule
 
 
@@ -99,28 +102,47 @@ def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
     (128, 128)
     """
     streams = RandomStreams.start(run.train.seed, mesh)
+    plan = pipeline_plan(run)
+    dtype = compute_dtype(run.precision)
+    moe = run.moe if run.moe.num_experts is not None else None
+    experts_in = moe_layers(run)
+    every = stages(run)
+    own = [number for number in range(len(every)) if plan.rank_of(number) == mesh.pp.rank]
     with torch.device("meta"):
-        module = Decoder(run.model)
-    placements = parallelize(
-        module,
-        Recipe(shards(run.model), partial(initial_std, run.model)),
+        modules = {n: Decoder(run.model, moe, experts_in=experts_in, stage=every[n]) for n in own}
+    table = shards(run.model, moe, ends_apart=plan.rank_of(0) != plan.rank_of(len(every) - 1))
+    in_flight = plan.in_flight(_micro_batches(run))
+    parts = parallelize(
+        modules,
+        Recipe(table, partial(initial_std, run.model), takes_weight_decay),
         mesh,
-        dtype=compute_dtype(run.precision),
-        sequence_parallel=run.parallel.sequence_parallel,
-        seed=run.train.seed,
+        run,
+        dtype=dtype,
         streams=streams,
+        in_flight={number: in_flight[number] for number in own},
     )
-    assert run.parallel.ddp_bucket_size is not None
-    return ParallelModel(
-        module,
-        placements,
-        mesh,
-        streams,
-        decays=takes_weight_decay,
-        sequence_parallel=run.parallel.sequence_parallel,
-        bucket_size=run.parallel.ddp_bucket_size,
-        overlap=run.parallel.overlap_grad_reduce,
+    mixed = [layer for layer, has_experts in enumerate(experts_in) if has_experts]
+    routers = RouterTotals(modules, mixed, run.moe.num_experts or 0, mesh)
+    sequence = run.parallel.sequence_parallel
+    return ParallelModel(modules, parts, plan, routers, mesh, streams, dtype=dtype, sequence_parallel=sequence)
+
+
+def pipeline_plan(run: RunConfig) -> PipelinePlan:
+    """The pipeline of a derived config; one rank is a pipeline of one stage."""
+    parallel = run.parallel
+    assert parallel.pipeline_schedule is not None and parallel.num_virtual_stages_per_pipeline_rank is not None
+    return PipelinePlan(
+        parallel.pipeline_schedule,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank,
+        parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
+
+
+def _micro_batches(run: RunConfig) -> int:
+    """Per step and data-parallel rank, once a batch-size ramp is over."""
+    assert run.train.global_batch_size is not None and run.parallel.data_parallel_size is not None
+    return max(1, run.train.global_batch_size // (run.train.micro_batch_size * run.parallel.data_parallel_size))
 
 
 def build_optimizer(run: RunConfig, model: ParallelModel) -> MasterOptimizer:
@@ -182,6 +204,7 @@ def build_loaders(
         eod=tokenizer.eod if tokenizer is not None else None,
         eod_mask_loss=run.data.eod_mask_loss,
         reset_position_ids=run.data.reset_position_ids,
+        reset_attention_mask=run.data.reset_attention_mask,
         pin_memory=mesh.device.type == "cuda",
     )
     return _wrap(datasets, options, mesh)

@@ -61,6 +61,7 @@ class Loop:
             peak_flops=device.peak(str(compute_dtype(self._run.precision))[6:]),
             consumed_tokens=state.progress.consumed_tokens,
             memory=lambda: memory_in_use(device.kind),
+            router_layers=state.model.routers.layers,
         )
 
     def run(self) -> Outcome:

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from petatron.layers.balance import router_health
 
 Record = Mapping[str, Any]
 
@@ -50,6 +52,8 @@ class StepMetrics:
     """The loss of this step was not a number."""
     params_norm: Tensor | float | None = None
     num_zeros: Tensor | int | None = None
+    routers: Tensor | None = None
+    """What the routers of all layers did in this step: one row of `layers.balance.router_report` per layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +82,15 @@ class LogRecord:
     nan: int
     memory_bytes: int
     eta_s: float | None
+    router_health: Mapping[str, Mapping[str, float]] | None = None
+    """By layer number: load, entropy, dropped share, z and balance loss of its router, over the interval."""
 
     def as_record(self) -> dict[str, Any]:
         return {"kind": "train", **{field.name: getattr(self, field.name) for field in fields(self)}}
 
     @classmethod
     def from_record(cls, record: Record) -> LogRecord:
-        return cls(**{field.name: record[field.name] for field in fields(cls)})
+        return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
 
 
 class IntervalMeter:
@@ -100,6 +106,7 @@ class IntervalMeter:
         train_samples: int | None = None,
         consumed_tokens: int = 0,
         memory: Callable[[], int] = lambda: 0,
+        router_layers: Sequence[int] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._train_iters = train_iters
@@ -109,12 +116,14 @@ class IntervalMeter:
         self._peak_flops = peak_flops
         self._consumed_tokens = consumed_tokens
         self._memory = memory
+        self._router_layers = router_layers
         self._clock = clock
         self._last: StepMetrics | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._sums: Tensor | None = None
+        self._routers: Tensor | None = None
         self._steps = 0
         self._tokens = 0
         self._samples = 0
@@ -139,6 +148,8 @@ class IntervalMeter:
         # where, not a product: the loss of a skipped step may be inf or nan, and 0 x nan is nan.
         added = torch.stack([torch.where(counted > 0, loss, torch.zeros_like(loss)), counted, skipped, nan])
         self._sums = added if self._sums is None else self._sums + added
+        if step.routers is not None:
+            self._routers = step.routers if self._routers is None else self._routers + step.routers
         self._last = step
         self._steps += 1
         self._tokens += step.tokens
@@ -179,9 +190,16 @@ class IntervalMeter:
             nan=int(nan),
             memory_bytes=self._memory(),
             eta_s=self._time_left(step, elapsed_s),
+            router_health=self._router_health(),
         )
         self._reset()
         return record
+
+    def _router_health(self) -> dict[str, dict[str, float]] | None:
+        if self._routers is None:
+            return None
+        rows = self._routers.cpu()
+        return {str(layer): asdict(router_health(row)) for layer, row in zip(self._router_layers, rows, strict=True)}
 
     def _time_left(self, step: StepMetrics, elapsed_s: float) -> float:
         """By samples where the run is measured in samples: with a growing batch, iterations get longer."""
@@ -217,6 +235,8 @@ def megatron_line(record: LogRecord, *, throughput: bool = True) -> str:
         parts.append(f" num zeros: {record.num_zeros}")
     if record.params_norm is not None:
         parts.append(f" params norm: {record.params_norm:.3f}")
+    if record.router_health:
+        parts += _router_parts(list(record.router_health.values()))
     parts += [
         f" number of skipped iterations: {record.skipped:3d}",
         f" number of nan iterations: {record.nan:3d}",
@@ -226,6 +246,21 @@ def megatron_line(record: LogRecord, *, throughput: bool = True) -> str:
         f" ETA: {duration(record.eta_s)}",
     ]
     return " |".join(parts) + " |"
+
+
+def _router_parts(layers: Sequence[Mapping[str, float]]) -> list[str]:
+    """One summary over all layers; every layer by itself is in the other sinks."""
+
+    def mean(name: str) -> float:
+        return sum(layer[name] for layer in layers) / len(layers)
+
+    return [
+        f" load balancing loss: {mean('extra_loss'):.6E}",
+        f" expert load max/mean: {max(layer['load_max_over_mean'] for layer in layers):.2f}",
+        f" router entropy: {mean('entropy'):.3f}",
+        f" router z: {mean('z'):.3f}",
+        f" dropped tokens: {percent(mean('dropped'))}",
+    ]
 
 
 def percent(fraction: float | None) -> str:

@@ -17,6 +17,7 @@ from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.rng import stable_seed
 from petatron.mesh.spec import Piece
+from petatron.mesh.stretch import ParameterGroup, group_pieces
 from petatron.optim.master import MasterOptimizer
 from petatron.parallel.model import ParallelModel
 
@@ -51,7 +52,7 @@ def save_checkpoint(
         step,
         list(chunks(model, optimizer, moments=moments)),
         facts=own,
-        same_layout_key=_layout_key(model),
+        same_layout_key=model.layout_key,
         local=model.streams.state() if random_states else {},
     )
 
@@ -79,9 +80,11 @@ def load_checkpoint(
     if step is None and manager.latest() is None:
         return None
     wanted = list(chunks(model, optimizer, moments=moments))
-    found = manager.load(step, wanted, same_layout_key=_layout_key(model))
+    found = manager.load(step, wanted, same_layout_key=model.layout_key)
     if optimizer is not None:
         optimizer.write_back()
+    else:
+        model.publish()
     if optimizer is not None and moments:
         if found.facts[_UPDATES] is None:
             raise CheckpointError(
@@ -96,23 +99,24 @@ def load_checkpoint(
 
 def chunks(model: ParallelModel, optimizer: MasterOptimizer | None, *, moments: bool = True) -> Iterator[Chunk]:
     """Every box of every logical tensor this rank holds."""
-    if optimizer is not None:
-        weights = optimizer.weights()
-    else:
-        weights = (found for group in model.groups for found in group.pieces(group.weights))
-    for piece, view in weights:
-        yield _chunk(model, "model", piece, view)
+    weights = optimizer.weights() if optimizer is not None else _model_weights(model)
+    for group, piece, view in weights:
+        yield _chunk("model", group, piece, view)
     if optimizer is not None and moments:
-        for kind, piece, view in optimizer.moments():
-            yield _chunk(model, kind, piece, view)
+        for kind, group, piece, view in optimizer.moments():
+            yield _chunk(kind, group, piece, view)
+    for name, state in model.routers.state():
+        yield Chunk(f"model/{name}", tuple(state.shape), (0,) * state.dim(), state, model.mesh["stage"].rank == 0)
 
 
-def _chunk(model: ParallelModel, kind: str, piece: Piece, view: Tensor) -> Chunk:
-    """Replicas share the writing: which of them saves a box follows from its name."""
-    replicas = model.mesh.dp_cp
-    primary = piece.primary and replicas.rank == stable_seed(kind, piece.name, piece.start) % replicas.size
+def _model_weights(model: ParallelModel) -> Iterator[tuple[ParameterGroup, Piece, Tensor]]:
+    for group in model.groups:
+        for piece, view in group_pieces(group, group.weights()):
+            yield group, piece, view
+
+
+def _chunk(kind: str, group: ParameterGroup, piece: Piece, view: Tensor) -> Chunk:
+    """Copies share the writing: which of them saves a box follows from its name."""
+    copies = group.copies
+    primary = piece.primary and copies.rank == stable_seed(kind, piece.name, piece.start) % copies.size
     return Chunk(f"{kind}/{piece.name}", piece.logical_shape, piece.start, view, primary)
-
-
-def _layout_key(model: ParallelModel) -> str:
-    return f"{model.mesh.layout} sequence_parallel={model.sequence_parallel}"

@@ -113,6 +113,8 @@ def scalars(record: Record) -> dict[str, float]:
     if record["kind"] == "train":
         found = {tag: record.get(name) for name, tag in _TRAIN_TAGS.items()}
         found["iteration-time"] = record["elapsed_ms_per_iteration"] / 1000  # seconds, as in Megatron
+        for layer, health in (record.get("router_health") or {}).items():
+            found |= {f"moe/layer_{layer}/{name}": value for name, value in health.items()}
         return {tag: float(value) for tag, value in found.items() if value is not None}
     if record["kind"] == "valid":
         name = "lm loss test" if record["split"] == "test" else "lm loss validation"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from petatron.models.base import Batch
 from petatron.optim.precision import DynamicScale
+from petatron.parallel.actions import TimedAction
 from petatron.train.metrics import StepMetrics
 from petatron.train.state import TrainState
+from petatron.train.timeline import write_timeline
 
 
 def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
@@ -17,7 +21,7 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
     """
     run, progress, scale = state.run, state.progress, state.scaler.value
     size = sum(batch.tokens.shape[0] for batch in batches) * state.mesh.dp.size
-    loss = state.model.train_step(batches, loss_scale=scale)
+    loss = state.model.train_step(batches, loss_scale=scale, timeline=_timeline(state))
     zeros = state.optimizer.zero_grad_elements() if run.log.log_num_zeros_in_grad else None
     lr = state.rates.at(progress.updates, progress.update_samples)
     decay = state.decays.at(progress.updates, progress.update_samples)
@@ -45,4 +49,13 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
         nan=~loss.isfinite() if dynamic else ~loss.isfinite() | result.skipped.bool(),
         params_norm=state.optimizer.weight_norm() if run.log.log_params_norm else None,
         num_zeros=zeros,
+        routers=state.model.routers.totals,
     )
+
+
+def _timeline(state: TrainState) -> Callable[[list[TimedAction]], None] | None:
+    """Where this step's measured timeline goes, if this is the step to be measured."""
+    log, next_iteration = state.run.log, state.progress.iteration + 1
+    if log.pipeline_timeline is None or next_iteration != log.pipeline_timeline_step:
+        return None
+    return partial(write_timeline, Path(log.pipeline_timeline), state.model)

@@ -19,6 +19,7 @@ from torch import Tensor
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Piece
+from petatron.mesh.stretch import group_pieces
 from petatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.parallel.model import ParallelModel
 from petatron.train.build import build_loader, build_model, build_optimizer
@@ -57,7 +58,7 @@ class Injection:
     def apply(self, model: ParallelModel) -> None:
         """Change the gradient on every rank that holds the tensor."""
         for group in model.groups:
-            for piece, view in group.pieces(group.grads):
+            for piece, view in group_pieces(group, group.grads()):
                 if piece.name == self.name:
                     view.mul_(1.01).add_(1e-3)
 
@@ -87,10 +88,9 @@ def record_steps(
 
 
 def _parts(model: ParallelModel, kind: str) -> Iterator[Part]:
-    """Every piece this rank holds, replicas too: ranks that should hold the same may have drifted apart."""
+    """Every piece this rank updates, replicas too: ranks that should hold the same may have drifted apart."""
     for group in model.groups:
-        flat = group.grads if kind == "gradient" else group.weights
-        for piece, view in group.pieces(flat):
+        for piece, view in group_pieces(group, group.grads() if kind == "gradient" else group.weights()):
             yield _part(kind, piece, view)
 
 

@@ -18,7 +18,13 @@ from petatron.train.build import launch, open_tokenizer
 from petatron.train.compare import BOUNDS, Verdict, compare
 from petatron.train.trace import Injection, StoredSteps, record_steps, write_step
 
-ONE_PROCESS = "--tp 1 --pp 1 --cp 1 --ep 1 --dp 1 --no-sequence-parallel"
+ONE_PROCESS = (
+    "--tp 1 --pp 1 --cp 1 --ep 1 --etp 1 --dp 1 --no-sequence-parallel --pipeline-schedule none "
+    "--num-virtual-stages-per-pipeline-rank none --num-layers-per-virtual-pipeline-stage none "
+    "--microbatch-group-size-per-virtual-pipeline-stage none --decoder-first-pipeline-num-layers none "
+    "--decoder-last-pipeline-num-layers none --pipeline-model-parallel-layout none --no-use-distributed-optimizer "
+    "--no-overlap-param-gather --data-parallel-sharding-strategy none --num-distributed-optimizer-instances 1"
+)
 # Dropout differs between layouts by design. A schedule made for thousands of steps says nothing about a few, and warm-up
 # from zero would make the first of them idle.
 _FIXED = (

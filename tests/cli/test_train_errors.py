@@ -59,9 +59,36 @@ def test_every_problem_at_once(capsys):
 
 def test_later_features_are_refused_not_ignored(capsys):
     _, text = _fails(
-        capsys, *"--mock-data --pp 2 --num-experts 4 --fp8-hybrid --recompute-granularity selective".split()
+        capsys, *"--mock-data --multi-latent-attention --mtp-num-layers 1 --fp8-hybrid --async-save".split()
     )
     assert text.count("not in this version") == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--pp 2 --num-layers 3", "--pipeline-model-parallel-size 2 does not divide --num-layers 3. Use 1 or 3"),
+        (
+            "--tp 2 --num-attention-heads 1",
+            "--tensor-model-parallel-size 2 does not divide --num-attention-heads 1. Use 1.",
+        ),
+        (
+            "--num-experts 6 --ep 4 --dp 4",
+            "--expert-model-parallel-size 4 does not divide --num-experts 6. Use 1, 2, 3 or 6.",
+        ),
+        (
+            "--micro-batch-size 2 --dp 2 --global-batch-size 6",
+            "--global-batch-size 6 is not a multiple of micro-batch 2 x data-parallel 2 = 4. Nearest: 4 or 8.",
+        ),
+        (
+            "--cp 4 --seq-length 12 --attention-dropout 0",
+            "--seq-length 12 is not a multiple of 2 x --context-parallel-size 4",
+        ),
+    ],
+)
+def test_layouts_that_do_not_divide(capsys, flags: str, words: str):
+    code, text = _fails(capsys, "--mock-data", *flags.split())
+    assert code == 2 and words in text and "problems" not in text
 
 
 def _damaged(dataset: Path, suffix: str, change) -> Path:

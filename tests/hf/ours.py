@@ -16,6 +16,7 @@ from petatron.config import RunConfig, load_config
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Piece
+from petatron.mesh.stretch import group_pieces
 from petatron.models.base import Batch
 from petatron.models.decoder import Decoder
 from petatron.models.hf import fill, from_hf_config
@@ -59,7 +60,7 @@ def compute(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, counted:
         for _ in range(0 if sequence else new_tokens):  # a split sequence must be a multiple of tp
             grown = torch.cat((grown, model.module.logits(grown)[:, -1].argmax(-1, keepdim=True)), dim=1)
     loss = model.train_step([Batch(tokens, tokens.roll(-1, dims=1), counted.float())])
-    grads = [(piece, view.clone()) for group in model.groups for piece, view in group.pieces(group.grads)]
+    grads = [(piece, view.clone()) for group in model.groups for piece, view in group_pieces(group, group.grads())]
     return Computed(logits, grown, loss.item(), grads)
 
 

@@ -167,7 +167,7 @@ class TestFill:
                 assert not parameter.isnan().any()
                 for piece in placements[name].pieces:
                     assert torch.equal(parameter[piece.local_slices()], logical[piece.name][piece.logical_slices()])
-                    seen[piece.name] += parameter[piece.local_slices()].numel() // piece.replicas
+                    seen[piece.name] += parameter[piece.local_slices()].numel() * piece.primary
                 covered = sum(piece.shape[0] * parameter[0].numel() for piece in placements[name].pieces)
                 if covered < parameter.numel():
                     assert not parameter[placements[name].pieces[0].shape[0] :].any()

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from petatron.config import RunConfig
+from petatron.mesh.flat import FlatGroup
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.record import Event
@@ -44,6 +45,12 @@ class StepEvents:
     forward_and_backward: list[Event]
     update: list[Event]
     parameters: int
+    padded: int
+    """Elements of the gradient buffers, which shared buckets are padded in."""
+
+    @property
+    def all(self) -> list[Event]:
+        return self.forward_and_backward + self.update
 
     def activations(self, elements: int) -> Counter[tuple[str, str]]:
         """Exchanges of this size by direction: a backward one is asked for by `.backward()`, not by a layer."""
@@ -70,13 +77,18 @@ def _second_step(run: RunConfig) -> StepEvents:
     return StepEvents(
         [event for event in events if event.number <= done],
         [event for event in events if event.number > done],
-        sum(parameter.numel() for parameter in model.module.parameters()),
+        sum(parameter.numel() for stage in model.stages.values() for parameter in stage.parameters()),
+        sum(group.flat_grads.numel() for group in model.groups if isinstance(group, FlatGroup)),
     )
 
 
-def step_events(ranks: RankPool, layout: str, *, world_size: int, model: str = "") -> StepEvents:
+def all_step_events(ranks: RankPool, layout: str, *, world_size: int, model: str = "") -> list[StepEvents]:
     run = tiny_run(f"--train-iters 2 --lr-warmup-iters 0 {model} {layout}", world_size=world_size)
-    first, *others = ranks.run(_second_step, world_size, run)
+    return ranks.run(_second_step, world_size, run)
+
+
+def step_events(ranks: RankPool, layout: str, *, world_size: int, model: str = "") -> StepEvents:
+    first, *others = all_step_events(ranks, layout, world_size=world_size, model=model)
     for other in others:
         ours, theirs = ([(e.axis, e.op, e.elements) for e in x.forward_and_backward] for x in (first, other))
         assert ours == theirs, "every rank must communicate in the same order"
@@ -136,7 +148,7 @@ def test_every_event_of_a_step(ranks: RankPool, sequence: bool, tied: bool):
     counts = found.counts
     assert Counter({key: n for key, n in counts.items() if key[0] == "tp"}) == expected
     # Over data parallel: the token count and the loss in float64, and each local gradient element once in float32.
-    over_dp = [event for event in found.forward_and_backward if event.axis == "dp_cp"]
+    over_dp = [event for event in found.forward_and_backward if event.axis in ("dp_cp", "losses")]
     scalars = [event for event in over_dp if event.elements == 1]
     assert [(event.op, event.dtype) for event in scalars] == [("all_reduce", torch.float64)] * 2
     assert len(found.forward_and_backward) == len(over_dp) + expected.total(), "no other axis speaks"
@@ -145,7 +157,7 @@ def test_every_event_of_a_step(ranks: RankPool, sequence: bool, tied: bool):
     assert found.parameters == layers * layer + H + rows * H * (1 if tied else 2)
     assert sum(event.bytes for event in over_dp) == 4 * found.parameters + 2 * 8
     # The update asks for one number.
-    assert [(e.axis, e.op, e.elements) for e in found.update] == [("tp_pp", "all_reduce", 1)]
+    assert [(e.axis, e.op, e.elements) for e in found.update] == [("world", "all_reduce", 1)]
 
 
 @pytest.mark.parametrize("bucket_size", [1, 3000, 10**9])
@@ -159,7 +171,7 @@ def test_data_parallel_reduces_each_gradient_once(ranks: RankPool, bucket_size: 
         assert {(event.axis, event.op, event.dtype) for event in gradients} == {("dp_cp", "all_reduce", torch.float32)}
         assert sum(event.bytes for event in gradients) == 4 * found.parameters
         assert len(found.forward_and_backward) == len(gradients) + 2
-        assert found.update == []
+        assert [(e.axis, e.op, e.elements) for e in found.update] == [("world", "all_reduce", 1)]
         assert (len(gradients) == 2) == (bucket_size == 10**9), "one bucket each for decayed and undecayed weights"
 
 
@@ -168,7 +180,7 @@ def test_half_precision_halves_the_activations_and_not_the_gradients(ranks: Rank
     b = 2
     activations = [event for event in found.forward_and_backward if event.elements == S * b * H and event.axis == "tp"]
     assert len(activations) == 2 * (1 + 4 * 2 + 1) and {event.dtype for event in activations} == {torch.bfloat16}
-    over_dp = sum(event.bytes for event in found.forward_and_backward if event.axis == "dp_cp")
+    over_dp = sum(event.bytes for event in found.forward_and_backward if event.axis in ("dp_cp", "losses"))
     assert over_dp == 4 * found.parameters + 2 * 8
 
 
@@ -190,6 +202,7 @@ def test_events_say_who_asked(ranks: RankPool):
         ("tp", "kernels/loss.py"),
         ("tp", "parallel/pipeline.py"),  # backward: autograd has no frame of the layer
         ("dp_cp", "parallel/model.py"),
+        ("losses", "parallel/model.py"),
         ("dp_cp", "parallel/gradients.py"),
     }
 

@@ -50,8 +50,8 @@ def _steps(run: RunConfig) -> tuple[list[Step], dict[str, torch.dtype]]:
             )
         )
     group = state.model.groups[0]
-    masters = [view for _, view in state.optimizer.weights()]
-    return steps, {"weights": group.weights.dtype, "grads": group.grads.dtype, "masters": masters[0].dtype}
+    masters = [view for _, _, view in state.optimizer.weights()]
+    return steps, {"weights": group.weights()[0].dtype, "grads": group.grads()[0].dtype, "masters": masters[0].dtype}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,6 +13,7 @@ from petatron.base.device import detect
 from petatron.config import RunConfig
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.stretch import group_pieces
 from petatron.train.build import build_loaders
 from petatron.train.loop import Loop
 from petatron.train.persist import chunks
@@ -103,6 +104,6 @@ def test_another_precision_continues_from_the_master_weights(
     for chunk in chunks(state.model, state.optimizer):
         assert chunk.tensor.dtype == torch.float32
         assert torch.equal(chunk.tensor, saved[chunk.key]), chunk.key
-    own = {piece.name: view for group in state.model.groups for piece, view in group.pieces(group.weights)}
-    for piece, master in state.optimizer.weights():
+    own = {piece.name: view for group in state.model.groups for piece, view in group_pieces(group, group.weights())}
+    for _, piece, master in state.optimizer.weights():
         assert torch.equal(own[piece.name], master.to(own[piece.name].dtype)), piece.name

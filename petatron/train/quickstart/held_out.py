@@ -84,7 +84,7 @@ def evaluate_alone(settings: str, train: IndexedDataset, held_out: IndexedDatase
         loss, count = state.model.evaluate([batch.to(mesh.device) for batch in step])
         total, tokens = total + float(loss), tokens + int(count)
         known += sum(unigram.loss(batch.labels.numpy()) for batch in step)
-    parameters = sum(group.weights.numel() for group in state.model.groups)
+    parameters = sum(parameter.numel() for parameter in state.model.module.parameters())
     return Trained(state.model, tokenizer, HeldOut(tokens, total / tokens, known / tokens), parameters)
 
 

@@ -123,11 +123,6 @@ ONE_PROBLEM = [
         "--recompute-method applies to full recompute, but --recompute-granularity is none. "
         "Use --recompute-granularity full, or leave it out.",
     ),
-    (
-        "--recompute-modules core_attn tea",
-        "--recompute-modules tea is not a module that can be recomputed. "
-        "Use some of core_attn, layernorm, mlp, moe, moe_act, mla_up_proj, shared_experts.",
-    ),
     ("--optimizer-offload-fraction 2", "--optimizer-offload-fraction 2.0 is out of range. Use a number from 0 to 1."),
     ("--micro-batch-size 0", "--micro-batch-size 0 is below 1. Use 1 or more."),
     ("--global-batch-size -1", "--global-batch-size -1 is below 1. Use 1 or more."),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 
-import pytest
-
 from petatron.config import resolve_config
 from petatron.config.flags import parse_flags
+from petatron.config.layer_pattern import moe_layers
+from petatron.config.stages import stages
 
 LLAMA_70B = shlex.split("""
     --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --context-parallel-size 1 --sequence-parallel
@@ -53,47 +53,93 @@ GPT3_175B = shlex.split("""
 """)
 
 
-def messages(argv: list[str], **kwargs: int) -> set[str]:
-    return {str(problem) for problem in resolve_config(argv, **kwargs)[1]}
-
-
-PIPELINE = "needs pipeline parallelism, which is not in this version. Use 1."
+def messages(argv: list[str], *, world_size: int | None = None) -> set[str]:
+    return {str(problem) for problem in resolve_config(argv, world_size=world_size)[1]}
 
 
 def test_llama_70b_on_64_ranks():
     loaded, problems = resolve_config(LLAMA_70B, world_size=64)
-    assert {str(problem) for problem in problems} == {f"--pipeline-model-parallel-size 4 {PIPELINE}"}
+    assert problems == []
     config = loaded.config
     assert (config.parallel.data_parallel_size, config.tokenizer.tokenizer_type) == (4, "GPT2BPETokenizer")
     assert (config.model.ffn_hidden_size, config.schedule.lr_decay_iters) == (32768, 100000)
+    assert [len(stage.layers) for stage in stages(config)] == [20, 20, 20, 20]
     assert [notice.split()[0] for notice in loaded.notices] == ["--use-mcore-models", "--transformer-impl"]
 
 
-@pytest.mark.parametrize("world_size", [2, 8])  # on 2 ranks, the experts' layout does not multiply out either
-def test_mixtral_listing_lacks_a_length_and_a_learning_rate(world_size: int):
-    assert messages(MIXTRAL, world_size=world_size) == {
-        "--expert-model-parallel-size 4 needs expert parallelism, which is not in this version. Use 1.",
-        "--num-experts 8 needs mixture of experts, which is not in this version. Leave it out.",
-        "--train-iters is not set. Give --train-iters or --train-samples.",
-        "--lr is not set. Give the peak learning rate, for instance --lr 3e-4.",
+LACKING = {
+    "--train-iters is not set. Give --train-iters or --train-samples.",
+    "--lr is not set. Give the peak learning rate, for instance --lr 3e-4.",
+}
+
+
+def test_mixtral_listing_lacks_a_length_and_a_learning_rate():
+    assert messages(MIXTRAL, world_size=8) == LACKING
+    assert messages(MIXTRAL, world_size=2) == LACKING | {
+        "--expert-model-parallel-size 4 x etp 2 x pp 1 = 8 does not divide the world size 2. "
+        "Change the expert layout or the world size."
     }
 
 
+def test_mixtral_listing_scaled_down_is_complete_with_a_length_a_rate_and_mock_data():
+    start = MIXTRAL.index("--data-path")
+    scaled = [*MIXTRAL[:start], *shlex.split("--hidden-size 64 --num-layers 2 --num-attention-heads 4 --seq-length 32")]
+    added = shlex.split("--max-position-embeddings 32 --mock-data --train-iters 5 --lr 1e-3")
+    loaded, problems = resolve_config([*scaled, *added], world_size=8)
+    assert problems == []
+    parallel = loaded.config.parallel
+    assert (parallel.data_parallel_size, parallel.expert_tensor_parallel_size) == (4, 2)
+    assert parallel.sequence_parallel
+    assert str(loaded.origins["parallel.sequence_parallel"]).startswith("derived: with experts")
+    assert moe_layers(loaded.config) == (True, True)
+
+
 def test_gpt3_175b():
-    assert messages(GPT3_175B, world_size=1024) == {f"--pipeline-model-parallel-size 16 {PIPELINE}"}
+    assert messages(GPT3_175B, world_size=1024) == set()
 
 
 def test_advice_flags_all_parse():
     parsed = parse_flags(ADVICE)
     assert parsed.problems == []
-    later = messages(["--preset", "tiny-gpt", "--mock-data", "--lr", "1", "--train-iters", "9999", *ADVICE])
-    assert later == {
+    base = ["--preset", "tiny-gpt", "--mock-data", "--lr", "1", "--train-iters", "9999"]
+    refused = {
         "--fp8-format hybrid needs FP8 training, which is not in this version. Leave it out.",
-        "--recompute-granularity full needs activation recompute, which is not in this version. Leave it out.",
         "--optimizer-cpu-offload needs optimizer CPU offload, which is not in this version. Leave it out.",
-        "--num-layers-per-virtual-pipeline-stage 2 needs the interleaved pipeline schedule, "
-        "which is not in this version. Leave it out.",
-        "--overlap-param-gather needs the distributed optimizer, which is not in this version. Leave it out.",
+    }
+    assert messages([*base, *ADVICE]) == refused | {
+        "--num-layers-per-virtual-pipeline-stage 2 needs --pipeline-model-parallel-size above 1. Leave it out.",
+        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce. Add them, or leave it out.",
+    }
+    beside = shlex.split("--pp 2 --num-layers 8 --use-distributed-optimizer")
+    assert messages([*base, *ADVICE, *beside]) == refused
+
+
+# As NVIDIA publishes them for DeepSeek-like and long-context runs: each flag is known, and the whole fits together.
+MODERN = shlex.split("""
+    --use-mcore-models --tp 2 --pp 2 --cp 2 --ep 4 --expert-tensor-parallel-size 1 --num-experts 8 --moe-router-topk 4
+    --moe-layer-freq ([0]*1+[1]*5) --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-grouped-gemm
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4
+    --moe-router-group-topk 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
+    --moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-permute-fusion --moe-per-layer-logging
+    --moe-router-fusion --decoder-first-pipeline-num-layers 2 --no-overlap-p2p-communication --cp-comm-type a2a
+    --recompute-granularity selective --recompute-modules moe_act layernorm --use-distributed-optimizer
+    --overlap-grad-reduce --overlap-param-gather --bf16 --grad-reduce-in-bf16 --init-model-with-meta-device
+    --dataloader-inter-document-masking
+""")
+
+
+def test_a_modern_mixture_of_experts_listing():
+    base = shlex.split("--preset tiny-llama --num-layers 6 --mock-data --lr 1e-3 --train-iters 10")
+    loaded, problems = resolve_config([*base, *MODERN], world_size=16)
+    assert problems == []
+    assert loaded.config.data.reset_attention_mask
+    assert {notice.split()[0] for notice in loaded.notices} == {
+        "--use-mcore-models",
+        "--moe-permute-fusion",
+        "--moe-per-layer-logging",
+        "--moe-router-fusion",
+        "--no-overlap-p2p-communication",
+        "--init-model-with-meta-device",
     }
 
 

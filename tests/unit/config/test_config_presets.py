@@ -10,6 +10,7 @@ from petatron.config import RunConfig, preset_names, resolve_config
 from petatron.config.check import NOT_IN_THIS_VERSION
 from petatron.config.derive import GATED_ACTIVATIONS
 from petatron.config.fields import by_path
+from petatron.config.layer_pattern import moe_layers
 from petatron.config.presets import preset_summary
 
 EXPECTED = shlex.split(
@@ -58,7 +59,7 @@ def test_preset_loads_with_no_problem_but_later_features(name: str):
     loaded, problems = resolve_config(preset=name, require_training=False)
     refused = {by_path()[path].flag for path in NOT_IN_THIS_VERSION}
     assert {problem.where for problem in problems} <= refused
-    assert bool(problems) == (name in ("mixtral-8x7b", "deepseek-v3"))
+    assert bool(problems) == (name == "deepseek-v3")
     assert loaded.config.model.hidden_dropout == loaded.config.model.attention_dropout == 0
     assert len(preset_summary(name)) > 8
 
@@ -67,6 +68,13 @@ def test_preset_loads_with_no_problem_but_later_features(name: str):
 def test_preset_has_the_published_number_of_parameters(name: str):
     config = resolve_config(preset=name)[0].config
     assert billions(config) == pytest.approx(PUBLISHED_BILLIONS[name], abs=6e-4)
+
+
+def test_mixtral_and_deepseek_say_which_layers_are_mixtures():
+    mixtral = resolve_config(preset="mixtral-8x7b", require_training=False)[0].config
+    assert moe_layers(mixtral) == (True,) * 32
+    deepseek = resolve_config(preset="deepseek-v3", require_training=False)[0].config
+    assert moe_layers(deepseek) == (False,) * 3 + (True,) * 58
 
 
 def test_tiny_presets_split_over_eight_ranks():

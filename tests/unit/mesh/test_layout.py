@@ -17,7 +17,7 @@ def layouts(draw) -> Layout:
     for dim in draw(st.permutations(DENSE)):
         sizes[dim] = draw(st.integers(1, min(room, 32)))
         room //= sizes[dim]
-    per_stage = sizes["dp_outer"] * sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+    per_stage = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
     etp = draw(st.sampled_from([n for n in range(1, per_stage + 1) if per_stage % n == 0]))
     rest = per_stage // etp
     ep = draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0]))
@@ -27,7 +27,7 @@ def layouts(draw) -> Layout:
 def coordinates(layout: Layout) -> dict[str, np.ndarray]:
     """Every dimension's coordinate of every rank, fastest dimension first, straight from the definition."""
     found = {}
-    for order in (("tp", "cp", "dp_shard", "dp_outer", "pp"), ("etp", "ep", "edp", "pp")):
+    for order in (("tp", "cp", "dp_shard", "dp_outer", "pp"), ("etp", "ep", "edp_shard", "dp_outer", "pp")):
         rest = np.arange(layout.world_size)
         for dim in order:
             rest, found[dim] = np.divmod(rest, getattr(layout, dim))
@@ -69,12 +69,19 @@ def test_place_on_an_axis_is_the_coordinate(layout: Layout, pick: int):
     here = {dim: int(at[rank]) for dim, at in where.items()}
     dp = here["dp_outer"] * layout.dp_shard + here["dp_shard"]
     assert rank == here["tp"] + layout.tp * (here["cp"] + layout.cp * (dp + layout.dp * here["pp"]))
-    assert rank == here["etp"] + layout.etp * (here["ep"] + layout.ep * (here["edp"] + layout.edp * here["pp"]))
+    edp = here["dp_outer"] * layout.edp_shard + here["edp_shard"]
+    assert rank == here["etp"] + layout.etp * (here["ep"] + layout.ep * (edp + layout.edp * here["pp"]))
+    stage = layout.world_size // layout.pp
     expected = {
         **here,
         "dp": dp,
         "dp_cp": dp * layout.cp + here["cp"],
-        "tp_pp": here["pp"] * layout.tp + here["tp"],
+        "shard": here["dp_shard"] * layout.cp + here["cp"],
+        "losses": (here["pp"] * layout.dp + dp) * layout.cp + here["cp"],
+        "sequence": here["cp"] * layout.tp + here["tp"],
+        "stage": rank % stage,
+        "edp": edp,
+        "ep_etp": here["ep"] * layout.etp + here["etp"],
         "world": rank,
     }
     assert {axis: layout.group_of(axis, rank).index(rank) for axis in AXES} == expected
@@ -96,7 +103,7 @@ def test_sixteen_devices_with_two_way_tensor_and_four_way_pipeline():
     assert layout.groups("tp") == [(rank, rank + 1) for rank in range(0, 16, 2)]
     assert layout.groups("pp") == [(rank, rank + 4, rank + 8, rank + 12) for rank in range(4)]
     assert layout.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
-    assert layout.groups("tp_pp") == [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
+    assert layout.groups("stage") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
 
 
 def test_context_parallel_lies_between_tensor_and_data():
@@ -125,7 +132,8 @@ def test_from_a_derived_config():
         pipeline_model_parallel_size=3,
         context_parallel_size=5,
         expert_model_parallel_size=7,
-        data_parallel_size=7,
+        data_parallel_size=14,
         expert_tensor_parallel_size=2,
+        num_distributed_optimizer_instances=2,
     )
-    assert Layout.from_config(config) == Layout(tp=2, pp=3, cp=5, ep=7, dp_shard=7, etp=2)
+    assert Layout.from_config(config) == Layout(tp=2, pp=3, cp=5, ep=7, dp_outer=2, dp_shard=7, etp=2)

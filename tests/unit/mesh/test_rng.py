@@ -18,7 +18,7 @@ from tests.dist import RankPool
 
 
 def box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], name: str = "layers.0.weight") -> Piece:
-    return Piece(name, shape, start, size, (0,) * len(shape), 1, True, False)
+    return Piece(name, shape, start, size, (0,) * len(shape), True)
 
 
 def whole(shape: tuple[int, ...], name: str = "layers.0.weight", *, seed: int = 1, std: float = 1.0) -> Tensor:
@@ -27,7 +27,7 @@ def whole(shape: tuple[int, ...], name: str = "layers.0.weight", *, seed: int = 
 
 @st.composite
 def boxes(draw) -> Piece:
-    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=2, max_size=2)))
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=2, max_size=3)))
     start = tuple(draw(st.integers(0, size - 1)) for size in shape)
     return box(shape, start, tuple(draw(st.integers(1, size - at)) for size, at in zip(shape, start)))
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.schema import OptimizerConfig
-from petatron.mesh.flat import FlatGroup, flatten_parameters
+from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Shard, TensorSplit, place
+from petatron.mesh.stretch import group_pieces
 from petatron.models.decoder import takes_weight_decay
 from petatron.optim.master import MasterOptimizer
 
@@ -22,7 +23,8 @@ def small_model(dtype: torch.dtype) -> nn.Module:
 
 def flatten(model: nn.Module) -> list[FlatGroup]:
     placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
-    return flatten_parameters(model, placements, takes_weight_decay)
+    options = FlatOptions(bucket_size=10**9)
+    return flatten_parameters([model], placements, takes_weight_decay, ParallelMesh.single(), options)
 
 
 def collect(groups: list[FlatGroup], *, scale: float = 1.0) -> None:
@@ -30,7 +32,7 @@ def collect(groups: list[FlatGroup], *, scale: float = 1.0) -> None:
     for group in groups:
         for slot in group.slots:
             assert slot.parameter.grad is not None
-            group.view(group.grads, slot).copy_(slot.parameter.grad * scale)
+            group.view(group.flat_grads, slot).copy_(slot.parameter.grad * scale)
             slot.parameter.grad = None
 
 
@@ -133,11 +135,11 @@ def test_a_bad_gradient_leaves_everything_as_it_was(rule: str, bad: float, dtype
         loss_of(model, number, dtype).backward()
         collect(groups)
         if spoil is not None:
-            groups[-1].grads[3] = spoil
+            groups[-1].flat_grads[3] = spoil
         return optimizer.step().skipped
 
     def everything() -> list[Tensor]:
-        return [g.weights.clone() for g in groups] + [view.clone() for _, _, view in optimizer.moments()]
+        return [g.flat_weights.clone() for g in groups] + [view.clone() for _, _, _, view in optimizer.moments()]
 
     assert not step(1, None)
     weights, facts = everything(), optimizer.facts()
@@ -164,10 +166,10 @@ def test_small_updates_add_up_in_the_master_weights():
     optimizer = MasterOptimizer(config, groups, ParallelMesh.single())
     lost = torch.ones(4, dtype=torch.bfloat16)
     for _ in range(100):
-        groups[0].grads.fill_(1.0)
+        groups[0].flat_grads.fill_(1.0)
         optimizer.step()
         lost -= 1e-4
-    [(_, master)] = optimizer.weights()
+    [(_, _, master)] = optimizer.weights()
     assert master.dtype == torch.float32
     torch.testing.assert_close(master, torch.full((4,), 0.99), rtol=1e-5, atol=0)
     assert torch.equal(model.weight.detach(), master.bfloat16()) and not model.weight.eq(1.0).any()
@@ -177,16 +179,16 @@ def test_small_updates_add_up_in_the_master_weights():
 def test_masters_are_the_weights_where_nothing_is_narrower():
     groups = flatten(small_model(torch.float32))
     optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
-    assert {kind for kind, _, _ in optimizer.moments()} == {"exp_avg", "exp_avg_sq"}
-    own = {view.data_ptr() for group in groups for _, view in group.pieces(group.weights)}
-    assert {view.data_ptr() for _, view in optimizer.weights()} == own
+    assert {kind for kind, _, _, _ in optimizer.moments()} == {"exp_avg", "exp_avg_sq"}
+    own = {view.data_ptr() for group in groups for _, view in group_pieces(group, group.weights())}
+    assert {view.data_ptr() for _, _, view in optimizer.weights()} == own
 
 
 def test_loaded_master_weights_reach_the_model():
     model = small_model(torch.bfloat16)
     groups = flatten(model)
     optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
-    for _, view in optimizer.weights():
+    for _, _, view in optimizer.weights():
         view.fill_(0.5)
     optimizer.write_back()
     assert all(parameter.eq(0.5).all() for parameter in model.parameters())
@@ -197,10 +199,10 @@ def test_restored_facts_continue_the_bias_correction():
         groups = flatten(small_model(torch.float32))
         optimizer = MasterOptimizer(OptimizerConfig(lr=0.1), groups, ParallelMesh.single())
         optimizer.restore_facts({"updates": updates})
-        groups[0].grads.fill_(1.0)
+        groups[0].flat_grads.fill_(1.0)
         optimizer.step()
         assert optimizer.facts() == {"updates": updates + 1.0}
-        return groups[0].weights.clone()
+        return groups[0].flat_weights.clone()
 
     assert not torch.equal(one_step(0.0), one_step(1000.0))
 
@@ -210,9 +212,9 @@ def test_zeros_and_weight_norm():
     groups = flatten(model)
     optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
     for group in groups:
-        group.grads.fill_(1.0)
-    groups[0].grads[:6] = 0.0
-    groups[1].grads[2] = 0.0
+        group.flat_grads.fill_(1.0)
+    groups[0].flat_grads[:6] = 0.0
+    groups[1].flat_grads[2] = 0.0
     assert int(optimizer.zero_grad_elements()) == 7
     expected = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm()
     torch.testing.assert_close(optimizer.weight_norm(), expected)

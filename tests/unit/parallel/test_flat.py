@@ -3,9 +3,17 @@
 import torch
 from torch import nn
 
-from petatron.mesh.flat import flatten_parameters
-from petatron.mesh.spec import Section, Shard, TensorSplit, place
+from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.spec import Placement, Section, Shard, TensorSplit, place
+from petatron.mesh.stretch import group_pieces
 from petatron.models.decoder import takes_weight_decay
+
+
+def flatten(model: nn.Module, placements: dict[str, Placement], **options: int) -> list[FlatGroup]:
+    mesh = ParallelMesh.single()
+    return flatten_parameters([model], placements, takes_weight_decay, mesh, FlatOptions(bucket_size=10**9, **options))
 
 
 def test_parameters_are_views_that_keep_their_values():
@@ -14,17 +22,17 @@ def test_parameters_are_views_that_keep_their_values():
     x = torch.randn(5, 3)
     out = model(x)
     placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
-    groups = flatten_parameters(model, placements, takes_weight_decay)
+    groups = flatten(model, placements)
     assert torch.equal(model(x), out)
     plain, decayed = groups
     assert [slot.name for slot in decayed.slots] == ["2.weight", "0.weight"] and decayed.decay
     assert [slot.name for slot in plain.slots] == ["2.bias", "1.bias", "1.weight", "0.bias"] and not plain.decay
     for group in groups:
-        group.weights.mul_(2.0)
-        assert group.weights.numel() == sum(slot.parameter.numel() for slot in group.slots)
+        group.flat_weights.mul_(2.0)
+        assert group.flat_weights.numel() == sum(slot.parameter.numel() for slot in group.slots)
         for slot in group.slots:
             assert torch.equal(slot.parameter.detach(), 2.0 * before[slot.name])
-            assert slot.parameter.data_ptr() == group.view(group.weights, slot).data_ptr()
+            assert slot.parameter.data_ptr() == group.view(group.flat_weights, slot).data_ptr()
 
 
 def test_pieces_are_views_of_the_logical_sections():
@@ -32,8 +40,8 @@ def test_pieces_are_views_of_the_logical_sections():
     model.qkv = nn.Linear(2, 8, bias=False)
     shard = Shard(tp=0, sections=(Section("q", 4, 2), Section("k", 2, 1), Section("v", 2, 1)))
     placements = {"qkv.weight": place("a.qkv.weight", (8, 2), shard, TensorSplit())}
-    [group] = flatten_parameters(model, placements, takes_weight_decay)
-    found = {piece.name: view for piece, view in group.pieces(group.weights)}
+    [group] = flatten(model, placements)
+    found = {piece.name: view for piece, view in group_pieces(group, group.weights())}
     assert list(found) == ["a.q.weight", "a.k.weight", "a.v.weight"]
     found["a.k.weight"].fill_(7.0)
     assert model.qkv.weight.detach()[4:6].eq(7.0).all() and not model.qkv.weight.detach()[6:].eq(7.0).any()
@@ -42,8 +50,39 @@ def test_pieces_are_views_of_the_logical_sections():
 def test_dtypes_do_not_mix():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False, dtype=torch.bfloat16))
     placements = {n: place(n, (2, 2), Shard(), TensorSplit()) for n, _ in model.named_parameters()}
-    groups = flatten_parameters(model, placements, takes_weight_decay)
-    assert sorted((group.slots[0].name, group.weights.dtype, group.grads.dtype) for group in groups) == [
+    groups = flatten(model, placements)
+    assert sorted((next(group.slots).name, group.flat_weights.dtype, group.flat_grads.dtype) for group in groups) == [
         ("0.weight", torch.float32, torch.float32),
         ("1.weight", torch.bfloat16, torch.float32),
     ]
+
+
+def test_stages_and_experts_do_not_mix():
+    stages = [nn.ModuleDict({"a": nn.Linear(2, 2, bias=False)}), nn.ModuleDict({"b": nn.Linear(2, 2, bias=False)})]
+    stages[1]["e"] = nn.Linear(2, 2, bias=False)
+    placements = {name: place(name, (2, 2), Shard(), TensorSplit()) for name in ("a.weight", "b.weight")}
+    placements["e.weight"] = place("e.weight", (2, 2), Shard(ep=0), TensorSplit())
+    mesh = ParallelMesh.single()
+    groups = flatten_parameters(stages, placements, takes_weight_decay, mesh, FlatOptions(bucket_size=1))
+    found = [([slot.name for slot in group.slots], group.stage, group.axes.whole.name) for group in groups]
+    assert found == [(["a.weight"], 0, "dp_cp"), (["e.weight"], 1, "edp"), (["b.weight"], 1, "dp_cp")]
+
+
+def test_a_parameter_of_two_stages_lies_once_and_counts_twice():
+    shared = nn.Linear(2, 2, bias=False)
+    stages = [nn.ModuleDict({"embedding": shared}), nn.ModuleDict({"head": shared})]
+    placements = {name: place(name, (2, 2), Shard(), TensorSplit()) for name in ("embedding.weight", "head.weight")}
+    mesh = ParallelMesh.single()
+    [group] = flatten_parameters(stages, placements, takes_weight_decay, mesh, FlatOptions(bucket_size=1))
+    assert [(slot.name, slot.uses) for slot in group.slots] == [("embedding.weight", 2)]
+
+
+def test_shared_buckets_divide_into_aligned_parts():
+    model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
+    placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
+    layout = Layout(dp_shard=1)
+    mesh = ParallelMesh(layout, 0)
+    options = FlatOptions(bucket_size=1, sharded=True)
+    [group] = flatten_parameters([model], placements, takes_weight_decay, mesh, options)
+    assert [(bucket.begin, bucket.end) for bucket in group.buckets] == [(0, 21), (21, 56)], "one rank needs no padding"
+    assert [stretch.length for stretch in group.stretches] == [21, 35]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petatron.mesh.flat import FlatGroup, flatten_parameters
+from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Shard, TensorSplit, place
@@ -55,32 +55,32 @@ def batch(rank: int, micro_batch: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(2, WIDTH, generator=generator).to(dtype)
 
 
-def flatten(model: nn.Module, shard: Shard, split: TensorSplit) -> list[FlatGroup]:
-    placements = {n: place(n, tuple(p.shape), shard, split) for n, p in model.named_parameters()}
-    return flatten_parameters(model, placements, takes_weight_decay)
+def flatten(model: nn.Module, mesh: ParallelMesh, *, bucket_size: int = 1, sharded: bool = False) -> list[FlatGroup]:
+    placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
+    options = FlatOptions(bucket_size=bucket_size, sharded=sharded)
+    return flatten_parameters([model], placements, takes_weight_decay, mesh, options)
 
 
 def by_name(groups: list[FlatGroup]) -> dict[str, Tensor]:
-    return {slot.name: group.view(group.grads, slot).clone() for group in groups for slot in group.slots}
+    return {slot.name: group.view(group.flat_grads, slot).clone() for group in groups for slot in group.slots}
 
 
 def _step(case: Case) -> dict[str, Any]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     mesh = ParallelMesh(Layout(dp_shard=dist.get_world_size() if dist.is_initialized() else 1), rank)
     model = Chain(case.dtype)
-    groups = flatten(model, Shard(), TensorSplit())
-    sync = GradientSync(groups, mesh, bucket_size=case.bucket_size, overlap=case.overlap)
+    groups = flatten(model, mesh, bucket_size=case.bucket_size)
+    sync = GradientSync(groups, mesh, overlap=case.overlap)
     seen: list[tuple[str, int]] = []
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda _, name=name: seen.append((name, mesh.record.count)))
     for _ in range(case.steps):
-        sync.zero()
+        sync.begin(case.micro_batches)
         for micro_batch in range(case.micro_batches - 1):
             model(batch(rank, micro_batch, case.dtype), case.order(rank)).backward()
         unsent = mesh.record.count
         seen.clear()
-        with sync.last_micro_batch():
-            model(batch(rank, case.micro_batches - 1, case.dtype), case.order(rank)).backward()
+        model(batch(rank, case.micro_batches - 1, case.dtype), case.order(rank)).backward()
         during = mesh.record.count
         sync.finish()
     return {
@@ -151,15 +151,15 @@ def _watch_progress(overlap: bool) -> tuple[list[int], int]:
     """How many buckets are under way whenever the backward pass comes to the output of a layer, last layer first."""
     mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
     model = _Ordered()
-    groups = flatten(model, Shard(), TensorSplit())
-    sync = GradientSync(groups, mesh, bucket_size=1, overlap=overlap)
+    groups = flatten(model, mesh)
+    sync = GradientSync(groups, mesh, overlap=overlap)
     under_way: list[int] = []
-    with sync.last_micro_batch():
-        x = torch.ones(2, WIDTH)
-        for layer in model.layers:
-            x = layer(x)
-            x.register_hook(lambda _: under_way.append(mesh.record.count))
-        x.sum().backward()
+    sync.begin(1)
+    x = torch.ones(2, WIDTH)
+    for layer in model.layers:
+        x = layer(x)
+        x.register_hook(lambda _: under_way.append(mesh.record.count))
+    x.sum().backward()
     sync.finish()
     return under_way, mesh.record.count
 
@@ -180,7 +180,7 @@ def test_only_the_last_micro_batch_sends_and_every_step_sends_again(ranks: RankP
     assert three["counts"][0] == 2 * per_step and three["counts"][2] == 3 * per_step
     assert three["events"] == 3 * one["events"]
     for name, grad in one["grads"].items():
-        assert torch.equal(grad, three["grads"][name]), "zero() must forget the step before"
+        assert torch.equal(grad, three["grads"][name]), "begin() must forget the step before"
 
 
 def test_half_precision_gradients_add_up_in_float32(ranks: RankPool):
@@ -194,17 +194,19 @@ def test_bfloat16_would_lose_what_float32_keeps():
     """256 + 1 is 256 in bfloat16; one hundred ones must not vanish beside it."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    groups = flatten(model, Shard(), TensorSplit())
-    sync = GradientSync(groups, ParallelMesh.single(), bucket_size=1, overlap=True)
+    mesh = ParallelMesh.single()
+    groups = flatten(model, mesh)
+    sync = GradientSync(groups, mesh, overlap=True)
+    sync.begin(101)
     for factor in (256.0, *[1.0] * 100):
         (model.weight * factor).sum().backward()
     sync.finish()
-    assert groups[0].grads.tolist() == [356.0] * 3
+    assert groups[0].flat_grads.tolist() == [356.0] * 3
 
 
 def test_double_stays_double():
-    groups = flatten(Chain(torch.float64), Shard(), TensorSplit())
-    assert {group.grads.dtype for group in groups} == {torch.float64}
+    groups = flatten(Chain(torch.float64), ParallelMesh.single())
+    assert {group.flat_grads.dtype for group in groups} == {torch.float64}
 
 
 def _partial() -> dict[str, Any]:
@@ -218,10 +220,10 @@ def _partial() -> dict[str, Any]:
     model = nn.Module()
     for name, placement in placements.items():
         model.register_parameter(name, nn.Parameter(torch.ones(placement.shape)))
-    groups = flatten_parameters(model, placements, takes_weight_decay)
-    sync = GradientSync(groups, mesh, bucket_size=1, overlap=True)
-    with sync.last_micro_batch():
-        sum(parameter.sum() * 10.0**rank for parameter in model.parameters()).backward()
+    groups = flatten_parameters([model], placements, takes_weight_decay, mesh, FlatOptions(bucket_size=1))
+    sync = GradientSync(groups, mesh, overlap=True)
+    sync.begin(1)
+    sum(parameter.sum() * 10.0**rank for parameter in model.parameters()).backward()
     sync.finish()
     events = [(event.axis, event.op, event.elements) for event in mesh.record.events()]
     return {"values": {name: set(grad.flatten().tolist()) for name, grad in by_name(groups).items()}, "events": events}
@@ -231,3 +233,77 @@ def test_summands_are_added_over_the_ranks_that_hold_them(ranks: RankPool):
     for rank, found in enumerate(ranks.run(_partial, 4)):
         assert found["values"] == {"norm": {1111.0}, "shared": {11.0 if rank < 2 else 1100.0}, "plain": {10.0**rank}}
         assert sorted(found["events"]) == [("tp", "all_reduce", 3), ("tp/2", "all_reduce", 3)]
+
+
+def test_more_gradients_than_micro_batches_is_an_error():
+    mesh = ParallelMesh.single()
+    model = nn.Linear(2, 2, bias=False)
+    sync = GradientSync(flatten(model, mesh), mesh, overlap=True)
+    sync.begin(1)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(AssertionError, match="more gradients"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@dataclass(frozen=True)
+class Sharded:
+    bucket_size: int
+    outer: int = 1
+    bf16: bool = False
+
+
+def _scatter(case: Sharded) -> dict[str, Any]:
+    """The owned part of every bucket, put where it belongs; NaN where another rank owns it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = ParallelMesh(Layout(dp_outer=case.outer, dp_shard=world // case.outer), rank)
+    model = Chain(torch.float32)
+    groups = flatten(model, mesh, bucket_size=case.bucket_size, sharded=True)
+    sync = GradientSync(groups, mesh, overlap=True, wire_dtype=torch.bfloat16 if case.bf16 else None)
+    sync.begin(2)
+    for micro_batch in range(2):
+        model(batch(rank, micro_batch, torch.float32), list(range(LAYERS))).backward()
+    sync.finish()
+    found = {}
+    for group in groups:
+        kept = torch.full_like(group.flat_grads, float("nan"))
+        for bucket in group.buckets:
+            begin, end = group.owned_part(bucket)
+            kept[begin:end] = group.flat_grads[begin:end]
+        found |= {slot.name: group.view(kept, slot).clone() for slot in group.slots}
+        for weights in group.weights():
+            weights.fill_(float(mesh["shard"].rank))
+        group.publish()
+    owners = {slot.name: group.view(group.flat_weights, slot).clone() for group in groups for slot in group.slots}
+    padded = sum(group.flat_grads.numel() for group in groups)
+    events = [(event.axis, event.op, event.bytes) for event in mesh.record.events()]
+    return {"grads": found, "owners": owners, "padded": padded, "events": events}
+
+
+@pytest.mark.parametrize(
+    "case", [Sharded(1), Sharded(30), Sharded(10**9), Sharded(30, outer=2), Sharded(30, bf16=True)]
+)
+def test_each_rank_gets_its_part_of_the_sum_and_all_get_the_weights(ranks: RankPool, case: Sharded):
+    expected = expected_sum(Case(micro_batches=2), 4)
+    results = ranks.run(_scatter, 4, case)
+    size = 4 // case.outer
+    for name, whole in expected.items():
+        parts = torch.stack([found["grads"][name] for found in results])
+        assert ((~parts.isnan()).sum(0) == case.outer).all(), "one owner in every instance"
+        tolerance = {"rtol": 3e-2, "atol": 3e-2} if case.bf16 else {"rtol": 1e-5, "atol": 1e-6}
+        for part in parts:
+            torch.testing.assert_close(
+                part.double(), whole.where(~part.isnan(), float("nan")), equal_nan=True, **tolerance
+            )
+        for rank, found in enumerate(results):
+            assert torch.equal(found["owners"][name], results[0]["owners"][name])
+            mine = ~found["grads"][name].isnan()
+            assert (found["owners"][name][mine] == rank % size).all()
+    for found in results:
+        item = 2 if case.bf16 else 4
+        total = {
+            op: sum(b for axis, o, b in found["events"] if (axis, o) == op)
+            for op in (("shard", "reduce_scatter"), ("shard", "all_gather"), ("dp_outer", "all_reduce"))
+        }
+        assert total[("shard", "reduce_scatter")] == item * found["padded"]
+        assert total[("shard", "all_gather")] == 4 * found["padded"]
+        assert total[("dp_outer", "all_reduce")] == (item * found["padded"] // size if case.outer > 1 else 0)

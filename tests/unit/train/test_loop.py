@@ -51,7 +51,7 @@ def finish(flags: str) -> tuple[TrainState, Outcome, Memory]:
 
 
 def weights(state: TrainState) -> torch.Tensor:
-    return torch.cat([group.weights for group in state.model.groups]).clone()
+    return torch.cat([weight for group in state.model.groups for weight in group.weights()]).clone()
 
 
 def sampled_run(flags: str) -> RunConfig:
@@ -173,7 +173,7 @@ def spoil(state: TrainState, iteration: int, value: float = float("nan")) -> Non
 
     def spoiled(batches, **more):
         if state.progress.iteration + 1 == iteration:
-            state.model.groups[0].weights[5] = value
+            state.model.groups[0].weights()[0][5] = value
         return inner(batches, **more)
 
     state.model.train_step = spoiled

@@ -1,0 +1,267 @@
+"""`petatron plan`: what a layout will cost, before it is started.
+
+`plan schedule` simulates a pipeline schedule and draws it, compares all schedules, or draws what a run has measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.parallel.actions import COMPUTE, TimedAction
+from petatron.parallel.schedule import SCHEDULES, build_schedule, schedule_problem
+from petatron.parallel.timeline_file import read_measured
+from petatron.plan.simulate import Costs, Simulation, bubble_fraction, simulate, theoretical_bubble
+from petatron.plan.timeline import timeline_svg, timeline_text
+
+_COST_NAMES = ("F", "B", "I", "W", "transfer")
+_TWO_STAGES = ("interleaved", "zb-v")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="petatron plan", description="What a layout will cost, before it is started.")
+    verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    one = verbs.add_parser(
+        "schedule",
+        help="simulate and draw a pipeline schedule, compare all of them, or draw a measured one",
+        description="Simulates a pipeline schedule with given costs: a picture, how long ranks are idle, and how many "
+        "micro-batches each holds. Without --name, compares all schedules.",
+        epilog="For example: petatron plan schedule --name zb-h1 --pp 4 --microbatches 16 --out timeline.svg",
+        allow_abbrev=False,
+    )
+    one.add_argument("--name", metavar="NAME", help=f"{', '.join(SCHEDULES)} (all, as a table)")
+    one.add_argument("--pp", type=int, metavar="P", help="ranks of the pipeline")
+    one.add_argument("--virtual", type=int, metavar="V", help="stages per rank (1; interleaved and zb-v: 2)")
+    one.add_argument("--microbatches", type=int, metavar="M", help="micro-batches of a step")
+    one.add_argument("--group-size", type=int, metavar="G", help="interleaved: micro-batches per group (P)")
+    one.add_argument(
+        "--costs",
+        metavar="F=1,B=2,...",
+        help="time of F forward, B backward or its halves I input gradient and W weight gradient, of a rank's whole part of "
+        "the model: with V stages per rank, each takes 1/V of it; and of a transfer (F=1,I=1,W=1,B=I+W,transfer=0; with B "
+        "alone, I and W are half of it)",
+    )
+    one.add_argument("--out", metavar="FILE.svg", type=Path, help="write the picture here")
+    one.add_argument(
+        "--measured", metavar="FILE.json", type=Path, help="draw the timeline a run wrote, not a simulated one"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    if options.measured is not None:
+        return _measured(options)
+    problems = _shape_problems(options)
+    costs, cost_problems = parse_costs(options.costs or "")
+    if problems or cost_problems:
+        raise ConfigError([*problems, *cost_problems])
+    if options.name is None:
+        print(_comparison(options, costs))
+        return 0
+    virtual = _virtual(options, options.name)
+    problem = schedule_problem(
+        options.name,
+        ranks=options.pp,
+        virtual=virtual,
+        micro_batches=options.microbatches,
+        group_size=options.group_size,
+    )
+    if problem:
+        raise ConfigError([Problem("--name", options.name, f"does not fit: {problem}", "Change one of the two.")])
+    result = _simulate(options, options.name, costs)
+    print(f"{_title(options, virtual)}\n\n{timeline_text(result.events)}\n\n{_summary(options, virtual, result)}")
+    if options.out is not None:
+        _write(options.out, timeline_svg(result.events, title=_title(options, virtual)))
+    return 0
+
+
+def parse_costs(text: str) -> tuple[dict[str, float], list[Problem]]:
+    """`F=1,B=2` as numbers, and what is wrong with it."""
+    costs: dict[str, float] = {}
+    problems: list[Problem] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = word.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if name not in _COST_NAMES:
+            problems.append(Problem("--costs", word, "names no action", f"Use {', '.join(_COST_NAMES)}."))
+        elif not (math.isfinite(value) and (value > 0 or (name == "transfer" and value == 0))):
+            rule = "is not a time" if name == "transfer" else "is not a time above 0"
+            problems.append(Problem("--costs", word, rule, f"Write, for example, {name}=1.5."))
+        else:
+            costs[name] = value
+    return costs, problems
+
+
+def _shape_problems(options: argparse.Namespace) -> list[Problem]:
+    problems: list[Problem] = []
+    if options.name is not None and options.name not in SCHEDULES:
+        close = difflib.get_close_matches(options.name.lower(), SCHEDULES, n=1, cutoff=0.5)
+        fix = f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(SCHEDULES)}."
+        problems.append(Problem("--name", options.name, "is not a schedule", fix))
+    for flag, value, needed in (
+        ("--pp", options.pp, True),
+        ("--microbatches", options.microbatches, True),
+        ("--virtual", options.virtual, False),
+        ("--group-size", options.group_size, False),
+    ):
+        if value is None and needed:
+            problems.append(Problem(flag, "", "is missing", f"Give, for example, {flag} 4."))
+        elif value is not None and value < 1:
+            problems.append(Problem(flag, str(value), "must be at least 1", f"Give, for example, {flag} 4."))
+    if options.group_size is not None and options.name not in ("interleaved", None):
+        rule = f"means nothing for {options.name}"
+        problems.append(Problem("--group-size", str(options.group_size), rule, "Only interleaved has groups."))
+    if options.name is None and options.out is not None:
+        problems.append(Problem("--out", str(options.out), "needs a schedule to draw", "Add --name."))
+    return problems + _out_problems(options.out)
+
+
+def _out_problems(out: Path | None) -> list[Problem]:
+    if out is None or out.suffix == ".svg":
+        return []
+    return [Problem("--out", str(out), "does not end in .svg", "The picture is SVG: choose such a name.")]
+
+
+def _virtual(options: argparse.Namespace, name: str) -> int:
+    return options.virtual or (2 if name in _TWO_STAGES and options.pp > 1 else 1)
+
+
+def _simulate(options: argparse.Namespace, name: str, costs: dict[str, float]) -> Simulation:
+    virtual = _virtual(options, name)
+    schedule = build_schedule(
+        name,
+        ranks=options.pp,
+        virtual=virtual,
+        micro_batches=options.microbatches,
+        group_size=options.group_size if name == "interleaved" else None,
+    )
+    whole = costs.get("B")
+    half = 1.0 if whole is None else whole / 2
+    return simulate(
+        schedule,
+        Costs(
+            forward=costs.get("F", 1.0) / virtual,
+            backward=None if whole is None else whole / virtual,
+            input_grad=costs.get("I", half) / virtual,
+            weight_grad=costs.get("W", half) / virtual,
+            transfer=costs.get("transfer", 0.0),
+        ),
+    )
+
+
+def _title(options: argparse.Namespace, virtual: int) -> str:
+    stages = f", {virtual} stages per rank" if virtual > 1 else ""
+    return f"{options.name}: {_count(options.pp, 'rank')}{stages}, {_count(options.microbatches, 'micro-batch', 'es')}"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.2f}%"
+
+
+def _summary(options: argparse.Namespace, virtual: int, result: Simulation) -> str:
+    theory = theoretical_bubble(options.name, ranks=options.pp, virtual=virtual, micro_batches=options.microbatches)
+    part = "" if virtual == 1 else f" (each of 1/{virtual} of the rank's layers)"
+    return "\n".join(
+        [
+            f"time              {result.makespan:g}",
+            f"idle (bubble)     {_percent(result.bubble)}",
+            f"theory, F = I = W {_percent(theory)}"
+            if theory is not None
+            else "theory            none for so few micro-batches",
+            f"peak activations  {' '.join(str(count) for count in result.peak_activations)}{part}",
+        ]
+    )
+
+
+def _comparison(options: argparse.Namespace, costs: dict[str, float]) -> str:
+    """All schedules on the same model: time, idle part, theory, and the most whole micro-batches a rank holds."""
+    lines = [f"{'schedule':<12} {'stages':>6} {'time':>10} {'idle':>8} {'theory':>8} {'peak activations':>17}"]
+    for name in SCHEDULES:
+        # A number of stages that only some schedules take leaves the others at their own.
+        virtual = _virtual(options, name) if name == "interleaved" else (2 if name == "zb-v" and options.pp > 1 else 1)
+        shape = argparse.Namespace(**{**vars(options), "virtual": virtual})
+        problem = schedule_problem(
+            name,
+            ranks=options.pp,
+            virtual=virtual,
+            micro_batches=options.microbatches,
+            group_size=options.group_size if name == "interleaved" else None,
+        )
+        if problem:
+            lines.append(f"{name:<12} {problem}")
+            continue
+        result = _simulate(shape, name, costs)
+        theory = theoretical_bubble(name, ranks=options.pp, virtual=virtual, micro_batches=options.microbatches)
+        peak = max(result.peak_activations) / virtual
+        lines.append(
+            f"{name:<12} {virtual:>6} {result.makespan:>10g} {_percent(result.bubble):>8} {_percent(theory):>8} {peak:>17g}"
+        )
+    return "\n".join(lines)
+
+
+def _measured(options: argparse.Namespace) -> int:
+    given = {
+        "--name": options.name,
+        "--pp": options.pp,
+        "--virtual": options.virtual,
+        "--microbatches": options.microbatches,
+        "--group-size": options.group_size,
+        "--costs": options.costs,
+    }
+    problems = [
+        Problem(flag, str(value), "goes with a simulated schedule, not with --measured", "Leave one of the two out.")
+        for flag, value in given.items()
+        if value is not None
+    ]
+    problems += _out_problems(options.out)
+    if problems:
+        raise ConfigError(problems)
+    measured = read_measured(options.measured)
+    milliseconds = [
+        [
+            TimedAction(timed.action, 1e3 * timed.start, 1e3 * timed.end)
+            for timed in rank
+            if timed.action.kind in COMPUTE
+        ]
+        for rank in measured.ranks
+    ]
+    if not any(milliseconds):
+        raise DataError(f"{options.measured} has transfers only. A timeline needs computations to draw.")
+    title = f"{measured.name}: {_count(len(measured.ranks), 'rank')}, measured"
+    print(f"{title}\n\n{timeline_text(milliseconds)}\n\n{_measured_summary(milliseconds)}")
+    if options.out is not None:
+        _write(options.out, timeline_svg(milliseconds, title=title, unit="ms"))
+    return 0
+
+
+def _measured_summary(ranks: list[list[TimedAction]]) -> str:
+    every = [timed for rank in ranks for timed in rank]
+    lines = [
+        f"time              {max(t.end for t in every) - min(t.start for t in every):.3f} ms",
+        f"idle (bubble)     {_percent(bubble_fraction(tuple(tuple(rank) for rank in ranks)))}",
+    ]
+    means: list[str] = []
+    for kind in dict.fromkeys(timed.action.kind for timed in every):
+        times = [timed.end - timed.start for timed in every if timed.action.kind is kind]
+        means.append(f"{kind}={sum(times) / len(times):.3f}")
+    return "\n".join([*lines, f"mean per stage    {','.join(means)} ms"])
+
+
+def _write(out: Path, picture: str) -> None:
+    try:
+        out.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"Cannot write {out}: {error.strerror}. Choose a file in a writable folder.") from error
+    print(f"picture in {out}")

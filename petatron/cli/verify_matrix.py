@@ -1,0 +1,183 @@
+"""`petatron verify --matrix`: run the proof matrix, or a sample of it, on local ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.mesh.launch import guard, read_environment
+
+if TYPE_CHECKING:
+    from petatron.train.matrix import Entry
+    from petatron.train.matrix_run import Case, Outcome
+
+_STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
+_HEAD = f"{'layout':<38} {'ranks':>5} {'loss':>8} {'gradient':>8} {'weights':>8} {'time':>7}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="petatron verify --matrix",
+        description="Trains small models in every layout of the proof matrix, on ranks of this machine, and holds each "
+        "against one process: the largest relative differences of loss, gradients and weights over all steps. Exits with 1 "
+        "if any layout departs, and says where it does so first.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--matrix", action="store_true", help="this mode")
+    parser.add_argument("--sample", type=_positive, metavar="N", help="only N layouts, drawn at random")
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="what the sample and random models are drawn with (1234)"
+    )
+    parser.add_argument(
+        "--random-model", action="store_true", help="draw another small model of odd shape for every layout"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64"), default="float64", help="precision of all runs (float64)"
+    )
+    parser.add_argument("--steps", type=_positive, default=5, help="optimizer steps to train (5)")
+    parser.add_argument("--only", metavar="PATTERN", help="only layouts with such a name, for instance 'moe:*pp2*'")
+    parser.add_argument("--nproc", type=_positive, default=8, help="leave out layouts of more ranks than this (8)")
+    parser.add_argument("--list", action="store_true", help="print names and flags, run nothing")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all results as JSON too")
+    parser.add_argument(
+        "--inject", metavar="TENSOR[@STEP]", help="spoil one gradient in every layout: tests the check itself"
+    )
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    if options.rank_of is not None:
+        return guard(lambda: _rank(options.rank_of))
+    from petatron.train.matrix import MATRIX, largest_world, select
+
+    entries = select(MATRIX, pattern=options.only, sample=options.sample, seed=options.seed)
+    fitting = [entry for entry in entries if entry.world_size <= options.nproc]
+    if options.list:
+        for entry in fitting:
+            print(f"{entry.name:<38} {entry.flags}")
+        return 0
+    if not fitting:
+        rule = f"is too few: the {len(entries)} layouts chosen need more than {options.nproc} ranks"
+        raise ConfigError([Problem("--nproc", str(options.nproc), rule, f"Use {largest_world(entries)}.")])
+    if len(fitting) < len(entries):
+        print(f"{len(entries) - len(fitting)} layouts need more than {options.nproc} ranks and are left out.")
+    return _run(_cases(fitting, options), options)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number
+
+
+def _cases(entries: list[Entry], options: argparse.Namespace) -> list[Case]:
+    from petatron.train.matrix_run import make_case
+    from petatron.train.random_model import random_model
+
+    return [
+        make_case(
+            entry,
+            model_flags=random_model(entry, seed=options.seed) if options.random_model else entry.model_flags,
+            steps=options.steps,
+            dtype=options.dtype,
+            inject=options.inject,
+        )
+        for entry in entries
+    ]
+
+
+def _run(cases: list[Case], options: argparse.Namespace) -> int:
+    """Start ranks until every case has an outcome; each start gets at least one case done."""
+    from petatron.cli.launcher import run_ranks
+    from petatron.train.matrix_run import fail, read_outcome, write_cases
+
+    if options.random_model:
+        print(f"seed {options.seed}: a model per layout")
+    print(f"{len(cases)} layouts, {options.steps} steps in {options.dtype}, each against one process\n\n{_HEAD}")
+    with tempfile.TemporaryDirectory(prefix="petatron-matrix-") as scratch:
+        folder = Path(scratch)
+        write_cases(cases, folder)
+        while (at := _first_open(cases, folder)) is not None:
+            sys.stdout.flush()
+            nproc = max(case.world_size for case in cases[at:])
+            command = [sys.executable, "-m", "petatron", "verify", "--matrix", "--rank-of", str(folder)]
+            code = run_ranks(command, nproc=nproc)
+            if code in _STOPPED:
+                return code
+            if code == 0:
+                break
+            at = _first_failed(cases, folder, at)
+            if at is not None:
+                outcome = read_outcome(folder, at) or fail(folder, at, cases[at].name, f"ranks ended with code {code}")
+                print(row(cases[at], outcome))
+        found = [read_outcome(folder, number) for number in range(len(cases))]
+    outcomes = [outcome for outcome in found if outcome is not None]
+    if options.json:
+        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    print(summary(cases, outcomes, options.dtype))
+    return 0 if len(outcomes) == len(cases) and all(outcome.agrees for outcome in outcomes) else 1
+
+
+def _first_open(cases: list[Case], folder: Path) -> int | None:
+    from petatron.train.matrix_run import read_outcome
+
+    return next((number for number in range(len(cases)) if read_outcome(folder, number) is None), None)
+
+
+def _first_failed(cases: list[Case], folder: Path, start: int) -> int | None:
+    """The case that ended the ranks: from where they started, the first without a verdict."""
+    from petatron.train.matrix_run import read_outcome
+
+    for number in range(start, len(cases)):
+        outcome = read_outcome(folder, number)
+        if outcome is None or outcome.error is not None:
+            return number
+    return None
+
+
+def _rank(folder: Path) -> int:
+    from petatron.base.log import configure
+    from petatron.train.matrix_run import run_cases
+
+    environment = read_environment()
+    configure(rank=max(1, environment.rank))  # quiet on every rank: the table is what the user came for
+    run_cases(folder, environment, lambda case, outcome: print(row(case, outcome), flush=True))
+    return 0
+
+
+def row(case: Case, outcome: Outcome) -> str:
+    """One line of the table, and one with the model where it was drawn at random."""
+    from petatron.train.matrix import entry
+
+    numbers = [outcome.loss, outcome.gradient, outcome.parameter]
+    cells = " ".join(f"{'' if number is None else f'{number:.1e}':>8}" for number in numbers)
+    verdict = "same" if outcome.agrees else "FAILED" if outcome.error else "DIFFERENT"
+    drawn = "" if case.model_flags == entry(case.name).model_flags else f"\n    {case.model_flags}"
+    return f"{case.name:<38} {case.world_size:5d} {cells} {outcome.seconds:5.1f} s  {verdict}{drawn}"
+
+
+def summary(cases: list[Case], outcomes: list[Outcome], dtype: str) -> str:
+    """What departed and how to see it again, then the count."""
+    from petatron.train.matrix import BOUNDS
+
+    commands = {case.name: case.command for case in cases}
+    lines = [""]
+    for outcome in outcomes:
+        if not outcome.agrees:
+            lines += [f"{outcome.name}: {outcome.departure or outcome.error}", f"  {commands[outcome.name]}", ""]
+    agreeing, bounds = sum(outcome.agrees for outcome in outcomes), BOUNDS[dtype]
+    lines.append(
+        f"{agreeing} of {len(cases)} layouts train the same model as one process (bounds: loss {bounds.loss:.0e}, "
+        f"gradients {bounds.gradient:.0e}, weights {bounds.parameter:.0e})"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,64 @@
+"""The string of `--pipeline-model-parallel-layout`, read into stages.
+
+    layout := item*        item := symbol ['*' N] | '(' layout ')' ['*' N]       symbol := 'E' | 't' | 'L' | '|'
+
+E is the embedding, t a transformer layer, L the output head with the loss; `|` ends a stage. Commas and blanks mean
+nothing, so long strings can be grouped for the eye. `Et|(ttt|)*2tL` is four stages with 1, 3, 3 and 1 layers. Whether the
+stages fit the model is not asked here.
+"""
+
+from __future__ import annotations
+
+EMBEDDING, LAYER, LOSS, END = "E", "t", "L", "|"
+_SYMBOLS = EMBEDDING + LAYER + LOSS + END
+_FREE = ", \t\n"
+# Far above any model; keeps `t*999999999` from filling memory before it is refused.
+_LONGEST = 100_000
+
+
+class LayoutError(ValueError):
+    """What is wrong with a layout string, as the rest of a sentence about it."""
+
+
+def parse_layout(text: str) -> tuple[str, ...]:
+    """One string of symbols per stage.
+
+    >>> parse_layout("Et|(tt|)*2,L")
+    ('Et', 'tt', 'tt', 'L')
+    """
+    rest = "".join(character for character in text if character not in _FREE)
+    open_groups = [""]  # what has been read of the layout, and of each bracket that is still open
+    while rest:
+        if rest[0] == "(":
+            open_groups.append("")
+            rest = rest[1:]
+            continue
+        if rest[0] == ")":
+            if len(open_groups) == 1:
+                raise LayoutError("closes a bracket that is not open")
+            unit = open_groups.pop()
+        elif rest[0] in _SYMBOLS:
+            unit = rest[0]
+        elif rest[0] == "m":
+            raise LayoutError("has m, a multi-token prediction layer, which is not in this version")
+        else:
+            raise LayoutError(f"has {rest[0]!r}, which is none of E, t, L, |, brackets and * N")
+        count, rest = _count(rest[1:])
+        if len(open_groups[-1]) + len(unit) * count > _LONGEST:
+            raise LayoutError(f"has more than {_LONGEST} symbols")
+        open_groups[-1] += unit * count
+    if len(open_groups) > 1:
+        raise LayoutError("opens a bracket that is not closed")
+    return tuple(open_groups[0].split(END))
+
+
+def _count(text: str) -> tuple[int, str]:
+    """The N of a leading `* N` (1 without one), and what follows."""
+    if not text.startswith("*"):
+        return 1, text
+    digits = text[1:]
+    rest = digits.lstrip("0123456789")
+    number = digits[: len(digits) - len(rest)]
+    if not number or len(number) > len(str(_LONGEST)) or int(number) < 1:
+        raise LayoutError(f"has a * without a number from 1 to {_LONGEST} after it")
+    return int(number), rest

@@ -1,0 +1,135 @@
+"""Attention over blocks of keys that come one after the other, merged by log-sum-exp.
+
+If a query's output over some keys is O1 with log-sum-exp L1, and over some others O2 with L2, then over both it is
+
+    L = log(exp L1 + exp L2)        O = O1 exp(L1 - L) + O2 exp(L2 - L)
+
+so keys may be met in any order, from any rank. The sums are kept in at least float32. Shapes are those of the layers:
+S sequence, B batch, H query heads, K key/value heads, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from petatron.kernels import attention_flash as flash
+from petatron.kernels.attention_mask import BlockMask, Piece, Tile, pieces, tiles
+from petatron.kernels.attention_tiles import Dropout, tile_backward, tile_forward, wide
+
+
+class PartialAttention:
+    """The answer to some queries over the keys they have met so far."""
+
+    def __init__(self, q_SBHE: Tensor, *, value_width: int) -> None:
+        length, batch, heads, _ = q_SBHE.shape
+        self._q_BHSE = _heads_first(q_SBHE)
+        dtype = wide(q_SBHE.dtype)
+        self.out_SBHE = q_SBHE.new_zeros((length, batch, heads, value_width), dtype=dtype)
+        self.lse_BHS = q_SBHE.new_full((batch, heads, length), float("-inf"), dtype=dtype)
+
+    def meet(self, k_SBKE: Tensor, v_SBKE: Tensor, mask: BlockMask, *, dropout: Dropout | None = None) -> None:
+        """Take a block of keys and values into account; `mask` says at which positions they and the queries stand."""
+        k, v = _heads_first(k_SBKE), _heads_first(v_SBKE)
+        for piece, tile, key in _work(mask, self._q_BHSE, v, dropout):
+            part = tile or piece
+            q_part, k_part, v_part = _rows(self._q_BHSE, part.rows), _rows(k, part.columns), _rows(v, part.columns)
+            if tile is None:
+                out, lse = flash.forward(q_part, k_part, v_part, causal=piece.kind == "causal")
+            else:
+                keyed = None if dropout is None else (dropout, key)
+                out, lse = tile_forward(q_part, k_part, v_part, hidden=tile.hidden, dropout=keyed)
+            self._merge(part.rows, out, lse)
+
+    def _merge(self, rows: range, out_BHQE: Tensor, lse_BHQ: Tensor) -> None:
+        out, lse = _rows(_heads_first(self.out_SBHE), rows), self.lse_BHS[:, :, rows.start : rows.stop]
+        both = torch.logaddexp(lse, lse_BHQ)
+        finite = both.clamp(min=torch.finfo(both.dtype).min)  # -inf - -inf where nothing has been seen yet
+        out.mul_((lse - finite).exp_().unsqueeze(-1))
+        out.addcmul_(out_BHQE.to(out.dtype), (lse_BHQ - finite).exp_().unsqueeze(-1))
+        lse.copy_(both)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Queries with their final answer over all keys, and the gradient of that answer."""
+
+    q_SBHE: Tensor
+    out_SBHE: Tensor
+    lse_BHS: Tensor
+    grad_SBHE: Tensor
+    delta_BHS: Tensor
+
+    @classmethod
+    def of(cls, q_SBHE: Tensor, *, out_SBHE: Tensor, lse_BHS: Tensor, grad_SBHE: Tensor) -> Answered:
+        dtype = lse_BHS.dtype
+        delta = (grad_SBHE.to(dtype) * out_SBHE.to(dtype)).sum(dim=-1).permute(1, 2, 0)
+        # The kernels want a dense last dimension; autograd may hand over an expanded gradient.
+        return cls(q_SBHE, out_SBHE, lse_BHS, grad_SBHE.contiguous(), delta.contiguous())
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of queries, keys and values, shaped as they are."""
+
+
+def zero_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """In at least float32, to be added to."""
+    dtype = wide(q.dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def block_backward(
+    answered: Answered,
+    k_SBKE: Tensor,
+    v_SBKE: Tensor,
+    mask: BlockMask,
+    *,
+    into: Gradients,
+    dropout: Dropout | None = None,
+) -> None:
+    """Add to `into` what this block of keys has to do with the gradients."""
+    q, out, grad = (_heads_first(x) for x in (answered.q_SBHE, answered.out_SBHE, answered.grad_SBHE))
+    k, v = _heads_first(k_SBKE), _heads_first(v_SBKE)
+    dq, dk, dv = (_heads_first(x) for x in into)
+    for piece, tile, key in _work(mask, q, v, dropout):
+        part = tile or piece
+        rows, columns = part.rows, part.columns
+        lse = answered.lse_BHS[:, :, rows.start : rows.stop]
+        q_part, grad_part = _rows(q, rows), _rows(grad, rows)
+        k_part, v_part = _rows(k, columns), _rows(v, columns)
+        if tile is None:
+            causal = piece.kind == "causal"
+            found = flash.backward(grad_part, q_part, k_part, v_part, out=_rows(out, rows), lse=lse, causal=causal)
+        else:
+            delta = answered.delta_BHS[:, :, rows.start : rows.stop]
+            keyed = None if dropout is None else (dropout, key)
+            found = tile_backward(
+                grad_part, q_part, k_part, v_part, lse_BHQ=lse, delta_BHQ=delta, hidden=tile.hidden, dropout=keyed
+            )
+        for total, where, more in zip((dq, dk, dv), (rows, columns, columns), found):
+            _rows(total, where).add_(more)
+
+
+def _work(mask: BlockMask, q: Tensor, v: Tensor, dropout: Dropout | None) -> Iterator[tuple[Piece, Tile | None, int]]:
+    """Pieces that a kernel takes whole (no tile), and the tiles of the others, each with a key of its own for dropout."""
+    fast = dropout is None and flash.serves(q, v)
+    number = mask.keys[0].start << 24 if mask.keys else 0
+    for piece in pieces(mask):
+        if fast and piece.kind != "bounded":
+            yield piece, None, number
+            continue
+        for tile in tiles(piece, mask, q.device):
+            number += 1
+            yield piece, tile, number
+
+
+def _heads_first(x_SBHE: Tensor) -> Tensor:
+    return x_SBHE.permute(1, 2, 0, 3)
+
+
+def _rows(x_BHSE: Tensor, rows: range) -> Tensor:
+    return x_BHSE[:, :, rows.start : rows.stop]

@@ -1,0 +1,80 @@
+"""The attention kernels of PyTorch that give the log-sum-exp with the output, behind one form.
+
+`serves` says whether the device has one for these tensors; where it has none, tiles do the work. All take [B, H, S, E],
+with as few key/value heads as there are, and a log-sum-exp of [B, H, S] in at least float32. The backward kernels use the
+output and the log-sum-exp they are given, so those over the keys of all blocks make the gradients of one block right.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+def serves(q_BHSE: Tensor, v_BKSE: Tensor) -> bool:
+    """Whether there is a kernel for full and causal blocks of such tensors."""
+    if q_BHSE.shape[-1] != v_BKSE.shape[-1]:
+        return False
+    return q_BHSE.device.type == "cpu" or _on_cuda(q_BHSE)
+
+
+def serves_packed(q: Tensor, v: Tensor) -> bool:
+    """Whether there is a kernel that knows windows and documents."""
+    return q.shape[-1] == v.shape[-1] and _on_cuda(q)
+
+
+def _on_cuda(q: Tensor) -> bool:
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if q.device.type != "cuda" or not half or q.shape[-1] % 8 != 0 or q.shape[-1] > 256:
+        return False
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; a causal block is square."""
+    if q.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+    return out, lse
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; `out` and `lse` are those over all keys."""
+    lse = lse.contiguous()
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+    # The random state is not read without dropout; the lengths of packed sequences are None for a dense batch.
+    unread = torch.zeros((), dtype=torch.int64, device=q.device)
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unread, unread
+    )
+
+
+def packed(
+    q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, *, window: int | None, starts_BS: Tensor | None, dropout: float
+) -> Tensor:
+    """Causal attention with windows and documents in one differentiable call."""
+    length, batch = q_SBHE.shape[:2]
+    q, k, v = (x.transpose(0, 1).contiguous() for x in (q_SBHE, k_SBKE, v_SBKE))
+    left = -1 if window is None else window - 1
+    if starts_BS is None:
+        out = _flash(q, k, v, None, length, dropout, left)
+    else:
+        begins = (starts_BS == torch.arange(length, device=q.device)).flatten().nonzero().flatten()
+        ends = torch.cat((begins, begins.new_tensor([batch * length]))).to(torch.int32)
+        longest = int(ends.diff().amax())
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        out = _flash(q, k, v, ends, longest, dropout, left).unflatten(0, (batch, length))
+    return out.transpose(0, 1)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, longest: int, dropout: float, left: int) -> Tensor:
+    out, *_ = _aten._flash_attention_forward(
+        q, k, v, ends, ends, longest, longest, dropout, True, False, window_size_left=left, window_size_right=0
+    )
+    return out

@@ -1,0 +1,116 @@
+"""Attention of one tile in plain matrix products: the reference of the faster kernels, and what serves where they do not.
+
+Forward: the softmax over the tile's keys alone, and the logarithm of its denominator (log-sum-exp), with which tiles are
+merged. Backward, with the log-sum-exp L and the output O over *all* keys (Dao et al., FlashAttention):
+
+    P = exp(S - L)     dV = (P*M)^T dO     dS = P * (M * (dO V^T) - rowsum(dO * O))     dQ = dS K     dK = dS^T Q
+
+where S are the scaled scores of the tile and M its dropout mask over 1 - rate, or 1. Every tile is independent of the
+others, so they can be summed in any order, on any rank.
+
+Query heads that share a key/value head are laid out as more rows of the same product, so keys are never repeated.
+Everything is computed in at least float32. B batch, H query heads, K key/value heads, E width, Q rows, T columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BITS = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Which weights are dropped is a function of the seed and the tile, so that the backward pass drops the same."""
+
+    rate: float
+    seed: int
+
+    @classmethod
+    def draw(cls, rate: float) -> Dropout | None:
+        """A new seed from the default stream of the host, which is restored when a layer is computed again."""
+        return cls(rate, int(torch.randint(1 << 62, ()).item())) if rate > 0.0 else None
+
+    def keep(self, key: int, shape: torch.Size, like: Tensor) -> Tensor:
+        """0 for what is dropped, else 1 / (1 - rate)."""
+        generator = torch.Generator(like.device).manual_seed(_mixed(_mixed(self.seed) ^ key))
+        kept = torch.rand(shape, generator=generator, device=like.device) >= self.rate
+        return kept.to(like.dtype).div_(1.0 - self.rate)
+
+
+def _mixed(x: int) -> int:
+    """A bijection of 64-bit numbers under which neighbours look unrelated (the finaliser of splitmix64), as 32 bits."""
+    x = (x + 0x9E3779B97F4A7C15) & _BITS
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _BITS
+    return (x ^ (x >> 31)) & 0xFFFFFFFF
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def tile_forward(
+    q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, hidden: Tensor | None, dropout: tuple[Dropout, int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Q, E] and log-sum-exp [B, H, Q]; 0 and -inf for a row that sees nothing. `dropout` comes with a key."""
+    scores = _scores(q_BHQE, k_BKTE, hidden)
+    lse = scores.logsumexp(dim=-1)
+    weights = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
+    if dropout is not None:
+        weights *= dropout[0].keep(dropout[1], weights.shape, weights)
+    out = weights.flatten(2, 3) @ v_BKTE.to(weights.dtype)
+    return out.view(*q_BHQE.shape[:3], -1), lse.flatten(1, 2)
+
+
+def tile_backward(
+    grad_BHQE: Tensor,
+    q_BHQE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    *,
+    lse_BHQ: Tensor,
+    delta_BHQ: Tensor,
+    hidden: Tensor | None,
+    dropout: tuple[Dropout, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; `lse` and `delta`, the row sums of gradient times output, are those over all keys."""
+    scores = _scores(q_BHQE, k_BKTE, hidden)
+    grouped = scores.shape[:4]
+    weights = scores.sub_(lse_BHQ.view(grouped).unsqueeze(-1)).exp_()
+    if hidden is not None:  # a row that sees nothing at all has log-sum-exp -inf
+        weights = weights.masked_fill_(_over_heads(hidden), 0.0)
+    q, grad = _grouped(q_BHQE, k_BKTE.shape[1], weights.dtype), _grouped(grad_BHQE, k_BKTE.shape[1], weights.dtype)
+    k, v = k_BKTE.to(weights.dtype), v_BKTE.to(weights.dtype)
+    grad_weights = (grad @ v.mT).view(weights.shape)
+    kept = weights
+    if dropout is not None:
+        keep = dropout[0].keep(dropout[1], weights.shape, weights)
+        grad_weights, kept = grad_weights.mul_(keep), weights * keep
+    grad_v = kept.flatten(2, 3).mT @ grad
+    grad_scores = grad_weights.sub_(delta_BHQ.view(grouped).unsqueeze(-1)).mul_(weights).flatten(2, 3)
+    grad_scores *= q_BHQE.shape[-1] ** -0.5
+    return (grad_scores @ k).view(q_BHQE.shape), grad_scores.mT @ q, grad_v
+
+
+def _scores(q_BHQE: Tensor, k_BKTE: Tensor, hidden: Tensor | None) -> Tensor:
+    """Scaled and masked scores [B, K, H/K, Q, T]."""
+    dtype = wide(q_BHQE.dtype)
+    batch, heads, rows, width = q_BHQE.shape
+    groups = k_BKTE.shape[1]
+    q = _grouped(q_BHQE, groups, dtype) * width**-0.5
+    scores = (q @ k_BKTE.to(dtype).mT).view(batch, groups, heads // groups, rows, -1)
+    return scores if hidden is None else scores.masked_fill_(_over_heads(hidden), float("-inf"))
+
+
+def _grouped(x_BHQE: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """[B, K, H/K * Q, E]: the query heads of a key/value head as more rows."""
+    return x_BHQE.to(dtype).reshape(x_BHQE.shape[0], groups, -1, x_BHQE.shape[-1])
+
+
+def _over_heads(hidden: Tensor) -> Tensor:
+    """[Q, T] or [B, Q, T] to be broadcast over [B, K, H/K, Q, T]."""
+    return hidden if hidden.dim() == 2 else hidden[:, None, None]

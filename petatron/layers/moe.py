@@ -1,0 +1,80 @@
+"""A mixture of experts in the place of the MLP: each token goes through the few experts that a router picks for it.
+
+    y = sum over the chosen experts of weight x expert(x)  [+ gate(x) x shared(x)]
+
+Tokens reach their experts through the slot `dispatcher`, which on one device only sorts them; `parallel/expert.py` fills it with
+communication. All else here works on each token alone, so it does not matter which tokens of the batch are on this device;
+the router's losses, which look at all of them, are in `balance.py`. With a latent size the routed experts work in a narrower
+space, which saves most of the communication.
+
+S sequence, B batch, D hidden, T = S x B tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.kernels.moe import Counts, arrange, combine, take
+from petatron.layers.balance import attach
+from petatron.layers.experts import build_experts
+from petatron.layers.linear import Linear
+from petatron.layers.mlp import build_mlp
+from petatron.layers.passing import Pass
+from petatron.layers.router import Router, Routing
+
+
+class RunExperts(Protocol):
+    """Rows in the order of the experts held here, and how many each has, to what the experts make of them."""
+
+    def __call__(self, x_RD: Tensor, counts: Counts, /) -> Tensor: ...
+
+
+class Dispatcher(Protocol):
+    """Take tokens [T, D] to their experts, and bring back the weighted sum of what each token's experts make of it."""
+
+    def __call__(self, x_TD: Tensor, routing: Routing, experts: RunExperts, /) -> Tensor: ...
+
+
+def dispatch_here(x_TD: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
+    """All experts are on this device: sort, compute, put back."""
+    arrangement = arrange(
+        routing.experts_TK, routing.num_experts, incomplete=routing.incomplete, capacity=routing.capacity
+    )
+    rows = experts(take(x_TD, arrangement), arrangement.counts)
+    return combine(rows, routing.weights_TK, arrangement)
+
+
+class MoE(nn.Module):
+    """Routed experts, and a shared one that every token passes. `number` is the layer's, for its reports."""
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, *, number: int) -> None:
+        super().__init__()
+        hidden, latent, shared = config.hidden_size, moe.moe_latent_size, moe.moe_shared_expert_intermediate_size
+        self.number = number
+        self.router = Router(hidden, moe)
+        self.experts = build_experts(config, moe, latent or hidden)
+        self.latent_down = Linear(hidden, (latent,), bias=config.add_bias_linear) if latent else None
+        self.latent_up = Linear(latent, (hidden,), bias=config.add_bias_linear) if latent else None
+        self.shared = build_mlp(config, shared) if shared else None
+        self.shared_gate = Linear(hidden, (1,), bias=False) if shared and moe.moe_shared_expert_gate else None
+        self.dispatcher: Dispatcher = dispatch_here
+
+    def forward(self, x_SBD: Tensor, passing: Pass) -> Tensor:
+        routing, extra_loss, report = self.router(x_SBD, with_loss=passing.extra_loss_scale is not None)
+        passing.reports[self.number] = report
+        inner = x_SBD if self.latent_down is None else self.latent_down(x_SBD)
+        y_TD = self.dispatcher(inner.flatten(0, 1), routing, self.experts)
+        y_SBD = y_TD.unflatten(0, x_SBD.shape[:2])
+        if self.latent_up is not None:
+            y_SBD = self.latent_up(y_SBD)
+        if self.shared is not None:
+            together = self.shared(x_SBD)
+            if self.shared_gate is not None:
+                together = self.shared_gate(x_SBD).sigmoid() * together
+            y_SBD = y_SBD + together
+        if extra_loss is None or passing.extra_loss_scale is None:
+            return y_SBD
+        return attach(y_SBD, extra_loss * passing.extra_loss_scale.to(extra_loss.dtype))

@@ -1,0 +1,86 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention meets the rest of the keys and values.
+
+**Who holds what.** Causal attention gives late tokens more work than early ones, so a sequence of S tokens over c ranks is
+cut into 2c chunks, and rank r holds chunks r and 2c - 1 - r, in this order ("zigzag"): every rank then has the same work.
+If a block of neighbouring ranks pools its chunks and sorts them by position, it holds two runs again: those of one rank of
+a zigzag over the blocks. So one rule of positions serves every scheme below.
+
+**How they meet**, with `kv` the elements of a rank's keys and values and `qo` those of its queries and outputs, a being
+the ranks that exchange heads and c the ranks in the ring, in elements that a rank hands over (or is handed by a gather):
+
+                 forward                            backward
+    p2p          (c - 1) kv sent around a ring      (c - 1) kv and (c - 1) kv of gradients
+    all_gather   one gather of c kv                 the same again, and one reduce-scatter of c kv
+    a2a          exchange kv + q, exchange o        the same
+    a2a+p2p      exchange kv + q, exchange o,       the same, and (c - 1) kv and (c - 1) kv
+                 (c - 1) kv around the rings
+
+The gather is repeated in the backward pass, since keeping the whole sequence's keys would defeat the purpose. Gradients of
+keys travel one step behind the keys, and skip their owner until the end, which saves one of c steps (`context_ring`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from petatron.layers.attention import CoreAttention
+from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.models.base import Batch
+from petatron.parallel.context_heads import HeadExchange
+from petatron.parallel.context_order import zigzag
+from petatron.parallel.context_ring import gathered_attention, ring_attention
+
+
+def split_batch(batch: Batch, axis: Axis) -> Batch:
+    """This rank's tokens, with explicit positions; document starts stay those of the whole sequence."""
+    if axis.size == 1:
+        return batch
+    runs = zigzag(axis.rank, axis.size, batch.tokens.shape[1])
+    here = torch.cat([torch.arange(run.start, run.stop) for run in runs]).to(batch.tokens.device)
+    tokens, labels, loss_mask = (x.index_select(1, here) for x in (batch.tokens, batch.labels, batch.loss_mask))
+    positions = here if batch.positions is None else batch.positions.index_select(-1, here)
+    return replace(batch, tokens=tokens, labels=labels, loss_mask=loss_mask, positions=positions)
+
+
+class ContextAttention(CoreAttention):
+    """Core attention of a rank's part of the sequence: heads are exchanged over one axis, keys met over another.
+
+    Either axis may have a single rank, over which nothing happens.
+    """
+
+    def __init__(self, core: CoreAttention, *, heads: Axis, keys: Axis, gather: bool) -> None:
+        super().__init__(window=core.window, dropout=core.dropout)
+        self.exchange = HeadExchange(heads)
+        self.keys = keys
+        self.gather = gather
+
+    def forward(
+        self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, document_starts_BS: Tensor | None = None
+    ) -> Tensor:
+        q, k, v = self.exchange.to_sequence(q_SBHE, k_SBKE, v_SBKE)
+        if self.keys.size == 1:
+            out = super().forward(q, k, v, document_starts_BS)
+        else:
+            attend = gathered_attention if self.gather else ring_attention
+            dropout = self.dropout if self.training else 0.0
+            out = attend(q, k, v, self.keys, window=self.window, dropout=dropout, document_starts_BS=document_starts_BS)
+        return self.exchange.to_heads(out)
+
+
+def connect_context(model: nn.Module, mesh: ParallelMesh, *, comm_type: str, sizes: tuple[int, ...] = ()) -> None:
+    """Fill every slot of core attention. `sizes`, for a2a+p2p: ranks that exchange heads, and ranks in a ring."""
+    if mesh.cp.size == 1:
+        return
+    exchanging = {"p2p": 1, "all_gather": 1, "a2a": mesh.cp.size}.get(comm_type)
+    if exchanging is None:
+        assert comm_type == "a2a+p2p" and len(sizes) == 2 and math.prod(sizes) == mesh.cp.size, (comm_type, sizes)
+        exchanging = sizes[0]
+    heads, keys = mesh.blocks("cp", exchanging), mesh.strides("cp", exchanging)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, CoreAttention):
+                setattr(module, name, ContextAttention(child, heads=heads, keys=keys, gather=comm_type == "all_gather"))

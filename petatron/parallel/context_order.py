@@ -1,0 +1,37 @@
+"""The zigzag order of a sequence over ranks, and back to the natural order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def zigzag(rank: int, size: int, length: int) -> tuple[range, ...]:
+    """The positions of a rank's tokens: an early chunk and its mirror image, or all of them if there is one rank.
+
+    >>> zigzag(1, 4, 16)
+    (range(2, 4), range(12, 14))
+    """
+    if size == 1:
+        return (range(length),)
+    assert length % (2 * size) == 0, f"{length} tokens cannot be cut into 2 x {size} chunks"
+    chunk = length // (2 * size)
+    early, late = rank * chunk, (2 * size - 1 - rank) * chunk
+    return range(early, early + chunk), range(late, late + chunk)
+
+
+def sorted_by_position(x: Tensor, ranks: int) -> Tensor:
+    """Rows of neighbouring ranks one after the other, to rows in the order of their positions: early chunks ascend with
+    the rank, late ones descend."""
+    if ranks == 1:
+        return x
+    early, late = x.unflatten(0, (ranks, 2, -1)).unbind(1)
+    return torch.cat((early, late.flip(0))).flatten(0, 1)
+
+
+def sorted_by_rank(x: Tensor, ranks: int) -> Tensor:
+    """The way back from `sorted_by_position`."""
+    if ranks == 1:
+        return x
+    early, late = x.unflatten(0, (2, ranks, -1)).unbind(0)
+    return torch.stack((early, late.flip(0)), dim=1).flatten(0, 2)

@@ -1,0 +1,162 @@
+"""Expert parallelism: tokens travel to the ranks that hold their experts, and back.
+
+The ranks of one replica of the experts are a grid of ep x etp: an expert lies on one place of ep, and each of its matrices is
+cut over etp (column, then row), so that the etp ranks' outputs are summands. All these ranks hold different tokens.
+
+`AllToAll` sends a row once for every choice and etp rank: there with all copies of it, back with all summands, which are
+added at the source together with the weights of the choices. One exchange there and one back move what an all-to-all over ep
+with a gather and a scatter over etp around the experts would move, in one step instead of two. How many rows come from where
+is exchanged first, and the host must read it to know the shapes. With inputs padded to capacity, all shapes are known, and
+neither is needed. Forward 2 exchanges of T K D etp elements (T tokens of this rank, K choices), backward 2 more.
+
+`AllGather` sends all tokens to all ranks of the grid, and each computes what belongs to its experts. Forward a gather and a scatter
+of ep x etp x T D elements, backward the same: less than above when K is more than ep, and always one message of one size.
+
+T tokens, K choices per token, D width, R rows, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from petatron.config.schema import MoEConfig
+from petatron.kernels.moe import Arrangement, Counts, arrange, combine, inverse, reorder, take
+from petatron.layers.balance import Together
+from petatron.layers.moe import Dispatcher, MoE, RunExperts, dispatch_here
+from petatron.layers.router import Routing
+from petatron.mesh import collectives
+from petatron.mesh.mesh import Axis, ParallelMesh
+
+
+def connect_experts(model: nn.Module, mesh: ParallelMesh, moe: MoEConfig) -> None:
+    """Fill the seams of every mixture of experts; their weights are already this rank's."""
+    sequence, stage = (
+        Together(mesh[name].size, partial(collectives.all_reduce, axis=mesh[name])) for name in ("sequence", "stage")
+    )
+    dispatcher = build_dispatcher(mesh, moe)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.dispatcher = dispatcher
+            module.router.sequence, module.router.stage = sequence, stage
+            module.experts.down.bias_share = 1.0 if mesh["etp"].rank == 0 else 0.0
+
+
+def build_dispatcher(mesh: ParallelMesh, moe: MoEConfig) -> Dispatcher:
+    """How tokens reach experts on this mesh."""
+    if mesh["ep_etp"].size == 1:
+        return dispatch_here
+    kind = AllToAll if moe.moe_token_dispatcher_type == "alltoall" else AllGather
+    return kind(mesh["ep_etp"], ep=mesh["ep"].size, etp=mesh["etp"].size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Journey:
+    """Rows to and from every rank of the grid, and how the arrived ones are brought into the order of the experts here.
+
+    counts: arrived rows of each expert. order: None when the rows arrive in order.
+    """
+
+    send: list[int]
+    receive: list[int]
+    counts: Counts
+    order: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Every row to the ranks that hold its expert. The axis runs over ep, and within each over etp."""
+
+    axis: Axis
+    ep: int
+    etp: int
+
+    def __call__(self, x_TD: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
+        arrangement = arrange(
+            routing.experts_TK, routing.num_experts, incomplete=routing.incomplete, capacity=routing.capacity
+        )
+        journey = self._journey(arrangement.counts, routing.num_experts // self.ep, x_TD.device)
+        copies, weights = arrangement, routing.weights_TK
+        if self.etp > 1:
+            copies = self._copies(arrangement, journey.send)
+            weights = weights.repeat_interleave(self.etp, dim=1)
+        rows = collectives.exchange(take(x_TD, copies), self.axis, send=journey.send, receive=journey.receive)
+        if journey.order is not None:
+            back = inverse(journey.order)
+            rows = reorder(experts(reorder(rows, journey.order, back), journey.counts), back, journey.order)
+        else:
+            rows = experts(rows, journey.counts)
+        rows = collectives.exchange(rows, self.axis, send=journey.receive, receive=journey.send)
+        return combine(rows, weights, copies)
+
+    def _journey(self, counts: Counts, experts_here: int, device: torch.device) -> _Journey:
+        """What comes from the ranks is sorted by expert within each rank; here the experts come first, then the ranks."""
+        ranks = self.axis.size
+        if isinstance(counts, int):
+            each = [experts_here * counts] * ranks
+            numbers = torch.arange(ranks * experts_here * counts, device=device)
+            order = numbers.view(ranks, experts_here, counts).transpose(0, 1).flatten()
+            return _Journey(each, each, ranks * counts, order if experts_here > 1 else None)
+        leaving = counts.view(self.ep, 1, experts_here).expand(-1, self.etp, -1).reshape(ranks, experts_here)
+        ones = [1] * ranks
+        arriving = collectives.all_to_all(leaving, self.axis, send=ones, receive=ones)
+        send, receive = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+        order = None
+        if experts_here > 1:
+            expert = torch.arange(experts_here, device=device).repeat(ranks)
+            order = expert.repeat_interleave(arriving.flatten(), output_size=sum(receive)).argsort(stable=True)
+        return _Journey(send, receive, arriving.sum(0), order)
+
+    def _copies(self, arrangement: Arrangement, send: list[int]) -> Arrangement:
+        """The arrangement in which each ep rank's rows stand etp times one after the other; each copy is a choice of its own."""
+        device, etp = arrangement.choice_R.device, self.etp
+        lengths = torch.tensor(send[::etp], device=device)
+        starts = lengths.cumsum(0) - lengths
+        rows = arrangement.choice_R.shape[0]
+        block_R = torch.arange(self.ep, device=device).repeat_interleave(lengths, output_size=rows)
+        copy = torch.arange(etp, device=device)
+        # Row i of a block of n rows that begins at a: copy e of it is at etp a + e n + (i - a).
+        first_R = torch.arange(rows, device=device) + (etp - 1) * starts[block_R]
+        row_RC = first_R[:, None] + copy * lengths[block_R][:, None]
+        choice_RC = arrangement.choice_R[:, None] * etp + copy
+        place = row_RC.flatten()
+        real, kept = arrangement.real_R, arrangement.kept_TK
+        return Arrangement(
+            choice_R=torch.empty_like(place).scatter_(0, place, choice_RC.flatten()),
+            row_TK=row_RC[arrangement.row_TK.clamp(max=rows - 1)].flatten(1),
+            counts=arrangement.counts,
+            real_R=None
+            if real is None
+            else torch.empty(place.shape, dtype=torch.bool, device=device).scatter_(
+                0, place, real.repeat_interleave(etp)
+            ),
+            kept_TK=None if kept is None else kept.repeat_interleave(etp, dim=1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Every token to every rank, which computes what belongs to its experts; the results are summed on the way back."""
+
+    axis: Axis
+    ep: int
+    etp: int
+
+    def __call__(self, x_TD: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
+        here = routing.num_experts // self.ep
+        first = self.axis.rank // self.etp * here
+        x_TD = collectives.gather(x_TD, self.axis)
+        weights_TK = collectives.gather(routing.weights_TK, self.axis)
+        chosen_TK = collectives.all_gather(routing.experts_TK, self.axis)
+        elsewhere = (chosen_TK < first) | (chosen_TK >= first + here)
+        arrangement = arrange(
+            (chosen_TK - first).masked_fill(elsewhere, here),
+            here,
+            incomplete=True,
+            capacity=None if routing.capacity is None else routing.capacity * self.axis.size,
+        )
+        rows = experts(take(x_TD, arrangement), arrangement.counts)
+        return collectives.scatter(combine(rows, weights_TK, arrangement), self.axis)

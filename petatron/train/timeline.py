@@ -1,0 +1,26 @@
+"""The measured timeline of one step: what every rank of the first pipeline did when, written as one file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from petatron.base.log import get_logger
+from petatron.mesh import collectives
+from petatron.parallel.actions import COMPUTE, TimedAction
+from petatron.parallel.model import ParallelModel
+from petatron.parallel.timeline_file import write_measured
+
+_log = get_logger(__name__)
+
+
+def write_timeline(path: Path, model: ParallelModel, timed: Sequence[TimedAction]) -> None:
+    """Every rank calls it; the pipeline drawn is that of the run's first rank."""
+    found = collectives.gather_objects_to_first([t for t in timed if t.action.kind in COMPUTE], model.mesh.control)
+    if found is not None:
+        ranks = [found[rank] for rank in model.mesh.pp.ranks]
+        start = min(t.start for rank in ranks for t in rank)
+        from_zero = [[TimedAction(t.action, t.start - start, t.end - start) for t in rank] for rank in ranks]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_measured(path, model.plan.name, from_zero)
+        _log.info("wrote the measured timeline of one step to %s", path)

@@ -1,0 +1,105 @@
+"""Attention on a CUDA device against the reference: kernels with log-sum-exp, tiles, windows, documents, blocks of keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.kernels import attention_flash, reference
+from petatron.kernels.attention import block_attention, causal_attention
+from petatron.kernels.attention_blocks import Answered, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention_mask import BlockMask, Bounds
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTH = 1500
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
+HEADS = [(4, 4), (8, 2), (4, 1)]
+
+
+def starts_on_device() -> Tensor:
+    rows = [[700, 3, 797], [1499, 1]]
+    return torch.tensor([[sum(r[:i]) for i, n in enumerate(r) for _ in range(n)] for r in rows], device="cuda")
+
+
+def inputs(heads: int, groups: int, dtype: torch.dtype, width: int = 64) -> tuple[list[Tensor], list[Tensor]]:
+    """In the precision asked for, and the same numbers in float64; q, k and v are slices of one tensor, as in a layer."""
+    torch.manual_seed(heads + groups)
+    whole = torch.randn(LENGTH, 2, heads + 2 * groups, width, device="cuda").to(dtype)
+    parts = whole.split((heads, groups, groups), dim=2)
+    return [x.detach().requires_grad_() for x in parts], [x.detach().double().requires_grad_() for x in parts]
+
+
+def with_gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).view(out.shape)
+    return [out, *torch.autograd.grad(out, tensors, weights.to(out.dtype))]
+
+
+def assert_close(ours: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> None:
+    for mine, true in zip(ours, wanted, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - true).abs().max() <= BOUNDS[dtype] * true.abs().max()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+@pytest.mark.parametrize(("window", "documents"), [(None, False), (300, False), (None, True), (300, True), (1, False)])
+def test_causal_attention(dtype: torch.dtype, heads: int, groups: int, window: int | None, documents: bool):
+    rounded, exact = inputs(heads, groups, dtype)
+    starts = starts_on_device() if documents else None
+    ours = with_gradients(causal_attention(*rounded, window=window, document_starts_BS=starts), rounded)
+    wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
+    assert_close(ours, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("window", "documents"), [(None, False), (300, True)])
+def test_pieces(dtype: torch.dtype, window: int | None, documents: bool):
+    """What context parallelism uses in every precision: kernels for whole pieces and tiles for the others."""
+    rounded, exact = inputs(8, 2, dtype)
+    starts = starts_on_device() if documents else None
+    bounds = Bounds.build(LENGTH, window=window, document_starts_BS=starts, device=torch.device("cuda"))
+    whole = (range(LENGTH),)
+    ours = with_gradients(block_attention(*rounded, BlockMask(whole, whole, bounds)), rounded)
+    wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
+    assert_close(ours, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+def test_blocks_of_keys_are_merged(dtype: torch.dtype, heads: int, groups: int):
+    rounded, exact = inputs(heads, groups, dtype)
+    q, k, v = (x.detach() for x in rounded)
+    runs = [range(900, LENGTH), range(333), range(333, 900)]
+    partial = PartialAttention(q, value_width=v.shape[-1])
+    for run in runs:
+        partial.meet(k[run.start : run.stop], v[run.start : run.stop], BlockMask((range(LENGTH),), (run,)))
+    out = partial.out_SBHE.to(dtype)
+    wanted = with_gradients(reference.attention(*exact), exact)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).view(out.shape).to(dtype)
+    answered = Answered.of(q, out_SBHE=out, lse_BHS=partial.lse_BHS, grad_SBHE=grad)
+    dq, dk, dv = zero_gradients(q, k, v)
+    for run in runs:
+        rows = slice(run.start, run.stop)
+        mask = BlockMask((range(LENGTH),), (run,))
+        block_backward(answered, k[rows], v[rows], mask, into=(dq, dk[rows], dv[rows]))
+    assert_close([out, *(x.to(dtype) for x in (dq, dk, dv))], wanted, dtype)
+
+
+def test_half_precision_has_kernels_and_others_have_tiles():
+    def query(dtype: torch.dtype, width: int = 64) -> Tensor:
+        return torch.empty(1, 1, 1, width, dtype=dtype, device="cuda")
+
+    assert attention_flash.serves(query(torch.bfloat16), query(torch.bfloat16))
+    assert not attention_flash.serves(query(torch.float32), query(torch.float32))
+    assert not attention_flash.serves(query(torch.bfloat16, 20), query(torch.bfloat16, 20))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dropout_keeps_the_mean(dtype: torch.dtype):
+    q, k, v = (x.detach() for x in inputs(4, 4, dtype)[0])
+    torch.manual_seed(0)
+    sums = causal_attention(q, k, torch.ones_like(v), dropout=0.3, document_starts_BS=starts_on_device())
+    assert not torch.allclose(sums, torch.ones_like(sums))
+    assert abs(sums.double().mean().item() - 1.0) < 0.02

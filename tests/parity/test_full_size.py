@@ -1,0 +1,53 @@
+"""The layouts people copy from tables build at full size, and every rank's part adds up to the model."""
+
+import pytest
+
+from petatron.config import RunConfig, load_config
+from petatron.config.layer_pattern import moe_layers
+from petatron.models.flops import parameter_count
+from petatron.train.dry_run import pretend_rank, spoken_for
+from tests.dist import RankPool
+from tests.parity.harness import check_layout
+
+TABLE = {
+    "7B on 8": ("llama2-7b", "--tp 1 --pp 1", 8),
+    "13B on 8": ("llama2-13b", "--tp 2 --pp 1 --sequence-parallel", 8),
+    "70B on 64": ("llama2-70b", "--tp 4 --pp 4 --sequence-parallel --use-distributed-optimizer", 64),
+    "405B on 128": (
+        "llama3-405b",
+        "--tp 8 --pp 8 --cp 2 --sequence-parallel --use-distributed-optimizer --decoder-first-pipeline-num-layers 15 "
+        "--decoder-last-pipeline-num-layers 15",
+        128,
+    ),
+    "Mixtral 8x7B on 32": ("mixtral-8x7b", "--tp 2 --pp 1 --ep 4 --use-distributed-optimizer", 32),
+}
+
+
+BASE = "--mock-data --lr 1e-4 --train-iters 1 --micro-batch-size 1"
+
+
+def _run(name: str) -> RunConfig:
+    preset, flags, world_size = TABLE[name]
+    return load_config([*BASE.split(), *flags.split()], preset=preset, world_size=world_size).config
+
+
+def _counts(name: str) -> list[int]:
+    run, counts = _run(name), []
+    for rank in range(TABLE[name][2]):
+        with pretend_rank(run, rank) as model:
+            counts.append(spoken_for(model))
+    return counts
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_ranks_of_a_table_row_together_are_the_model(ranks: RankPool, name: str):
+    run = _run(name)
+    [counts] = ranks.run(_counts, 1, name, timeout_s=60.0)
+    assert sum(counts) == parameter_count(run.model, run.moe, experts_in=moe_layers(run))
+    assert min(counts) > 0.5 * max(counts), "no rank is left without work"
+
+
+@pytest.mark.parametrize("name", ["7B on 8", "13B on 8"])
+def test_a_table_row_trains_at_toy_width(ranks: RankPool, name: str):
+    """The same flags on as many ranks, one process beside them."""
+    check_layout(ranks, f"{TABLE[name][1]} --micro-batch-size 1", "--train-iters 3 --micro-batch-size 1", world_size=8)

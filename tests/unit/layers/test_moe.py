@@ -1,0 +1,252 @@
+"""The MoE layer against a loop over tokens, in float64: outputs and every gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.layers.mlp import GATED, PLAIN
+from petatron.layers.moe import MoE
+from petatron.layers.passing import Pass
+from petatron.layers.router import Routing
+
+S, B, D, F, E = 6, 2, 8, 5, 4
+GATED_MODEL = ModelConfig(hidden_size=D, activation="swiglu", add_bias_linear=False)
+PLAIN_MODEL = ModelConfig(hidden_size=D, activation="gelu", add_bias_linear=True)
+MOE = MoEConfig(num_experts=E, moe_ffn_hidden_size=F, moe_router_topk=2)
+
+
+def build(model: ModelConfig = GATED_MODEL, moe: MoEConfig = MOE, *, seed: int = 0) -> MoE:
+    torch.manual_seed(seed)
+    layer = MoE(model, moe, number=3).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def tokens(seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(S, B, D, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def expert(layer: MoE, model: ModelConfig, index: int, x: Tensor) -> Tensor:
+    """One expert on one token."""
+    experts = layer.experts
+
+    def product(module: torch.nn.Module, x: Tensor) -> Tensor:
+        y = module.weight[index] @ x
+        return y if module.bias is None else y + module.bias[index]
+
+    if model.activation in GATED:
+        gate, up = product(experts.gate_up, x).chunk(2)
+        return product(experts.down, GATED[model.activation](gate) * up)
+    return product(experts.down, PLAIN[model.activation](product(experts.up, x)))
+
+
+def naive(layer: MoE, model: ModelConfig, x: Tensor, routing: Routing) -> Tensor:
+    """Token by token, choice by choice."""
+    inner = x if layer.latent_down is None else layer.latent_down(x)
+    rows = []
+    for t, token in enumerate(inner.flatten(0, 1)):
+        total = torch.zeros_like(token)
+        for index, weight in zip(routing.experts_TK[t].tolist(), routing.weights_TK[t]):
+            if index < routing.num_experts:
+                total = total + weight * expert(layer, model, index, token)
+        rows.append(total)
+    y = torch.stack(rows).view(S, B, -1)
+    y = y if layer.latent_up is None else layer.latent_up(y)
+    if layer.shared is not None:
+        gate = 1.0 if layer.shared_gate is None else torch.sigmoid(layer.shared_gate(x))
+        y = y + gate * layer.shared(x)
+    return y
+
+
+def gradients(layer: MoE, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    found = torch.autograd.grad((y * weight).sum(), [x, *layer.parameters()])
+    return dict(zip(["x", *(name for name, _ in layer.named_parameters())], found))
+
+
+VARIANTS = {
+    "softmax": {},
+    "one": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "all": {"moe_router_topk": E},
+    "pre-softmax": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk": 3},
+    "shared": {"moe_shared_expert_intermediate_size": 7},
+    "shared-gate": {"moe_shared_expert_intermediate_size": 7, "moe_shared_expert_gate": True},
+    "latent": {"moe_latent_size": 3},
+    "drop": {"moe_expert_capacity_factor": 0.7},
+    "drop-position": {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": "position"},
+    "drop-pad": {"moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True},
+    "pad": {"moe_expert_capacity_factor": 9.0, "moe_pad_expert_input_to_capacity": True},
+    "grouped": {"moe_grouped_gemm": True},
+    "groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+}
+
+
+@pytest.mark.parametrize("model", [GATED_MODEL, PLAIN_MODEL], ids=["gated", "plain-bias"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_outputs_and_gradients_equal_a_naive_loop(variant: str, model: ModelConfig):
+    layer, x = build(model, replace(MOE, **VARIANTS[variant])), tokens()
+    routing, _, _ = layer.router(x, with_loss=False)
+    expected, found = naive(layer, model, x, routing), layer(x, Pass())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    theirs, ours = gradients(layer, x, expected), gradients(layer, x, found)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_all_experts_with_equal_gates_is_the_dense_sum():
+    layer, x = build(moe=replace(MOE, moe_router_topk=E)), tokens()
+    layer.router.weight.data.zero_()
+    dense = torch.stack(
+        [sum(expert(layer, GATED_MODEL, index, token) for index in range(E)) / E for token in x.flatten(0, 1)]
+    )
+    torch.testing.assert_close(layer(x, Pass()), dense.view(S, B, D), rtol=1e-12, atol=1e-13)
+
+
+def test_permuted_tokens_give_permuted_outputs():
+    layer, x = build(), tokens()
+    order = torch.randperm(S * B)
+    y = layer(x, Pass()).flatten(0, 1)
+    permuted = layer(x.flatten(0, 1)[order].view(S, B, D), Pass()).flatten(0, 1)
+    torch.testing.assert_close(permuted, y[order], rtol=1e-12, atol=1e-13)
+
+
+def test_the_order_of_the_experts_does_not_matter():
+    layer, x = build(PLAIN_MODEL), tokens()
+    y = layer(x, Pass())
+    order = torch.tensor([2, 0, 3, 1])
+    with torch.no_grad():
+        for parameter in (layer.router.weight, *layer.experts.parameters()):
+            parameter.copy_(parameter[order])
+    torch.testing.assert_close(layer(x, Pass()), y, rtol=1e-12, atol=1e-13)
+
+
+def test_every_expert_weight_gets_a_gradient_even_without_tokens():
+    layer, x = build(PLAIN_MODEL), tokens()
+    with torch.no_grad():  # experts 2 and 3 are never chosen
+        layer.router.weight.zero_()
+        layer.router.weight[:2] += 10 * x.flatten(0, 1)[0]
+    y = layer(x[:1, :1], Pass())
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+    assert layer.experts.up.weight.grad is not None and not layer.experts.up.weight.grad[2:].any()
+
+
+def test_names_and_shapes_of_the_parameters():
+    moe = replace(MOE, moe_shared_expert_intermediate_size=7, moe_shared_expert_gate=True, moe_latent_size=3)
+    shapes = {name: tuple(parameter.shape) for name, parameter in MoE(GATED_MODEL, moe, number=0).named_parameters()}
+    assert shapes == {
+        "router.weight": (E, D),
+        "experts.gate_up.weight": (E, 2 * F, 3),
+        "experts.down.weight": (E, 3, F),
+        "latent_down.weight": (3, D),
+        "latent_up.weight": (D, 3),
+        "shared.gate_up.weight": (14, D),
+        "shared.down.weight": (D, 7),
+        "shared_gate.weight": (1, D),
+    }
+    plain = {name: tuple(parameter.shape) for name, parameter in MoE(PLAIN_MODEL, MOE, number=0).named_parameters()}
+    assert plain == {
+        "router.weight": (E, D),
+        "experts.up.weight": (E, F, D),
+        "experts.up.bias": (E, F),
+        "experts.down.weight": (E, D, F),
+        "experts.down.bias": (E, D),
+    }
+
+
+def test_a_pass_gets_a_report_under_the_layers_number():
+    passing = Pass()
+    build()(tokens(), passing)
+    assert list(passing.reports) == [3]
+    assert passing.reports[3].shape == (E + 6,) and not passing.reports[3].requires_grad
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        replace(MOE, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.2),
+        replace(MOE, moe_aux_loss_coeff=0.3, moe_router_load_balancing_type="seq_aux_loss"),
+    ],
+)
+def test_the_extra_loss_joins_the_gradient_scaled(moe: MoEConfig):
+    layer, x = build(moe=moe), tokens()
+    _, loss, _ = layer.router(x, with_loss=True)
+    alone = gradients(layer, x, layer(x, Pass()))
+    both = gradients(layer, x, layer(x, Pass(extra_loss_scale=torch.tensor(0.25))))
+    of_x, of_router = torch.autograd.grad(loss, [x, layer.router.weight])
+    torch.testing.assert_close(both["x"], alone["x"] + 0.25 * of_x)
+    torch.testing.assert_close(both["router.weight"], alone["router.weight"] + 0.25 * of_router)
+    assert of_router.norm() > 1e-3
+    torch.testing.assert_close(both["experts.down.weight"], alone["experts.down.weight"])
+
+
+def test_without_a_scale_there_is_no_extra_loss():
+    layer, passing = build(moe=replace(MOE, moe_aux_loss_coeff=0.3)), Pass()
+    layer(tokens(), passing)
+    assert passing.reports[3][-3] == 0.0
+
+
+def test_bfloat16_keeps_its_precision_outside_and_float32_inside():
+    layer = build(moe=replace(MOE, moe_router_dtype="fp32")).to(torch.bfloat16)
+    x = tokens().detach().to(torch.bfloat16)
+    routing, _, _ = layer.router(x, with_loss=False)
+    assert routing.weights_TK.dtype == torch.float32
+    assert layer(x, Pass()).dtype == torch.bfloat16
+    exact = build()
+    exact.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    difference = (layer(x, Pass()).double() - exact(x.double(), Pass())).norm() / exact(x.double(), Pass()).norm()
+    assert difference < 2e-2
+
+
+def test_capacity_of_a_rank():
+    moe = replace(MOE, moe_expert_capacity_factor=1.1, moe_pad_expert_input_to_capacity=True)
+    routing, _, report = build(moe=moe).router(tokens(), with_loss=False)
+    assert routing.capacity == math.ceil(1.1 * S * B * 2 / E) == 7
+    chosen = [int((routing.experts_TK == index).sum()) for index in range(E)]
+    assert max(chosen) <= 7 and sum(chosen) + int(report[E]) == S * B * 2
+
+
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=CUDA) for v in ("softmax", "shared-gate", "drop", "drop-pad", "sinkhorn")]
+)
+def test_cuda_equals_the_cpu(variant: str):
+    moe = replace(MOE, **VARIANTS[variant])
+    here, x = build(PLAIN_MODEL, moe), tokens()
+    there = build(PLAIN_MODEL, moe).cuda()
+    far = x.detach().cuda().requires_grad_()
+    y, far_y = here(x, Pass()), there(far, Pass())
+    torch.testing.assert_close(far_y.cpu(), y, rtol=1e-9, atol=1e-11)
+    near = gradients(here, x, y)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y).cuda()
+    found = torch.autograd.grad((far_y * weight).sum(), [far, *there.parameters()])
+    for (name, expected), ours in zip(near.items(), found, strict=True):
+        torch.testing.assert_close(ours.cpu(), expected, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=CUDA) for v in ("grouped", "drop-pad", "shared")])
+def test_the_host_need_not_wait(variant: str):
+    """With grouped products or padding, nothing is read back from the device, forward or backward."""
+    wide = replace(GATED_MODEL, hidden_size=64)
+    moe = replace(MOE, moe_ffn_hidden_size=32, moe_aux_loss_coeff=0.1, **{"moe_grouped_gemm": True, **VARIANTS[variant]})
+    layer = build(wide, moe).to(torch.bfloat16).cuda()
+    x = torch.randn(256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    scale = torch.ones((), device="cuda")
+    for mode in ("default", "error"):  # the first pass loads kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            layer(x, Pass(extra_loss_scale=scale)).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,95 @@
+"""Parameters and FLOPs of models with experts, against the built model and torch's own counter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.models.base import Batch
+from petatron.models.decoder import Decoder
+from petatron.models.flops import formula, model_flops_per_token, parameter_count
+
+GATED = ModelConfig(
+    num_layers=3,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=2,
+    num_query_groups=1,
+    kv_channels=8,
+    seq_length=12,
+    max_position_embeddings=12,
+    vocab_size=128,
+    make_vocab_size_divisible_by=128,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+PLAIN = replace(GATED, activation="gelu", add_bias_linear=True, normalization="LayerNorm")
+MOE = MoEConfig(num_experts=5, moe_ffn_hidden_size=20, moe_router_topk=2)
+RICH = replace(
+    MOE, moe_latent_size=6, moe_shared_expert_intermediate_size=10, moe_shared_expert_gate=True, moe_router_topk=3
+)
+EXPERTS_IN = (False, True, True)
+
+
+@pytest.mark.parametrize("model", [GATED, PLAIN], ids=["gated", "plain-bias"])
+@pytest.mark.parametrize("moe", [MOE, RICH], ids=["routed", "shared-latent"])
+def test_parameter_count_is_what_the_model_has(model: ModelConfig, moe: MoEConfig):
+    with torch.device("meta"):
+        built = Decoder(model, moe, experts_in=EXPERTS_IN)
+    sizes = {name: parameter.numel() for name, parameter in built.named_parameters()}
+    assert parameter_count(model, moe, experts_in=EXPERTS_IN) == sum(sizes.values())
+    unmet = sum(
+        size * (moe.num_experts - moe.moe_router_topk) // moe.num_experts
+        for name, size in sizes.items()
+        if ".experts." in name
+    )
+    assert parameter_count(model, moe, experts_in=EXPERTS_IN, active=True) == sum(sizes.values()) - unmet
+
+
+@pytest.mark.parametrize("moe", [MOE, RICH], ids=["routed", "shared-latent"])
+def test_flops_are_what_torch_counts(moe: MoEConfig):
+    tokens = torch.zeros(2, 12, dtype=torch.long)
+    built = Decoder(GATED, moe, experts_in=EXPERTS_IN)
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        built(Batch(tokens, tokens, torch.ones(2, 12))).sum().backward()
+    expected = model_flops_per_token(GATED, moe, experts_in=EXPERTS_IN, causal=False)
+    assert counter.get_total_flops() == 2 * 12 * expected
+
+
+def test_mixtral_has_its_published_sizes():
+    mixtral = replace(
+        GATED,
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_query_groups=8,
+        kv_channels=128,
+        ffn_hidden_size=14336,
+        vocab_size=32000,
+    )
+    moe = MoEConfig(num_experts=8, moe_ffn_hidden_size=14336, moe_router_topk=2)
+    everywhere = (True,) * 32
+    assert parameter_count(mixtral, moe, experts_in=everywhere) == 46_702_792_704
+    assert parameter_count(mixtral, moe, experts_in=everywhere, active=True) == 12_879_925_248
+
+
+def test_no_layer_with_experts_is_a_dense_model():
+    assert parameter_count(GATED, MOE) == parameter_count(GATED) == parameter_count(GATED, active=True)
+    assert model_flops_per_token(GATED, MOE) == model_flops_per_token(GATED)
+
+
+def test_the_formula_names_the_experts():
+    assert "K g h e" in formula(experts=True) and "K g h e" not in formula()
+    assert "s^2/2" in formula(experts=True) and "s^2/2" not in formula(experts=True, causal=False)

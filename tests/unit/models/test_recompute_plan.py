@@ -1,0 +1,194 @@
+"""Which modules of which layers are recomputed: as asked, or as a memory budget needs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petatron.base.errors import ConfigError
+from petatron.config import load_config
+from petatron.config.schema import MemoryConfig
+from petatron.config.stages import Stage
+from petatron.models.activations import FULL, ActivationShape, layer_bytes
+from petatron.models.recompute_plan import (
+    DENSE,
+    MIXED,
+    RecomputePlan,
+    effective,
+    gigabytes,
+    plan_recompute,
+    recompute_flops,
+)
+from petatron.parallel.recompute import apply_recompute
+from tests.unit.models.test_activations import LLAMA, batch_of, build, measured, run_of
+
+STAGE = Stage(tuple(range(6)), embedding=False, loss=False)
+
+
+@cache
+def shape_of(preset: str, flags: str = "") -> ActivationShape:
+    argv = f"--mock-data --train-iters 1 --lr 1e-3 --micro-batch-size 1 --bf16 {flags}".split()
+    return ActivationShape.of(load_config(argv, preset=preset, world_size=8).config, device="cuda")
+
+
+SHAPES = {
+    "llama": lambda: shape_of("llama3-8b", "--tp 2 --sequence-parallel"),
+    "gpt": lambda: shape_of("gpt3-1.3b"),
+    "mixtral": lambda: shape_of("mixtral-8x7b", "--ep 8"),
+    "every-other": lambda: shape_of(
+        "mixtral-8x7b", "--ep 8 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 4096"
+    ),
+}
+
+
+def fit(shape: ActivationShape, budget_bytes: float, **options: int) -> RecomputePlan:
+    return plan_recompute(MemoryConfig(recompute_memory_budget_gb=budget_bytes / 1e9), shape, STAGE, **options)
+
+
+def flops(shape: ActivationShape, plan: RecomputePlan) -> float:
+    return sum(recompute_flops(shape, modules, mixed=kind) for modules, kind in zip(plan.modules, shape.mixed))
+
+
+def test_full_recompute_in_groups():
+    shape = SHAPES["llama"]()
+
+    def groups(method: str, number: int) -> tuple[tuple[int, bool], ...]:
+        memory = MemoryConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
+        return plan_recompute(memory, shape, STAGE).groups
+
+    assert groups("uniform", 1) == ((1, True),) * 6
+    assert groups("uniform", 4) == ((4, True), (2, True))
+    assert groups("uniform", 9) == ((6, True),)
+    assert groups("block", 2) == ((1, True), (1, True), *((1, False),) * 4)
+    assert groups("block", 9) == ((1, True),) * 6
+
+
+def test_modules_that_a_layer_has():
+    shape = SHAPES["every-other"]()
+    asked = ("core_attn", "mlp", "moe_act", "layernorm")
+    plan = plan_recompute(MemoryConfig(recompute_granularity="selective", recompute_modules=asked), shape, STAGE)
+    assert plan.modules[:2] == (
+        frozenset({"core_attn", "moe_act", "layernorm"}),
+        frozenset({"core_attn", "mlp", "layernorm"}),
+    )
+    assert plan.groups == ((1, False),) * 6
+    assert effective(("attention", "core_attn"), mixed=False) == {"attention"}
+    assert effective(("moe", "moe_act", "shared_experts", "mlp"), mixed=True) == {"moe"}
+    assert effective(("moe", FULL), mixed=True) == {FULL}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_more_recompute_never_keeps_more(kind: str):
+    shape = SHAPES[kind]()
+    for mixed in set(shape.mixed):
+        names = MIXED if mixed else DENSE
+        for chosen in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1)):
+            kept = layer_bytes(shape, effective(chosen, mixed=mixed), mixed=mixed)
+            for name in (*names, FULL):
+                following = effective((*chosen, name), mixed=mixed)
+                assert layer_bytes(shape, following, mixed=mixed) <= kept, (chosen, name)
+                assert recompute_flops(shape, following, mixed=mixed) >= 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(SHAPES)),
+    share=st.floats(0.0, 1.2),
+    in_flight=st.integers(1, 16),
+    stages_here=st.integers(1, 3),
+)
+def test_a_budget_is_kept_and_nothing_is_recomputed_in_vain(kind: str, share: float, in_flight: int, stages_here: int):
+    shape = SHAPES[kind]()
+    most = plan_recompute(MemoryConfig(), shape, STAGE, in_flight=in_flight)
+    least = plan_recompute(
+        MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        shape,
+        STAGE,
+        in_flight=in_flight,
+    )
+    budget = least.peak_bytes + share * (most.peak_bytes - least.peak_bytes) + 1
+    plan = fit(shape, budget * stages_here, in_flight=in_flight, stages_here=stages_here)
+    assert plan.peak_bytes <= budget
+    assert plan.peak_bytes >= in_flight * plan.kept_bytes
+    assert flops(shape, plan) <= flops(shape, least) * 1.001
+    if share >= 1.0:
+        assert plan == most
+    for at, modules in enumerate(plan.modules):
+        for name in modules:
+            fewer = [set(other) - ({name} if index == at else set()) for index, other in enumerate(plan.modules)]
+            assert _peak(shape, fewer, in_flight) > budget * 0.999_999, (at, name, plan)
+
+
+def _peak(shape: ActivationShape, chosen: list[set[str]], in_flight: int) -> int:
+    """Written down once more: all that is kept, and the most that one layer makes again."""
+    from_none = [layer_bytes(shape, (), mixed=kind) for kind in shape.mixed]
+    kept = [layer_bytes(shape, modules, mixed=kind) for modules, kind in zip(chosen, shape.mixed)]
+    ends = plan_recompute(MemoryConfig(), shape, STAGE).kept_bytes - sum(from_none[: len(chosen)])
+    return in_flight * (sum(kept) + ends) + max(none - now for none, now in zip(from_none, kept))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt", "mixtral"])
+def test_cheap_ones_come_first(kind: str):
+    shape = SHAPES[kind]()
+    top = plan_recompute(MemoryConfig(), shape, STAGE, in_flight=4).peak_bytes
+    plans = [fit(shape, top * share, in_flight=4) for share in (0.95, 0.7, 0.4, 0.15)]
+    counts = [
+        {name: sum(name in modules for modules in plan.modules) for name in (*MIXED, "mlp", FULL)} for plan in plans
+    ]
+    assert counts[0]["layernorm"] and sum(counts[0].values()) == counts[0]["layernorm"], "norms are next to free"
+    assert not any(count["core_attn"] for count in counts), "fused attention keeps nothing worth it"
+    assert not counts[1][FULL] and counts[3]["layernorm"] + counts[3][FULL] >= 5
+    assert counts[1]["moe_act" if kind == "mixtral" else "mlp"]
+    prices = [flops(shape, plan) for plan in plans]
+    assert prices == sorted(prices)
+
+
+def test_a_budget_that_nothing_can_keep():
+    shape = SHAPES["llama"]()
+    with pytest.raises(ConfigError) as caught:
+        fit(shape, 1e9, in_flight=8, stages_here=2)
+    text = str(caught.value)
+    found = re.search(r"budget-gb 1 is too small: 8 micro-batches at a time in each of 2 stages need ([\d.]+) GB", text)
+    assert found and f"Give at least {found.group(1)}" in text
+    plan = fit(shape, float(found.group(1)) * 1e9, in_flight=8, stages_here=2)
+    assert all(modules == {FULL} for modules in plan.modules)
+
+
+def test_the_line_for_people():
+    shape = SHAPES["llama"]()
+    memory = MemoryConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+    assert plan_recompute(MemoryConfig(), shape, STAGE).describe().startswith("recompute: nothing (")
+    line = plan_recompute(memory, shape, STAGE, in_flight=3).describe()
+    assert re.fullmatch(
+        r"recompute: 2 of 6 layers whole \([\d.]+ GB kept per micro-batch, [\d.]+ GB for 3 at a time\)", line
+    )
+    memory = MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3)
+    assert "all 6 layers whole, 3 together" in plan_recompute(memory, shape, STAGE).describe()
+    memory = MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp", "layernorm"))
+    assert "layernorm in all 6 layers; mlp in all 6 layers" in plan_recompute(memory, shape, STAGE).describe()
+
+
+@given(count=st.integers(0, 10**13))
+def test_gigabytes_are_never_rounded_down(count: int):
+    shown = gigabytes(count)
+    assert "e" not in shown
+    assert count <= round(float(shown) * 1e9) <= max(count * 1.01, count + 1)
+
+
+def test_a_stage_keeps_to_its_budget():
+    run = run_of(LLAMA)
+    shape, batch = ActivationShape.of(run, device="cpu"), batch_of(run)
+    plain, _ = build(run)
+    before = measured(plain, batch)
+    for share in (0.9, 0.7, 0.5):
+        model, streams = build(run)
+        memory = MemoryConfig(recompute_memory_budget_gb=2 * before * share / 1e9)
+        line = apply_recompute(model, memory, streams, shape=shape, in_flight=2)
+        plan = plan_recompute(memory, shape, model.stage, in_flight=2)
+        assert line == plan.describe()
+        assert measured(model, batch) == plan.kept_bytes <= before * share

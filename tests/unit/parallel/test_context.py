@@ -1,0 +1,274 @@
+"""Context parallelism by itself: who holds what, and attention over ranks against attention over the whole sequence."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from petatron.kernels import reference
+from petatron.kernels.attention_blocks import PartialAttention
+from petatron.layers.attention import CoreAttention
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.mesh.record import Record
+from petatron.models.base import Batch
+from petatron.parallel import context_ring
+from petatron.parallel.context import ContextAttention, connect_context, split_batch
+from petatron.parallel.context_order import sorted_by_position, sorted_by_rank, zigzag
+from tests.dist import RankFailure, RankPool
+
+S, B, E = 48, 2, 4
+SCHEMES = {
+    ("p2p", 2): (),
+    ("p2p", 4): (),
+    ("all_gather", 2): (),
+    ("all_gather", 4): (),
+    ("a2a", 2): (),
+    ("a2a", 4): (),
+    ("a2a+p2p", 4): (2, 2),
+}
+DOCUMENTS = torch.tensor([[0] * 7 + [7] * 10 + [17] * 1 + [18] * 30, [0] * 33 + [33] * 15])
+CASES: dict[str, tuple[int, int, int | None, Tensor | None]] = {
+    "plain": (4, 4, None, None),
+    "grouped": (8, 4, None, None),
+    "window": (4, 4, 5, None),
+    "long window": (4, 4, 29, None),
+    "documents": (4, 4, None, DOCUMENTS),
+    "documents and window": (8, 4, 9, DOCUMENTS),
+}
+
+
+def axis(size: int, rank: int) -> Axis:
+    return Axis("cp", size, rank, tuple(range(size)), None, Record())
+
+
+def held(size: int, rank: int, length: int) -> list[int]:
+    return [position for run in zigzag(rank, size, length) for position in run]
+
+
+def inputs(heads: int, groups: int) -> list[Tensor]:
+    """q, k, v of the whole sequence and the gradient of the output, the same on every rank."""
+    generator = torch.Generator().manual_seed(heads * 10 + groups)
+    return [torch.randn(S, B, n, E, dtype=torch.float64, generator=generator) for n in (heads, groups, groups, heads)]
+
+
+class Holder(nn.Module):
+    """A model with one core attention."""
+
+    def __init__(self, window: int | None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.core = CoreAttention(window=window, dropout=dropout)
+
+
+class TestOrder:
+    @given(size=st.integers(1, 6), chunk=st.integers(1, 4))
+    def test_every_position_has_one_owner_and_work_is_even(self, size: int, chunk: int):
+        length = 2 * size * chunk
+        owned = [held(size, rank, length) for rank in range(size)]
+        assert sorted(itertools.chain(*owned)) == list(range(length))
+        assert len({sum(position + 1 for position in positions) for positions in owned}) == 1
+
+    @settings(deadline=None)
+    @given(groups=st.integers(1, 4), ranks=st.integers(1, 4), chunk=st.integers(1, 3))
+    def test_a_block_of_ranks_holds_the_zigzag_over_blocks(self, groups: int, ranks: int, chunk: int):
+        size = groups * ranks
+        length = 2 * size * chunk
+        for group in range(groups):
+            members = range(group * ranks, (group + 1) * ranks)
+            rows = torch.tensor([position for rank in members for position in held(size, rank, length)])
+            if size > 1:
+                pooled = sorted_by_position(rows, ranks)
+                assert pooled.tolist() == held(groups, group, length)
+                assert torch.equal(sorted_by_rank(pooled, ranks), rows)
+
+    def test_a_length_that_cannot_be_cut(self):
+        with pytest.raises(AssertionError, match="12 tokens cannot be cut into 2 x 4 chunks"):
+            zigzag(0, 4, 12)
+
+
+class TestSplitBatch:
+    def batch(self, **changes: Tensor) -> Batch:
+        tokens = torch.arange(32).view(2, 16)
+        return Batch(tokens, tokens + 1, tokens.to(torch.float32), **changes)
+
+    def test_parts(self):
+        part = split_batch(self.batch(), axis(2, 1))
+        assert part.tokens.tolist() == [[4, 5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26, 27]]
+        assert torch.equal(part.labels, part.tokens + 1) and torch.equal(part.loss_mask, part.tokens.float())
+        assert part.positions is not None and part.positions.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+        assert part.document_starts is None
+
+    def test_positions_are_cut_and_documents_are_not(self):
+        own = torch.arange(32).view(2, 16) % 5
+        starts = torch.arange(32).view(2, 16) // 5
+        part = split_batch(self.batch(positions=own, document_starts=starts), axis(4, 0))
+        assert part.positions is not None and torch.equal(part.positions, own[:, [0, 1, 14, 15]])
+        assert part.document_starts is starts
+
+    def test_one_rank_keeps_the_batch(self):
+        batch = self.batch()
+        assert split_batch(batch, axis(1, 0)) is batch
+
+
+def attend(comm_type: str, sizes: tuple[int, ...], case: tuple) -> dict[str, object]:
+    """On one rank: this rank's part of the output and of the three gradients, where they lie, and what travelled."""
+    heads, groups, window, starts = case
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = ParallelMesh(Layout(cp=size), rank)
+    model = Holder(window)
+    connect_context(model, mesh, comm_type=comm_type, sizes=sizes)
+    positions = held(size, rank, S)
+    q, k, v, grad = (x[positions] for x in inputs(heads, groups))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    before = mesh.record.count
+    out = model.core(*leaves, starts)
+    half = mesh.record.count
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    events = mesh.record.events(since=before)
+    return {
+        "positions": positions,
+        "found": found,
+        "forward": Counter((e.axis, e.op, e.elements, e.bytes) for e in events if e.number <= half),
+        "backward": Counter((e.axis, e.op, e.elements, e.bytes) for e in events if e.number > half),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("comm_type", "size"), SCHEMES)
+def test_equals_attention_over_the_whole_sequence(ranks: RankPool, comm_type: str, size: int, case: str):
+    heads, groups, window, starts = CASES[case]
+    q, k, v, grad = inputs(heads, groups)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = reference.attention(*leaves, window=window, document_starts_BS=starts)
+    wanted = [out, *torch.autograd.grad(out, leaves, grad)]
+    for answer in ranks.run(attend, size, comm_type, SCHEMES[comm_type, size], CASES[case]):
+        for mine, true in zip(answer["found"], wanted, strict=True):
+            torch.testing.assert_close(mine, true[answer["positions"]], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather"])
+def test_few_key_value_heads(ranks: RankPool, comm_type: str):
+    """Where heads are not exchanged, a single key/value head is enough."""
+    q, k, v, grad = inputs(3, 1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = reference.attention(*leaves, document_starts_BS=DOCUMENTS)
+    wanted = [out, *torch.autograd.grad(out, leaves, grad)]
+    for answer in ranks.run(attend, 4, comm_type, (), (3, 1, None, DOCUMENTS)):
+        for mine, true in zip(answer["found"], wanted, strict=True):
+            torch.testing.assert_close(mine, true[answer["positions"]], rtol=0, atol=1e-12)
+
+
+def test_heads_that_cannot_be_exchanged(ranks: RankPool):
+    with pytest.raises(RankFailure, match="2 ranks do not divide the heads they exchange"):
+        ranks.run(attend, 2, "a2a", (), (3, 1, None, None))
+
+
+@pytest.mark.parametrize("case", ["grouped", "documents and window"])
+@pytest.mark.parametrize(("comm_type", "size"), SCHEMES)
+def test_what_travels_is_what_theory_says(ranks: RankPool, comm_type: str, size: int, case: str):
+    """The table in the module's docstring, event by event, in both directions, whatever is masked."""
+    heads, groups, *_ = CASES[case]
+    token = B * E
+    local = S // size
+    key, q = local * groups * token, local * heads * token
+
+    def events(axis_name: str, op: str, times: int, elements: int) -> Counter:
+        return Counter({(axis_name, op, elements, 8 * elements): times})
+
+    if comm_type == "p2p":
+        forward = events("cp", "send", 2 * (size - 1), key)
+        backward = events("cp", "send", 4 * (size - 1), key)
+    elif comm_type == "all_gather":
+        forward = events("cp", "all_gather", 1, size * 2 * key)
+        backward = forward + events("cp", "reduce_scatter", 1, size * 2 * key)
+    else:
+        exchange = "cp" if comm_type == "a2a" else "cp/2"
+        swaps = events(exchange, "all_to_all", 1, q + 2 * key) + events(exchange, "all_to_all", 1, q)
+        ring = size // 2 if comm_type == "a2a+p2p" else 1
+        # Two ranks have pooled their tokens and halved their heads: a step of the ring is as large as without.
+        forward = swaps + events("cp%2", "send", 2 * (ring - 1), key)
+        backward = swaps + events("cp%2", "send", 4 * (ring - 1), key)
+    for answer in ranks.run(attend, size, comm_type, SCHEMES[comm_type, size], CASES[case]):
+        assert answer["forward"] == +forward
+        assert answer["backward"] == +backward
+
+
+def drop(comm_type: str, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Outputs with every weight equal and every value one: 1 on average, and the gradient of the values' sum."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = ParallelMesh(Layout(cp=size), rank)
+    model = Holder(None, dropout=0.25).train()
+    connect_context(model, mesh, comm_type=comm_type, sizes=sizes)
+    torch.manual_seed(rank)
+    batch = 300
+    q, k = (torch.zeros(S // size, batch, 4, E, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    v = torch.ones(S // size, batch, 4, E, dtype=torch.float64, requires_grad=True)
+    out = model.core(q, k, v)
+    out.sum().backward()
+    model.eval()
+    torch.testing.assert_close(model.core(q, k, v), torch.ones_like(v), msg="no dropout outside training")
+    assert v.grad is not None
+    return out.detach(), v.grad
+
+
+@pytest.mark.parametrize(("comm_type", "size"), [("p2p", 4), ("all_gather", 2), ("a2a", 2), ("a2a+p2p", 4)])
+def test_dropout(ranks: RankPool, comm_type: str, size: int):
+    """The mean stays, and the backward pass drops what the forward pass dropped: the sums over both sides agree."""
+    answers = ranks.run(drop, size, comm_type, SCHEMES[comm_type, size])
+    total, back = sum(out.sum() for out, _ in answers), sum(grad.sum() for _, grad in answers)
+    torch.testing.assert_close(total, back)
+    for out, _ in answers:
+        assert not torch.allclose(out, torch.ones_like(out))
+        assert abs(out.mean().item() - 1.0) < 0.01
+
+
+def test_one_rank_keeps_its_core():
+    model = Holder(5)
+    core = model.core
+    connect_context(model, ParallelMesh.single(), comm_type="p2p")
+    assert model.core is core
+
+
+def test_the_core_keeps_its_settings():
+    core = ContextAttention(CoreAttention(window=7, dropout=0.1), heads=axis(1, 0), keys=axis(2, 0), gather=False)
+    assert isinstance(core, CoreAttention) and (core.window, core.dropout) == (7, 0.1)
+
+
+def events_before_each_computation() -> tuple[list[int], list[int]]:
+    """How many events have been recorded when each block of keys is computed with, forward and backward."""
+    mesh = ParallelMesh(Layout(cp=dist.get_world_size()), dist.get_rank())
+    model = Holder(None)
+    connect_context(model, mesh, comm_type="p2p")
+    q, k, v, _ = (x[held(mesh.cp.size, mesh.rank, S)].requires_grad_() for x in inputs(4, 4))
+    forward, backward = [], []
+    meet, back = PartialAttention.meet, context_ring.block_backward
+
+    def watched_meet(*args: Any, **kwargs: Any) -> None:
+        forward.append(mesh.record.count)
+        meet(*args, **kwargs)
+
+    def watched_back(*args: Any, **kwargs: Any) -> None:
+        backward.append(mesh.record.count - forward[-1])
+        back(*args, **kwargs)
+
+    with mock.patch.object(PartialAttention, "meet", watched_meet):
+        out = model.core(q, k, v)
+    with mock.patch.object(context_ring, "block_backward", watched_back):
+        out.sum().backward()
+    return forward, backward
+
+
+def test_the_next_keys_travel_while_one_computes(ranks: RankPool):
+    """Each step has begun to pass on two tensors when it computes; gradients follow one step behind, two at a time."""
+    for forward, backward in ranks.run(events_before_each_computation, 4):
+        assert forward == [2, 4, 6, 6]
+        assert backward == [2, 4, 8, 10]

@@ -1,0 +1,396 @@
+"""Fully sharded parameters: the arithmetic of the parts, and a toy decoder that trains like one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from petatron.config import load_config
+from petatron.config.schema import RunConfig
+from petatron.config.stages import Stage
+from petatron.layers.passing import Pass
+from petatron.mesh.flat import FlatOptions, flatten_parameters
+from petatron.mesh.launch import Environment, start_process_group
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.mesh.record import Record
+from petatron.mesh.rng import normal_piece
+from petatron.mesh.spec import Placement, Shard, TensorSplit, place
+from petatron.mesh.stretch import ParameterGroup, group_pieces
+from petatron.models.base import Batch
+from petatron.models.decoder import Decoder, initial_std, shards, takes_weight_decay
+from petatron.optim.master import MasterOptimizer
+from petatron.parallel.expert import connect_experts
+from petatron.parallel.fsdp import ShardedGradients, ShardedGroup, owned_stretch, padded_elements, shard_stages
+from petatron.parallel.gradients import GradientSync
+from petatron.parallel.tensor import connect, split_vocabulary, split_weights
+from tests.dist import RankPool
+
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 37 --mock-data "
+    "--make-vocab-size-divisible-by 5 --position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 14 "
+    "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --train-iters 3 --lr 5e-3 --weight-decay 0.1 "
+    "--global-batch-size 12 --micro-batch-size 1 --init-method-std 0.1"
+)
+UNTIED = "--untie-embeddings-and-output-weights"
+EXPERTS = f"{UNTIED} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 6 --moe-router-load-balancing-type none"
+LEARNED = "--position-embedding-type learned_absolute --normalization LayerNorm"
+ONE_BY_ONE = "F0 B0 F1 B1 F2 B2"
+IN_FLIGHT = "F0 F1 B0 F2 B1 B2"
+STEPS, MICRO_BATCHES = 3, 3
+ALONE = Layout()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a toy run does; `order` is by micro-batch, of every stage at once unless `cut`: then two stages alternate."""
+
+    layout: Layout = ALONE
+    strategy: str = "optim_grads_params"
+    flags: str = UNTIED
+    order: str = ONE_BY_ONE
+    cut: bool = False
+    recompute: int = 0  # blocks recomputed together
+    dtype: torch.dtype = torch.float64
+    wire_dtype: torch.dtype | None = None
+
+
+def config(flags: str) -> RunConfig:
+    return load_config([*MODEL.split(), *flags.split()]).config
+
+
+def build_stages(case: Case, mesh: ParallelMesh, device: str) -> tuple[list[Decoder], dict[str, Placement]]:
+    run = config(case.flags)
+    ends = [Stage((0, 1), embedding=True, loss=True)]
+    if case.cut:
+        ends = [Stage((0,), embedding=True, loss=False), Stage((1,), embedding=False, loss=True)]
+    sequence = mesh.tp.size > 1
+    split = TensorSplit(
+        tp_size=mesh.tp.size,
+        tp_rank=mesh.tp.rank,
+        sequence_parallel=sequence,
+        ep_size=mesh.ep.size,
+        ep_rank=mesh.ep.rank,
+        etp_size=mesh["etp"].size,
+        etp_rank=mesh["etp"].rank,
+    )
+    moe = run.moe if run.moe.num_experts is not None else None
+    table = shards(run.model, moe)
+    stages, placements = [], {}
+    for stage in ends:
+        with torch.device(device):
+            model = Decoder(run.model, moe, experts_in=[False, moe is not None], stage=stage)
+            model.to(torch.promote_types(case.dtype, torch.float32))
+        placements |= split_weights(model, table, split)
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)  # the vocabulary's padding
+        connect(model, table, mesh.tp, sequence=sequence, shared=None)
+        split_vocabulary(model, table, mesh.tp)
+        connect_experts(model, mesh, run.moe)
+        if case.recompute:
+            model.run_layers = partial(run_recomputed, together=case.recompute)
+        stages.append(model)
+    return stages, placements
+
+
+def run_recomputed(blocks: Sequence[nn.Module], x: Tensor, passing: Pass, *, together: int) -> Tensor:
+    def run(x: Tensor, chosen: Sequence[nn.Module]) -> Tensor:
+        for block in chosen:
+            x = block(x, passing)
+        return x
+
+    for first in range(0, len(blocks), together):
+        x = checkpoint(run, x, blocks[first : first + together], use_reentrant=False)  # pyright: ignore[reportAssignmentType]
+    return x
+
+
+@torch.no_grad()
+def fill(groups: Sequence[ParameterGroup], flags: str) -> None:
+    model = config(flags).model
+    for group in groups:
+        for piece, view in group_pieces(group, group.weights()):
+            std = initial_std(model, piece.name)
+            view.fill_(1.0) if std is None else view.copy_(normal_piece(piece, seed=1, std=std))
+
+
+def batches(step: int) -> list[Batch]:
+    """Twelve micro-batches of the global batch."""
+    tokens = torch.randint(0, 37, (12, 1, 9), generator=torch.Generator().manual_seed(step))
+    return [Batch(row[:, :-1], row[:, 1:], torch.ones(1, 8)) for row in tokens]
+
+
+def walk(stages: Sequence[nn.Module], order: str, own: Sequence[Batch], tokens: int) -> None:
+    """Forward and backward passes in the given order; a stage hands its output to the next like a pipeline does."""
+    kept: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+    for action in order.split():
+        number = int(action[1:])
+        if action[0] == "F":
+            x: Tensor | None = None
+            for index, stage in enumerate(stages):
+                taken = None if x is None else x.detach().requires_grad_()
+                x = stage(own[number], taken, extra_loss_scale=None, reports={})
+                kept[index, number] = (x, taken)
+        else:
+            grad = None
+            for index in reversed(range(len(stages))):
+                y, taken = kept.pop((index, number))
+                torch.autograd.backward(y.sum() / tokens if grad is None else y, grad)
+                grad = None if taken is None else taken.grad
+
+
+Pieces = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
+
+
+def pieces(groups: Sequence[ParameterGroup], what: Callable[[ParameterGroup], list[Tensor]]) -> Pieces:
+    found: Pieces = {}
+    for group in groups:
+        for piece, view in group_pieces(group, what(group)):
+            found.setdefault(piece.name, []).append((piece.logical_slices(), view.detach().clone()))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One rank's run: gradients of each step by logical tensor, weights at the end, norms, and elements spoken for."""
+
+    gradients: list[Pieces]
+    weights: Pieces
+    norms: list[float]
+    spoken_for: int
+    logits: Tensor | None
+
+
+def shard(
+    case: Case, stages: Sequence[Decoder], placements: dict[str, Placement], mesh: ParallelMesh
+) -> list[ShardedGroup]:
+    return shard_stages(
+        stages,
+        placements,
+        mesh,
+        takes_weight_decay,
+        strategy=case.strategy,  # pyright: ignore[reportArgumentType]
+        compute_dtype=case.dtype,
+        wire_dtype=case.wire_dtype,
+    )
+
+
+def train(case: Case) -> Seen:
+    """On one rank of the pool under a sharding strategy; in this process without."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mesh = ParallelMesh(case.layout, rank)
+    stages, placements = build_stages(case, mesh, "meta" if dist.is_initialized() else "cpu")
+    if dist.is_initialized():
+        groups: Sequence[ParameterGroup] = shard(case, stages, placements, mesh)
+        gradients = ShardedGradients(groups, mesh)  # pyright: ignore[reportArgumentType]
+    else:
+        groups = flatten_parameters(stages, placements, takes_weight_decay, mesh, FlatOptions(bucket_size=10**9))
+        gradients = GradientSync(groups, mesh, overlap=False)  # pyright: ignore[reportArgumentType]
+    fill(groups, case.flags)
+    optimizer = MasterOptimizer(config(case.flags).optim, groups, mesh)
+    seen, norms = [], []
+    for step in range(STEPS):
+        own = batches(step)[mesh.dp.rank :: mesh.dp.size]
+        order = case.order if len(own) == MICRO_BATCHES else " ".join(f"F{n} B{n}" for n in range(len(own)))
+        gradients.begin(len(own))
+        walk(stages, order, own, 12 * 8)
+        gradients.finish()
+        seen.append(pieces(groups, lambda group: group.grads()))
+        norms.append(float(optimizer.step().grad_norm))
+    spoken = sum(end - begin for group in groups for s in group.stretches for begin, end in s.spoken_for())
+    with torch.no_grad():
+        logits = None if case.cut else stages[0].logits(torch.arange(6).unsqueeze(0))
+    return Seen(seen, pieces(groups, lambda group: group.weights()), norms, spoken, logits)
+
+
+def worst(found: Pieces, truth: Pieces) -> float:
+    """The largest difference between a rank's pieces and the whole tensors, relative to those."""
+    worst = 0.0
+    for name, parts in found.items():
+        [(_, whole)] = truth[name]
+        for where, part in parts:
+            assert part.isfinite().all()
+            worst = max(worst, float((part - whole[where]).abs().max() / whole.abs().max().clamp(min=1e-12)))
+    return worst
+
+
+def check(ranks: RankPool, case: Case, *, gradient: float = 1e-11, weight: float = 1e-8) -> None:
+    reference = train(Case(flags=case.flags))
+    results = ranks.run(train, case.layout.world_size, case)
+    assert sum(seen.spoken_for for seen in results) == reference.spoken_for
+    for seen in results:
+        for step in range(STEPS):
+            assert worst(seen.gradients[step], reference.gradients[step]) < gradient, f"gradients of step {step}"
+            assert seen.norms[step] == pytest.approx(reference.norms[step], rel=gradient)
+        assert worst(seen.weights, reference.weights) < weight
+        if seen.logits is not None and reference.logits is not None:
+            assert float((seen.logits - reference.logits).abs().max()) < 100 * weight
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("flags", [UNTIED, LEARNED], ids=["untied", "tied"])
+def test_four_ranks_equal_one_process(ranks: RankPool, strategy: str, flags: str):
+    check(ranks, Case(Layout(dp_shard=4), strategy, flags))
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_hybrid_replicas_of_shards_equal_one_process(ranks: RankPool, strategy: str):
+    check(ranks, Case(Layout(dp_outer=2, dp_shard=2), strategy))
+
+
+@pytest.mark.parametrize("flags", [UNTIED, LEARNED], ids=["untied", "tied"])
+def test_parts_of_tensor_parallel_parts_equal_one_process(ranks: RankPool, flags: str):
+    check(ranks, Case(Layout(dp_shard=2, tp=2), flags=flags))
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("cut", [False, True], ids=["one stage", "two stages"])
+def test_micro_batches_in_flight(ranks: RankPool, strategy: str, cut: bool):
+    check(ranks, Case(Layout(dp_shard=4), strategy, order=IN_FLIGHT, cut=cut))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_recomputed_blocks(ranks: RankPool, together: int):
+    check(ranks, Case(Layout(dp_shard=4), order=IN_FLIGHT, recompute=together))
+
+
+def test_uneven_parts(ranks: RankPool):
+    check(ranks, Case(Layout(dp_shard=3), flags=LEARNED))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp_outer=2)], ids=["tp", "dp_outer"])
+def test_nobody_to_share_with(ranks: RankPool, layout: Layout):
+    check(ranks, Case(layout))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp_shard=4), Layout(dp_shard=4, ep=2), Layout(dp_shard=2, ep=2), Layout(dp_outer=2, dp_shard=2, ep=2)],
+    ids=["dp4", "dp4 ep2", "dp2 ep2", "hybrid ep2"],
+)
+def test_experts_are_shared_over_their_own_ranks(ranks: RankPool, layout: Layout):
+    check(ranks, Case(layout, flags=EXPERTS))
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+def test_low_precision_comes_close(ranks: RankPool, wire_dtype: torch.dtype | None):
+    case = Case(Layout(dp_shard=4), dtype=torch.bfloat16, wire_dtype=wire_dtype)
+    check(ranks, case, gradient=0.1, weight=0.1)
+
+
+def _dtypes(case: Case) -> tuple[set[torch.dtype], ...]:
+    mesh = ParallelMesh(case.layout, dist.get_rank())
+    stages, placements = build_stages(case, mesh, "meta")
+    groups = shard(case, stages, placements, mesh)
+    gradients = ShardedGradients(groups, mesh)
+    fill(groups, case.flags)
+    gradients.begin(1)
+    walk(stages, "F0 B0", batches(0), 8)
+    gradients.finish()
+    gathered = {event.dtype for event in mesh.record.events() if event.op == "all_gather"}
+    reduced = {event.dtype for event in mesh.record.events() if event.op in ("reduce_scatter", "all_reduce")}
+    kept = {tensor.dtype for group in groups for tensor in (*group.weights(), *group.grads())}
+    return gathered, reduced, kept
+
+
+def test_precision_of_what_is_kept_and_of_what_travels(ranks: RankPool):
+    bf16, fp32, hybrid = torch.bfloat16, torch.float32, Layout(dp_outer=2, dp_shard=2)
+    assert ranks.run(_dtypes, 4, Case(hybrid, dtype=bf16))[0] == ({bf16}, {fp32}, {fp32})
+    assert ranks.run(_dtypes, 4, Case(hybrid, dtype=bf16, wire_dtype=bf16))[0] == ({bf16}, {bf16}, {fp32})
+    assert ranks.run(_dtypes, 4, Case(hybrid, dtype=fp32))[0] == ({fp32}, {fp32}, {fp32})
+
+
+def _counts(case: Case, rank: int) -> tuple[int, int]:
+    """A rank of a world that does not exist: elements it keeps of dense parameters and of experts."""
+    size = case.layout.world_size
+    environment = Environment(
+        rank=rank,
+        local_rank=0,
+        world_size=size,
+        local_world_size=size,
+        master_addr="127.0.0.1",
+        master_port=1,
+        origin="torchrun",
+    )
+    start_process_group(environment, backend="fake")
+    mesh = ParallelMesh(case.layout, rank, device=torch.device("meta"))
+    stages, placements = build_stages(case, mesh, "meta")
+    groups = shard(case, stages, placements, mesh)
+    assert all(weight.device.type == "meta" for group in groups for weight in group.weights())
+    held = [0, 0]
+    for group in groups:
+        for stretch, weight, grad in zip(group.stretches, group.weights(), group.grads(), strict=True):
+            assert weight.shape == grad.shape == (stretch.length,)
+            expert = bool(stretch.parts) and stretch.parts[0].placement.expert
+            held[expert] += stretch.length
+    return held[0], held[1]
+
+
+def test_any_rank_of_a_world_that_does_not_exist(ranks: RankPool):
+    case = Case(Layout(dp_shard=4, tp=2, ep=4), flags=EXPERTS)
+    found = [ranks.run(_counts, 1, case, rank)[0] for rank in range(8)]
+    reference, _ = build_stages(Case(flags=EXPERTS), ParallelMesh.single(), "meta")
+    experts = sum(p.numel() for name, p in reference[0].named_parameters() if ".experts." in name)
+    assert sum(expert for _, expert in found) == experts
+    split = sum(dense for dense, _ in found)
+    whole = sum(p.numel() for p in reference[0].parameters()) - experts
+    norms_and_router = 5 * 16 + 4 * 16  # on both tensor-parallel ranks
+    assert split == whole + norms_and_router
+
+
+@settings(max_examples=80, deadline=None)
+@given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), ranks=st.integers(1, 6))
+def test_every_element_is_kept_once(shape: tuple[int, ...], ranks: int):
+    placement = place("x.weight", shape, Shard(), TensorSplit())
+    whole = torch.arange(math.prod(shape))
+    found = []
+    alone = Axis("dp_outer", 1, 0, (0,), None, Record())
+    for rank in range(ranks):
+        axis = Axis("shard", ranks, rank, tuple(range(ranks)), None, Record())
+        stretch = owned_stretch(placement, axis, alone)
+        flat = torch.empty(stretch.length, dtype=torch.int64)
+        for part in stretch.parts:
+            flat[part.offset : part.offset + part.end - part.begin] = whole[part.begin : part.end]
+        for piece, view in stretch.pieces(flat):
+            assert torch.equal(view, whole.view(shape)[piece.logical_slices()])
+        found.append(flat)
+        assert stretch.length * ranks <= padded_elements(shape, ranks)
+    assert torch.equal(torch.cat(found).sort().values, whole)
+    assert found[0].numel() * ranks == padded_elements(shape, ranks)
+
+
+def test_a_parameter_of_two_stages_is_refused(ranks: RankPool):
+    assert ranks.run(_share_between_stages, 2) == ["a parameter of two stages cannot be fully sharded"] * 2
+
+
+def _share_between_stages() -> str:
+    case = Case(Layout(dp_shard=2), cut=True)
+    mesh = ParallelMesh(case.layout, dist.get_rank())
+    stages, placements = build_stages(case, mesh, "meta")
+    assert stages[0].embedding is not None and stages[1].head is not None
+    stages[1].head.weight = stages[0].embedding.weight
+    with pytest.raises(AssertionError) as error:
+        shard(case, stages, placements, mesh)
+    return str(error.value)
+
+
+def test_a_process_group_is_needed():
+    case, mesh = Case(), ParallelMesh.single()
+    stages, placements = build_stages(case, mesh, "meta")
+    with pytest.raises(AssertionError, match="needs a process group"):
+        shard(case, stages, placements, mesh)
+
+
+def test_postponed_gradients_are_refused():
+    gradients = ShardedGradients([], ParallelMesh.single())
+    with pytest.raises(AssertionError, match="zero-bubble"):
+        gradients.add(nn.Parameter(torch.zeros(1)), torch.zeros(1))

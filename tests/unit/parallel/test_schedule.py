@@ -1,0 +1,210 @@
+"""Schedules as data: complete, in an order that can be carried out, with transfers that no backend can hang on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petatron.parallel.actions import COMPUTE, needed_by, produced_by
+from petatron.parallel.orders import micro_batch_groups
+from petatron.parallel.schedule import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    build_schedule,
+    forward_only,
+    schedule_problem,
+    stage_rank,
+)
+from petatron.parallel.transfers import with_transfers
+from petatron.plan.simulate import pair_messages, peak_activations
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict:
+    name = draw(st.sampled_from(SCHEDULES))
+    ranks = draw(st.integers(1, 7))
+    virtual = draw(st.integers(1, 4)) if name == "interleaved" else 2 if name == "zb-v" else 1
+    return {"name": name, "ranks": ranks, "virtual": virtual, "micro_batches": draw(st.integers(1, 20))}
+
+
+def _text(actions: tuple[Action, ...]) -> str:
+    return " ".join(f"{action.kind}{action.stage}.{action.micro_batch}" for action in actions)
+
+
+def _kinds(schedule: Schedule, rank: int) -> str:
+    return "".join(action.kind for action in schedule.actions[rank] if action.kind in COMPUTE)
+
+
+def _meet(schedule: Schedule) -> None:
+    """Carry a schedule out on the strictest backend there is: every transfer holds its rank until the other end is there."""
+    at = [0] * schedule.ranks
+    made: set = set()
+
+    def head(rank: int) -> Action | None:
+        actions = schedule.actions[rank]
+        return actions[at[rank]] if at[rank] < len(actions) else None
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(schedule.ranks):
+            while (action := head(rank)) is not None and action.kind in COMPUTE:
+                if not all((rank, need) in made for need in needed_by(action, stages=schedule.stages)):
+                    break
+                if (product := produced_by(action)) is not None:
+                    made.add((rank, product))
+                at[rank] += 1
+                moved = True
+            if action is None or action.kind not in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                continue
+            forward = action.kind is Kind.SEND_FORWARD
+            stage = action.stage + (1 if forward else -1)
+            receiver = schedule.rank_of(stage)
+            kind = Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD
+            if head(receiver) == Action(kind, stage, action.micro_batch):
+                product = (Kind.FORWARD if forward else Kind.INPUT_GRAD, action.stage, action.micro_batch)
+                assert (rank, product) in made, f"rank {rank} sends what it has not made: {action}"
+                made.add((receiver, product))
+                at[rank] += 1
+                at[receiver] += 1
+                moved = True
+    assert all(head(rank) is None for rank in range(schedule.ranks)), [
+        str(head(rank)) for rank in range(schedule.ranks)
+    ]
+
+
+@settings(max_examples=80, deadline=None)
+@given(shapes())
+def test_every_micro_batch_passes_every_stage_once_each_way(shape: dict):
+    schedule = build_schedule(**shape)
+    count = Counter(action for actions in schedule.actions for action in actions)
+    assert max(count.values()) == 1
+    for stage in range(schedule.stages):
+        for m in range(schedule.micro_batches):
+            kinds = {kind for kind in COMPUTE if Action(kind, stage, m) in count}
+            assert kinds in ({Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
+    for rank, actions in enumerate(schedule.actions):
+        assert {action.stage for action in actions} == set(schedule.stages_of(rank))
+
+
+@settings(max_examples=80, deadline=None)
+@given(shapes())
+def test_no_deadlock_even_if_every_send_waits_for_its_receive(shape: dict):
+    _meet(build_schedule(**shape))
+
+
+@settings(max_examples=50, deadline=None)
+@given(shapes(), st.data())
+def test_both_ends_list_their_messages_in_the_same_order(shape: dict, data: st.DataObject):
+    group_size = None
+    if shape["name"] == "interleaved":
+        group_size = data.draw(st.none() | st.integers(shape["ranks"], shape["ranks"] + 5))
+    schedule = build_schedule(**shape, group_size=group_size)
+    for rank in range(schedule.ranks):
+        for peer, messages in pair_messages(schedule, rank).items():
+            assert messages == pair_messages(schedule, peer)[rank]
+    boundaries = sum(schedule.rank_of(s) != schedule.rank_of(s + 1) for s in range(schedule.stages - 1))
+    transfers = sum(action.kind not in COMPUTE for actions in schedule.actions for action in actions)
+    assert transfers == 4 * boundaries * schedule.micro_batches
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 24))
+def test_memory_of_each_schedule(ranks: int, micro_batches: int):
+    def peak(name: str, virtual: int = 1) -> tuple[int, ...]:
+        return peak_activations(build_schedule(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches))
+
+    assert peak("1f1b") == tuple(min(micro_batches, ranks - rank) for rank in range(ranks))
+    assert peak("gpipe") == ((micro_batches,) * ranks if ranks > 1 else (1,))
+    assert max(peak("zb-h1")) <= ranks
+    assert max(peak("zb-v", 2)) <= 2 * ranks
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 20), st.integers(0, 6))
+def test_interleaved_runs_as_far_ahead_as_its_first_group_says(p: int, v: int, m: int, larger: int):
+    schedule = build_schedule("interleaved", ranks=p, virtual=v, micro_batches=m, group_size=p + larger)
+    first = len(micro_batch_groups(m, ranks=p, group_size=p + larger)[0])
+    for rank in range(p):
+        ahead = (v - 1) * first + 2 * (p - 1 - rank)
+        assert _kinds(schedule, rank).index("B") == min(ahead + 1, v * m)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 8), st.integers(0, 6))
+def test_groups_cover_the_micro_batches_and_none_is_larger_than_the_first(m: int, ranks: int, larger: int):
+    groups = micro_batch_groups(m, ranks=ranks, group_size=ranks + larger)
+    assert [index for group in groups for index in group] == list(range(m))
+    sizes = [len(group) for group in groups]
+    assert sizes == sorted(sizes, reverse=True)
+    assert m < ranks or min(sizes) >= ranks
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes())
+def test_forward_only_has_the_same_stages_and_no_backward(shape: dict):
+    evaluation, training = forward_only(**shape), build_schedule(**shape)
+    _meet(evaluation)
+    forwards = [action for actions in evaluation.actions for action in actions if action.kind in COMPUTE]
+    assert {action.kind for action in forwards} == {Kind.FORWARD}
+    assert len(set(forwards)) == len(forwards) == evaluation.stages * evaluation.micro_batches
+    for rank in range(training.ranks):
+        assert evaluation.stages_of(rank) == training.stages_of(rank)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_rank_keeps_one_micro_batch_alive(name: str):
+    schedule = build_schedule(name, ranks=1, virtual=1, micro_batches=3)
+    assert _text(schedule.actions[0]) == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
+
+
+def test_stages_in_a_loop_and_in_a_v():
+    assert [stage_rank("interleaved", s, ranks=3, stages=6) for s in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [stage_rank("zb-v", s, ranks=3, stages=6) for s in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert build_schedule("zb-v", ranks=3, virtual=2, micro_batches=4).stages_of(1) == (1, 4)
+
+
+def test_orders_written_out():
+    one = build_schedule("1f1b", ranks=2, virtual=1, micro_batches=3)
+    assert _text(one.actions[0]) == "F0.0 SF0.0 F0.1 SF0.1 RB0.0 B0.0 RB0.1 F0.2 SF0.2 B0.1 RB0.2 B0.2"
+    assert _text(one.actions[1]) == "RF1.0 RF1.1 F1.0 B1.0 SB1.0 F1.1 B1.1 SB1.1 RF1.2 F1.2 B1.2 SB1.2"
+    assert _kinds(build_schedule("gpipe", ranks=2, virtual=1, micro_batches=3), 0) == "FFFBBB"
+    assert _kinds(build_schedule("zb-h1", ranks=2, virtual=1, micro_batches=3), 1) == "FIFIWFIWW"
+    assert [len(g) for g in micro_batch_groups(11, ranks=4, group_size=4)] == [6, 5]
+    assert [len(g) for g in micro_batch_groups(11, ranks=4, group_size=6)] == [6, 5]
+    assert [len(g) for g in micro_batch_groups(13, ranks=4, group_size=6)] == [7, 6]
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (("2f2b", 2, 1, 4, None), "there is no '2f2b'"),
+        (("1f1b", 0, 1, 4, None), "at least 1"),
+        (("1f1b", 2, 1, 0, None), "at least 1"),
+        (("1f1b", 2, 2, 4, None), "one stage per rank, not 2"),
+        (("zb-h1", 2, 2, 4, None), "one stage per rank"),
+        (("zb-v", 2, 1, 4, None), "exactly two stages per rank, not 1"),
+        (("interleaved", 4, 2, 8, 3), "smaller than the pipeline's 4 ranks"),
+    ],
+)
+def test_what_is_no_schedule_says_why(shape: tuple, words: str):
+    name, ranks, virtual, micro_batches, group_size = shape
+    arguments = {"ranks": ranks, "virtual": virtual, "micro_batches": micro_batches, "group_size": group_size}
+    problem = schedule_problem(name, **arguments)
+    assert problem is not None and words in problem
+    with pytest.raises(ValueError, match=words):
+        build_schedule(name, **arguments)
+    if group_size is None:
+        with pytest.raises(ValueError, match=words):
+            forward_only(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+
+
+def test_orders_that_wait_in_a_circle_are_refused():
+    backward_first = [[Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]]
+    with pytest.raises(ValueError, match=r"never ends: rank 0 waits for B\(stage 0, micro-batch 0\)"):
+        with_transfers(backward_first, [0])
