@@ -33,7 +33,7 @@ def train(
 
 
 def weights(model: petatron.ParallelModel) -> torch.Tensor:
-    return torch.cat([group.weights.double() for group in model.groups])
+    return torch.cat([weight.double() for group in model.groups for weight in group.weights()])
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError, Problem
 from petatron.mesh.launch import guard, read_environment
 
 if TYPE_CHECKING:
@@ -57,20 +56,16 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.rank_of is not None:
         return guard(lambda: _rank(options.rank_of))
-    from petatron.train.matrix import MATRIX, largest_world, select
+    from petatron.train.matrix import select
 
-    entries = select(MATRIX, pattern=options.only, sample=options.sample, seed=options.seed)
-    fitting = [entry for entry in entries if entry.world_size <= options.nproc]
+    entries = select(pattern=options.only, sample=options.sample, seed=options.seed, max_ranks=options.nproc)
     if options.list:
-        for entry in fitting:
+        for entry in entries:
             print(f"{entry.name:<38} {entry.flags}")
         return 0
-    if not fitting:
-        rule = f"is too few: the {len(entries)} layouts chosen need more than {options.nproc} ranks"
-        raise ConfigError([Problem("--nproc", str(options.nproc), rule, f"Use {largest_world(entries)}.")])
-    if len(fitting) < len(entries):
-        print(f"{len(entries) - len(fitting)} layouts need more than {options.nproc} ranks and are left out.")
-    return _run(_cases(fitting, options), options)
+    if left_out := sum(entry.world_size > options.nproc for entry in select(pattern=options.only)):
+        print(f"{left_out} layouts need more than {options.nproc} ranks and are left out.")
+    return _run(_cases(entries, options), options)
 
 
 def _positive(text: str) -> int:
@@ -80,7 +75,7 @@ def _positive(text: str) -> int:
     return number
 
 
-def _cases(entries: list[Entry], options: argparse.Namespace) -> list[Case]:
+def _cases(entries: tuple[Entry, ...], options: argparse.Namespace) -> list[Case]:
     from petatron.train.matrix_run import make_case
     from petatron.train.random_model import random_model
 

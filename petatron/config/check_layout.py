@@ -110,7 +110,7 @@ def _sequence(config: RunConfig) -> Iterator[Problem]:
 
 
 def _context(config: RunConfig) -> Iterator[Problem]:
-    parallel, model = config.parallel, config.model
+    parallel = config.parallel
     cp, kind, sizes = (
         parallel.context_parallel_size,
         parallel.cp_comm_type,
@@ -122,9 +122,6 @@ def _context(config: RunConfig) -> Iterator[Problem]:
         return
     if cp == 1:
         return
-    if model.attention_dropout > 0:
-        rule = "cannot be combined with --context-parallel-size above 1: no rank sees whole rows of attention weights"
-        yield Problem("--attention-dropout", f"{model.attention_dropout:g}", rule, "Use 0.")
     if sizes and (len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != cp):
         rule = f"is not two positive numbers whose product is --context-parallel-size {cp}"
         yield Problem(_HIERARCHY, _words(sizes), rule, f"Use, for instance, 1 {cp}; or leave it out.")

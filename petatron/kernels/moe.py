@@ -222,6 +222,17 @@ def grouped_linear(x_RD: Tensor, weight_EOD: Tensor, counts: Counts) -> Tensor:
     return _Grouped.apply(x_RD.contiguous(), weight_EOD, ends)  # pyright: ignore[reportReturnType]
 
 
+def grouped_weight_grad(x_RD: Tensor, grad_RO: Tensor, counts: Counts) -> Tensor:
+    """The gradient of the weights of a grouped product, [E, O, D]."""
+    if isinstance(counts, int):
+        grads, xs = (rows.unflatten(0, (-1, counts)) for rows in (grad_RO, x_RD))
+        return torch.bmm(grads.transpose(1, 2), xs)
+    if x_RD.device.type == "cuda" and x_RD.dtype == torch.bfloat16 and x_RD.shape[0] > 0:
+        return F.grouped_mm(grad_RO.contiguous().t(), x_RD.contiguous(), offs=counts.cumsum(0).to(torch.int32))
+    sizes = counts.tolist()
+    return torch.stack([grad.t() @ x for grad, x in zip(grad_RO.split(sizes), x_RD.split(sizes), strict=True)])
+
+
 def _has_grouped_kernel(x_RD: Tensor, weight_EOD: Tensor) -> bool:
     right_kind = x_RD.device.type == "cuda" and x_RD.dtype == weight_EOD.dtype == torch.bfloat16
     aligned = weight_EOD.shape[1] % 8 == 0 and weight_EOD.shape[2] % 8 == 0

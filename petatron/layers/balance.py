@@ -142,10 +142,6 @@ def router_report(
 
 
 def report_length(num_experts: int) -> int:
-    return num_experts + len(_EXTRAS)
-
-
-def report_length(num_experts: int) -> int:
     """Numbers in a report."""
     return num_experts + len(_EXTRAS)
 

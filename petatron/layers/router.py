@@ -70,9 +70,8 @@ class Router(nn.Module):
         unborn = self.expert_bias is not None and self.expert_bias.is_meta
         super()._apply(fn, recurse)
         if self.expert_bias is not None:
-            self.expert_bias = self.expert_bias.to(torch.float32)
-            if unborn and not self.expert_bias.is_meta:
-                self.expert_bias.zero_()
+            bias = self.expert_bias.to(torch.float32)
+            self.expert_bias = torch.zeros_like(bias) if unborn and not bias.is_meta else bias
         return self
 
     def forward(self, x_SBD: Tensor, *, with_loss: bool) -> tuple[Routing, Tensor | None, Tensor]:

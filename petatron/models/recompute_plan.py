@@ -191,12 +191,13 @@ def _undo(costs: _Costs, chosen: list[Modules], plan: RecomputePlan, budget: flo
 
 def _too_small(plan: RecomputePlan, budget_gb: float, stages_here: int) -> Problem:
     needed = plan.peak_bytes * stages_here
-    held = f"{plan.in_flight} micro-batch{'es' if plan.in_flight > 1 else ''} at a time"
+    one = plan.in_flight == 1
+    held, verb = ("1 micro-batch at a time", "needs") if one else (f"{plan.in_flight} micro-batches at a time", "need")
     stages = f" in each of {stages_here} stages" if stages_here > 1 else ""
     return Problem(
         where="--recompute-memory-budget-gb",
         found=f"{budget_gb:g}",
-        rule=f"is too small: {held}{stages} need {gigabytes(needed)} GB even with every layer recomputed",
+        rule=f"is too small: {held}{stages} {verb} {gigabytes(needed)} GB even with every layer recomputed",
         fix=f"Give at least {gigabytes(needed)}, a smaller --micro-batch-size, or more tensor- or context-parallel ranks.",
     )
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.base.log import get_logger
+from petatron.config.check_sharding import FSDP
 from petatron.config.schema import RunConfig
 from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
 from petatron.mesh.mesh import ParallelMesh
@@ -23,7 +23,7 @@ from petatron.mesh.stretch import ParameterGroup, group_pieces
 from petatron.models.activations import ActivationShape
 from petatron.models.decoder import Decoder
 from petatron.parallel.context import connect_context
-from petatron.parallel.deferred import DeferredProduct, WeightGradQueue
+from petatron.parallel.deferred import WeightGradQueue, defer_weight_gradients
 from petatron.parallel.expert import connect_experts
 from petatron.parallel.fsdp import ShardedGradients, ShardedGroup, shard_stages
 from petatron.parallel.gather import wait_before_use
@@ -68,7 +68,8 @@ def parallelize(
     `in_flight` is how many micro-batches' activations each stage holds at most.
     """
     parallel = run.parallel
-    fully_sharded = parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    # One process has nobody to share with, and no process group to do it over.
+    fully_sharded = parallel.data_parallel_sharding_strategy in FSDP and mesh.world.size > 1
     weight_grads = WeightGradQueue()
     placements: dict[str, Placement] = {}
     for stage in stages.values():
@@ -90,8 +91,8 @@ def parallelize(
         groups, gradients = _shard_fully(stages, placements, recipe, mesh, run, dtype)
     else:
         groups, gradients = _flatten(stages, placements, recipe, mesh, run)
-    held = sum(p.numel() for stage in stages.values() for p in stage.parameters())
-    _log.info("%s parameters in this rank's memory, padding included, %s", f"{held:,}", str(dtype)[6:])
+    held = sum(stretch.length for group in groups for stretch in group.stretches)
+    _log.info("this rank updates %s elements of parameters, padding included, %s", f"{held:,}", str(dtype)[6:])
     return Parallelized(placements, groups, gradients, weight_grads)
 
 
@@ -114,9 +115,9 @@ def _split(
         etp_rank=mesh["etp"].rank,
     )
     placements = split_weights(stage, recipe.shards, split)
-    defers = mesh.pp.size > 1 and (run.parallel.pipeline_schedule or "").startswith("zb")
-    multiply = DeferredProduct(weight_grads) if defers else F.linear
-    connect(stage, recipe.shards, mesh.tp, sequence=sequence, shared=streams.shared, multiply=multiply)
+    connect(stage, recipe.shards, mesh.tp, sequence=sequence, shared=streams.shared)
+    if mesh.pp.size > 1 and (run.parallel.pipeline_schedule or "").startswith("zb"):
+        defer_weight_gradients(stage, weight_grads)
     split_vocabulary(stage, recipe.shards, mesh.tp)
     _log.info("tensor parallel over %d ranks%s", mesh.tp.size, ", sequence split between matrices" if sequence else "")
     return placements

@@ -160,6 +160,11 @@ class ShardedGradients:
             stage.set_is_last_backward(True)
             # Nothing public waits outside of a backward pass; torch's own pipeline stages call this one too.
             stage._get_fsdp_state()._root_post_backward_final_callback()
+        if self._mesh["dp_outer"].size > 1:
+            self._sum_over_replicas()
+        sum_inside_replica(self._groups, self._mesh)
+
+    def _sum_over_replicas(self) -> None:
         started = []
         for group in self._groups:
             grads = group.flat_grads
@@ -169,7 +174,6 @@ class ShardedGradients:
             handle.wait()
             if wire is not grads:
                 grads.copy_(wire)
-        sum_inside_replica(self._groups, self._mesh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +317,9 @@ class _SameDicts:
     fully_shard replaces tensors among the arguments, and in torch 2.11 it hands over copies of the dicts around them.
     """
 
+    def __init__(self) -> None:
+        self._dicts: dict[str, dict[Any, Any]] = {}
+
     def watch(self, stage: nn.Module) -> None:
         stage.register_forward_pre_hook(self._remember, prepend=True, with_kwargs=True)
         stage.register_forward_pre_hook(self._restore, with_kwargs=True)
@@ -323,4 +330,5 @@ class _SameDicts:
     def _restore(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, {**kwargs, **self._dicts}
+        dicts, self._dicts = self._dicts, {}
+        return args, {**kwargs, **dicts}

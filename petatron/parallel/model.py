@@ -17,8 +17,8 @@ from petatron.models.decoder import Decoder
 from petatron.parallel.actions import Kind, TimedAction
 from petatron.parallel.apply import Parallelized
 from petatron.parallel.context import split_batch
-from petatron.parallel.routing import RouterTotals
 from petatron.parallel.pipeline import Pipeline, Scales
+from petatron.parallel.routing import RouterTotals
 from petatron.parallel.schedule import Schedule, build_schedule, forward_only, stage_rank
 
 

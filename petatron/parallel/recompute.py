@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,7 +97,8 @@ class Region:
         tensors = [value for value in args if isinstance(value, Tensor)]
         self._others = {place: value for place, value in enumerate(args) if not isinstance(value, Tensor)}
         anchor = torch.empty(0, device=tensors[0].device, requires_grad=True)
-        self._holder: Any = _Keep.apply(anchor, *tensors).grad_fn  # pyright: ignore[reportOptionalMemberAccess]
+        # The node lives as long as its output: torch 2.11 lets go of what it saved when that dies.
+        self._holder: Any = _Keep.apply(anchor, *tensors)
         self._states = self._streams.state()
         with saved_tensors_hooks(self._store, self._fetch):
             return self._run(*args)
@@ -118,19 +120,19 @@ class Region:
         """The output, let go with the last of the uses that are expected."""
         if _OUTPUT not in self._made:
             self._run_again()
-            self._left = self._expected
         self._left -= 1
         return self._made[_OUTPUT] if self._left else self._made.pop(_OUTPUT)
 
     def _run_again(self) -> None:
-        tensors = iter(x.detach().requires_grad_(x.requires_grad) for x in self._holder.saved_tensors)
-        count = len(self._holder.saved_tensors) + len(self._others)
-        args = [self._others[place] if place in self._others else next(tensors) for place in range(count)]
+        kept = self._holder.grad_fn.saved_tensors  # asked for once: it may make other regions run
+        tensors = iter([x.detach().requires_grad_(x.requires_grad) for x in kept])
+        places = range(len(kept) + len(self._others))
+        args = [self._others[place] if place in self._others else next(tensors) for place in places]
         made: list[Tensor] = []
 
         def collect(saved: Tensor) -> None:
-            wanted = self._shapes[len(made)]
-            assert saved.shape == wanted, f"the second run saved {tuple(saved.shape)}, the first {tuple(wanted)}"
+            wanted = self._shapes[len(made)] if len(made) < len(self._shapes) else None
+            assert saved.shape == wanted, f"the second run saved {saved.shape} where the first saved {wanted}"
             made.append(saved.detach())  # with its graph, the whole second run would stay in memory
             if len(made) == len(self._shapes) and not self._whole:
                 raise _Enough
@@ -141,8 +143,8 @@ class Region:
             with torch.enable_grad(), saved_tensors_hooks(collect, _never):
                 output = self._run(*args)
             assert len(made) == len(self._shapes), f"the second run saved {len(made)} of {len(self._shapes)} tensors"
-            if self._whole:
-                self._made[_OUTPUT] = output.detach()
+            if self._expected:
+                self._made[_OUTPUT], self._left = output.detach(), self._expected
         except _Enough:
             pass
         finally:
@@ -217,22 +219,21 @@ def _without(output: Tensor, region: Region) -> saved_tensors_hooks:
 
 
 def discard_activation(experts: nn.Module, streams: RandomStreams) -> None:
-    """Keep of an expert layer what goes in and out of its products, but not what its activation makes.
-
-    The two products are taken out of the layer and run around it, so that what is left in it is the activation.
-    """
-    first, last = (experts.get_submodule(name) for name in (_first_of(experts), "down"))
-    product, activation, end = first.forward, experts.forward, last.forward
-    first.forward = last.forward = _pass_on
+    """Keep of an expert layer what goes in and out of its products, but not what its activation makes."""
+    name = _first_of(experts)
+    first, last = experts.get_submodule(name), experts.get_submodule("down")
+    # The layer's own forward with nothing done in the place of its products: what is left is the activation.
+    bare = SimpleNamespace(**{"act": experts.act, name: _pass_on, "down": _pass_on})
+    activation = partial(type(experts).forward, bare)
 
     def forward(x_RD: Tensor, counts: Counts) -> Tensor:
-        inner = product(x_RD, counts)
+        inner = first(x_RD, counts)
         if not torch.is_grad_enabled():
-            return end(activation(inner, counts), counts)
+            return last(activation(inner, counts), counts)
         region = Region(activation, streams, whole=True)
         outer = region(inner, counts)
         with _without(outer, region):
-            return end(outer, counts)
+            return last(outer, counts)
 
     experts.forward = forward
 

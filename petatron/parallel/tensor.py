@@ -51,7 +51,7 @@ class ColumnProduct:
 
     axis: Axis
     sequence: bool
-    multiply: Product
+    multiply: Product = F.linear
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         whole = collectives.gather(x, self.axis) if self.sequence else collectives.copy(x, self.axis)
@@ -64,7 +64,7 @@ class RowProduct:
 
     axis: Axis
     sequence: bool
-    multiply: Product
+    multiply: Product = F.linear
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.after(self.multiply(x, weight))
@@ -75,16 +75,10 @@ class RowProduct:
 
 
 def connect(
-    model: nn.Module,
-    shards: Mapping[str, Shard],
-    axis: Axis,
-    *,
-    sequence: bool,
-    shared: torch.Generator | None,
-    multiply: Product = F.linear,
+    model: nn.Module, shards: Mapping[str, Shard], axis: Axis, *, sequence: bool, shared: torch.Generator | None
 ) -> None:
     """Fill the seams. `sequence` splits activations between the matrices; `shared` is the dropout stream of the axis."""
-    column, row = ColumnProduct(axis, sequence, multiply), RowProduct(axis, sequence, multiply)
+    column, row = ColumnProduct(axis, sequence), RowProduct(axis, sequence)
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             tp = find(shards, name + ".weight").tp

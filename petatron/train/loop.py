@@ -9,6 +9,7 @@ import torch
 
 from petatron.base.device import DeviceFacts, memory_in_use
 from petatron.base.errors import TrainError
+from petatron.config.layer_pattern import moe_layers
 from petatron.data.loader import BatchLoader
 from petatron.models.base import Batch
 from petatron.models.flops import model_flops_per_token
@@ -56,7 +57,10 @@ class Loop:
             train_samples=self._run.train.train_samples,
             num_devices=state.mesh.world.size,
             flops_per_token=model_flops_per_token(
-                self._run.model, tensor_parallel=self._run.parallel.tensor_model_parallel_size
+                self._run.model,
+                self._run.moe,
+                experts_in=moe_layers(self._run),
+                tensor_parallel=self._run.parallel.tensor_model_parallel_size,
             ),
             peak_flops=device.peak(str(compute_dtype(self._run.precision))[6:]),
             consumed_tokens=state.progress.consumed_tokens,

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -166,14 +165,22 @@ MATRIX = tuple(entry(name) for names in (_ALONE, _PAIRS, _PRODUCTS) for name in 
 
 
 def select(
-    entries: Sequence[Entry] = MATRIX, *, pattern: str | None = None, sample: int | None = None, seed: int = 1234
+    *, pattern: str | None = None, sample: int | None = None, seed: int = 1234, max_ranks: int = 8
 ) -> tuple[Entry, ...]:
-    """The entries whose name fits a shell pattern (a plain word may stand anywhere in it), and of these a random sample."""
-    chosen = [found for found in entries if pattern is None or _fits(found.name, pattern)]
-    if not chosen:
-        names = ", ".join(found.name for found in random.Random(seed).sample(entries, min(3, len(entries))))
+    """Entries of at most `max_ranks` by name, and of these a random sample.
+
+    A name means that entry alone, any other word every entry with the word in its name; *, ? and [] are as in a shell.
+    """
+    named = [found for found in MATRIX if pattern is None or _fits(found.name, pattern)]
+    chosen = [found for found in named if found.world_size <= max_ranks]
+    if not named:
+        names = ", ".join(found.name for found in random.Random(seed).sample(MATRIX, 3))
         rule = "fits no layout of the matrix"
         raise ConfigError([Problem("--only", pattern or "", rule, f"Names look like {names}; * stands for anything")])
+    if not chosen:
+        rule = f"is too few for {named[0].name if len(named) == 1 else f'any of the {len(named)} layouts chosen'}"
+        fix = f"Use {min(found.world_size for found in named)} or more"
+        raise ConfigError([Problem("--nproc", str(max_ranks), rule, fix)])
     if sample is None or sample >= len(chosen):
         return tuple(chosen)
     kept = set(random.Random(seed).sample(range(len(chosen)), sample))
@@ -181,9 +188,6 @@ def select(
 
 
 def _fits(name: str, pattern: str) -> bool:
-    whole = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
-    return fnmatchcase(name, whole)
-
-
-def largest_world(entries: Iterable[Entry]) -> int:
-    return max((found.world_size for found in entries), default=1)
+    if any(found.name == pattern for found in MATRIX):
+        return name == pattern
+    return fnmatchcase(name, pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*")

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,7 +64,9 @@ class Case:
     def command(self) -> str:
         """The same comparison by itself."""
         inject = f" --inject {self.inject}" if self.inject else ""
-        return f"petatron verify {self.model_flags} {self.layout_flags} --steps {self.steps} --dtype {self.dtype}{inject}"
+        return (
+            f"petatron verify {self.model_flags} {self.layout_flags} --steps {self.steps} --dtype {self.dtype}{inject}"
+        )
 
     @property
     def reference_name(self) -> str:
@@ -105,10 +108,9 @@ def write_cases(cases: Sequence[Case], folder: Path) -> None:
 
 
 def read_cases(folder: Path) -> list[Case]:
-    found = json.loads((folder / "cases.json").read_text())
+    found: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
     return [
-        Case(**{key: tuple(value) if isinstance(value, list) else value for key, value in case.items()})
-        for case in found
+        Case(**{**case, "argv": tuple(case["argv"]), "reference_argv": tuple(case["reference_argv"])}) for case in found
     ]
 
 

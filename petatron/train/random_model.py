@@ -42,7 +42,7 @@ def _shape(random: Random) -> list[str]:
     words = [
         f"--num-layers {random.choice((2, 3, 4, 4, 5, 6, 8))}",
         f"--hidden-size {random.choice((12, 20, 28, 32, 36))}",
-        f"--num-attention-heads {heads} --num-query-groups {groups} --kv-channels {random.choice((2, 4, 6, 10))}",
+        f"--num-attention-heads {heads} --num-query-groups {groups} --kv-channels {random.choice((4, 5, 6, 10))}",
         f"--ffn-hidden-size {4 * random.randint(3, 12)} --seq-length {length}",
         f"--vocab-size {random.randint(11, 150)} --make-vocab-size-divisible-by {random.choice((1, 3, 8))}",
     ]

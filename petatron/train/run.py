@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from petatron.base.device import detect
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.base.log import get_logger
 from petatron.config import Loaded, RunConfig, dump_yaml
+from petatron.config.layer_pattern import moe_layers
 from petatron.config.preflight import preflight
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh import collectives
@@ -102,9 +104,15 @@ def _headline(run: RunConfig, length: RunLength, mesh: ParallelMesh, tokenizer: 
     tokens = samples * run.model.seq_length
     text = f"{tokenizer.name}, {tokenizer.vocab_size:,} ids" if tokenizer is not None else "no tokenizer"
     return (
-        f"{parameter_count(run.model):,} parameters on {mesh.describe()}, {mesh.device.type}; "
+        f"{_parameters(run)} on {mesh.describe()}, {mesh.device.type}; "
         f"{length.iterations:,} iterations, {samples:,} samples, {tokens:,} tokens; {text}"
     )
+
+
+def _parameters(run: RunConfig) -> str:
+    count = partial(parameter_count, run.model, run.moe, experts_in=moe_layers(run))
+    active = "" if run.moe.num_experts is None else f" ({count(active=True):,} active)"
+    return f"{count():,} parameters{active}"
 
 
 def _rank_zero_first(world: Axis, build: Callable[[], Result]) -> Result:

@@ -10,6 +10,7 @@ from pathlib import Path
 from petatron.base.errors import ConfigError, Problem
 from petatron.config import Loaded, ModelConfig, load_config, resolve_config
 from petatron.config.fields import by_path, flatten
+from petatron.config.layer_pattern import moe_layers
 from petatron.mesh.launch import read_environment
 from petatron.models.flops import parameter_count
 from petatron.models.hf import logical_shapes
@@ -52,7 +53,8 @@ class Comparison:
         """Whether tensors of every step are compared, or only of the first and the last."""
         config = self.candidate.config
         replicas = config.parallel.data_parallel_size or 1
-        step_bytes = 2 * parameter_count(config.model) * compute_dtype(config.precision).itemsize * replicas
+        parameters = parameter_count(config.model, config.moe, experts_in=moe_layers(config))
+        step_bytes = 2 * parameters * compute_dtype(config.precision).itemsize * replicas
         return step_bytes * (config.train.train_iters or 0) <= _TRACE_BYTES
 
 

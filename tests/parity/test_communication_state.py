@@ -70,7 +70,9 @@ def test_a_tied_embedding_is_summed_over_both_ends_once(ranks: RankPool):
     first, *middle, last = all_step_events(ranks, "--pp 4", world_size=4, model=model)
     rows = 131  # of logical elements: padding rows are nobody's
     for found in (first, last):
-        assert [(e.op, e.elements) for e in found.forward_and_backward if e.axis == "ends"] == [("all_reduce", rows * H)]
+        assert [(e.op, e.elements) for e in found.forward_and_backward if e.axis == "ends"] == [
+            ("all_reduce", rows * H)
+        ]
     assert not any(e.axis == "ends" for found in middle for e in found.forward_and_backward)
 
 

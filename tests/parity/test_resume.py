@@ -38,7 +38,7 @@ class Losses:
     def close(self) -> None: ...
 
 
-def run_loop(run: RunConfig) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+def run_loop(run: RunConfig) -> tuple[dict[int, float], dict[tuple, torch.Tensor]]:
     """On one rank: from the newest checkpoint to the run's end; losses, and every tensor of the final state."""
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -48,7 +48,7 @@ def run_loop(run: RunConfig) -> tuple[dict[int, float], dict[str, torch.Tensor]]
         state.load(run.checkpoint.load)
     losses = Losses()
     Loop(state, build_loaders(run, mesh), [losses], detect("cpu")).run()
-    tensors = {chunk.key: chunk.tensor.clone() for chunk in chunks(state.model, state.optimizer)}
+    tensors = {(chunk.key, chunk.start): chunk.tensor.clone() for chunk in chunks(state.model, state.optimizer)}
     return losses.values, tensors
 
 
@@ -64,11 +64,22 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
         ("--tp 2 --dp 2 --sequence-parallel", 4),
         ("--tp 2 --bf16", 2),
         ("--fp16 --initial-loss-scale 65536 --loss-scale-window 3", 1),
+        ("--pp 2 --dp 2 --use-distributed-optimizer --overlap-param-gather --bf16", 4),
+        (
+            "--pp 2 --pipeline-schedule zb-h1 --cp 2 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            4,
+        ),
+        (
+            "--dp 2 --ep 2 --data-parallel-sharding-strategy optim_grads_params --num-experts 4 "
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+            2,
+        ),
     ],
 )
 def test_bitwise_after_a_stop_at_any_step(ranks: RankPool, tmp_path: Path, layout: str, world_size: int):
     whole = trained(ranks, layout, world_size)
-    for stop in range(1, ITERATIONS) if world_size == 1 else (1, 4):
+    for stop in range(1, ITERATIONS) if world_size == 1 else (4,):
         folder = tmp_path / str(stop)
         save = f"{layout} --save {folder}"
         before = trained(ranks, f"{save} --exit-interval {stop}", world_size)
@@ -92,6 +103,40 @@ def test_another_layout_continues_on_the_same_batches(ranks: RankPool, tmp_path:
         assert loss == pytest.approx(whole[iteration], rel=1e-9)
 
 
+ANY = {
+    "tp2": ("--tp 2", 2),
+    "pp2-interleaved-zero1": ("--pp 2 --num-virtual-stages-per-pipeline-rank 2 --dp 2 --use-distributed-optimizer", 4),
+    "zero3": ("--dp 4 --micro-batch-size 1 --data-parallel-sharding-strategy optim_grads_params", 4),
+    "cp2-zb-v-zero1": ("--cp 2 --pp 2 --pipeline-schedule zb-v --use-distributed-optimizer", 4),
+    "hybrid": ("--dp 4 --micro-batch-size 1 --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),
+}
+
+
+@pytest.mark.parametrize("tied", ["", "--no-untie-embeddings-and-output-weights"])
+@pytest.mark.parametrize(
+    ("saved_in", "loaded_in"),
+    [
+        ("pp2-interleaved-zero1", "zero3"),
+        ("zero3", "cp2-zb-v-zero1"),
+        ("cp2-zb-v-zero1", "hybrid"),
+        ("hybrid", "tp2"),
+        ("tp2", "pp2-interleaved-zero1"),
+    ],
+)
+def test_state_moves_between_any_two_ways_of_sharding(
+    ranks: RankPool, tmp_path: Path, saved_in: str, loaded_in: str, tied: str
+):
+    quiet = f"--hidden-dropout 0 --attention-dropout 0 --num-layers 4 --train-iters 5 {tied}"
+    whole, _ = trained(ranks, quiet, 1, "float64")[0]
+    flags, world_size = ANY[saved_in]
+    trained(ranks, f"{quiet} {flags} --save {tmp_path} --exit-interval 3", world_size, "float64")
+    flags, world_size = ANY[loaded_in]
+    after, _ = trained(ranks, f"{quiet} {flags} --load {tmp_path}", world_size, "float64")[0]
+    assert sorted(after) == [4, 5]
+    for iteration, loss in after.items():
+        assert loss == pytest.approx(whole[iteration], rel=1e-9)
+
+
 @pytest.mark.parametrize(("saved_in", "loaded_in"), [("--bf16", ""), ("", "--bf16"), ("--bf16", "--fp16")])
 def test_another_precision_continues_from_the_master_weights(
     ranks: RankPool, tmp_path: Path, saved_in: str, loaded_in: str
@@ -103,7 +148,7 @@ def test_another_precision_continues_from_the_master_weights(
     assert state.load(str(tmp_path)) and state.progress.iteration == 3
     for chunk in chunks(state.model, state.optimizer):
         assert chunk.tensor.dtype == torch.float32
-        assert torch.equal(chunk.tensor, saved[chunk.key]), chunk.key
+        assert torch.equal(chunk.tensor, saved[chunk.key, chunk.start]), chunk.key
     own = {piece.name: view for group in state.model.groups for piece, view in group_pieces(group, group.weights())}
     for _, piece, master in state.optimizer.weights():
         assert torch.equal(own[piece.name], master.to(own[piece.name].dtype)), piece.name

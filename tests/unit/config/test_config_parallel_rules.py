@@ -25,7 +25,6 @@ REFUSED = [
     # context parallelism
     ("--cp 3", "--seq-length 128 is not a multiple of 2 x --context-parallel-size 3 = 6. Nearest: 126 or 132."),
     ("--cp 2 --tp 8 --sp --seq-length 136", "--seq-length 136 is not a multiple of tp 8 x cp 2 = 16, which --sequence-parallel needs. Nearest: 128 or 144."),
-    ("--cp 2 --attention-dropout 0.1", "--attention-dropout 0.1 cannot be combined with --context-parallel-size above 1: no rank sees whole rows of attention weights. Use 0."),
     ("--cp 8 --cp-comm-type a2a", "--cp-comm-type a2a splits the 4 key/value heads of a rank over 8 ranks, which does not divide. Use p2p, all_gather or a2a+p2p, or another layout."),
     ("--cp 4 --tp 4 --cp-comm-type a2a", "--cp-comm-type a2a splits the 2 query heads of a rank over 4 ranks, which does not divide. Use p2p, all_gather or a2a+p2p, or another layout."),
     ("--cp 2 --tp 4 --cp-comm-type a2a", "--cp-comm-type a2a splits the 1 key/value heads of a rank over 2 ranks, which does not divide. Use p2p, all_gather or a2a+p2p, or another layout."),

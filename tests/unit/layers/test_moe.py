@@ -240,7 +240,9 @@ def test_cuda_equals_the_cpu(variant: str):
 def test_the_host_need_not_wait(variant: str):
     """With grouped products or padding, nothing is read back from the device, forward or backward."""
     wide = replace(GATED_MODEL, hidden_size=64)
-    moe = replace(MOE, moe_ffn_hidden_size=32, moe_aux_loss_coeff=0.1, **{"moe_grouped_gemm": True, **VARIANTS[variant]})
+    moe = replace(
+        MOE, moe_ffn_hidden_size=32, moe_aux_loss_coeff=0.1, **{"moe_grouped_gemm": True, **VARIANTS[variant]}
+    )
     layer = build(wide, moe).to(torch.bfloat16).cuda()
     x = torch.randn(256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     scale = torch.ones((), device="cuda")

@@ -1,5 +1,6 @@
 """Contiguous ranges as boxes of logical tensors: nothing lost, nothing twice, whatever the cut."""
 
+import itertools
 import math
 
 import torch
@@ -46,7 +47,7 @@ def test_pieces_of_all_stretches_and_ranks_tile_the_logical_tensors(cut: list[in
             placement = place("layers.0.mlp.experts.gate_up.weight", (4, 12, 3), EXPERTS, split)
             size = math.prod(placement.shape)
             bounds = sorted({0, size, *(c for c in cut if c < size)})
-            for begin, end in zip(bounds, bounds[1:]):
+            for begin, end in itertools.pairwise(bounds):
                 stretch = Stretch(end - begin, (Part(placement, begin, end, 0),), (0, end - begin))
                 values = torch.arange(begin, end, dtype=torch.float32)
                 for piece, view in stretch.pieces(values):

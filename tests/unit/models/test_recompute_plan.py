@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from functools import cache
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +58,7 @@ def flops(shape: ActivationShape, plan: RecomputePlan) -> float:
 def test_full_recompute_in_groups():
     shape = SHAPES["llama"]()
 
-    def groups(method: str, number: int) -> tuple[tuple[int, bool], ...]:
+    def groups(method: Literal["uniform", "block"], number: int) -> tuple[tuple[int, bool], ...]:
         memory = MemoryConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
         return plan_recompute(memory, shape, STAGE).groups
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -20,7 +20,7 @@ from petatron.config.schema import RunConfig
 from petatron.config.stages import Stage
 from petatron.layers.passing import Pass
 from petatron.mesh.flat import FlatOptions, flatten_parameters
-from petatron.mesh.launch import Environment, start_process_group
+from petatron.mesh.launch import SINGLE, start_process_group
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.record import Record
@@ -287,15 +287,20 @@ def test_low_precision_comes_close(ranks: RankPool, wire_dtype: torch.dtype | No
     check(ranks, case, gradient=0.1, weight=0.1)
 
 
-def _dtypes(case: Case) -> tuple[set[torch.dtype], ...]:
+def one_step(case: Case, order: str) -> tuple[list[ShardedGroup], ParallelMesh]:
     mesh = ParallelMesh(case.layout, dist.get_rank())
     stages, placements = build_stages(case, mesh, "meta")
     groups = shard(case, stages, placements, mesh)
     gradients = ShardedGradients(groups, mesh)
     fill(groups, case.flags)
-    gradients.begin(1)
-    walk(stages, "F0 B0", batches(0), 8)
+    gradients.begin(order.count("F"))
+    walk(stages, order, batches(0), 8)
     gradients.finish()
+    return groups, mesh
+
+
+def _dtypes(case: Case) -> tuple[set[torch.dtype], ...]:
+    groups, mesh = one_step(case, "F0 B0")
     gathered = {event.dtype for event in mesh.record.events() if event.op == "all_gather"}
     reduced = {event.dtype for event in mesh.record.events() if event.op in ("reduce_scatter", "all_reduce")}
     kept = {tensor.dtype for group in groups for tensor in (*group.weights(), *group.grads())}
@@ -309,18 +314,20 @@ def test_precision_of_what_is_kept_and_of_what_travels(ranks: RankPool):
     assert ranks.run(_dtypes, 4, Case(hybrid, dtype=fp32))[0] == ({fp32}, {fp32}, {fp32})
 
 
+def _bits_below_bf16(case: Case) -> bool:
+    """Whether gradients kept after three micro-batches have bits that bfloat16 has not."""
+    groups, _ = one_step(case, IN_FLIGHT)
+    return any((group.flat_grads != group.flat_grads.to(torch.bfloat16)).any() for group in groups)
+
+
+def test_what_travels_in_bf16_adds_up_in_fp32(ranks: RankPool):
+    case = Case(Layout(dp_shard=2), dtype=torch.bfloat16, wire_dtype=torch.bfloat16)
+    assert all(ranks.run(_bits_below_bf16, 2, case))
+
+
 def _counts(case: Case, rank: int) -> tuple[int, int]:
     """A rank of a world that does not exist: elements it keeps of dense parameters and of experts."""
-    size = case.layout.world_size
-    environment = Environment(
-        rank=rank,
-        local_rank=0,
-        world_size=size,
-        local_world_size=size,
-        master_addr="127.0.0.1",
-        master_port=1,
-        origin="torchrun",
-    )
+    environment = replace(SINGLE, rank=rank, world_size=case.layout.world_size)
     start_process_group(environment, backend="fake")
     mesh = ParallelMesh(case.layout, rank, device=torch.device("meta"))
     stages, placements = build_stages(case, mesh, "meta")

@@ -16,6 +16,7 @@ from petatron.config import RunConfig
 from petatron.config.schema import MemoryConfig
 from petatron.config.stages import Stage
 from petatron.layers.dropout import Dropout
+from petatron.layers.norm import RMSNorm
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
@@ -155,6 +156,35 @@ def test_an_activation_repeats_no_expert_product(name: str):
     assert _flops(run, MIXED[name]) == _flops(run, shared)
 
 
+@pytest.mark.parametrize(
+    "name", ["layernorm", "all", "moe layernorm attention", "moe_act layernorm shared_experts core_attn"]
+)
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_a_norm_runs_twice_however_many_use_it(model: str, name: str, monkeypatch: pytest.MonkeyPatch):
+    run = run_of(MODELS[model].replace("--qk-layernorm", ""))
+    decoder, streams = build(run)
+    widths: list[int] = []
+    forward = RMSNorm.forward
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: widths.append(x.shape[-1]) or forward(self, x))
+    apply_recompute(decoder, (MIXED | DENSE)[name], streams, shape=ActivationShape.of(run, device="cpu"))
+    decoder(batch_of(run), extra_loss_scale=torch.tensor(0.5)).sum().backward()
+    assert widths == [32] * (2 * 3 * 2 + 1), "two in each of three layers, twice; the last one is not recomputed"
+
+
+def test_hooks_of_a_product_run_before_it():
+    """Weights may still be on their way when a step begins; a hook of each module waits for them."""
+    run = run_of(MODELS["moe"])
+    decoder, streams = build(run)
+    apply_recompute(decoder, (MIXED | DENSE)["moe_act"], streams, shape=ActivationShape.of(run, device="cpu"))
+    experts = decoder.get_submodule("layers.0.mlp.experts")
+    order: list[str] = []
+    product = experts.get_submodule("down").product
+    experts.get_submodule("down").register_forward_pre_hook(lambda *_: order.append("hook"))
+    experts.get_submodule("down").product = lambda *args: order.append("product") or product(*args)
+    decoder(batch_of(run)).sum().backward()
+    assert order == ["hook", "product"]
+
+
 @pytest.mark.parametrize("name", [*MIXED, *DENSE])
 def test_nothing_is_left_after_the_backward_pass(name: str):
     run = run_of(MODELS["moe"])
@@ -217,7 +247,7 @@ def test_regions_nest():
     assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False)))
 
 
-@pytest.mark.parametrize("change", ["shape", "count"])
+@pytest.mark.parametrize("change", ["shape", "fewer"])
 def test_a_second_run_that_differs_is_noticed(change: str):
     streams = RandomStreams.start(3, ParallelMesh.single())
     calls: list[int] = []
@@ -226,7 +256,7 @@ def test_a_second_run_that_differs_is_noticed(change: str):
         calls.append(1)
         if len(calls) == 1:
             return x.exp() * x.sin()
-        return (x[:1].exp() * x[:1].sin()) if change == "shape" else x.exp() * 1.0
+        return {"shape": lambda: x[:1].exp() * x[:1].sin(), "fewer": lambda: x.exp() * 1.0}[change]()
 
     y = Region(moody, streams)(torch.ones(3, requires_grad=True))
     with pytest.raises(AssertionError, match="the second run saved"):

@@ -1,0 +1,73 @@
+"""The proof matrix on the rank pool: its core in every run of the suite, all of it by `make test-matrix`.
+
+The core has layouts that no other page here has: sharded optimizers, pairs that cross two of the pages, and the largest
+products; in float64 over a few steps, where a departure is either rounding (1e-15) or a bug. Some also run the 20 float32
+steps of the promise. What belongs to one kind of parallelism is beside this page: `test_tensor_data.py`,
+`test_pipeline.py`, `test_context.py`, `test_experts.py`, `test_fsdp.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from petatron.config import load_config
+from petatron.train.compare import compare
+from petatron.train.matrix import BOUNDS, MATRIX, Entry, entry
+from petatron.train.matrix_run import make_case
+from petatron.train.random_model import random_model
+from petatron.train.trace import StepTrace
+from tests.dist import RankPool
+from tests.parity.harness import train
+
+CORE = """
+dense:dp4-zero1 dense:dp4-zero1-copies2 moe:dp4.etp4 gpt:pp2-zbv
+dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.dp2-zero1 dense:pp2.cp2 dense:pp2.dp2-zero1
+dense:pp2-vpp2.cp2 dense:pp2-vpp2.dp2-zero1 gpt:cp2.dp2-zero1 gpt:pp2-vpp2.dp2-fsdp dense:tp2-sp.pp2.recompute-full
+dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2-fsdp gpt:tp2-sp.pp2-vpp2.cp2
+moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
+""".split()
+SINGLE_PRECISION = """
+dense:pp2 dense:pp2-vpp2 dense:pp2-zbh1 dense:dp2-zero1 moe:dp2.ep2 moe:cp2.ep2 dense:tp2-sp.pp2
+""".split()
+
+
+@cache
+def _reference(argv: tuple[str, ...]) -> list[StepTrace]:
+    return train(load_config(argv).config)
+
+
+def _check(ranks: RankPool, found: Entry, *, steps: int, dtype: str, model_flags: str | None = None) -> None:
+    case = make_case(found, model_flags=model_flags or found.model_flags, steps=steps, dtype=dtype)
+    traces = ranks.run(train, case.world_size, load_config(case.argv, world_size=case.world_size).config)
+    verdict = compare([_reference(case.reference_argv)], traces, BOUNDS[dtype])
+    assert len(verdict.steps) == steps
+    assert verdict.agrees, f"{verdict.first_departure}\n{case.command}"
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core(ranks: RankPool, name: str):
+    _check(ranks, entry(name), steps=3, dtype="float64")
+
+
+@pytest.mark.parametrize("name", SINGLE_PRECISION)
+def test_single_precision(ranks: RankPool, name: str):
+    _check(ranks, entry(name), steps=20, dtype="float32")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("found", MATRIX, ids=lambda found: found.name)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_whole(ranks: RankPool, found: Entry, dtype: str):
+    _check(ranks, found, steps=20, dtype=dtype)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("found", MATRIX, ids=lambda found: found.name)
+def test_random_models(ranks: RankPool, found: Entry):
+    _check(ranks, found, steps=3, dtype="float64", model_flags=random_model(found, seed=1))
+
+
+def test_core_is_of_the_matrix():
+    assert {*CORE, *SINGLE_PRECISION} <= {found.name for found in MATRIX}
