@@ -32,7 +32,7 @@ test-matrix: $(VENV)/dev  ## the whole proof matrix: 20 steps in float32 and flo
 	$(BIN)/python -m pytest -m matrix
 
 test-gpu:  ## GPU checks, with the Python and packages of the machine
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/gpu tests/kernels tests/unit/layers
 
 check: $(VENV)/dev  ## lint, format and types
 	$(BIN)/ruff check .

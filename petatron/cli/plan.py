@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.parallel.actions import COMPUTE, TimedAction
 from petatron.parallel.schedule import SCHEDULES, build_schedule, schedule_problem
-from petatron.parallel.timeline_file import read_measured
+from petatron.parallel.schedule.actions import COMPUTE, TimedAction
+from petatron.parallel.schedule.timeline_file import read_measured
 from petatron.plan.simulate import Costs, Simulation, bubble_fraction, simulate, theoretical_bubble
 from petatron.plan.timeline import timeline_svg, timeline_text
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from petatron.train.matrix import Entry
     from petatron.train.matrix_run import Case, Outcome
 
+_COULD_NOT_RUN = 2  # 1 says that a layout failed
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
 _HEAD = f"{'layout':<38} {'ranks':>5} {'loss':>8} {'gradient':>8} {'weights':>8} {'time':>7}"
 
@@ -92,9 +93,9 @@ def _cases(entries: tuple[Entry, ...], options: argparse.Namespace) -> list[Case
 
 
 def _run(cases: list[Case], options: argparse.Namespace) -> int:
-    """Start ranks until every case has an outcome; each start gets at least one case done."""
+    """Start ranks until every case has an outcome; each start that succeeds gets at least one case done."""
     from petatron.cli.launcher import run_ranks
-    from petatron.train.matrix_run import fail, read_outcome, write_cases
+    from petatron.train.matrix_run import BEGUN, fail, read_outcome, write_cases
 
     if options.random_model:
         print(f"seed {options.seed}: a model per layout")
@@ -109,6 +110,9 @@ def _run(cases: list[Case], options: argparse.Namespace) -> int:
             code = run_ranks(command, nproc=nproc)
             if code in _STOPPED:
                 return code
+            if not (folder / BEGUN).exists():
+                return _COULD_NOT_RUN  # the launcher has said why
+            (folder / BEGUN).unlink()
             if code == 0:
                 break
             at = _first_failed(cases, folder, at)

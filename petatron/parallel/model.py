@@ -14,12 +14,12 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.base import Batch
 from petatron.models.decoder import Decoder
-from petatron.parallel.actions import Kind, TimedAction
 from petatron.parallel.apply import Parallelized
 from petatron.parallel.context import split_batch
 from petatron.parallel.pipeline import Pipeline, Scales
 from petatron.parallel.routing import RouterTotals
 from petatron.parallel.schedule import Schedule, build_schedule, forward_only, stage_rank
+from petatron.parallel.schedule.actions import Kind, TimedAction
 
 
 @dataclass(frozen=True, slots=True)

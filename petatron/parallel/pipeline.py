@@ -19,9 +19,9 @@ from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
 from petatron.models.base import Batch
-from petatron.parallel.actions import Action, Kind, TimedAction
 from petatron.parallel.deferred import Deliver, WeightGradQueue
 from petatron.parallel.schedule import Schedule
+from petatron.parallel.schedule.actions import Action, Kind, TimedAction
 
 Key = tuple[int, int]
 """stage, micro-batch"""

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from petatron.parallel.actions import (
+from petatron.parallel.schedule import Schedule
+from petatron.parallel.schedule.actions import (
     COMPUTE,
     SENDS,
     Action,
@@ -24,7 +25,6 @@ from petatron.parallel.actions import (
     needed_by,
     produced_by,
 )
-from petatron.parallel.schedule import Schedule
 
 Cost = float | Callable[[int], float]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from petatron.parallel.actions import COMPUTE, Kind, TimedAction
+from petatron.parallel.schedule.actions import COMPUTE, Kind, TimedAction
 from petatron.plan.simulate import bubble_fraction
 
 Events = Sequence[Sequence[TimedAction]]

@@ -5,6 +5,7 @@ loop over the cases; for a case of n ranks the first n form a process group of t
 once, and compares. What the ranks tell the command that started them lies in a folder:
 
     cases.json                 what to run
+    begun                      the ranks have met and are at work
     outcome-00007.json         the verdict on case 7
     error-00007-00002.json     why rank 2 failed in case 7
     case-00007/rank-00002/     the steps of rank 2, until they have been compared
@@ -43,6 +44,8 @@ from petatron.train.verify import parse_injection, plan
 
 TIMEOUT_MINUTES = 1.5
 """How long ranks wait for each other; a step of these models takes a fraction of a second."""
+BEGUN = "begun"
+"""The file without which a failure of the ranks is no case's fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ def run_cases(folder: Path, environment: Environment, tell: Callable[[Case, Outc
     torch.set_num_threads(1)
     meeting = Rendezvous(environment)
     cases = read_cases(folder)
+    (folder / BEGUN).touch()
     todo = [number for number in range(len(cases)) if read_outcome(folder, number) is None]
     for number in todo:
         case, started = cases[number], time.monotonic()

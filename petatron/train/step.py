@@ -8,7 +8,7 @@ from pathlib import Path
 
 from petatron.models.base import Batch
 from petatron.optim.precision import DynamicScale
-from petatron.parallel.actions import TimedAction
+from petatron.parallel.schedule.actions import TimedAction
 from petatron.train.metrics import StepMetrics
 from petatron.train.state import TrainState
 from petatron.train.timeline import write_timeline

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from petatron.base.log import get_logger
 from petatron.mesh import collectives
-from petatron.parallel.actions import COMPUTE, TimedAction
 from petatron.parallel.model import ParallelModel
-from petatron.parallel.timeline_file import write_measured
+from petatron.parallel.schedule.actions import COMPUTE, TimedAction
+from petatron.parallel.schedule.timeline_file import write_measured
 
 _log = get_logger(__name__)
 

@@ -10,7 +10,7 @@ import pytest
 
 from petatron.cli.main import main
 from petatron.parallel.schedule import TimedAction, build_schedule
-from petatron.parallel.timeline_file import write_measured
+from petatron.parallel.schedule.timeline_file import write_measured
 from petatron.plan.simulate import Costs, simulate
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,7 +10,7 @@ import pytest
 from petatron.cli import verify_matrix
 from petatron.cli.main import main
 from petatron.train.matrix import entry
-from petatron.train.matrix_run import Case, make_case, read_outcome
+from petatron.train.matrix_run import BEGUN, Case, make_case, read_outcome
 
 
 def test_layouts_of_different_sizes_agree(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -73,12 +73,19 @@ def test_ranks_that_end_without_a_word_are_a_failure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Killed by the kernel, say: no rank left an error."""
-    monkeypatch.setattr("petatron.cli.launcher.run_ranks", lambda command, nproc: 137)
+    monkeypatch.setattr("petatron.cli.launcher.run_ranks", _killed)
     options = verify_matrix._parser().parse_args([])
     assert verify_matrix._run([_case("dense:dp2"), _case("dense:tp2")], options) == 1
     assert capfd.readouterr().out.count("ranks ended with code 137") == 2
     monkeypatch.setattr("petatron.cli.launcher.run_ranks", lambda command, nproc: 130)
     assert verify_matrix._run([_case("dense:dp2")], options) == 130, "Ctrl-C ends the whole"
+    monkeypatch.setattr("petatron.cli.launcher.run_ranks", lambda command, nproc: 1)
+    assert verify_matrix._run([_case("dense:dp2")], options) == 2, "ranks that never met say nothing of a layout"
+
+
+def _killed(command: list[str], nproc: int) -> int:
+    (Path(command[-1]) / BEGUN).touch()
+    return 137
 
 
 def test_list_runs_nothing(capfd: pytest.CaptureFixture[str]):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels import attention_flash, reference
-from petatron.kernels.attention import block_attention, causal_attention
-from petatron.kernels.attention_blocks import Answered, PartialAttention, block_backward, zero_gradients
-from petatron.kernels.attention_mask import BlockMask, Bounds
+from petatron.kernels import reference
+from petatron.kernels.attention import block_attention, causal_attention, flash
+from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention.mask import BlockMask, Bounds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -91,9 +91,9 @@ def test_half_precision_has_kernels_and_others_have_tiles():
     def query(dtype: torch.dtype, width: int = 64) -> Tensor:
         return torch.empty(1, 1, 1, width, dtype=dtype, device="cuda")
 
-    assert attention_flash.serves(query(torch.bfloat16), query(torch.bfloat16))
-    assert not attention_flash.serves(query(torch.float32), query(torch.float32))
-    assert not attention_flash.serves(query(torch.bfloat16, 20), query(torch.bfloat16, 20))
+    assert flash.serves(query(torch.bfloat16), query(torch.bfloat16))
+    assert not flash.serves(query(torch.float32), query(torch.float32))
+    assert not flash.serves(query(torch.bfloat16, 20), query(torch.bfloat16, 20))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -32,11 +32,54 @@ def test_one_device_equals_the_cpu(dtype: str):
     assert verdict.agrees, verdict.first_departure
 
 
-@pytest.mark.parametrize(("layout", "world_size"), [("--tp 2 --sequence-parallel", 2), ("--tp 2 --dp 2", 4)])
+LAYOUTS = [
+    ("--tp 2 --sequence-parallel", 2),
+    ("--tp 2 --dp 2", 4),
+    ("--pp 2", 2),
+    ("--pp 2 --pipeline-schedule zb-v", 2),
+    ("--cp 2", 2),
+    ("--cp 2 --cp-comm-type all_gather", 2),
+    ("--cp 2 --cp-comm-type a2a", 2),
+    ("--dp 2 --use-distributed-optimizer --overlap-param-gather", 2),
+    ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2),
+    ("--pp 2 --tp 2 --sequence-parallel --dp 2 --use-distributed-optimizer", 8),
+]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
 def test_ranks_that_share_the_device(ranks: RankPool, layout: str, world_size: int):
-    traces = ranks.run(train_on_cuda, world_size, tiny_run(layout, world_size=world_size, dtype="float64"))
-    verdict = compare([reference("", "float64")], traces, BOUNDS["float64"])
+    check(ranks, layout, "--num-layers 4 --train-iters 6", world_size)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts_over_ranks_that_share_the_device(ranks: RankPool, dispatcher: str):
+    model = f"--num-experts 4 --moe-aux-loss-coeff 0.01 --train-iters 6 --moe-token-dispatcher-type {dispatcher}"
+    check(ranks, "--dp 2 --ep 2", model, 2)
+
+
+def check(ranks: RankPool, layout: str, model: str, world_size: int) -> None:
+    run = tiny_run(f"{model} {layout}", world_size=world_size, dtype="float64")
+    verdict = compare([reference(model, "float64")], ranks.run(train_on_cuda, world_size, run), BOUNDS["float64"])
     assert verdict.agrees, verdict.first_departure
+
+
+RECOMPUTE = "--recompute-granularity selective --recompute-modules layernorm mlp core_attn"
+
+
+@pytest.mark.parametrize(
+    "recompute", [RECOMPUTE, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+)
+def test_recompute_changes_no_bit_and_frees_memory(recompute: str):
+    """With dropout on: both streams are replayed on the device."""
+    flags = "--hidden-dropout 0.1 --attention-dropout 0.1 --seq-length 512 --hidden-size 256 --num-layers 4 --train-iters 3 --bf16"
+    runs, peaks = [], []
+    for extra in ("", recompute):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        runs.append([(step.loss, step.grad_norm) for step in train_on_cuda(tiny_run(f"{flags} {extra}"))])
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert runs[0] == runs[1]
+    assert peaks[1] < 0.9 * peaks[0]
 
 
 def test_bf16_follows_the_curve():

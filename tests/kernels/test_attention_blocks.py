@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from petatron.kernels import attention_flash, reference
-from petatron.kernels.attention import block_attention, causal_attention
-from petatron.kernels.attention_blocks import Answered, PartialAttention, block_backward, zero_gradients
-from petatron.kernels.attention_mask import BlockMask, Bounds, Piece, pieces, tiles
-from petatron.kernels.attention_tiles import Dropout, tile_backward, tile_forward
+from petatron.kernels import reference
+from petatron.kernels.attention import block_attention, causal_attention, flash
+from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention.mask import BlockMask, Bounds, Piece, pieces, tiles
+from petatron.kernels.attention.tiles import Dropout, tile_backward, tile_forward
 
 CPU = torch.device("cpu")
 
@@ -214,12 +214,12 @@ def test_tile_and_kernel_agree(heads: int, groups: int, causal: bool):
     q, grad, out = (torch.randn(2, heads, 9, 8, dtype=torch.float64) for _ in range(3))
     k, v = (torch.randn(2, groups, 9, 8, dtype=torch.float64) for _ in range(2))
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1) if causal else None
-    assert attention_flash.serves(q, v)
-    theirs, ours = attention_flash.forward(q, k, v, causal=causal), tile_forward(q, k, v, hidden=hidden)
+    assert flash.serves(q, v)
+    theirs, ours = flash.forward(q, k, v, causal=causal), tile_forward(q, k, v, hidden=hidden)
     assert_same(list(ours), list(theirs))
     lse, delta = ours[1] + 0.5, (grad * out).sum(-1)
     mine = tile_backward(grad, q, k, v, lse_BHQ=lse, delta_BHQ=delta, hidden=hidden)
-    assert_same(list(mine), list(attention_flash.backward(grad, q, k, v, out=out, lse=lse, causal=causal)))
+    assert_same(list(mine), list(flash.backward(grad, q, k, v, out=out, lse=lse, causal=causal)))
 
 
 def test_values_may_have_another_width():

@@ -25,7 +25,7 @@ from petatron.config import RunConfig
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.record import Event
-from petatron.parallel.actions import COMPUTE, Kind
+from petatron.parallel.schedule.actions import COMPUTE, Kind
 from petatron.train.build import build_loader, build_model, build_optimizer, pipeline_plan
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run

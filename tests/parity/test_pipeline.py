@@ -12,8 +12,8 @@ import torch.distributed as dist
 from petatron.config import RunConfig
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.parallel.actions import COMPUTE, Action
-from petatron.parallel.timeline_file import read_measured
+from petatron.parallel.schedule.actions import COMPUTE, Action
+from petatron.parallel.schedule.timeline_file import read_measured
 from petatron.train.build import build_loader, build_model
 from petatron.train.state import TrainState
 from petatron.train.step import train_step

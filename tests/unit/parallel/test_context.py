@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from petatron.kernels import reference
-from petatron.kernels.attention_blocks import PartialAttention
+from petatron.kernels.attention.blocks import PartialAttention
 from petatron.layers.attention import CoreAttention
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.record import Record
 from petatron.models.base import Batch
-from petatron.parallel import context_ring
-from petatron.parallel.context import ContextAttention, connect_context, split_batch
-from petatron.parallel.context_order import sorted_by_position, sorted_by_rank, zigzag
+from petatron.parallel.context import ContextAttention, connect_context, ring, split_batch
+from petatron.parallel.context.order import sorted_by_position, sorted_by_rank, zigzag
 from tests.dist import RankFailure, RankPool
 
 S, B, E = 48, 2, 4
@@ -250,7 +249,7 @@ def events_before_each_computation() -> tuple[list[int], list[int]]:
     connect_context(model, mesh, comm_type="p2p")
     q, k, v, _ = (x[held(mesh.cp.size, mesh.rank, S)].requires_grad_() for x in inputs(4, 4))
     forward, backward = [], []
-    meet, back = PartialAttention.meet, context_ring.block_backward
+    meet, back = PartialAttention.meet, ring.block_backward
 
     def watched_meet(*args: Any, **kwargs: Any) -> None:
         forward.append(mesh.record.count)
@@ -262,7 +261,7 @@ def events_before_each_computation() -> tuple[list[int], list[int]]:
 
     with mock.patch.object(PartialAttention, "meet", watched_meet):
         out = model.core(q, k, v)
-    with mock.patch.object(context_ring, "block_backward", watched_back):
+    with mock.patch.object(ring, "block_backward", watched_back):
         out.sum().backward()
     return forward, backward
 

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.parallel.actions import COMPUTE, needed_by, produced_by
-from petatron.parallel.orders import micro_batch_groups
 from petatron.parallel.schedule import (
     SCHEDULES,
     Action,
@@ -20,7 +18,9 @@ from petatron.parallel.schedule import (
     schedule_problem,
     stage_rank,
 )
-from petatron.parallel.transfers import with_transfers
+from petatron.parallel.schedule.actions import COMPUTE, needed_by, produced_by
+from petatron.parallel.schedule.orders import micro_batch_groups
+from petatron.parallel.schedule.transfers import with_transfers
 from petatron.plan.simulate import pair_messages, peak_activations
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed import pipelining
 
 from petatron.parallel.schedule import Action, Kind, Schedule, build_schedule, forward_only, stage_rank
-from petatron.parallel.transfers import with_transfers
+from petatron.parallel.schedule.transfers import with_transfers
 from petatron.plan.simulate import Costs, Simulation, peak_activations, simulate, theoretical_bubble
 
 KINDS = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import DataError
 from petatron.parallel.schedule import Action, Kind, TimedAction, build_schedule
-from petatron.parallel.timeline_file import read_measured, write_measured
+from petatron.parallel.schedule.timeline_file import read_measured, write_measured
 from petatron.plan.simulate import Costs, simulate
 from petatron.plan.timeline import timeline_svg, timeline_text
 

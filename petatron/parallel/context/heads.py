@@ -10,7 +10,7 @@ from torch import Tensor
 
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
-from petatron.parallel.context_order import sorted_by_position, sorted_by_rank
+from petatron.parallel.context.order import sorted_by_position, sorted_by_rank
 
 
 @dataclass(frozen=True, slots=True)

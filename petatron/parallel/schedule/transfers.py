@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from petatron.parallel.actions import Action, Kind, Product, needed_by, produced_by
+from petatron.parallel.schedule.actions import Action, Kind, Product, needed_by, produced_by
 
 _COSTS = {Kind.FORWARD: 10, Kind.BACKWARD: 20, Kind.INPUT_GRAD: 10, Kind.WEIGHT_GRAD: 10}
 _LATENCY = 1

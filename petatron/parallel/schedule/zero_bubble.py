@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from petatron.parallel.actions import Action, Kind
+from petatron.parallel.schedule.actions import Action, Kind
 
 Order = list[Action]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import DataError
-from petatron.parallel.actions import Action, Kind, TimedAction
+from petatron.parallel.schedule.actions import Action, Kind, TimedAction
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels.attention_blocks import Answered, Gradients, PartialAttention, block_backward, zero_gradients
-from petatron.kernels.attention_mask import BlockMask, Bounds
-from petatron.kernels.attention_tiles import Dropout
+from petatron.kernels.attention.blocks import Answered, Gradients, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention.mask import BlockMask, Bounds
+from petatron.kernels.attention.tiles import Dropout
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
-from petatron.parallel.context_order import sorted_by_position, sorted_by_rank, zigzag
+from petatron.parallel.context.order import sorted_by_position, sorted_by_rank, zigzag
 
 Pair = tuple[Tensor, Tensor]
 

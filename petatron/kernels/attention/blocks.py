@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petatron.kernels import attention_flash as flash
-from petatron.kernels.attention_mask import BlockMask, Piece, Tile, pieces, tiles
-from petatron.kernels.attention_tiles import Dropout, tile_backward, tile_forward, wide
+from petatron.kernels.attention import flash
+from petatron.kernels.attention.mask import BlockMask, Piece, Tile, pieces, tiles
+from petatron.kernels.attention.tiles import Dropout, tile_backward, tile_forward, wide
 
 
 class PartialAttention:

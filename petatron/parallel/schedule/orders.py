@@ -17,7 +17,7 @@ be, the larger ones first.
 
 from __future__ import annotations
 
-from petatron.parallel.actions import Action, Kind
+from petatron.parallel.schedule.actions import Action, Kind
 
 Order = list[Action]
 

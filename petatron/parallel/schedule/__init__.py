@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from petatron.parallel import orders
-from petatron.parallel.actions import Action, Kind, TimedAction
-from petatron.parallel.transfers import with_transfers
-from petatron.parallel.zero_bubble import drain, zb_h1, zb_v
+from petatron.parallel.schedule import orders
+from petatron.parallel.schedule.actions import Action, Kind, TimedAction
+from petatron.parallel.schedule.transfers import with_transfers
+from petatron.parallel.schedule.zero_bubble import drain, zb_h1, zb_v
 
 __all__ = [
     "SCHEDULES",

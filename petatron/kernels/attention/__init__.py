@@ -2,7 +2,7 @@
 
 A token sees itself and the tokens before it, at most `window` of them, and none behind the start of its document. Without
 windows and documents that is what every kernel knows. With them, one kernel knows it on NVIDIA devices in half precision;
-everywhere else the sequence is cut into pieces (`attention_mask`), so neither time nor memory is spent on what nobody sees.
+everywhere else the sequence is cut into pieces (`mask.py`), so neither time nor memory is spent on what nobody sees.
 
 S sequence, B batch, H query heads, K key/value heads, E head width.
 """
@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels import attention_flash as flash
-from petatron.kernels.attention_blocks import Answered, PartialAttention, block_backward, zero_gradients
-from petatron.kernels.attention_mask import BlockMask, Bounds
-from petatron.kernels.attention_tiles import Dropout
+from petatron.kernels.attention import flash
+from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention.mask import BlockMask, Bounds
+from petatron.kernels.attention.tiles import Dropout
 
 
 def causal_attention(
