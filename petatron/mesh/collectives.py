@@ -19,6 +19,7 @@ same order. gloo moves only host memory between two ranks, so a device tensor is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -104,40 +105,39 @@ def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[
     return out
 
 
-def start_send(x: Tensor, axis: Axis, *, to: int) -> Handle:
-    """Begin to send a tensor to a rank of the axis; it must stay unchanged until the handle has been waited for."""
-    axis.record.add(axis.name, "send", elements=x.numel(), dtype=x.dtype)
-    held = _host(x, axis) if x.is_contiguous() else _host(x.contiguous(), axis)
-    return Handle(dist.isend(held, axis.ranks[to], group=axis.group), keep=held)
+def start_transfers(
+    axis: Axis, *, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+) -> tuple[list[Handle], list[Handle]]:
+    """Begin to send tensors to ranks of the axis, and to fill tensors with what others send, all in one batch.
 
-
-def start_receive(out: Tensor, axis: Axis, *, source: int) -> Handle:
-    """Begin to fill a tensor with what a rank of the axis sends."""
-    axis.record.add(axis.name, "receive", elements=out.numel(), dtype=out.dtype)
-    held = _host(out, axis, copy=False)
-    after = None if held is out else lambda: out.copy_(held)
-    return Handle(dist.irecv(held, axis.ranks[source], group=axis.group), after=after)
+    A sent tensor must stay unchanged until its handle has been waited for.
+    """
+    calls, landing = [], []
+    for x, to in sends:
+        axis.record.add(axis.name, "send", elements=x.numel(), dtype=x.dtype)
+        calls.append(dist.P2POp(dist.isend, _host(x.contiguous(), axis), axis.ranks[to], group=axis.group))
+    for out, source in receives:
+        axis.record.add(axis.name, "receive", elements=out.numel(), dtype=out.dtype)
+        landing.append(_host(out, axis, copy=False))
+        calls.append(dist.P2POp(dist.irecv, landing[-1], axis.ranks[source], group=axis.group))
+    works = dist.batch_isend_irecv(calls)
+    if len(works) != len(calls):  # a backend that starts a batch as one has one thing to wait for
+        works = [works[0]] * len(calls)
+    sent = [Handle(work, keep=call.tensor) for work, call in zip(works, calls[: len(sends)])]
+    received = [
+        Handle(work, after=None if host is out else partial(out.copy_, host))
+        for work, host, (out, _) in zip(works[len(sends) :], landing, receives)
+    ]
+    return sent, received
 
 
 def start_shift(out: Sequence[Tensor], x: Sequence[Tensor], axis: Axis, *, by: int = 1) -> list[Handle]:
     """Begin to pass tensors to the rank `by` places on around the ring, and to take those of the rank as far behind."""
     to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
-    calls = []
-    held = [_host(tensor.contiguous(), axis) for tensor in x]
-    landing = [_host(tensor, axis, copy=False) for tensor in out]
-    for mine, theirs in zip(held, landing):
-        axis.record.add(axis.name, "send", elements=mine.numel(), dtype=mine.dtype)
-        calls.append(dist.P2POp(dist.isend, mine, axis.ranks[to], group=axis.group))
-        calls.append(dist.P2POp(dist.irecv, theirs, axis.ranks[source], group=axis.group))
-    works = dist.batch_isend_irecv(calls)
-    handles = [Handle(work, keep=held) for work in works]
-
-    def staged_back() -> None:
-        for tensor, host in zip(out, landing):
-            if host is not tensor:
-                tensor.copy_(host)
-
-    return [*handles, Handle(after=staged_back)]
+    sent, received = start_transfers(
+        axis, sends=[(tensor, to) for tensor in x], receives=[(tensor, source) for tensor in out]
+    )
+    return [*sent, *received]
 
 
 def _host(x: Tensor, axis: Axis, *, copy: bool = True) -> Tensor:

@@ -93,6 +93,8 @@ class ParallelModel:
         self.gradients = parts.gradients
         self.routers = routers
         self._dtype = dtype
+        # NCCL wants every rank of a group in its first call, and the first transfers would come from two of them.
+        collectives.barrier(mesh.pp)
         self._pipeline = Pipeline(
             stages, mesh.pp, activation=self._activation, weight_grads=parts.weight_grads, deliver=parts.gradients.add
         )

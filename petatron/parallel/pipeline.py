@@ -1,7 +1,7 @@
 """Executes a schedule: the only code that calls forward and backward of a model in training.
 
-A rank walks through its list of actions. Transfers are started where they stand in the list and waited for where their
-result is used, so they overlap with the computations between. An activation that has been sent is not kept: the backward
+A rank walks through its list of actions. Transfers are started where they stand in the list, neighbours in one batch, and
+waited for where their result is used, so they overlap with the computations between. An activation that has been sent is not kept: the backward
 pass needs the graph behind it, not its values.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,9 @@ from petatron.mesh.mesh import Axis
 from petatron.models.base import Batch
 from petatron.parallel.deferred import Deliver, WeightGradQueue
 from petatron.parallel.schedule import Schedule
-from petatron.parallel.schedule.actions import Action, Kind, TimedAction
+from petatron.parallel.schedule.actions import COMPUTE, SENDS, Action, Kind, TimedAction
 
+FORWARD_TRANSFERS = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
 Key = tuple[int, int]
 """stage, micro-batch"""
 
@@ -73,12 +75,18 @@ class Pipeline:
     ) -> Outcome:
         """Perform this rank's actions; without scales there is no backward pass."""
         walk = _Walk(self, schedule, batches, scales)
-        for action in schedule.actions[self._axis.rank]:
-            walk.wait_for(action)
-            start = clock() if clock else 0.0
-            walk.perform(action)
-            if clock:
-                walk.outcome.timed.append(TimedAction(action, start, clock()))
+        for computes, group in groupby(schedule.actions[self._axis.rank], key=lambda action: action.kind in COMPUTE):
+            actions = list(group)
+            for together in [[action] for action in actions] if computes else [actions]:
+                walk.wait_for(together[0])
+                start = clock() if clock else 0.0
+                if computes:
+                    walk.compute(together[0])
+                else:
+                    walk.transfer(together)
+                if clock:
+                    end = clock()
+                    walk.outcome.timed += [TimedAction(action, start, end) for action in together]
         walk.finish()
         return walk.outcome
 
@@ -106,7 +114,7 @@ class _Walk:
             if handle is not None:
                 handle.wait()
 
-    def perform(self, action: Action) -> None:
+    def compute(self, action: Action) -> None:
         key = (action.stage, action.micro_batch)
         match action.kind:
             case Kind.FORWARD:
@@ -118,14 +126,25 @@ class _Walk:
                     self._backward(key)
             case Kind.WEIGHT_GRAD:
                 self._pipeline._weight_grads.compute(key, self._pipeline._deliver)
-            case Kind.SEND_FORWARD:
-                self._send(self._outputs.pop(key), to_stage=action.stage + 1)
-            case Kind.SEND_BACKWARD:
-                self._send(self._input_grads.pop(key), to_stage=action.stage - 1)
-            case Kind.RECEIVE_FORWARD:
-                self._inputs[key] = self._receive(action, from_stage=action.stage - 1)
-            case Kind.RECEIVE_BACKWARD:
-                self._output_grads[key] = self._receive(action, from_stage=action.stage + 1)
+
+    def transfer(self, actions: Sequence[Action]) -> None:
+        """Start neighbouring transfers as one batch."""
+        sends, receives, awaited = [], [], []
+        for action in actions:
+            key, forward = (action.stage, action.micro_batch), action.kind in FORWARD_TRANSFERS
+            if action.kind in SENDS:
+                x = (self._outputs if forward else self._input_grads).pop(key)
+                sends.append((x, self._schedule.rank_of(action.stage + (1 if forward else -1))))
+            else:
+                out = self._pipeline._activation(self._batches[action.micro_batch])
+                (self._inputs if forward else self._output_grads)[key] = out
+                receives.append((out, self._schedule.rank_of(action.stage + (-1 if forward else 1))))
+                awaited.append((action.kind, key))
+        while self._sending and self._sending[0].done():
+            self._sending.popleft()
+        sent, received = collectives.start_transfers(self._pipeline._axis, sends=sends, receives=receives)
+        self._sending += sent
+        self._receiving |= zip(awaited, received, strict=True)
 
     def finish(self) -> None:
         for handle in self._sending:
@@ -174,16 +193,3 @@ class _Walk:
             here[stage, number] = value
         else:
             away[key] = value
-
-    def _send(self, x: Tensor, *, to_stage: int) -> None:
-        while self._sending and self._sending[0].done():
-            self._sending.popleft()
-        to = self._schedule.rank_of(to_stage)
-        self._sending.append(collectives.start_send(x, self._pipeline._axis, to=to))
-
-    def _receive(self, action: Action, *, from_stage: int) -> Tensor:
-        out = self._pipeline._activation(self._batches[action.micro_batch])
-        source = self._schedule.rank_of(from_stage)
-        handle = collectives.start_receive(out, self._pipeline._axis, source=source)
-        self._receiving[action.kind, (action.stage, action.micro_batch)] = handle
-        return out

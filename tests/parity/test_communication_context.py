@@ -43,13 +43,17 @@ def theory(kind: str, cp: int, *, key: int, q: int, times: int, itemsize: int) -
     def events(axis: str, op: str, count: int, elements: int) -> Counter[tuple[str, str, int, int]]:
         return Counter({(axis, op, elements, itemsize * elements): count * times})
 
+    def shifts(axis: str, count: int, elements: int) -> Counter:
+        """What a rank passes on around the ring, and as much that it takes."""
+        return events(axis, "send", count, elements) + events(axis, "receive", count, elements)
+
     if kind == "p2p":
-        return events("cp", "send", 6 * (cp - 1), key)
+        return shifts("cp", 6 * (cp - 1), key)
     if kind == "all_gather":
         return events("cp", "all_gather", 2, 2 * cp * key) + events("cp", "reduce_scatter", 1, 2 * cp * key)
     heads = "cp" if kind == "a2a" else "cp/2"
     swaps = events(heads, "all_to_all", 2, q + 2 * key) + events(heads, "all_to_all", 2, q)
-    return swaps if kind == "a2a" else swaps + events("cp%2", "send", 6 * (cp // 2 - 1), key)
+    return swaps if kind == "a2a" else swaps + shifts("cp%2", 6 * (cp // 2 - 1), key)
 
 
 @pytest.mark.parametrize(("kind", "cp"), [("p2p", 2), ("p2p", 4), ("all_gather", 4), ("a2a", 4), ("a2a+p2p", 4)])

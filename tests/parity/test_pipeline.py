@@ -76,7 +76,7 @@ def _walk(run: RunConfig) -> tuple[tuple[Action, ...], list[Action], bool]:
     batches = next(iter(build_loader(run, mesh)))
     timed = []
     model.train_step(batches, timeline=timed.extend)
-    in_order = all(a.start <= a.end <= b.start for a, b in itertools.pairwise(timed))
+    in_order = all(a.start <= b.start and a.end <= b.end for a, b in itertools.pairwise(timed))
     return model.plan.training(len(batches)).actions[mesh.pp.rank], [t.action for t in timed], in_order
 
 

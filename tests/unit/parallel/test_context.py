@@ -183,9 +183,13 @@ def test_what_travels_is_what_theory_says(ranks: RankPool, comm_type: str, size:
     def events(axis_name: str, op: str, times: int, elements: int) -> Counter:
         return Counter({(axis_name, op, elements, 8 * elements): times})
 
+    def shifts(axis: str, count: int, elements: int) -> Counter:
+        """What a rank passes on around the ring, and as much that it takes."""
+        return events(axis, "send", count, elements) + events(axis, "receive", count, elements)
+
     if comm_type == "p2p":
-        forward = events("cp", "send", 2 * (size - 1), key)
-        backward = events("cp", "send", 4 * (size - 1), key)
+        forward = shifts("cp", 2 * (size - 1), key)
+        backward = shifts("cp", 4 * (size - 1), key)
     elif comm_type == "all_gather":
         forward = events("cp", "all_gather", 1, size * 2 * key)
         backward = forward + events("cp", "reduce_scatter", 1, size * 2 * key)
@@ -194,8 +198,8 @@ def test_what_travels_is_what_theory_says(ranks: RankPool, comm_type: str, size:
         swaps = events(exchange, "all_to_all", 1, q + 2 * key) + events(exchange, "all_to_all", 1, q)
         ring = size // 2 if comm_type == "a2a+p2p" else 1
         # Two ranks have pooled their tokens and halved their heads: a step of the ring is as large as without.
-        forward = swaps + events("cp%2", "send", 2 * (ring - 1), key)
-        backward = swaps + events("cp%2", "send", 4 * (ring - 1), key)
+        forward = swaps + shifts("cp%2", 2 * (ring - 1), key)
+        backward = swaps + shifts("cp%2", 4 * (ring - 1), key)
     for answer in ranks.run(attend, size, comm_type, SCHEMES[comm_type, size], CASES[case]):
         assert answer["forward"] == +forward
         assert answer["backward"] == +backward
@@ -267,7 +271,7 @@ def events_before_each_computation() -> tuple[list[int], list[int]]:
 
 
 def test_the_next_keys_travel_while_one_computes(ranks: RankPool):
-    """Each step has begun to pass on two tensors when it computes; gradients follow one step behind, two at a time."""
+    """Each step has begun to pass on two tensors and to take two when it computes; gradients follow one step behind."""
     for forward, backward in ranks.run(events_before_each_computation, 4):
-        assert forward == [2, 4, 6, 6]
-        assert backward == [2, 4, 8, 10]
+        assert forward == [4, 8, 12, 12]
+        assert backward == [4, 8, 16, 20]
