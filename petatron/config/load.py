@@ -87,8 +87,14 @@ def resolve_config(
     problems += [
         problem for problem in check(config, require_training=require_training) if problem.where not in suspects
     ]
-    notices = (*flags.notices, *idle_notices(config, origins))
+    notices = (*flags.notices, *_switched_on(origins), *idle_notices(config, origins))
     return Loaded(config, origins, notices), problems
+
+
+def _switched_on(origins: dict[str, Origin]) -> list[str]:
+    """Switches nobody set that are on all the same: someone who compares with another system wants to know."""
+    origin = origins["parallel.sequence_parallel"]
+    return [f"--sequence-parallel is on: {origin.detail}"] if origin.kind == "derived" else []
 
 
 def with_vocab_size(loaded: Loaded, vocab_size: int, why: str) -> Loaded:

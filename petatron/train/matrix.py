@@ -31,7 +31,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.train.compare import Bounds
 
 BOUNDS = {
-    "float32": Bounds(loss=1e-5, gradient=1e-4, parameter=1e-3),
+    "float32": Bounds(loss=1e-5, gradient=1e-4, parameter=1e-4),
     "float64": Bounds(loss=1e-9, gradient=1e-9, parameter=1e-7),
 }
 """What counts as equal here: tighter than what `petatron verify` asks of models of any size."""
