@@ -38,9 +38,15 @@ def _choice(moe: MoEConfig, experts: int) -> Iterator[Problem]:
     if not 1 <= topk <= experts:
         rule = f"is not between 1 and --num-experts {experts}"
         yield Problem("--moe-router-topk", str(topk), rule, f"Use {min(2, experts)}, say.")
-    elif topk == 1 and experts > 1 and moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax:
+    elif topk == 1 and experts > 1 and _chosen_softmax(moe):
         rule = "with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn"
         yield Problem("--moe-router-topk", "1", rule, "Add --moe-router-pre-softmax.")
+
+
+def _chosen_softmax(moe: MoEConfig) -> bool:
+    """Sinkhorn has a score of its own for one choice."""
+    softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
+    return softmax and moe.moe_router_load_balancing_type != "sinkhorn"
 
 
 def _groups(moe: MoEConfig, experts: int) -> Iterator[Problem]:

@@ -51,6 +51,9 @@ def _memory(config: RunConfig) -> Iterator[Problem]:
     if budget is not None and granularity is not None:
         rule = f"chooses what to recompute, and so does --recompute-granularity {granularity}"
         yield Problem("--recompute-memory-budget-gb", f"{budget:g}", rule, "Keep one of them.")
+    if budget is not None and (config.parallel.pipeline_schedule or "").startswith("zb"):
+        rule = f"cannot be kept with --pipeline-schedule {config.parallel.pipeline_schedule}, which holds operands back"
+        yield Problem("--recompute-memory-budget-gb", f"{budget:g}", rule, "Use 1f1b or interleaved.")
     yield from above("recompute_memory_budget_gb", budget, 0)
     yield from _recompute_layers(config)
     yield from within("optimizer_offload_fraction", memory.optimizer_offload_fraction, 0, 1, closed=True)

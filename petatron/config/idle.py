@@ -104,7 +104,10 @@ def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "moe_shared_expert_gate", "there is no shared expert"
     if not moe.moe_router_enable_expert_bias:
         yield "moe_router_bias_update_rate", "it is for --moe-router-enable-expert-bias"
-    if moe.moe_router_score_function != "softmax":
+    if moe.moe_router_load_balancing_type == "sinkhorn":
+        yield "moe_router_score_function", "sinkhorn has scores of its own"
+        yield "moe_router_pre_softmax", "sinkhorn has scores of its own"
+    elif moe.moe_router_score_function != "softmax":
         yield "moe_router_pre_softmax", f"scores are {moe.moe_router_score_function}"
     if moe.moe_router_load_balancing_type == "none":
         yield "moe_aux_loss_coeff", "--moe-router-load-balancing-type is none"

@@ -213,3 +213,15 @@ def _layout_problems(config: RunConfig, text: str) -> Iterator[Problem]:
     elif len(cut) != pp * virtual:
         rule = f"has {len(cut)} stages, but pp {pp} x virtual {virtual} is {pp * virtual}"
         yield Problem(_LAYOUT, text, rule, f"Write {pp * virtual} stages, or leave out the number of virtual stages.")
+    else:
+        yield from _idle_ranks(config, text, cut)
+
+
+def _idle_ranks(config: RunConfig, text: str, cut: Sequence[str]) -> Iterator[Problem]:
+    """A rank may have an empty stage beside others, but not nothing at all."""
+    pp, folded = config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule == "zb-v"
+    for rank in range(pp):
+        own = (rank, 2 * pp - 1 - rank) if folded else range(rank, len(cut), pp)
+        if not any(cut[stage] for stage in own):
+            rule = f"leaves pipeline rank {rank} without a layer"
+            yield Problem(_LAYOUT, text, rule, "Give every rank a t, or use fewer ranks.")

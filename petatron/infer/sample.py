@@ -42,6 +42,7 @@ def generate(
     >>> len(generate(model, [1, 2, 3], max_new_tokens=5))
     5
     """
+    _check_layout(model)
     decoder = model.module
     assert isinstance(decoder, Decoder), "only a decoder continues text"
     _check_choice(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -84,6 +85,19 @@ def _last_logits(decoder: Decoder, ids: Sequence[int], *, tp_size: int, device: 
     filled = [*ids, *[0] * (-len(ids) % tp_size)]
     logits = decoder.logits(torch.tensor([filled], device=device))
     return logits[0, len(ids) - 1].float().cpu()
+
+
+def _check_layout(model: ParallelModel) -> None:
+    problems = [
+        Problem(flag, str(axis.size), "splits what generation needs whole", "Load the model with 1; --tp may stay.")
+        for flag, axis in (
+            ("--pipeline-model-parallel-size", model.mesh.pp),
+            ("--context-parallel-size", model.mesh.cp),
+        )
+        if axis.size > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_choice(*, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:

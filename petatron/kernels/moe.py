@@ -13,7 +13,7 @@ T tokens, K choices per token, R rows, E experts, D width, O output width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,7 +216,7 @@ class _Grouped(torch.autograd.Function):
 
 def grouped_linear(x_RD: Tensor, weight_EOD: Tensor, counts: Counts) -> Tensor:
     """All products in one kernel where torch has it (bfloat16 on CUDA, widths that are multiples of 8), else the loop."""
-    if isinstance(counts, int) or not _has_grouped_kernel(x_RD, weight_EOD):
+    if isinstance(counts, int) or not _has_grouped_kernel(x_RD, weight_EOD.dtype, weight_EOD.shape[1:]):
         return looped_linear(x_RD, weight_EOD, counts)
     ends = counts.cumsum(0).to(torch.int32)
     return _Grouped.apply(x_RD.contiguous(), weight_EOD, ends)  # pyright: ignore[reportReturnType]
@@ -227,13 +227,12 @@ def grouped_weight_grad(x_RD: Tensor, grad_RO: Tensor, counts: Counts) -> Tensor
     if isinstance(counts, int):
         grads, xs = (rows.unflatten(0, (-1, counts)) for rows in (grad_RO, x_RD))
         return torch.bmm(grads.transpose(1, 2), xs)
-    if x_RD.device.type == "cuda" and x_RD.dtype == torch.bfloat16 and x_RD.shape[0] > 0:
+    if _has_grouped_kernel(x_RD, grad_RO.dtype, (x_RD.shape[1], grad_RO.shape[1])):
         return F.grouped_mm(grad_RO.contiguous().t(), x_RD.contiguous(), offs=counts.cumsum(0).to(torch.int32))
     sizes = counts.tolist()
     return torch.stack([grad.t() @ x for grad, x in zip(grad_RO.split(sizes), x_RD.split(sizes), strict=True)])
 
 
-def _has_grouped_kernel(x_RD: Tensor, weight_EOD: Tensor) -> bool:
-    right_kind = x_RD.device.type == "cuda" and x_RD.dtype == weight_EOD.dtype == torch.bfloat16
-    aligned = weight_EOD.shape[1] % 8 == 0 and weight_EOD.shape[2] % 8 == 0
-    return right_kind and aligned and x_RD.shape[0] > 0
+def _has_grouped_kernel(x_RD: Tensor, dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    right_kind = x_RD.device.type == "cuda" and x_RD.dtype == dtype == torch.bfloat16
+    return right_kind and all(width % 8 == 0 for width in widths) and x_RD.shape[0] > 0

@@ -17,6 +17,7 @@ from petatron.mesh.layout import AXES, Layout
 from petatron.mesh.record import Record
 
 _PATIENCE = timedelta(hours=6)
+_IN_THE_BACKGROUND = ("dp_cp", "shard", "edp", "edp_shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class ParallelMesh:
         self.device = device or torch.device("cpu")
         self.record = Record()
         self._timeout = timedelta(minutes=timeout_minutes)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
         self.tp, self.cp, self.dp, self.pp, self.ep = (self[name] for name in ("tp", "cp", "dp", "pp", "ep"))
         self.dp_cp = self["dp_cp"]  # ranks that hold the same dense weights and see different tokens
@@ -65,17 +66,23 @@ class ParallelMesh:
         return cls(Layout(), 0, device=device)
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._group(ranks), self.record)
+        return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._group(name, ranks), self.record)
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """One process group per set of ranks; only its members take part in making it, so large worlds start fast."""
+    def _group(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """One process group per set of ranks; only its members take part in making it, so large worlds start fast.
+
+        NCCL runs what one group does in order, so the axes whose gathers and reductions should overlap with everything
+        else have groups of their own there.
+        """
         if len(ranks) == 1:
             return None
-        if ranks not in self._groups:
-            whole_world = len(ranks) == self.layout.world_size
+        apart = name in _IN_THE_BACKGROUND and dist.get_backend() == "nccl"
+        key = (name if apart else "", ranks)
+        if key not in self._groups:
+            whole_world = len(ranks) == self.layout.world_size and not apart
             make = partial(dist.new_group, list(ranks), use_local_synchronization=True, timeout=self._timeout)
-            self._groups[ranks] = dist.group.WORLD if whole_world else make()  # pyright: ignore[reportArgumentType]
-        return self._groups[ranks]
+            self._groups[key] = dist.group.WORLD if whole_world else make()  # pyright: ignore[reportArgumentType]
+        return self._groups[key]
 
     def _control_axis(self) -> Axis:
         """All ranks over a group that moves CPU memory, for questions that no device should wait for.

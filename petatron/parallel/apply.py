@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,13 @@ from petatron.models.decoder import Decoder
 from petatron.parallel.context import connect_context
 from petatron.parallel.deferred import WeightGradQueue, defer_weight_gradients
 from petatron.parallel.expert import connect_experts
-from petatron.parallel.fsdp import ShardedGradients, ShardedGroup, shard_stages
 from petatron.parallel.gather import wait_before_use
 from petatron.parallel.gradients import GradientSync
 from petatron.parallel.recompute import apply_recompute
 from petatron.parallel.tensor import connect, split_vocabulary, split_weights
+
+if TYPE_CHECKING:
+    from petatron.parallel.fsdp import ShardedGradients, ShardedGroup
 
 _log = get_logger(__name__)
 
@@ -155,6 +158,9 @@ def _shard_fully(
     dtype: torch.dtype,
 ) -> tuple[Sequence[ShardedGroup], ShardedGradients]:
     """Weights and gradients shared too (ZeRO-2 and 3), from the start: a rank never holds more than its part."""
+    # torch's fully_shard takes longer to import than all of this package, and every process would wait for it.
+    from petatron.parallel.fsdp import ShardedGradients, shard_stages
+
     groups = shard_stages(
         list(stages.values()),
         placements,

@@ -1,8 +1,8 @@
 """Executes a schedule: the only code that calls forward and backward of a model in training.
 
-A rank walks through its list of actions. Transfers are started where they stand in the list, neighbours in one batch, and
-waited for where their result is used, so they overlap with the computations between. An activation that has been sent is not kept: the backward
-pass needs the graph behind it, not its values.
+A rank walks through its list of actions. Transfers are started where they stand in the list, those of one moment in one
+batch, and waited for where their result is used, so they overlap with the computations between. An activation that has been
+sent is not kept: the backward pass needs the graph behind it, not its values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -75,18 +74,16 @@ class Pipeline:
     ) -> Outcome:
         """Perform this rank's actions; without scales there is no backward pass."""
         walk = _Walk(self, schedule, batches, scales)
-        for computes, group in groupby(schedule.actions[self._axis.rank], key=lambda action: action.kind in COMPUTE):
-            actions = list(group)
-            for together in [[action] for action in actions] if computes else [actions]:
-                walk.wait_for(together[0])
-                start = clock() if clock else 0.0
-                if computes:
-                    walk.compute(together[0])
-                else:
-                    walk.transfer(together)
-                if clock:
-                    end = clock()
-                    walk.outcome.timed += [TimedAction(action, start, end) for action in together]
+        for together in schedule.batches[self._axis.rank]:
+            walk.wait_for(together[0])
+            start = clock() if clock else 0.0
+            if together[0].kind in COMPUTE:
+                walk.compute(together[0])
+            else:
+                walk.transfer(together)
+            if clock:
+                end = clock()
+                walk.outcome.timed += [TimedAction(action, start, end) for action in together]
         walk.finish()
         return walk.outcome
 
@@ -128,7 +125,7 @@ class _Walk:
                 self._pipeline._weight_grads.compute(key, self._pipeline._deliver)
 
     def transfer(self, actions: Sequence[Action]) -> None:
-        """Start neighbouring transfers as one batch."""
+        """Start transfers as one batch."""
         sends, receives, awaited = [], [], []
         for action in actions:
             key, forward = (action.stage, action.micro_batch), action.kind in FORWARD_TRANSFERS

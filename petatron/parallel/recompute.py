@@ -11,7 +11,8 @@ second time and hand out the tensors that this run saves, in the same order. Wha
 - Communication inside is repeated, in the same order on every rank, since every rank runs the same regions.
 - Layers' reports are written again, with the same values. Losses attached inside (router balance) join the gradient once:
   the second run is never differentiated.
-- A backward pass in two halves (zero-bubble schedules) runs the function once for each half.
+- In a backward pass of two halves (zero-bubble schedules) the function runs in the first; operands that the second still
+  needs stay until then.
 
 Norms and activation functions need more: the product that follows saves their *output*, so making their insides again
 frees little. `discard_output` runs the producer as a region and the consumer under a second hook, which recognises the

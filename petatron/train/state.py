@@ -26,6 +26,16 @@ _NOT_THE_MODEL = (
     "init_method_std",
     "embedding_init_method_std",
     "make_vocab_size_divisible_by",
+    # How experts are trained and run, not what they compute.
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_router_force_load_balancing",
+    "moe_input_jitter_eps",
+    "moe_grouped_gemm",
+    "moe_token_dispatcher_type",
+    "moe_pad_expert_input_to_capacity",
 )
 
 
@@ -161,8 +171,12 @@ class TrainState:
         self.scaler.restore(facts["scaler"])
 
     def _model_facts(self) -> dict[str, Any]:
-        """What makes this the same function of its weights: all of the model but first values, dropout and lengths."""
-        return {name: value for name, value in asdict(self.run.model).items() if name not in _NOT_THE_MODEL}
+        """What makes this the same function of its weights: all of the model but first values, dropout and lengths.
+
+        A dense model says nothing of experts, so that a checkpoint from before there were any is still its own.
+        """
+        facts = asdict(self.run.model) | (asdict(self.run.moe) if self.run.moe.num_experts is not None else {})
+        return {name: value for name, value in facts.items() if name not in _NOT_THE_MODEL}
 
     def _schedule_facts(self) -> dict[str, Any]:
         """What would change the course of a run if it changed on resume."""

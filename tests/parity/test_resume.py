@@ -18,7 +18,7 @@ from petatron.train.build import build_loaders
 from petatron.train.loop import Loop
 from petatron.train.persist import chunks
 from petatron.train.state import TrainState
-from tests.dist import RankPool
+from tests.dist import RankFailure, RankPool
 from tests.parity.harness import tiny_run
 
 ITERATIONS = 7
@@ -152,3 +152,11 @@ def test_another_precision_continues_from_the_master_weights(
     own = {piece.name: view for group in state.model.groups for piece, view in group_pieces(group, group.weights())}
     for _, piece, master in state.optimizer.weights():
         assert torch.equal(own[piece.name], master.to(own[piece.name].dtype)), piece.name
+
+
+def test_other_experts_are_another_model(ranks: RankPool, tmp_path: Path):
+    model = "--num-experts 4 --moe-aux-loss-coeff 0.01"
+    trained(ranks, f"{model} --save {tmp_path} --exit-interval 2", 1)
+    trained(ranks, f"{model} --load {tmp_path} --moe-aux-loss-coeff 0.1 --moe-token-dispatcher-type alltoall", 1)
+    with pytest.raises(RankFailure, match="moe_router_topk: 2 then, 3 now"):
+        trained(ranks, f"{model} --load {tmp_path} --moe-router-topk 3", 1)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from petatron.parallel.schedule import orders
-from petatron.parallel.schedule.actions import Action, Kind, TimedAction
+from petatron.parallel.schedule.actions import Action, Batch, Kind, TimedAction
 from petatron.parallel.schedule.transfers import with_transfers
 from petatron.parallel.schedule.zero_bubble import drain, zb_h1, zb_v
 
@@ -36,12 +37,13 @@ _ONE_STAGE_PER_RANK = ("gpipe", "1f1b", "zb-h1")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of every rank for one step, computations and transfers."""
+    """What every rank does in one step, computations and transfers: in batches as it is executed, and one by one."""
 
     name: str
     ranks: int
     stages: int
     micro_batches: int
+    batches: tuple[tuple[Batch, ...], ...]
     actions: tuple[tuple[Action, ...], ...]
 
     def rank_of(self, stage: int) -> int:
@@ -126,5 +128,6 @@ def _placement(name: str, *, ranks: int, stages: int) -> list[int]:
 
 def _finish(name: str, computations: list[list[Action]], *, ranks: int, virtual: int, micro_batches: int) -> Schedule:
     stages = ranks * virtual
-    actions = with_transfers(computations, _placement(name, ranks=ranks, stages=stages))
-    return Schedule(name, ranks, stages, micro_batches, actions)
+    batches = with_transfers(computations, _placement(name, ranks=ranks, stages=stages))
+    actions = tuple(tuple(chain.from_iterable(own)) for own in batches)
+    return Schedule(name, ranks, stages, micro_batches, batches, actions)

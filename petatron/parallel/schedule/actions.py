@@ -43,6 +43,10 @@ class Action:
         return f"{self.kind}(stage {self.stage}, micro-batch {self.micro_batch})"
 
 
+Batch = tuple[Action, ...]
+"""One computation, or transfers that are started together."""
+
+
 @dataclass(frozen=True, slots=True)
 class TimedAction:
     """An action with when it began and ended, in seconds when measured, in units of cost when simulated."""

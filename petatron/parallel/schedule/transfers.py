@@ -8,6 +8,9 @@ common order of events, so no set of ranks can wait in a circle, even if every s
 A receive stands where its message is made, not where it is needed: before the computation its rank is busy with at that moment,
 so it is posted first and the message travels meanwhile. In the play messages take a little time for the same reason: were
 they there at once, a rank's next message would be made just when it ends a computation, and posted too late to overlap it.
+
+Only transfers of one moment are made as one batch. A backend may complete a batch as a whole, so a larger one would hold back
+what is there for what another rank has yet to compute.
 """
 
 from __future__ import annotations
@@ -15,16 +18,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from petatron.parallel.schedule.actions import Action, Kind, Product, needed_by, produced_by
+from petatron.parallel.schedule.actions import Action, Batch, Kind, Product, needed_by, produced_by
 
 _COSTS = {Kind.FORWARD: 10, Kind.BACKWARD: 20, Kind.INPUT_GRAD: 10, Kind.WEIGHT_GRAD: 10}
 _LATENCY = 1
 
 
-def with_transfers(orders: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
+def with_transfers(orders: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[tuple[Batch, ...], ...]:
     """The computations of each rank, with transfers; `rank_of[stage]` is the rank that holds a stage.
 
-    Raises ValueError, with what each rank waits for, if the orders wait for each other in a circle.
+    A computation stands alone; transfers of one moment stand together. Raises ValueError, with what each rank waits for,
+    if the orders wait for each other in a circle.
     """
     play = _Play(orders, rank_of)
     while play.events:
@@ -32,14 +36,15 @@ def with_transfers(orders: Sequence[Sequence[Action]], rank_of: Sequence[int]) -
     waiting = [f"rank {rank} waits for {action}" for rank, action in play.waiting()]
     if waiting:
         raise ValueError(f"this order of computations never ends: {'; '.join(waiting)}")
-    return tuple(tuple(actions) for actions in play.lists)
+    return tuple(tuple(tuple(batch) for batch in batches) for batches in play.lists)
 
 
 class _Play:
     """Plays computations through and writes down each rank's list: a computation when it ends, a message when it is made."""
 
     def __init__(self, orders: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> None:
-        self.lists: list[list[Action]] = [[] for _ in orders]
+        self.lists: list[list[list[Action]]] = [[] for _ in orders]
+        self._last_transfer = [-1] * len(orders)  # when each rank's last batch of transfers was made
         self.events: list[
             tuple[int, int, Product | tuple[()]]
         ] = []  # when, rank, what arrives (nothing: a computation ends)
@@ -75,7 +80,8 @@ class _Play:
         action = self._orders[rank][self._next[rank]]
         self._next[rank] += 1
         self._busy[rank] = False
-        self.lists[rank].append(action)
+        self.lists[rank].append([action])
+        self._last_transfer[rank] = -1
         product = produced_by(action)
         if product is not None:
             self._here[rank].add(product)
@@ -94,9 +100,17 @@ class _Play:
         send, receive = (
             (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD) if forward else (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD)
         )
-        self.lists[sender].append(Action(send, action.stage, action.micro_batch))
-        self.lists[receiver].append(Action(receive, to_stage, action.micro_batch))
+        self._transfer(sender, Action(send, action.stage, action.micro_batch), now)
+        self._transfer(receiver, Action(receive, to_stage, action.micro_batch), now)
         heappush(self.events, (now + _LATENCY, receiver, product))
+
+    def _transfer(self, rank: int, action: Action, now: int) -> None:
+        """Write a transfer down, beside those of the same moment."""
+        if self._last_transfer[rank] == now:
+            self.lists[rank][-1].append(action)
+        else:
+            self.lists[rank].append([action])
+        self._last_transfer[rank] = now
 
     def _start(self, rank: int, now: int) -> None:
         order, at = self._orders[rank], self._next[rank]

@@ -140,6 +140,7 @@ def test_a_modern_mixture_of_experts_listing():
         "--moe-router-fusion",
         "--no-overlap-p2p-communication",
         "--init-model-with-meta-device",
+        "--sequence-parallel",
     }
 
 

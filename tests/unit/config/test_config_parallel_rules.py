@@ -22,6 +22,9 @@ def load(flags: str) -> Loaded:
 
 EXPERTS = "--num-experts 8"
 REFUSED = [
+    # pipeline
+    ("--pp 3 --num-layers 2 --pipeline-model-parallel-layout Et||tL", "--pipeline-model-parallel-layout Et||tL leaves pipeline rank 1 without a layer. Give every rank a t, or use fewer ranks."),
+    ("--pp 2 --pipeline-schedule zb-h1 --recompute-memory-budget-gb 1", "--recompute-memory-budget-gb 1 cannot be kept with --pipeline-schedule zb-h1, which holds operands back. Use 1f1b or interleaved."),
     # context parallelism
     ("--cp 3", "--seq-length 128 is not a multiple of 2 x --context-parallel-size 3 = 6. Nearest: 126 or 132."),
     ("--cp 2 --tp 8 --sp --seq-length 136", "--seq-length 136 is not a multiple of tp 8 x cp 2 = 16, which --sequence-parallel needs. Nearest: 128 or 144."),
@@ -98,9 +101,10 @@ def test_rule(flags: str, message: str):
         "--cp 2 --tp 2 --cp-comm-type a2a --num-query-groups 8",
         "--cp 2 --reset-attention-mask --window-size 32",
         "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax",
+        "--num-experts 8 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
         "--num-experts 1 --moe-router-topk 1",
-        "--num-experts 8 --ep 4 --etp 1 --tp 2 --dp 2",
-        "--num-experts 8 --ep 8 --etp 1 --tp 2 --cp 2 --pp 2 --dp 2",
+        "--num-experts 8 --ep 4 --etp 1 --tp 2 --sequence-parallel --dp 2",
+        "--num-experts 8 --ep 8 --etp 1 --tp 2 --sequence-parallel --cp 2 --pp 2 --dp 2",
         "--num-experts 8 --ep 2 --dp 4 --use-distributed-optimizer --num-distributed-optimizer-instances 2",
         "--pp 2 --use-torch-fsdp2 --dp 2 --num-distributed-optimizer-instances 2",
         "--pp 2 --pipeline-schedule zb-v --use-distributed-optimizer --overlap-param-gather --dp 2",
@@ -195,3 +199,14 @@ def test_an_expert_layout_is_accepted_exactly_when_it_multiplies_out(
     _, problems = resolve_config([*BASE, *flags.split(), "--num-distributed-optimizer-instances", str(instances)])
     fits = dp % instances == 0 and (dp // instances * cp * tp) % (ep * etp) == 0
     assert (problems == []) == fits
+
+
+def test_what_sinkhorn_makes_idle_is_said():
+    loaded = load("--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid")
+    assert any("--moe-router-score-function" in notice and "sinkhorn" in notice for notice in loaded.notices)
+
+
+def test_sequence_parallelism_that_nobody_asked_for_is_said():
+    assert any(n.startswith("--sequence-parallel is on") for n in load("--num-experts 8 --tp 2").notices)
+    for flags in ("--num-experts 8 --tp 2 --sequence-parallel", "--num-experts 8", "--tp 2"):
+        assert not any("--sequence-parallel is on" in notice for notice in load(flags).notices)

@@ -114,6 +114,18 @@ def test_every_layout_draws_the_same(ranks: RankPool, layout: str) -> None:
     assert ranks.run(continuations, 2, layout, 2) == [alone, alone]
 
 
+def _refused(layout: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        continuations(layout, 2)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["--pipeline-model-parallel-size", "--context-parallel-size"])
+def test_a_model_that_is_split_otherwise_is_refused(ranks: RankPool, flag: str) -> None:
+    for message in ranks.run(_refused, 2, f"{flag} 2"):
+        assert f"{flag} 2 splits what generation needs whole" in message
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     logits=st.lists(st.integers(-6, 6), min_size=1, max_size=20),

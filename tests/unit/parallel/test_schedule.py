@@ -21,7 +21,7 @@ from petatron.parallel.schedule import (
 from petatron.parallel.schedule.actions import COMPUTE, needed_by, produced_by
 from petatron.parallel.schedule.orders import micro_batch_groups
 from petatron.parallel.schedule.transfers import with_transfers
-from petatron.plan.simulate import pair_messages, peak_activations
+from petatron.plan.simulate import Costs, pair_messages, peak_activations, simulate
 
 
 @st.composite
@@ -208,3 +208,73 @@ def test_orders_that_wait_in_a_circle_are_refused():
     backward_first = [[Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]]
     with pytest.raises(ValueError, match=r"never ends: rank 0 waits for B\(stage 0, micro-batch 0\)"):
         with_transfers(backward_first, [0])
+
+
+def _replay(schedule: Schedule, *, latency: float) -> float:
+    """Bubble when a rank's transfers run one batch after the other and a batch is there only as a whole (NCCL)."""
+    cost = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT_GRAD: 1.0, Kind.WEIGHT_GRAD: 1.0}
+    at, free, stream = [0] * schedule.ranks, [0.0] * schedule.ranks, [0.0] * schedule.ranks
+    begun: dict[tuple[Action, int], float] = {}  # a transfer on one end's stream
+    over: dict[Action, float] = {}  # a receive, with all of its batch
+    busy = 0.0
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(schedule.ranks):
+            while at[rank] < len(schedule.batches[rank]):
+                batch = schedule.batches[rank][at[rank]]
+                first = batch[0]
+                if first.kind in COMPUTE:
+                    needs = _receive_of(schedule, first)
+                    if needs is not None and needs not in over:
+                        break
+                    free[rank] = max(free[rank], over[needs] if needs is not None else 0.0) + cost[first.kind]
+                    busy += cost[first.kind]
+                else:
+                    ends = [_other_end(schedule, action) for action in batch]
+                    for action in batch:
+                        begun.setdefault((action, rank), max(free[rank], stream[rank]))
+                    if any(end not in begun for end in ends):
+                        moved |= any((action, rank) not in begun for action in batch)
+                        break
+                    done = max(max(begun[end], begun[action, rank]) for end, action in zip(ends, batch)) + latency
+                    stream[rank] = done
+                    over |= dict.fromkeys(batch, done)
+                at[rank] += 1
+                moved = True
+    assert at == [len(batches) for batches in schedule.batches], "batches wait for each other in a circle"
+    return 1.0 - busy / (schedule.ranks * max(free))
+
+
+def _receive_of(schedule: Schedule, action: Action) -> Action | None:
+    """The receive that a computation waits for."""
+    forward = action.kind is Kind.FORWARD
+    if action.kind is Kind.WEIGHT_GRAD:
+        return None
+    source = action.stage + (-1 if forward else 1)
+    if not 0 <= source < schedule.stages or schedule.rank_of(source) == schedule.rank_of(action.stage):
+        return None
+    return Action(Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD, action.stage, action.micro_batch)
+
+
+def _other_end(schedule: Schedule, action: Action) -> tuple[Action, int]:
+    partner = {
+        Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
+        Kind.RECEIVE_FORWARD: (Kind.SEND_FORWARD, -1),
+        Kind.SEND_BACKWARD: (Kind.RECEIVE_BACKWARD, -1),
+        Kind.RECEIVE_BACKWARD: (Kind.SEND_BACKWARD, 1),
+    }
+    kind, step = partner[action.kind]
+    return Action(kind, action.stage + step, action.micro_batch), schedule.rank_of(action.stage + step)
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
+)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 3), (4, 16), (8, 32)])
+def test_batches_that_complete_as_one_cost_no_bubble(name: str, virtual: int, ranks: int, micro_batches: int):
+    schedule = build_schedule(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    bubbles = [_replay(schedule, latency=latency) for latency in (0.0, 0.02)]
+    ideal = simulate(schedule, Costs(forward=1.0, backward=2.0)).bubble
+    assert bubbles[0] == pytest.approx(ideal, abs=0.01)
+    assert bubbles[1] <= ideal + 0.05
