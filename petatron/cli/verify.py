@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from petatron.base.errors import ConfigError, Problem
 from petatron.cli import verify_matrix
 from petatron.cli.train import with_preset
 from petatron.mesh.launch import guard, read_environment
@@ -63,6 +64,8 @@ def main(argv: list[str]) -> int:
         return guard(lambda: _record(flags, options))
     from petatron.train.verify import ONE_PROCESS, compare_folders, parse_injection, plan
 
+    if options.steps < 1:
+        raise ConfigError([Problem("--steps", str(options.steps), "is below 1", "Use 5, say.")])
     both = plan(flags, steps=options.steps, dtype=options.dtype, reference=options.reference or ONE_PROCESS)
     if options.inject:
         parse_injection(options.inject, both.candidate.config.model)

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from petatron.base.errors import ConfigError, Problem
 from petatron.mesh.launch import guard, read_environment
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ def main(argv: list[str]) -> int:
         for entry in entries:
             print(f"{entry.name:<38} {entry.flags}")
         return 0
+    if options.json and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
+        rule = "is a folder" if options.json.is_dir() else "is in a folder that does not exist"
+        raise ConfigError([Problem("--json", str(options.json), rule, "Give a file in a folder that is there.")])
     if left_out := sum(entry.world_size > options.nproc for entry in select(pattern=options.only)):
         print(f"{left_out} layouts need more than {options.nproc} ranks and are left out.")
     return _run(_cases(entries, options), options)

@@ -75,7 +75,7 @@ def _world(config: RunConfig) -> Iterator[Problem]:
         fix = f"Nearest: {multiples_near(world, model_ranks)}; or change the layout."
         yield Problem("--world-size", str(world), f"is not a multiple of {product}", fix)
     elif dp is not None and dp * model_ranks != world:
-        rule = f"x {product} is {dp * model_ranks}, but there are {world} ranks"
+        rule = f"x tp {tp} x pp {pp} x cp {cp} is {dp * model_ranks}, but there are {world} ranks"
         yield Problem("--data-parallel-size", str(dp), rule, f"Use {world // model_ranks}, or leave it out.")
 
 

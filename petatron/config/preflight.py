@@ -21,7 +21,15 @@ _LIBRARIES = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 
 def preflight(config: RunConfig) -> list[Problem]:
     """Everything that is missing, all at once."""
-    return [*_missing_files(config), *_missing_data(config), *_missing_libraries(config)]
+    return [*_missing_files(config), *_missing_data(config), *_missing_libraries(config), *_timeline(config)]
+
+
+def _timeline(config: RunConfig) -> Iterator[Problem]:
+    path = config.log.pipeline_timeline
+    if path is not None and Path(path).is_dir():
+        yield Problem("--pipeline-timeline", path, "is a folder", "Give the path of a file.")
+    elif path is not None and not Path(path).absolute().parent.is_dir():
+        yield Problem("--pipeline-timeline", path, "is in a folder that does not exist", "Make the folder first.")
 
 
 def _missing_files(config: RunConfig) -> Iterator[Problem]:

@@ -179,7 +179,9 @@ def _rest_problems(layers: int, virtual: int, first: int | None, last: int | Non
     sharers = f"{others} other pipeline rank{'s' if others != 1 else ''}"
     sharers += f" x {virtual} virtual stages" if virtual > 1 else ""
     rule = f"{beside}leaves {layers - fixed - value} of --num-layers {layers}, which {sharers} cannot share evenly"
-    if others == 0:
+    if fixed + value > layers:
+        rule = f"{beside}is more than --num-layers {layers}"
+    elif others == 0:
         rule = f"{beside}does not add up to --num-layers {layers}, and there are no other pipeline ranks"
     fix = f"Use {listing(usable[:12])}." if usable else "Change --num-layers or the pipeline size."
     yield Problem(flag_of(name), str(value), rule, fix)

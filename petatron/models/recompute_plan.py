@@ -93,6 +93,14 @@ def effective(modules: Sequence[str] | Modules, *, mixed: bool) -> Modules:
     return frozenset(present - inside)
 
 
+class BudgetError(ConfigError):
+    """A budget that a rank cannot keep even when it recomputes everything, and what it needs."""
+
+    def __init__(self, problem: Problem, needed_bytes: float) -> None:
+        super().__init__([problem])
+        self.needed_bytes = needed_bytes
+
+
 def plan_recompute(
     memory: MemoryConfig, shape: ActivationShape, stage: Stage, *, in_flight: int = 1, stages_here: int = 1
 ) -> RecomputePlan:
@@ -167,7 +175,7 @@ def _fit(costs: _Costs, budget_gb: float, stages_here: int) -> RecomputePlan:
         steps = [(at, step) for at, now in enumerate(chosen) for step in costs.steps(at, now)]
         prices = [costs.price(at, chosen[at], step) for at, step in steps]
         if not steps or min(prices) == float("inf"):
-            raise ConfigError([_too_small(plan, budget_gb, stages_here)])
+            raise _too_small(plan, budget_gb, stages_here)
         at, chosen[at] = steps[prices.index(min(prices))]
         plan = costs.plan(chosen)
     return _undo(costs, chosen, plan, budget)
@@ -189,17 +197,18 @@ def _undo(costs: _Costs, chosen: list[Modules], plan: RecomputePlan, budget: flo
     return plan
 
 
-def _too_small(plan: RecomputePlan, budget_gb: float, stages_here: int) -> Problem:
+def _too_small(plan: RecomputePlan, budget_gb: float, stages_here: int) -> BudgetError:
     needed = plan.peak_bytes * stages_here
     one = plan.in_flight == 1
     held, verb = ("1 micro-batch at a time", "needs") if one else (f"{plan.in_flight} micro-batches at a time", "need")
     stages = f" in each of {stages_here} stages" if stages_here > 1 else ""
-    return Problem(
+    problem = Problem(
         where="--recompute-memory-budget-gb",
         found=f"{budget_gb:g}",
         rule=f"is too small: {held}{stages} {verb} {gigabytes(needed)} GB even with every layer recomputed",
         fix=f"Give at least {gigabytes(needed)}, a smaller --micro-batch-size, or more tensor- or context-parallel ranks.",
     )
+    return BudgetError(problem, needed)
 
 
 def recompute_flops(shape: ActivationShape, modules: Modules, *, mixed: bool = False) -> float:

@@ -1,7 +1,7 @@
 """The one ordered recipe that turns stages of a model on the meta device into this rank's part, with real first weights.
 
 Order: stage cut (the caller builds only this rank's stages) -> precision -> tensor/sequence parallel -> context parallel ->
-expert parallel -> recompute -> materialise -> data parallel. Each step is logged with its axis.
+expert parallel -> recompute -> materialise -> data parallel.
 """
 
 from __future__ import annotations
@@ -86,16 +86,13 @@ def parallelize(
             stage, mesh, comm_type=parallel.cp_comm_type, sizes=parallel.hierarchical_context_parallel_sizes
         )
         connect_experts(stage, mesh, run.moe)
-        chosen = apply_recompute(
-            stage, run.memory, streams, shape=shape, in_flight=in_flight[number], stages_here=len(stages)
-        )
-        _log.info("stage %d: %s", number, chosen)
+        apply_recompute(stage, run.memory, streams, shape=shape, in_flight=in_flight[number], stages_here=len(stages))
     if fully_sharded:
         groups, gradients = _shard_fully(stages, placements, recipe, mesh, run, dtype)
     else:
         groups, gradients = _flatten(stages, placements, recipe, mesh, run)
     held = sum(stretch.length for group in groups for stretch in group.stretches)
-    _log.info("this rank updates %s elements of parameters, padding included, %s", f"{held:,}", str(dtype)[6:])
+    _log.info("rank %d updates %s elements of parameters, padding included, %s", mesh.rank, f"{held:,}", str(dtype)[6:])
     return Parallelized(placements, groups, gradients, weight_grads)
 
 
@@ -122,7 +119,6 @@ def _split(
     if mesh.pp.size > 1 and (run.parallel.pipeline_schedule or "").startswith("zb"):
         defer_weight_gradients(stage, weight_grads)
     split_vocabulary(stage, recipe.shards, mesh.tp)
-    _log.info("tensor parallel over %d ranks%s", mesh.tp.size, ", sequence split between matrices" if sequence else "")
     return placements
 
 

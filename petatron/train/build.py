@@ -111,7 +111,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
     with torch.device("meta"):
         modules = {n: Decoder(run.model, moe, experts_in=experts_in, stage=every[n]) for n in own}
     table = shards(run.model, moe, ends_apart=plan.rank_of(0) != plan.rank_of(len(every) - 1))
-    in_flight = plan.in_flight(_micro_batches(run))
+    in_flight = plan.in_flight(steps_micro_batches(run))
     parts = parallelize(
         modules,
         Recipe(table, partial(initial_std, run.model), takes_weight_decay),
@@ -139,7 +139,7 @@ def pipeline_plan(run: RunConfig) -> PipelinePlan:
     )
 
 
-def _micro_batches(run: RunConfig) -> int:
+def steps_micro_batches(run: RunConfig) -> int:
     """Per step and data-parallel rank, once a batch-size ramp is over."""
     assert run.train.global_batch_size is not None and run.parallel.data_parallel_size is not None
     return max(1, run.train.global_batch_size // (run.train.micro_batch_size * run.parallel.data_parallel_size))

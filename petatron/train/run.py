@@ -24,6 +24,7 @@ from petatron.train.batch_size import BatchSchedule
 from petatron.train.build import Loaders, RunLength, build_loaders, launch, open_tokenizer
 from petatron.train.folders import check_folders, claimed
 from petatron.train.loop import Loop, Outcome
+from petatron.train.memory import memory_plans
 from petatron.train.metrics import event_record
 from petatron.train.sinks import build_sinks
 from petatron.train.state import TrainState
@@ -50,8 +51,11 @@ def run_training(loaded: Loaded) -> Outcome:
         raise ConfigError(problems)
     check_folders(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
+    plans = memory_plans(loaded.config, device=detect(loaded.config.train.device).kind)
     for notice in loaded.notices:
         _log.info("note: %s", notice)
+    for number, plan in enumerate(plans):
+        _log.info("stage %d: %s", number, plan.describe())
     with claimed(loaded.config.checkpoint.save, rank=read_environment().rank):
         return _build_and_run(loaded, tokenizer, started_s=started_s)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from petatron.base.errors import DataError
 from petatron.base.log import get_logger
 from petatron.mesh import collectives
 from petatron.parallel.model import ParallelModel
@@ -21,6 +22,9 @@ def write_timeline(path: Path, model: ParallelModel, timed: Sequence[TimedAction
         ranks = [found[rank] for rank in model.mesh.pp.ranks]
         start = min(t.start for rank in ranks for t in rank)
         from_zero = [[TimedAction(t.action, t.start - start, t.end - start) for t in rank] for rank in ranks]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_measured(path, model.plan.name, from_zero)
-        _log.info("wrote the measured timeline of one step to %s", path)
+        try:
+            write_measured(path, model.plan.name, from_zero)
+        except DataError as error:  # a picture is no reason to lose a run
+            _log.warning("no timeline: %s", error)
+        else:
+            _log.info("wrote the measured timeline of one step to %s", path)

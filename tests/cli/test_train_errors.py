@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 import petatron
+from petatron.base.errors import ConfigError
 from petatron.cli.main import main
+from petatron.config import load_config
 from petatron.data.writer import IndexedWriter
 from petatron.train.folders import claimed
+from petatron.train.memory import memory_plans
+from petatron.train.run import run_training
 
 MODEL = (
     "train --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 2 --lr 1e-3 --eval-iters 0 "
@@ -248,3 +252,20 @@ def test_resume_without_optimizer_state(tmp_path: Path, capsys):
     capsys.readouterr()
     assert "exp_avg" in _fails(capsys, "--mock-data", "--load", str(tmp_path))[1]
     assert main([*MODEL, "--mock-data", "--load", str(tmp_path), "--finetune"]) == 0
+
+
+def test_a_budget_no_stage_can_keep_is_refused_before_ranks_start():
+    """With what the largest stage needs, which is the last: it holds the head."""
+    flags = "--mock-data --lr 1e-3 --train-iters 1 --pp 2 --recompute-memory-budget-gb"
+    with pytest.raises(ConfigError) as error:
+        run_training(load_config([*flags.split(), "0.00001"], preset="tiny-llama", world_size=2))
+    needed = str(error.value).split("Give at least ")[1].split(",")[0]
+    enough = load_config([*flags.split(), needed], preset="tiny-llama", world_size=2).config
+    assert len(memory_plans(enough, device="cpu")) == 2
+
+
+@pytest.mark.parametrize(("path", "rule"), [(".", "is a folder"), ("missing/x.json", "is in a folder that does not")])
+def test_a_timeline_that_cannot_be_written_is_refused(path: str, rule: str):
+    flags = f"--mock-data --lr 1e-3 --train-iters 3 --pipeline-timeline {path}"
+    with pytest.raises(ConfigError, match=rule):
+        run_training(load_config(flags.split(), preset="tiny-llama"))

@@ -110,7 +110,7 @@ def _measured(run: RunConfig) -> None:
 
 
 def test_a_run_writes_its_measured_timeline(ranks: RankPool, tmp_path: Path):
-    path = tmp_path / "deep" / "timeline.json"
+    path = tmp_path / "timeline.json"
     flags = f"{MODEL} --pp 2 --dp 2 --pipeline-timeline {path} --pipeline-timeline-step 2"
     ranks.run(_measured, 4, tiny_run(flags, world_size=4))
     found = read_measured(path)

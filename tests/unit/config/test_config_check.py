@@ -88,7 +88,7 @@ ONE_PROBLEM = [
     ),
     (
         "--world-size 8 --tp 2 --dp 3",
-        "--data-parallel-size 3 x tp 2 x pp 1 x cp 1 = 2 is 6, but there are 8 ranks. Use 4, or leave it out.",
+        "--data-parallel-size 3 x tp 2 x pp 1 x cp 1 is 6, but there are 8 ranks. Use 4, or leave it out.",
     ),
     ("--etp 2", "--expert-tensor-parallel-size 2 splits experts, but --num-experts is not set. Leave it out."),
     ("--ddp-bucket-size 0", "--ddp-bucket-size 0 is below 1. Use 1 or more."),
