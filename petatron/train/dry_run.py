@@ -28,7 +28,7 @@ def pretend_rank(run: RunConfig, rank: int) -> Iterator[ParallelModel]:
     >>> run = petatron.load("llama3-8b", ["--tp", "8", "--mock-data", "--lr", "1e-4", "--train-iters", "1"], world_size=64)
     >>> with pretend_rank(run, 63) as model:
     ...     sum(parameter.numel() for parameter in model.module.parameters())
-    1004015616
+    1004802048
     """
     layout = Layout.from_config(run.parallel)
     environment = replace(SINGLE, rank=rank, world_size=layout.world_size, local_world_size=layout.world_size)
