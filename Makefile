@@ -28,7 +28,7 @@ test: $(VENV)/dev  ## the whole default suite
 test-slow: $(VENV)/dev  ## the long forms
 	$(BIN)/python -m pytest -m slow
 
-test-matrix: $(VENV)/dev  ## the whole proof matrix: 20 steps in float32 and float64, and random models (an hour on 2 cores)
+test-matrix: $(VENV)/dev  ## the long forms of parity: the whole proof matrix, 20 steps in float32 and float64, and random models (an hour on 2 cores)
 	$(BIN)/python -m pytest -m matrix
 
 test-gpu:  ## GPU checks, with the Python and packages of the machine

@@ -21,6 +21,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.record import Event
 from petatron.train.build import build_loader, build_model
 from tests.dist import RankPool
+from tests.longform import later
 from tests.parity.harness import tiny_run
 
 S, H, LAYERS, HEADS, GROUPS, WIDTH = 16, 32, 2, 4, 4, 8
@@ -57,7 +58,7 @@ def theory(kind: str, cp: int, *, key: int, q: int, times: int, itemsize: int) -
 
 
 @pytest.mark.parametrize(("kind", "cp"), [("p2p", 2), ("p2p", 4), ("all_gather", 4), ("a2a", 4), ("a2a+p2p", 4)])
-@pytest.mark.parametrize(("b", "model"), [(2, ""), (4, "--window-size 3 --reset-attention-mask --bf16")])
+@pytest.mark.parametrize(("b", "model"), [(2, ""), later(4, "--window-size 3 --reset-attention-mask --bf16")])
 def test_every_exchange_of_a_step(ranks: RankPool, kind: str, cp: int, b: int, model: str):
     sizes = "--hierarchical-context-parallel-sizes 2 2" if kind == "a2a+p2p" else ""
     flags = f"--cp {cp} --cp-comm-type {kind} {sizes} --micro-batch-size {b} {model}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import RankPool
+from tests.longform import every_second, later
 from tests.parity.harness import check_layout
 
 EXPERTS = (
@@ -35,12 +36,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS, ids=[layout for layout, _ in LAYOUTS])
+@pytest.mark.parametrize(("layout", "world_size"), every_second(LAYOUTS))
 def test_layout(ranks: RankPool, layout: str, world_size: int):
     check_layout(ranks, f"{layout} {A2A}", EXPERTS, world_size=world_size)
 
 
-@pytest.mark.parametrize(("layout", "world_size"), [LAYOUTS[0], LAYOUTS[7], LAYOUTS[10]])
+@pytest.mark.parametrize(("layout", "world_size"), [LAYOUTS[0], later(*LAYOUTS[7]), LAYOUTS[10]])
 def test_gathered_tokens(ranks: RankPool, layout: str, world_size: int):
     check_layout(ranks, f"{layout} {GATHER}", EXPERTS, world_size=world_size)
 
@@ -56,7 +57,7 @@ EIGHT = [
 ]
 
 
-@pytest.mark.parametrize("layout", EIGHT)
+@pytest.mark.parametrize("layout", every_second(EIGHT))
 def test_eight_ranks(ranks: RankPool, layout: str):
     experts = "--num-experts 8" if "--num-experts" in layout else ""
     layout = layout.replace("--num-experts 8", "")
@@ -82,6 +83,7 @@ RECOMPUTE = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=["full", "moe", "moe_act"])
 def test_recomputed_routing_is_the_same(ranks: RankPool, recompute: str):
     check_layout(ranks, f"--tp 2 --dp 2 --ep 2 {A2A} {recompute}", EXPERTS, world_size=4)
@@ -106,7 +108,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", every_second(MODELS))
 def test_model(ranks: RankPool, model: str):
     flags = f"{EXPERTS} --train-iters 4 {MODELS[model]}"
     check_layout(ranks, f"--tp 2 --dp 2 --ep 2 {A2A}", flags, world_size=4)

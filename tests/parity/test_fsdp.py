@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.dist import RankPool
+from tests.longform import every_second
 from tests.parity.harness import check_layout
 from tests.parity.test_resume import trained
 
@@ -38,20 +39,22 @@ def test_data_parallel(ranks: RankPool, layout: str, world_size: int):
 
 @pytest.mark.parametrize(
     ("layout", "model", "world_size"),
-    [
-        (f"--dp 2 --tp 2 {ZERO2}", TIED, 4),
-        (f"--dp 2 --tp 2 --sequence-parallel {ZERO3}", SHORT, 4),
-        (f"--dp 2 --cp 2 {ZERO3}", SHORT, 4),
-        (f"--cp 2 {ZERO2}", SHORT, 2),
-        (f"--dp 2 --pp 2 {ZERO2}", TIED, 4),
-        (f"--dp 2 --pp 2 {ZERO3}", SHORT, 4),
-        (f"--dp 2 --pp 2 --pipeline-schedule gpipe {ZERO3}", SHORT, 4),
-        (f"--dp 2 --pp 2 --num-virtual-stages-per-pipeline-rank 2 {ZERO3}", DEEP, 4),
-        (f"--dp 2 --ep 2 {ZERO3}", EXPERTS, 2),
-        (f"--dp 4 --ep 2 {ZERO3}", EXPERTS, 4),
-        (f"--dp 4 --ep 2 --num-distributed-optimizer-instances 2 {ZERO2}", EXPERTS, 4),
-        (f"--tp 2 {ZERO3}", SHORT, 2),
-    ],
+    every_second(
+        [
+            (f"--dp 2 --tp 2 {ZERO2}", TIED, 4),
+            (f"--dp 2 --tp 2 --sequence-parallel {ZERO3}", SHORT, 4),
+            (f"--dp 2 --cp 2 {ZERO3}", SHORT, 4),
+            (f"--cp 2 {ZERO2}", SHORT, 2),
+            (f"--dp 2 --pp 2 {ZERO2}", TIED, 4),
+            (f"--dp 2 --pp 2 {ZERO3}", SHORT, 4),
+            (f"--dp 2 --pp 2 --pipeline-schedule gpipe {ZERO3}", SHORT, 4),
+            (f"--dp 2 --pp 2 --num-virtual-stages-per-pipeline-rank 2 {ZERO3}", DEEP, 4),
+            (f"--dp 2 --ep 2 {ZERO3}", EXPERTS, 2),
+            (f"--dp 4 --ep 2 {ZERO3}", EXPERTS, 4),
+            (f"--dp 4 --ep 2 --num-distributed-optimizer-instances 2 {ZERO2}", EXPERTS, 4),
+            (f"--tp 2 {ZERO3}", SHORT, 2),
+        ]
+    ),
 )
 def test_with_another_kind(ranks: RankPool, layout: str, model: str, world_size: int):
     check_layout(ranks, layout, model, world_size=world_size)
@@ -70,13 +73,15 @@ def test_with_two_other_kinds(ranks: RankPool, layout: str, model: str, world_si
 
 @pytest.mark.parametrize(
     ("recompute", "model"),
-    [
-        (f"{RECOMPUTE} 1", SHORT),
-        (f"{RECOMPUTE} 2", DEEP),
-        (f"{RECOMPUTE} 1", EXPERTS),
-        ("--recompute-granularity selective --recompute-modules core_attn mlp layernorm", SHORT),
-        ("--recompute-granularity selective --recompute-modules moe", EXPERTS),
-    ],
+    every_second(
+        [
+            (f"{RECOMPUTE} 1", SHORT),
+            (f"{RECOMPUTE} 2", DEEP),
+            (f"{RECOMPUTE} 1", EXPERTS),
+            ("--recompute-granularity selective --recompute-modules core_attn mlp layernorm", SHORT),
+            ("--recompute-granularity selective --recompute-modules moe", EXPERTS),
+        ]
+    ),
 )
 def test_with_recompute(ranks: RankPool, recompute: str, model: str):
     check_layout(ranks, f"--dp 2 {ZERO3} {recompute}", model, world_size=2)

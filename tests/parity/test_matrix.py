@@ -29,7 +29,7 @@ dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2-fsdp gpt:tp2-sp.pp2-vpp2.cp2
 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
 """.split()
 SINGLE_PRECISION = """
-dense:pp2 dense:pp2-vpp2 dense:pp2-zbh1 dense:dp2-zero1 moe:dp2.ep2 moe:cp2.ep2 dense:tp2-sp.pp2
+dense:pp2-vpp2 dense:dp2-zero1 moe:dp2.ep2
 """.split()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import RankPool
+from tests.longform import every_second
 from tests.parity.harness import check_layout
 
 DENSE = "--num-layers 4 --num-query-groups 2 --train-iters 4"
@@ -33,7 +34,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", every_second(LAYOUTS))
 def test_recompute_in_a_layout(ranks: RankPool, name: str):
     model, layout = LAYOUTS[name]
     check_layout(ranks, layout, model, world_size=2)

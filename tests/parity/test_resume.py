@@ -19,6 +19,7 @@ from petatron.train.loop import Loop
 from petatron.train.persist import chunks
 from petatron.train.state import TrainState
 from tests.dist import RankFailure, RankPool
+from tests.longform import later
 from tests.parity.harness import tiny_run
 
 ITERATIONS = 7
@@ -112,7 +113,7 @@ ANY = {
 }
 
 
-@pytest.mark.parametrize("tied", ["", "--no-untie-embeddings-and-output-weights"])
+@pytest.mark.parametrize("tied", [later(""), "--no-untie-embeddings-and-output-weights"])
 @pytest.mark.parametrize(
     ("saved_in", "loaded_in"),
     [

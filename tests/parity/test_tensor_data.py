@@ -3,6 +3,7 @@
 import pytest
 
 from tests.dist import RankPool
+from tests.longform import every_second, later
 from tests.parity.harness import check_layout
 
 LAYOUTS = [
@@ -22,7 +23,9 @@ def test_layout(ranks: RankPool, layout: str, world_size: int):
     check_layout(ranks, layout, "--train-iters 6", world_size=world_size)
 
 
-@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS[1::2])
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [later(*case.values) if number % 2 else case for number, case in enumerate(LAYOUTS[1::2])]
+)
 def test_layout_in_single_precision(ranks: RankPool, layout: str, world_size: int):
     check_layout(ranks, layout, world_size=world_size, dtype="float32")
 
@@ -58,6 +61,6 @@ MODELS = {
 
 
 @pytest.mark.parametrize("layout", ["--tp 4 --sequence-parallel", "--tp 2 --dp 2"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", every_second(MODELS))
 def test_model(ranks: RankPool, model: str, layout: str):
     check_layout(ranks, layout, MODELS[model] + " --train-iters 4", world_size=4)

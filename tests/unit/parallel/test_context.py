@@ -24,6 +24,7 @@ from petatron.models.base import Batch
 from petatron.parallel.context import ContextAttention, connect_context, ring, split_batch
 from petatron.parallel.context.order import sorted_by_position, sorted_by_rank, zigzag
 from tests.dist import RankFailure, RankPool
+from tests.longform import every_second, later
 
 S, B, E = 48, 2, 4
 SCHEMES = {
@@ -141,7 +142,7 @@ def attend(comm_type: str, sizes: tuple[int, ...], case: tuple) -> dict[str, obj
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 @pytest.mark.parametrize(("comm_type", "size"), SCHEMES)
 def test_equals_attention_over_the_whole_sequence(ranks: RankPool, comm_type: str, size: int, case: str):
     heads, groups, window, starts = CASES[case]
@@ -171,7 +172,7 @@ def test_heads_that_cannot_be_exchanged(ranks: RankPool):
         ranks.run(attend, 2, "a2a", (), (3, 1, None, None))
 
 
-@pytest.mark.parametrize("case", ["grouped", "documents and window"])
+@pytest.mark.parametrize("case", [later("grouped"), "documents and window"])
 @pytest.mark.parametrize(("comm_type", "size"), SCHEMES)
 def test_what_travels_is_what_theory_says(ranks: RankPool, comm_type: str, size: int, case: str):
     """The table in the module's docstring, event by event, in both directions, whatever is masked."""

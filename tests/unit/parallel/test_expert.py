@@ -24,6 +24,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Shard, TensorSplit, place
 from petatron.parallel.expert import AllGather, AllToAll, build_dispatcher, connect_experts
 from tests.dist import RankPool
+from tests.longform import every_second
 
 S, B, D, F, E = 8, 2, 6, 4, 8
 MODELS = {
@@ -200,7 +201,7 @@ EVERY_CASE = ("ep2 over cp", "etp2", "ep2 etp2", "two replicas")
 MAIN_CASES = ("aux", "seq-aux", "pad")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", every_second(LAYOUTS))
 def test_layouts_equal_one_device(ranks: RankPool, layout: str):
     cases = tuple(CASES) if layout in EVERY_CASE else MAIN_CASES
     ranks.run(_compare, LAYOUTS[layout].world_size, LAYOUTS[layout], ("alltoall", "allgather"), cases)
@@ -213,7 +214,7 @@ EIGHT = {
 }
 
 
-@pytest.mark.parametrize("layout", EIGHT)
+@pytest.mark.parametrize("layout", every_second(EIGHT))
 def test_eight_ranks(ranks: RankPool, layout: str):
     ranks.run(_compare, 8, EIGHT[layout], ("alltoall", "allgather"), MAIN_CASES)
 
