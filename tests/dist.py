@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -35,6 +36,7 @@ class RankFailure(AssertionError):
 def _serve(rank: int, connection: Connection, port: int, stack_file: str) -> None:
     """A rank's life: take a task, run it in its own process group, answer."""
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays, and need not be looked through after every task
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -53,9 +55,12 @@ def _serve(rank: int, connection: Connection, port: int, stack_file: str) -> Non
             except BaseException:
                 answer = (False, traceback.format_exc())
             connection.send_bytes(pickle.dumps(answer))
+            del answer
             if dist.is_initialized():
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group()
+            # A model and its mesh are full of cycles, and every group that they hold keeps threads of its own.
+            gc.collect()
 
 
 class RankPool:

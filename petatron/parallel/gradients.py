@@ -12,6 +12,7 @@ Afterwards, gradients that several ranks of one replica hold as summands (see `P
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -71,10 +72,15 @@ class GradientSync:
     def _watch(self, slot: Slot, send: _Send, queue: list[_Send]) -> None:
         self._main[slot.parameter] = (send.group.view(send.group.flat_grads, slot), send, queue)
 
+        # The parameter's hook lies where the garbage collector cannot see it: a strong reference would keep all of this,
+        # process groups included, for ever.
+        sync = weakref.ref(self)
+
         def arrived(parameter: nn.Parameter) -> None:
             grad, parameter.grad = parameter.grad, None
-            if grad is not None:  # a postponed one is delivered later
-                self.add(parameter, grad)
+            owner = sync()
+            if owner is not None and grad is not None:  # a postponed one is delivered later
+                owner.add(parameter, grad)
 
         slot.parameter.register_post_accumulate_grad_hook(arrived)  # pyright: ignore[reportArgumentType]
 

@@ -1,5 +1,7 @@
 """Gradient reduction: the sum over ranks, sent early, in one order, once per step."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -307,3 +309,14 @@ def test_each_rank_gets_its_part_of_the_sum_and_all_get_the_weights(ranks: RankP
         assert total[("shard", "reduce_scatter")] == item * found["padded"]
         assert total[("shard", "all_gather")] == 4 * found["padded"]
         assert total[("dp_outer", "all_reduce")] == (item * found["padded"] // size if case.outer > 1 else 0)
+
+
+def test_a_model_that_nobody_holds_is_let_go():
+    """Its process groups keep threads, so a leak would add up in a long-lived process."""
+    mesh = ParallelMesh.single()
+    model = nn.Linear(2, 2, bias=False)
+    sync = GradientSync(flatten(model, mesh), mesh, overlap=True)
+    gone = weakref.ref(sync)
+    del sync, model
+    gc.collect()
+    assert gone() is None
