@@ -12,6 +12,9 @@ from tests.dist import RankPool
 from tests.longform import every_second, later
 from tests.parity.harness import check_layout
 
+# The default suite has the core of these in test_matrix.py.
+pytestmark = pytest.mark.matrix
+
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 1e-3 "
     "--train-iters 5"

@@ -12,6 +12,9 @@ from tests.longform import every_second
 from tests.parity.harness import check_layout
 from tests.parity.test_resume import trained
 
+# The default suite has the core of these in test_matrix.py.
+pytestmark = pytest.mark.matrix
+
 ZERO2 = "--data-parallel-sharding-strategy optim_grads"
 ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
 SHORT = "--train-iters 6"
