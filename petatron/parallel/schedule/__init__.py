@@ -10,7 +10,7 @@ r and 2p-1-r, so that the model goes down the ranks and comes back up, and the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 
@@ -44,7 +44,10 @@ class Schedule:
     stages: int
     micro_batches: int
     batches: tuple[tuple[Batch, ...], ...]
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[Action, ...], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "actions", tuple(tuple(chain.from_iterable(own)) for own in self.batches))
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
@@ -129,5 +132,4 @@ def _placement(name: str, *, ranks: int, stages: int) -> list[int]:
 def _finish(name: str, computations: list[list[Action]], *, ranks: int, virtual: int, micro_batches: int) -> Schedule:
     stages = ranks * virtual
     batches = with_transfers(computations, _placement(name, ranks=ranks, stages=stages))
-    actions = tuple(tuple(chain.from_iterable(own)) for own in batches)
-    return Schedule(name, ranks, stages, micro_batches, batches, actions)
+    return Schedule(name, ranks, stages, micro_batches, batches)

@@ -171,20 +171,27 @@ def test_a_whole_backward_costs_its_halves_unless_it_is_given():
     assert Costs(backward=4, input_grad=2).of(Kind.BACKWARD, 0) == 4
 
 
+def alone(ranks: tuple[tuple[Action, ...], ...]) -> tuple[tuple[tuple[Action, ...], ...], ...]:
+    """Every action as a batch of its own."""
+    return tuple(tuple((action,) for action in actions) for actions in ranks)
+
+
 def test_deadlock_names_what_each_rank_waits_for():
     crossed = Schedule(
         "1f1b",
         2,
         2,
         1,
-        (
-            (Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0), Action(Kind.SEND_FORWARD, 0, 0)),
-            (Action(Kind.RECEIVE_FORWARD, 1, 0), Action(Kind.FORWARD, 1, 0)),
+        alone(
+            (
+                (Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0), Action(Kind.SEND_FORWARD, 0, 0)),
+                (Action(Kind.RECEIVE_FORWARD, 1, 0), Action(Kind.FORWARD, 1, 0)),
+            )
         ),
     )
     with pytest.raises(ValueError, match=r"rank 0 waits for B\(stage 0.*; rank 1 waits for F\(stage 1"):
         simulate(crossed, Costs())
-    early = Schedule("1f1b", 2, 2, 1, ((Action(Kind.SEND_FORWARD, 0, 0),), ()))
+    early = Schedule("1f1b", 2, 2, 1, alone(((Action(Kind.SEND_FORWARD, 0, 0),), ())))
     with pytest.raises(ValueError, match="rank 0 sends before it has anything to send"):
         simulate(early, Costs())
 
@@ -199,9 +206,11 @@ def test_messages_in_different_orders_are_found():
         2,
         2,
         2,
-        (
-            moved([(F, 0, 0), (SF, 0, 0), (F, 0, 1), (SF, 0, 1)]),
-            moved([(RF, 1, 1), (F, 1, 1), (RF, 1, 0), (F, 1, 0)]),
+        alone(
+            (
+                moved([(F, 0, 0), (SF, 0, 0), (F, 0, 1), (SF, 0, 1)]),
+                moved([(RF, 1, 1), (F, 1, 1), (RF, 1, 0), (F, 1, 0)]),
+            )
         ),
     )
     with pytest.raises(ValueError, match="ranks 0 and 1 list their messages in different orders"):
