@@ -312,15 +312,17 @@ def stop_process_group() -> None:
 
 
 def guard(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> int:
-    """Run a rank's main; on failure leave a report for the launcher and end at once.
+    """Run a rank's main to the end of its process; on failure leave a report for the launcher.
 
-    A rank that failed must not run destructors: leaving a process group whose peers are gone can wait for minutes. So
-    with peers, or with a launcher that reads the error file, the process ends here. Alone, the exception goes on.
+    A rank with peers, or with a launcher that reads the error file, ends here without running destructors. After a
+    failure, leaving a process group whose peers are gone can wait for minutes; after success, a communication thread
+    that still lets go of a tensor while the interpreter goes down would abort the process. Alone, main's result or
+    exception goes on.
     """
     alone = env.get("WORLD_SIZE", "1") == "1" and not _inside_slurm_step(env)
     error_file = env.get(ERROR_FILE)
     try:
-        return main()
+        code = main()
     except (KeyboardInterrupt, SystemExit) as stop:
         if alone and not error_file:
             raise
@@ -332,6 +334,9 @@ def guard(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> in
             raise
         logger.error("rank %s failed: %s", env.get("RANK", env.get("SLURM_PROCID", "?")), _text(error))
         _end_now(1)
+    if not alone:
+        _end_now(code)
+    return code
 
 
 def _write_error_file(error: Exception, path: str) -> bool:

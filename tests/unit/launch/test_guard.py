@@ -36,9 +36,15 @@ def details(path: Path) -> dict:
     return json.loads(path.read_text())["message"]["extraInfo"]
 
 
-def test_success_and_codes_pass_through() -> None:
+def test_alone_codes_pass_through() -> None:
     assert guard(lambda: 0, env={}) == 0
-    assert guard(lambda: 3, env={"WORLD_SIZE": "2"}) == 3
+    assert guard(lambda: 3, env={"WORLD_SIZE": "1"}) == 3
+
+
+def test_success_with_peers_ends_at_once() -> None:
+    # A communication thread that needs the interpreter while it goes down would abort a run that is complete.
+    done = run_child("print('all of it', end='')", WORLD_SIZE="2")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all of it", "")
 
 
 def test_alone_the_exception_goes_on() -> None:
