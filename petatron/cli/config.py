@@ -59,6 +59,8 @@ def _show(argv: list[str]) -> int:
     source = _locate(argv[0]) if named else _Source()
     flags = [text for text in argv[named:] if text not in ("--changed", "--yaml")]
     loaded, problems = resolve_config(flags, preset=source.preset, files=source.files, require_training=False)
+    if problems:
+        print(f"{ConfigError(problems)}\n", file=sys.stderr, flush=True)
     if "--yaml" in argv:
         print(dump_yaml(loaded.config, origins=loaded.origins), end="")
     else:
@@ -66,8 +68,6 @@ def _show(argv: list[str]) -> int:
     sys.stdout.flush()
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)
-    if problems:
-        print(f"\n{ConfigError(problems)}", file=sys.stderr)
     return 2 if problems else 0
 
 

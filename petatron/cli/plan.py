@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="F=1,B=2,...",
         help="time of F forward, B backward or its halves I input gradient and W weight gradient, of a rank's whole part of "
         "the model: with V stages per rank, each takes 1/V of it; and of a transfer (F=1,I=1,W=1,B=I+W,transfer=0; with B "
-        "alone, I and W are half of it)",
+        "alone, I and W are half of it, with B and one of them the other is the rest)",
     )
     one.add_argument("--out", metavar="FILE.svg", type=Path, help="write the picture here")
     one.add_argument(
@@ -95,9 +95,27 @@ def parse_costs(text: str) -> tuple[dict[str, float], list[Problem]]:
         elif not (math.isfinite(value) and (value > 0 or (name == "transfer" and value == 0))):
             rule = "is not a time" if name == "transfer" else "is not a time above 0"
             problems.append(Problem("--costs", word, rule, f"Write, for example, {name}=1.5."))
+        elif costs.get(name, value) != value:
+            problems.append(Problem("--costs", word, f"contradicts {name}={costs[name]:g}", "Write it once."))
         else:
             costs[name] = value
-    return costs, problems
+    return costs, problems + _half_problems(costs)
+
+
+def _half_problems(costs: dict[str, float]) -> list[Problem]:
+    """A backward is its two halves, so of the three numbers two say all."""
+    whole, halves = costs.get("B"), {name: costs[name] for name in ("I", "W") if name in costs}
+    total = sum(halves.values())
+    if whole is None or not halves:
+        return []
+    found = ",".join(f"{name}={value:g}" for name, value in halves.items())
+    if len(halves) == 2 and not math.isclose(whole, total):
+        rule = f"is not {found.replace(',', ' + ')} = {total:g}, the two halves it is made of"
+        return [Problem("--costs", f"B={whole:g}", rule, "Leave out B, or both halves.")]
+    if len(halves) == 1 and total >= whole:
+        rule = f"leaves nothing of B={whole:g} for the other half"
+        return [Problem("--costs", found, rule, "Give less for it, or leave out B.")]
+    return []
 
 
 def _shape_problems(options: argparse.Namespace) -> list[Problem]:
@@ -144,14 +162,14 @@ def _simulate(options: argparse.Namespace, name: str, costs: dict[str, float]) -
         group_size=options.group_size if name == "interleaved" else None,
     )
     whole = costs.get("B")
-    half = 1.0 if whole is None else whole / 2
+    half = {name: 1.0 if whole is None else whole - costs.get(other, whole / 2) for name, other in ("IW", "WI")}
     return simulate(
         schedule,
         Costs(
             forward=costs.get("F", 1.0) / virtual,
             backward=None if whole is None else whole / virtual,
-            input_grad=costs.get("I", half) / virtual,
-            weight_grad=costs.get("W", half) / virtual,
+            input_grad=costs.get("I", half["I"]) / virtual,
+            weight_grad=costs.get("W", half["W"]) / virtual,
             transfer=costs.get("transfer", 0.0),
         ),
     )

@@ -59,6 +59,8 @@ def main(argv: list[str]) -> int:
     if "--matrix" in argv:
         return verify_matrix.main(argv)
     options, flags = _parser().parse_known_args(argv)
+    if problems := verify_matrix.without_matrix(flags):
+        raise ConfigError(problems)
     flags = with_preset(flags)
     if options.record_into is not None:
         return guard(lambda: _record(flags, options))
@@ -68,7 +70,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError([Problem("--steps", str(options.steps), "is below 1", "Use 5, say.")])
     both = plan(flags, steps=options.steps, dtype=options.dtype, reference=options.reference or ONE_PROCESS)
     if options.inject:
-        parse_injection(options.inject, both.candidate.config.model)
+        parse_injection(options.inject, both.candidate.config)
     print(f"reference: {_layout(both.reference)}\nlayout:    {_layout(both.candidate)}")
     if both.left_out:
         print(f"not part of the comparison: {', '.join(both.left_out)}")

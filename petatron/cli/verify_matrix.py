@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _COULD_NOT_RUN = 2  # 1 says that a layout failed
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
+_DEFAULT_SEED = 1234
+_ONLY_HERE = ("--sample", "--random-model", "--only", "--nproc", "--list")
 _HEAD = f"{'layout':<38} {'ranks':>5} {'loss':>8} {'gradient':>8} {'weights':>8} {'time':>7}"
 
 
@@ -33,9 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--matrix", action="store_true", help="this mode")
     parser.add_argument("--sample", type=_positive, metavar="N", help="only N layouts, drawn at random")
-    parser.add_argument(
-        "--seed", type=int, default=1234, help="what the sample and random models are drawn with (1234)"
-    )
+    parser.add_argument("--seed", type=int, help=f"what the sample and random models are drawn with ({_DEFAULT_SEED})")
     parser.add_argument(
         "--random-model", action="store_true", help="draw another small model of odd shape for every layout"
     )
@@ -58,6 +58,10 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.rank_of is not None:
         return guard(lambda: _rank(options.rank_of))
+    if problems := _contradictions(options):
+        raise ConfigError(problems)
+    if options.seed is None:
+        options.seed = _DEFAULT_SEED
     from petatron.train.matrix import select
 
     entries = select(pattern=options.only, sample=options.sample, seed=options.seed, max_ranks=options.nproc)
@@ -65,12 +69,38 @@ def main(argv: list[str]) -> int:
         for entry in entries:
             print(f"{entry.name:<38} {entry.flags}")
         return 0
-    if options.json and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
-        rule = "is a folder" if options.json.is_dir() else "is in a folder that does not exist"
-        raise ConfigError([Problem("--json", str(options.json), rule, "Give a file in a folder that is there.")])
     if left_out := sum(entry.world_size > options.nproc for entry in select(pattern=options.only)):
         print(f"{left_out} layouts need more than {options.nproc} ranks and are left out.")
     return _run(_cases(entries, options), options)
+
+
+def _contradictions(options: argparse.Namespace) -> list[Problem]:
+    """Options that say nothing beside the others, and a report that could not be written."""
+    problems: list[Problem] = []
+    if options.list:
+        given = {"--json": options.json, "--inject": options.inject, "--random-model": options.random_model or None}
+        problems += [
+            Problem(flag, "", "is for running layouts, and --list runs none", "Leave one of the two out.")
+            for flag, value in given.items()
+            if value is not None
+        ]
+    elif options.json and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
+        rule = "is a folder" if options.json.is_dir() else "is in a folder that does not exist"
+        problems.append(Problem("--json", str(options.json), rule, "Give a file in a folder that is there."))
+    if options.seed is not None and options.sample is None and not options.random_model:
+        rule = "is for drawing layouts or models, and nothing is drawn"
+        problems.append(Problem("--seed", str(options.seed), rule, "Add --sample or --random-model, or leave it out."))
+    return problems
+
+
+def without_matrix(flags: list[str]) -> list[Problem]:
+    """Options of the matrix among the words of a verification of one layout."""
+    words = [word.partition("=")[0] for word in flags]
+    return [
+        Problem(word, "", "chooses from the matrix of layouts, but --matrix is not given", "Add --matrix.")
+        for word in words
+        if word in _ONLY_HERE
+    ]
 
 
 def _positive(text: str) -> int:

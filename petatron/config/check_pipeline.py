@@ -15,6 +15,11 @@ _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 _SCHEDULE, _VIRTUAL = "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"
 
 
+def splits_backward(parallel: ParallelConfig) -> bool:
+    """Whether weight gradients are made apart from, and later than, those of the inputs (zero bubble)."""
+    return parallel.pipeline_schedule in ("zb-h1", "zb-v")
+
+
 def check_pipeline(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     low = [problem for name in (*_SIZES, _GROUP) for problem in at_least(name, getattr(parallel, name), 1)]
@@ -26,7 +31,7 @@ def check_pipeline(config: RunConfig) -> Iterator[Problem]:
     if not mismatch:
         yield from stage_problems(config)
     group, pp = getattr(parallel, _GROUP), parallel.pipeline_model_parallel_size
-    if group is not None and group < pp:
+    if group is not None and group < pp and parallel.pipeline_schedule == "interleaved":  # idle elsewhere
         rule = f"is below --pipeline-model-parallel-size {pp}, so a rank would wait for its own output"
         yield Problem(flag_of(_GROUP), str(group), rule, f"Use {pp} or more.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
+from petatron.config.check_pipeline import splits_backward
 from petatron.config.schema import RunConfig
 from petatron.config.stages import largest_stage
 from petatron.config.wording import above, at_least, multiples_near, within
@@ -51,7 +52,7 @@ def _memory(config: RunConfig) -> Iterator[Problem]:
     if budget is not None and granularity is not None:
         rule = f"chooses what to recompute, and so does --recompute-granularity {granularity}"
         yield Problem("--recompute-memory-budget-gb", f"{budget:g}", rule, "Keep one of them.")
-    if budget is not None and (config.parallel.pipeline_schedule or "").startswith("zb"):
+    if budget is not None and splits_backward(config.parallel):
         rule = f"cannot be kept with --pipeline-schedule {config.parallel.pipeline_schedule}, which holds operands back"
         yield Problem("--recompute-memory-budget-gb", f"{budget:g}", rule, "Use 1f1b or interleaved.")
     yield from above("recompute_memory_budget_gb", budget, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
+from petatron.config.check_pipeline import splits_backward
 from petatron.config.fields import listing
 from petatron.config.schema import ParallelConfig, RunConfig
 from petatron.config.wording import at_least, divisors
@@ -27,18 +28,10 @@ def check_sharding(config: RunConfig) -> Iterator[Problem]:
 
 
 def _fully_sharded(parallel: ParallelConfig, strategy: str) -> Iterator[Problem]:
-    for flag, given in (
-        ("--use-distributed-optimizer", parallel.use_distributed_optimizer),
-        ("--overlap-param-gather", parallel.overlap_param_gather),
-    ):
-        if given:
-            rule = f"belongs to the distributed optimizer, but {_STRATEGY} is {strategy}, which does this by itself"
-            yield Problem(flag, "", rule, "Leave it out.")
-    if parallel.pipeline_schedule in ("zb-h1", "zb-v"):
+    if splits_backward(parallel):
         rule = f"splits the backward pass, which would bypass the gradient reduction of {_STRATEGY} {strategy}"
-        yield Problem(
-            "--pipeline-schedule", parallel.pipeline_schedule, rule, "Use 1f1b, interleaved or gpipe; or optim."
-        )
+        fix = "Use 1f1b, interleaved or gpipe; or optim."
+        yield Problem("--pipeline-schedule", str(parallel.pipeline_schedule), rule, fix)
 
 
 def _optimizer_sharded(parallel: ParallelConfig, strategy: str | None) -> Iterator[Problem]:

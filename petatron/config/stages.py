@@ -122,7 +122,9 @@ def _even_problems(config: RunConfig) -> Iterator[Problem]:
     units = layers + len(extra)
     if units % pp:
         counted = f" + {' + '.join(extra)} = {units}" if extra else ""
-        fix = f"Use {divisors(units)}, or cut unevenly, for instance with {flag_of(_LAST)}."
+        sizes = _usable_sizes(units, virtual) or "another number of layers"
+        uneven = _LAYOUT if parallel.pipeline_schedule == "zb-v" else flag_of(_LAST)
+        fix = f"Use {sizes}, or cut unevenly, for instance with {uneven}."
         yield Problem(_PIPELINE, str(pp), f"does not divide --num-layers {layers}{counted}", fix)
         return
     share = units // pp
@@ -132,9 +134,24 @@ def _even_problems(config: RunConfig) -> Iterator[Problem]:
     elif chunk is not None and chunk > 0 and share // chunk != virtual:
         rule = f"makes {share // chunk} virtual stages per rank, but {flag_of(_VIRTUAL)} is {virtual}"
         yield Problem(flag_of(_CHUNK), str(chunk), rule, "Leave one of them out.")
+    elif share % virtual and parallel.pipeline_schedule == "zb-v":
+        noun = "layer" if share == 1 else "layers"
+        rule = f"needs two stages per rank, which a pipeline rank's {share} {noun} cannot fill alike"
+        enough = -(-units // (2 * pp)) * 2 * pp - len(extra)
+        smaller = f"{_PIPELINE} {sizes}, " if (sizes := _usable_sizes(units, 2)) else ""
+        fix = f"Use {smaller}--num-layers {enough}, {_LAYOUT}, or another schedule."
+        yield Problem("--pipeline-schedule", "zb-v", rule, fix)
     elif share % virtual:
         rule = f"does not divide the {share} layers of a pipeline rank"
         yield Problem(flag_of(_VIRTUAL), str(virtual), rule, f"Use {divisors(share)}.")
+
+
+def _usable_sizes(units: int, virtual: int) -> str:
+    """The pipeline sizes that cut so many layers alike; one rank is a pipeline without virtual stages only."""
+    if virtual == 1:
+        return divisors(units)
+    sizes = [size for size in range(2, min(units, 4096) + 1) if units % (size * virtual) == 0]
+    return listing(sizes[:12]) if sizes else ""
 
 
 def _uneven_problems(config: RunConfig) -> Iterator[Problem]:

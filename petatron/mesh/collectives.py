@@ -77,9 +77,7 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
 def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Handle:
     """Begin to fill `out` with the ranks' tensors one after the other; `x` may be this rank's part of `out`."""
     if axis.size == 1:
-        if out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        return Handle()
+        return _copied(out, x)
     axis.record.add(axis.name, "all_gather", elements=out.numel(), dtype=x.dtype)
     return Handle(_all_gather(out, x, group=axis.group, async_op=True))
 
@@ -87,11 +85,16 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Handle:
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
     """Begin to fill `out` with this rank's part of the sum of the ranks' tensors."""
     if axis.size == 1:
-        if out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        return Handle()
+        return _copied(out, x)
     axis.record.add(axis.name, "reduce_scatter", elements=x.numel(), dtype=x.dtype)
     return Handle(_reduce_scatter(out, x, group=axis.group, async_op=True))
+
+
+def _copied(out: Tensor, x: Tensor) -> Handle:
+    """What one rank gathers or scatters is its own tensor, which may be where it belongs already."""
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+    return Handle()
 
 
 def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:

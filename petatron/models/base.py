@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from petatron.config.schema import ModelConfig, MoEConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -33,3 +35,12 @@ class Batch:
 
         values = (getattr(self, part.name) for part in fields(self))
         return Batch(*(None if x is None else x.to(device, non_blocking=True) for x in values))
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a model is, whatever its layout; `experts_in` says which layers are mixtures of experts."""
+
+    model: ModelConfig
+    moe: MoEConfig | None
+    experts_in: tuple[bool, ...]

@@ -88,33 +88,31 @@ class Decoder(nn.Module):
 
         `extra_loss_scale` and `reports` are those of `Pass`.
         """
-        positions = self._positions(batch)
+        out = self._run(batch, x_SBD, extra_loss_scale, {} if reports is None else reports)
+        return out if self.head is None else self.head.vocabulary.token_losses(out, batch.labels.t())
+
+    def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits [B, S, vocabulary], whole on every rank; needs both ends of the model."""
+        assert self.embedding is not None and self.head is not None
+        out = self._run(Batch(tokens_BS, tokens_BS, tokens_BS, positions), None, None, {})
+        return self.head.vocabulary.whole_logits(out).transpose(0, 1)
+
+    def _run(
+        self, batch: Batch, x_SBD: Tensor | None, extra_loss_scale: Tensor | None, reports: dict[int, Tensor]
+    ) -> Tensor:
+        """Logits [S, B, this rank's part of the vocabulary] from the last stage, else activations."""
+        positions = batch.positions
+        if positions is None:
+            positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         if self.embedding is not None:
             x_SBD = self._embed(batch.tokens, positions)
         assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
         rotation = None if self.rotary is None else self.rotary(positions, x_SBD.dtype)
-        passing = Pass(rotation, batch.document_starts, extra_loss_scale, {} if reports is None else reports)
+        passing = Pass(rotation, batch.document_starts, extra_loss_scale, reports)
         x_SBD = self.run_layers(list(self.layers.values()), x_SBD, passing)
         if self.head is None or self.norm is None:
             return x_SBD
-        logits = self.head(self.norm(x_SBD), None if self.embedding is None else self.embedding.weight)
-        return self.head.vocabulary.token_losses(logits, batch.labels.t())
-
-    def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits [B, S, vocabulary], whole on every rank; needs both ends of the model."""
-        assert self.embedding is not None and self.head is not None and self.norm is not None
-        batch = Batch(tokens_BS, tokens_BS, tokens_BS, positions)
-        positions = self._positions(batch)
-        x_SBD = self._embed(tokens_BS, positions)
-        rotation = None if self.rotary is None else self.rotary(positions, x_SBD.dtype)
-        x_SBD = self.run_layers(list(self.layers.values()), x_SBD, Pass(rotation))
-        logits = self.head(self.norm(x_SBD), self.embedding.weight)
-        return self.head.vocabulary.whole_logits(logits).transpose(0, 1)
-
-    def _positions(self, batch: Batch) -> Tensor:
-        if batch.positions is not None:
-            return batch.positions
-        return torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        return self.head(self.norm(x_SBD), None if self.embedding is None else self.embedding.weight)
 
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None

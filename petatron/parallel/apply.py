@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.base.log import get_logger
+from petatron.config.check_pipeline import splits_backward
 from petatron.config.check_sharding import FSDP
 from petatron.config.schema import RunConfig
 from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
@@ -116,7 +117,7 @@ def _split(
     )
     placements = split_weights(stage, recipe.shards, split)
     connect(stage, recipe.shards, mesh.tp, sequence=sequence, shared=streams.shared)
-    if mesh.pp.size > 1 and (run.parallel.pipeline_schedule or "").startswith("zb"):
+    if mesh.pp.size > 1 and splits_backward(run.parallel):
         defer_weight_gradients(stage, weight_grads)
     split_vocabulary(stage, recipe.shards, mesh.tp)
     return placements

@@ -115,7 +115,11 @@ class DeferredGroupedProduct:
 
 
 def defer_weight_gradients(model: nn.Module, queue: WeightGradQueue) -> None:
-    """Let every product of a model leave its weight gradient in a queue; the last step that fills product slots."""
+    """Let every product of a model leave its weight gradient in a queue.
+
+    Comes after tensor parallelism, whose products keep their communication and multiply in another way, and before
+    recompute, which wraps the products it finds; a `Linear` that is not split gets another product.
+    """
     later = DeferredProduct(queue)
     for module in model.modules():
         if isinstance(module, GroupedLinear):

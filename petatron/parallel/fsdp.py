@@ -57,16 +57,6 @@ def shard_dim(shape: Shape, ranks: int) -> int:
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
-def padded_elements(shape: Shape, ranks: int) -> int:
-    """How many elements of a parameter travel when it is gathered or its gradient is scattered.
-
-    >>> padded_elements((7, 6), 2), padded_elements((1, 7, 6), 2)
-    (48, 42)
-    """
-    dim = shard_dim(shape, ranks)
-    return math.prod(shape) // shape[dim] * (-(-shape[dim] // ranks) * ranks)
-
-
 def owned_stretch(placement: Placement, axis: Axis, copies: Axis) -> Stretch:
     """The part of a parameter that this rank keeps, as it lies in memory."""
     shape, dim = placement.shape, shard_dim(placement.shape, axis.size)

@@ -12,14 +12,14 @@ from torch import Tensor
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
-from petatron.models.base import Batch
+from petatron.models.base import Architecture, Batch
 from petatron.models.decoder import Decoder
 from petatron.parallel.apply import Parallelized
 from petatron.parallel.context import split_batch
 from petatron.parallel.pipeline import Pipeline, Scales
 from petatron.parallel.routing import RouterTotals
 from petatron.parallel.schedule import Schedule, build_schedule, forward_only, stage_rank
-from petatron.parallel.schedule.actions import Kind, TimedAction
+from petatron.parallel.schedule.actions import TimedAction, most_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,10 @@ class PipelinePlan:
     def in_flight(self, micro_batches: int) -> list[int]:
         """How many micro-batches' activations each stage holds at most."""
         schedule = self.training(micro_batches)
-        alive, most = [0] * schedule.stages, [0] * schedule.stages
-        for actions in schedule.actions:
-            for action in actions:
-                if action.kind is Kind.FORWARD:
-                    alive[action.stage] += 1
-                    most[action.stage] = max(most[action.stage], alive[action.stage])
-                elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
-                    alive[action.stage] -= 1
-        return most
+        return [
+            most_held(action for action in schedule.actions[self.rank_of(stage)] if action.stage == stage)
+            for stage in range(schedule.stages)
+        ]
 
     def training(self, micro_batches: int) -> Schedule:
         return build_schedule(
@@ -80,9 +75,11 @@ class ParallelModel:
         mesh: ParallelMesh,
         streams: RandomStreams,
         *,
+        architecture: Architecture,
         dtype: torch.dtype,
         sequence_parallel: bool,
     ) -> None:
+        self.architecture = architecture
         self.stages = stages
         self.mesh = mesh
         self.streams = streams
@@ -92,7 +89,7 @@ class ParallelModel:
         self.groups = parts.groups
         self.gradients = parts.gradients
         self.routers = routers
-        self._dtype = dtype
+        self.dtype = dtype
         # NCCL wants every rank of a group in its first call, and the first transfers would come from two of them.
         collectives.barrier(mesh.pp)
         self._pipeline = Pipeline(
@@ -161,7 +158,7 @@ class ParallelModel:
         size, length = batch.tokens.shape
         rows = length // self.mesh.tp.size if self.sequence_parallel else length
         hidden = next(iter(self.stages.values())).config.hidden_size
-        return torch.empty(rows, size, hidden, dtype=self._dtype, device=self.mesh.device)
+        return torch.empty(rows, size, hidden, dtype=self.dtype, device=self.mesh.device)
 
     def _clock(self) -> float:
         if self.mesh.device.type == "cuda":

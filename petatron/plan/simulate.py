@@ -5,8 +5,7 @@ its list and takes none of the rank's time. A message travels when both its ends
 the messages between two ranks start in the order of their lists; those in the same direction come one after the other, those
 in opposite directions pass each other. A computation waits for the messages it needs.
 
-Activations are counted in micro-batches of one stage: each is held from the beginning of its forward to the end of its backward
-(of its weight gradient, where the backward is split). That depends on the order alone, not on the costs.
+Activations are counted in micro-batches of one stage (`most_held`); how many are kept depends on the order alone, not on the costs.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from petatron.parallel.schedule.actions import (
     Kind,
     Product,
     TimedAction,
+    most_held,
     needed_by,
     produced_by,
 )
@@ -105,18 +105,7 @@ def theoretical_bubble(name: str, *, ranks: int, virtual: int, micro_batches: in
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """The most micro-batches of one stage each rank holds at a time."""
-    peaks: list[int] = []
-    for actions in schedule.actions:
-        whole = {(a.stage, a.micro_batch) for a in actions if a.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)}
-        held = peak = 0
-        for action in actions:
-            if action.kind is Kind.FORWARD and (action.stage, action.micro_batch) in whole:
-                held += 1
-                peak = max(peak, held)
-            elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
-                held -= 1
-        peaks.append(peak)
-    return tuple(peaks)
+    return tuple(most_held(actions) for actions in schedule.actions)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:

@@ -43,6 +43,8 @@ def test_costs_are_of_the_whole_rank(capsys: pytest.CaptureFixture[str]):
     assert "each of 1/2 of the rank's layers" in two
     _, split, _ = _plan(capsys, "--name", "zb-h1", *shape)  # I and W are half of B
     assert f"time              {6 * 8 + 2 * 3}" in split
+    times = [_plan(capsys, "--name", "zb-h1", *shape[:-1], costs)[1] for costs in ("B=3,I=1", "B=3,W=2", "I=1,W=2")]
+    assert times[0] == times[1] == times[2]
 
 
 def test_all_schedules_side_by_side(capsys: pytest.CaptureFixture[str]):
@@ -87,6 +89,15 @@ def test_a_measured_timeline_is_drawn(capsys: pytest.CaptureFixture[str], tmp_pa
         ("--name 1f1b --pp 2 --microbatches 4 --costs F", "--costs F is not a time above 0"),
         ("--name 1f1b --pp 2 --microbatches 4 --costs transfer=-1", "--costs transfer=-1 is not a time"),
         ("--name 1f1b --pp 2 --microbatches 4 --costs Q=1", "--costs Q=1 names no action"),
+        ("--name 1f1b --pp 2 --microbatches 4 --costs F=1,F=2", "--costs F=2 contradicts F=1. Write it once."),
+        (
+            "--name zb-h1 --pp 2 --microbatches 4 --costs B=2,I=3,W=1",
+            "--costs B=2 is not I=3 + W=1 = 4, the two halves",
+        ),
+        (
+            "--name zb-h1 --pp 2 --microbatches 4 --costs B=2,W=2",
+            "--costs W=2 leaves nothing of B=2 for the other half",
+        ),
         ("--name 1f1b --pp 2 --microbatches 4 --out picture.png", "--out picture.png does not end in .svg"),
         ("--pp 2 --microbatches 4 --out picture.svg", "needs a schedule to draw"),
         ("--measured x.json --pp 2", "--pp 2 goes with a simulated schedule"),

@@ -96,7 +96,7 @@ def test_list_runs_nothing(capfd: pytest.CaptureFixture[str]):
     ]
 
 
-def test_mistakes(capfd: pytest.CaptureFixture[str]):
+def test_mistakes(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert main(["verify", "--matrix", "--only", "tp9"]) == 2
     assert "--only tp9 fits no layout of the matrix" in capfd.readouterr().err
     assert main(["verify", "--matrix", "--only", "dense:tp2-sp.pp2.cp2", "--nproc", "4"]) == 2
@@ -105,5 +105,23 @@ def test_mistakes(capfd: pytest.CaptureFixture[str]):
         with pytest.raises(SystemExit) as stopped:
             main(["verify", "--matrix", *wrong])
         assert stopped.value.code == 2
+    for words, says in (
+        ("--matrix --list --json out.json", "--json is for running layouts, and --list runs none"),
+        ("--matrix --list --inject norm.weight", "--inject is for running layouts, and --list runs none"),
+        ("--matrix --list --random-model", "--random-model is for running layouts, and --list runs none"),
+        ("--matrix --only dp2 --seed 5", "--seed 5 is for drawing layouts or models, and nothing is drawn"),
+        (f"--matrix --only dp2 --json {tmp_path}", f"--json {tmp_path} is a folder"),
+        (f"--matrix --only dp2 --json {tmp_path}/no/x", "is in a folder that does not exist"),
+        (
+            "tiny-llama --sample 3",
+            "--sample chooses from the matrix of layouts, but --matrix is not given. Add --matrix.",
+        ),
+        ("tiny-llama --only=dp2 --list", "2 problems in this configuration:"),
+        ("--random-model", "--random-model chooses from the matrix"),
+        ("tiny-llama --tp 2 --nproc 2", "--nproc chooses from the matrix"),
+    ):
+        assert main(["verify", *words.split()]) == 2, words
+        captured = capfd.readouterr()
+        assert says in captured.err and captured.out == "", words
     assert main(["verify", "--matrix", "--only", "dense:dp2", "--inject", "nothing"]) == 2
     assert "names no tensor" in capfd.readouterr().err

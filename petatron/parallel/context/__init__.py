@@ -32,7 +32,7 @@ from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.base import Batch
 from petatron.parallel.context.heads import HeadExchange
 from petatron.parallel.context.order import zigzag
-from petatron.parallel.context.ring import gathered_attention, ring_attention
+from petatron.parallel.context.ring import Way, distributed_attention
 
 
 def split_batch(batch: Batch, axis: Axis) -> Batch:
@@ -52,11 +52,11 @@ class ContextAttention(CoreAttention):
     Either axis may have a single rank, over which nothing happens.
     """
 
-    def __init__(self, core: CoreAttention, *, heads: Axis, keys: Axis, gather: bool) -> None:
+    def __init__(self, core: CoreAttention, *, heads: Axis, keys: Axis, way: Way) -> None:
         super().__init__(window=core.window, dropout=core.dropout)
         self.exchange = HeadExchange(heads)
         self.keys = keys
-        self.gather = gather
+        self.way: Way = way
 
     def forward(
         self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, document_starts_BS: Tensor | None = None
@@ -65,9 +65,16 @@ class ContextAttention(CoreAttention):
         if self.keys.size == 1:
             out = super().forward(q, k, v, document_starts_BS)
         else:
-            attend = gathered_attention if self.gather else ring_attention
-            dropout = self.dropout if self.training else 0.0
-            out = attend(q, k, v, self.keys, window=self.window, dropout=dropout, document_starts_BS=document_starts_BS)
+            out = distributed_attention(
+                q,
+                k,
+                v,
+                self.keys,
+                way=self.way,
+                window=self.window,
+                dropout=self.dropout if self.training else 0.0,
+                document_starts_BS=document_starts_BS,
+            )
         return self.exchange.to_heads(out)
 
 
@@ -79,8 +86,9 @@ def connect_context(model: nn.Module, mesh: ParallelMesh, *, comm_type: str, siz
     if exchanging is None:
         assert comm_type == "a2a+p2p" and len(sizes) == 2 and math.prod(sizes) == mesh.cp.size, (comm_type, sizes)
         exchanging = sizes[0]
+    way: Way = "gather" if comm_type == "all_gather" else "ring"
     heads, keys = mesh.blocks("cp", exchanging), mesh.strides("cp", exchanging)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, CoreAttention):
-                setattr(module, name, ContextAttention(child, heads=heads, keys=keys, gather=comm_type == "all_gather"))
+                setattr(module, name, ContextAttention(child, heads=heads, keys=keys, way=way))

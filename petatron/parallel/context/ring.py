@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from petatron.mesh.mesh import Axis
 from petatron.parallel.context.order import sorted_by_position, sorted_by_rank, zigzag
 
 Pair = tuple[Tensor, Tensor]
+Way = Literal["ring", "gather"]
+"""How the keys of other ranks are met, see above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,42 +47,6 @@ class _Plan:
         """This rank's queries against the keys of a rank, or of all."""
         keys = (range(self.length),) if source is None else self.held_by(source)
         return BlockMask(self.held_by(self.axis.rank), keys, self.bounds)
-
-
-def ring_attention(
-    q_SBHE: Tensor,
-    k_SBKE: Tensor,
-    v_SBKE: Tensor,
-    axis: Axis,
-    *,
-    window: int | None,
-    dropout: float,
-    document_starts_BS: Tensor | None,
-) -> Tensor:
-    """Keys and values travel around the axis."""
-    plan = _plan(q_SBHE, axis, window, dropout, document_starts_BS)
-    return _RingAttention.apply(q_SBHE, k_SBKE, v_SBKE, plan)  # pyright: ignore[reportReturnType]
-
-
-def gathered_attention(
-    q_SBHE: Tensor,
-    k_SBKE: Tensor,
-    v_SBKE: Tensor,
-    axis: Axis,
-    *,
-    window: int | None,
-    dropout: float,
-    document_starts_BS: Tensor | None,
-) -> Tensor:
-    """Keys and values of the whole sequence are gathered on every rank of the axis."""
-    plan = _plan(q_SBHE, axis, window, dropout, document_starts_BS)
-    return _GatheredAttention.apply(q_SBHE, k_SBKE, v_SBKE, plan)  # pyright: ignore[reportReturnType]
-
-
-def _plan(q: Tensor, axis: Axis, window: int | None, dropout: float, starts: Tensor | None) -> _Plan:
-    length = q.shape[0] * axis.size
-    bounds = Bounds.build(length, window=window, document_starts_BS=starts, device=q.device)
-    return _Plan(axis, length, bounds, Dropout.draw(dropout))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -194,3 +160,24 @@ def _packed(k_SBKE: Tensor, v_SBKE: Tensor) -> Tensor:
 def _unpacked(packed: Tensor, k_SBKE: Tensor, v_SBKE: Tensor) -> Pair:
     k, v = packed.split([k_SBKE[0, 0].numel(), v_SBKE[0, 0].numel()], dim=-1)
     return k.unflatten(-1, k_SBKE.shape[2:]), v.unflatten(-1, v_SBKE.shape[2:])
+
+
+_WAYS = {"ring": _RingAttention, "gather": _GatheredAttention}
+
+
+def distributed_attention(
+    q_SBHE: Tensor,
+    k_SBKE: Tensor,
+    v_SBKE: Tensor,
+    axis: Axis,
+    *,
+    way: Way,
+    window: int | None,
+    dropout: float,
+    document_starts_BS: Tensor | None,
+) -> Tensor:
+    """Attention of this rank's queries over the keys and values of every rank of the axis."""
+    length = q_SBHE.shape[0] * axis.size
+    bounds = Bounds.build(length, window=window, document_starts_BS=document_starts_BS, device=q_SBHE.device)
+    plan = _Plan(axis, length, bounds, Dropout.draw(dropout))
+    return _WAYS[way].apply(q_SBHE, k_SBKE, v_SBKE, plan)  # pyright: ignore[reportReturnType]

@@ -53,10 +53,6 @@ class Schedule:
         """The rank that holds a stage."""
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.stages)
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages a rank holds, in model order."""
-        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
-
 
 def stage_rank(name: str, stage: int, *, ranks: int, stages: int) -> int:
     """The rank that holds a stage under a schedule."""
@@ -77,7 +73,7 @@ def schedule_problem(
         return f"{name} has one stage per rank, not {virtual}; interleaved has any number, zb-v two"
     if name == "zb-v" and virtual != 2 and (ranks, virtual) != (1, 1):
         return f"zb-v has exactly two stages per rank, not {virtual}"
-    if group_size is not None and group_size < ranks:
+    if name == "interleaved" and group_size is not None and group_size < ranks:
         return f"a group of {group_size} micro-batches is smaller than the pipeline's {ranks} ranks"
     return None
 

@@ -5,6 +5,7 @@ No torch here: schedules are drawn, simulated and tested without it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -78,3 +79,25 @@ def needed_by(action: Action, *, stages: int) -> tuple[Product, ...]:
     if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
         return (own,) if stage == stages - 1 else (own, (Kind.INPUT_GRAD, stage + 1, micro_batch))
     return ((Kind.INPUT_GRAD, stage, micro_batch),)
+
+
+def most_held(actions: Iterable[Action]) -> int:
+    """The most micro-batches of one stage whose activations are kept at a time, going through actions of one rank in order.
+
+    Each is held from its forward to the end of its backward, or of its weight gradient where the backward is split; a
+    forward without any (evaluation) holds nothing.
+
+    >>> most_held([Action(Kind.FORWARD, 0, 0), Action(Kind.FORWARD, 0, 1), Action(Kind.BACKWARD, 0, 0)])
+    1
+    """
+    actions = list(actions)
+    releases = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+    released = {(action.stage, action.micro_batch) for action in actions if action.kind in releases}
+    held = most = 0
+    for action in actions:
+        if action.kind is Kind.FORWARD and (action.stage, action.micro_batch) in released:
+            held += 1
+            most = max(most, held)
+        elif action.kind in releases:
+            held -= 1
+    return most

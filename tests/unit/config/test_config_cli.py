@@ -114,7 +114,16 @@ def test_show_still_shows_when_there_are_problems(capsys: pytest.CaptureFixture[
     code, out, err = run(capsys, "config", "show", "tiny-llama", "--tp", "3", "--bogus")
     assert code == 2
     assert "tensor_model_parallel_size" in out
-    assert "2 problems in this configuration:" in err
+    assert err.startswith("2 problems in this configuration:")
+
+
+def test_show_says_what_is_wrong_before_the_long_table():
+    """Through one pipe, as on a terminal: the table would push the problems out of sight."""
+    command = [sys.executable, "-m", "petatron", "config", "show", "tiny-llama", "--tp", "3", "--changed"]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert answer.returncode == 2
+    assert answer.stdout.startswith("1 problem in this configuration:\n")
+    assert answer.stdout.index("does not divide") < answer.stdout.index("tensor_model_parallel_size")
 
 
 def test_show_of_a_file_and_of_a_run_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path):

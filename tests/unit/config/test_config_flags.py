@@ -185,5 +185,7 @@ def test_every_field_can_be_typed(data: st.DataObject):
         max_size=8,
     )
 )
-def test_no_command_line_makes_the_parser_crash(argv: list[str]):
-    parse_flags(argv)
+def test_any_command_line_becomes_values_and_problems_one_can_read(argv: list[str]):
+    parsed = parse_flags(argv)
+    assert {setting.path for setting in parsed.settings} <= {info.path for info in all_fields()}
+    assert all(problem.rule and problem.fix for problem in parsed.problems)

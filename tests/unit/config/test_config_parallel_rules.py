@@ -66,8 +66,6 @@ REFUSED = [
     # data parallelism
     ("--overlap-param-gather", "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce. Add them, or leave it out."),
     ("--use-distributed-optimizer --overlap-param-gather --no-overlap-grad-reduce", "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce. Add them, or leave it out."),
-    ("--use-torch-fsdp2 --use-distributed-optimizer", "--use-distributed-optimizer belongs to the distributed optimizer, but --data-parallel-sharding-strategy is optim_grads_params, which does this by itself. Leave it out."),
-    ("--use-torch-fsdp2 --overlap-param-gather", "--overlap-param-gather belongs to the distributed optimizer, but --data-parallel-sharding-strategy is optim_grads_params, which does this by itself. Leave it out."),
     ("--pp 2 --pipeline-schedule zb-h1 --data-parallel-sharding-strategy optim_grads", "--pipeline-schedule zb-h1 splits the backward pass, which would bypass the gradient reduction of --data-parallel-sharding-strategy optim_grads. Use 1f1b, interleaved or gpipe; or optim."),
     ("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", "--data-parallel-sharding-strategy no_shard contradicts --use-distributed-optimizer. Use optim, or leave one of them out."),
     ("--no-use-distributed-optimizer --data-parallel-sharding-strategy optim", "--data-parallel-sharding-strategy optim contradicts --no-use-distributed-optimizer. Leave one of them out."),
@@ -156,13 +154,26 @@ def test_the_switch_for_fsdp_leaves_the_strategy_to_its_own_flag(switch: str):
         assert load(flags).config.parallel.data_parallel_sharding_strategy == "optim_grads"
 
 
+FULLY = "has no effect: fully_shard shares the optimizer state and gathers by itself"
+ALONE = "has no effect: no two ranks hold the same weights, as data-parallel ones do"
 IDLE = [
     ("--cp-comm-type a2a", "--cp-comm-type has no effect: the context-parallel size is 1"),
     ("--pipeline-schedule gpipe", "--pipeline-schedule has no effect: the pipeline-parallel size is 1"),
     ("--account-for-loss-in-pipeline-split", "--account-for-loss-in-pipeline-split has no effect: the pipeline-parallel size is 1"),
     ("--pp 2 --microbatch-group-size-per-virtual-pipeline-stage 4", "--microbatch-group-size-per-virtual-pipeline-stage has no effect: it is for the interleaved schedule"),
     ("--dp 2 --num-distributed-optimizer-instances 2", "--num-distributed-optimizer-instances has no effect: no optimizer state is sharded"),
-    ("--use-torch-fsdp2 --no-overlap-grad-reduce", "--overlap-grad-reduce has no effect: fully_shard reduces the gradients"),
+    ("--pp 4 --microbatch-group-size-per-virtual-pipeline-stage 2", "--microbatch-group-size-per-virtual-pipeline-stage has no effect: it is for the interleaved schedule"),
+    ("--dp 2 --use-torch-fsdp2 --no-overlap-grad-reduce", "--overlap-grad-reduce has no effect: fully_shard reduces the gradients"),
+    ("--dp 2 --use-torch-fsdp2 --use-distributed-optimizer", f"--use-distributed-optimizer {FULLY}"),
+    ("--cp 2 --use-torch-fsdp2 --overlap-param-gather", f"--overlap-param-gather {FULLY}"),
+    ("--use-distributed-optimizer", f"--use-distributed-optimizer {ALONE}"),
+    ("--tp 2 --pp 2 --no-overlap-grad-reduce", f"--overlap-grad-reduce {ALONE}"),
+    ("--ddp-bucket-size 1000", f"--ddp-bucket-size {ALONE}"),
+    ("--use-torch-fsdp2", f"--data-parallel-sharding-strategy {ALONE}"),
+    ("--tp 2 --etp 2", "--expert-tensor-parallel-size has no effect: the model has no experts"),
+    (f"{EXPERTS} --moe-grouped-gemm --bf16 --device cpu", "--moe-grouped-gemm has no effect: the CPU multiplies for one expert after the other"),
+    (f"{EXPERTS} --moe-grouped-gemm", "--moe-grouped-gemm has no effect: the grouped kernel takes bfloat16 (--bf16)"),
+    (f"{EXPERTS} --moe-grouped-gemm --bf16 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity", "--moe-grouped-gemm has no effect: inputs padded to capacity are one batched product anyway"),
     ("--moe-latent-size 8", "--moe-latent-size has no effect: the model has no experts"),
     (f"{EXPERTS} --moe-token-drop-policy position", "--moe-token-drop-policy has no effect: no token is dropped without --moe-expert-capacity-factor"),
     (f"{EXPERTS} --moe-router-num-groups 2", "--moe-router-num-groups has no effect: it is for --moe-router-group-topk"),
@@ -180,6 +191,12 @@ IDLE = [
 @pytest.mark.parametrize(("flags", "notice"), IDLE, ids=[row[0] for row in IDLE])
 def test_settings_without_effect_are_said_aloud(flags: str, notice: str):
     assert load(flags).notices == (notice,)
+
+
+@pytest.mark.parametrize("flags", ["--dp 2", "--cp 2", f"{EXPERTS} --tp 2 --etp 1 --sp", f"{EXPERTS} --bf16 --moe-grouped-gemm --dp 2"])  # fmt: skip
+def test_settings_with_effect_are_not(flags: str):
+    """Copies of the weights lie on data- and context-parallel ranks; copies of experts on others too."""
+    assert load(f"{flags} --use-distributed-optimizer --no-overlap-grad-reduce --ddp-bucket-size 1000").notices == ()
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,6 +3,7 @@
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -64,18 +65,19 @@ def test_seeds_never_change():
     assert stable_seed("a", 1) != stable_seed("a1") and 0 <= stable_seed("a") < 2**63
 
 
-def _draws() -> dict[str, Any]:
-    mesh = ParallelMesh(Layout(tp=2, dp_shard=2), dist.get_rank())
+def _draws(layout: Layout) -> dict[str, Any]:
+    mesh = ParallelMesh(layout, dist.get_rank())
     streams = RandomStreams.start(7, mesh)
     return {"own": torch.rand(4).tolist(), "shared": torch.rand(4, generator=streams.shared).tolist()}
 
 
-def test_streams_over_ranks(ranks: RankPool):
-    found = ranks.run(_draws, 4)
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp_shard=2), Layout(tp=2, cp=2), Layout(tp=2, pp=2)], ids=str)
+def test_streams_over_ranks(ranks: RankPool, layout: Layout):
+    found = ranks.run(_draws, 4, layout)
     own, shared = ([tuple(result[kind]) for result in found] for kind in ("own", "shared"))
     assert len(set(own)) == 4, "the own stream differs on every rank"
     assert shared[0] == shared[1] and shared[2] == shared[3], "ranks of a tensor-parallel group draw alike"
-    assert shared[0] != shared[2], "data-parallel replicas drop different elements"
+    assert shared[0] != shared[2], "other replicas, parts of a sequence and stages drop other elements"
     assert not set(own) & set(shared)
 
 

@@ -243,7 +243,7 @@ def test_one_rank_keeps_its_core():
 
 
 def test_the_core_keeps_its_settings():
-    core = ContextAttention(CoreAttention(window=7, dropout=0.1), heads=axis(1, 0), keys=axis(2, 0), gather=False)
+    core = ContextAttention(CoreAttention(window=7, dropout=0.1), heads=axis(1, 0), keys=axis(2, 0), way="ring")
     assert isinstance(core, CoreAttention) and (core.window, core.dropout) == (7, 0.1)
 
 

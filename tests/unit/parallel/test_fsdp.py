@@ -31,7 +31,7 @@ from petatron.models.base import Batch
 from petatron.models.decoder import Decoder, initial_std, shards, takes_weight_decay
 from petatron.optim.master import MasterOptimizer
 from petatron.parallel.expert import connect_experts
-from petatron.parallel.fsdp import ShardedGradients, ShardedGroup, owned_stretch, padded_elements, shard_stages
+from petatron.parallel.fsdp import ShardedGradients, ShardedGroup, owned_stretch, shard_dim, shard_stages
 from petatron.parallel.gradients import GradientSync
 from petatron.parallel.tensor import connect, split_vocabulary, split_weights
 from tests.dist import RankPool
@@ -354,6 +354,12 @@ def test_any_rank_of_a_world_that_does_not_exist(ranks: RankPool):
     assert split == whole + norms_and_router
 
 
+def _padded_elements(shape: tuple[int, ...], ranks: int) -> int:
+    """A parameter whose cut dimension is filled up so that every rank has the same number."""
+    dim = shard_dim(shape, ranks)
+    return math.prod(shape) // shape[dim] * (-(-shape[dim] // ranks) * ranks)
+
+
 @settings(max_examples=80, deadline=None)
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), ranks=st.integers(1, 6))
 def test_every_element_is_kept_once(shape: tuple[int, ...], ranks: int):
@@ -370,9 +376,9 @@ def test_every_element_is_kept_once(shape: tuple[int, ...], ranks: int):
         for piece, view in stretch.pieces(flat):
             assert torch.equal(view, whole.view(shape)[piece.logical_slices()])
         found.append(flat)
-        assert stretch.length * ranks <= padded_elements(shape, ranks)
+        assert stretch.length * ranks <= _padded_elements(shape, ranks)
     assert torch.equal(torch.cat(found).sort().values, whole)
-    assert found[0].numel() * ranks == padded_elements(shape, ranks)
+    assert found[0].numel() * ranks == _padded_elements(shape, ranks)
 
 
 def test_a_parameter_of_two_stages_is_refused(ranks: RankPool):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from petatron.parallel.model import PipelinePlan
 from petatron.parallel.schedule import (
     SCHEDULES,
     Action,
@@ -40,8 +41,15 @@ def _kinds(schedule: Schedule, rank: int) -> str:
     return "".join(action.kind for action in schedule.actions[rank] if action.kind in COMPUTE)
 
 
-def _meet(schedule: Schedule) -> None:
-    """Carry a schedule out on the strictest backend there is: every transfer holds its rank until the other end is there."""
+def _stages_of(schedule: Schedule, rank: int) -> tuple[int, ...]:
+    return tuple(stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank)
+
+
+def _stuck(schedule: Schedule) -> list[str]:
+    """Carry a schedule out on the strictest backend there is: every transfer holds its rank until the other end is there.
+
+    Answers what the ranks that never come to their end wait for.
+    """
     at = [0] * schedule.ranks
     made: set = set()
 
@@ -73,9 +81,7 @@ def _meet(schedule: Schedule) -> None:
                 at[rank] += 1
                 at[receiver] += 1
                 moved = True
-    assert all(head(rank) is None for rank in range(schedule.ranks)), [
-        str(head(rank)) for rank in range(schedule.ranks)
-    ]
+    return [f"rank {rank}: {head(rank)}" for rank in range(schedule.ranks) if head(rank) is not None]
 
 
 @settings(max_examples=80, deadline=None)
@@ -89,13 +95,13 @@ def test_every_micro_batch_passes_every_stage_once_each_way(shape: dict):
             kinds = {kind for kind in COMPUTE if Action(kind, stage, m) in count}
             assert kinds in ({Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
     for rank, actions in enumerate(schedule.actions):
-        assert {action.stage for action in actions} == set(schedule.stages_of(rank))
+        assert {action.stage for action in actions} == set(_stages_of(schedule, rank))
 
 
 @settings(max_examples=80, deadline=None)
 @given(shapes())
 def test_no_deadlock_even_if_every_send_waits_for_its_receive(shape: dict):
-    _meet(build_schedule(**shape))
+    assert _stuck(build_schedule(**shape)) == []
 
 
 @settings(max_examples=50, deadline=None)
@@ -126,6 +132,18 @@ def test_memory_of_each_schedule(ranks: int, micro_batches: int):
 
 
 @settings(max_examples=40, deadline=None)
+@given(shapes())
+def test_stages_hold_between_them_what_their_rank_holds(shape: dict):
+    schedule = build_schedule(**shape)
+    plan = PipelinePlan(shape["name"], shape["ranks"], shape["virtual"])
+    by_stage = plan.in_flight(shape["micro_batches"])
+    for rank, held in enumerate(peak_activations(schedule)):
+        own = [by_stage[stage] for stage in _stages_of(schedule, rank)]
+        assert max(own) <= held <= sum(own)
+        assert min(own) >= 1 and max(own) <= shape["micro_batches"]
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 20), st.integers(0, 6))
 def test_interleaved_runs_as_far_ahead_as_its_first_group_says(p: int, v: int, m: int, larger: int):
     schedule = build_schedule("interleaved", ranks=p, virtual=v, micro_batches=m, group_size=p + larger)
@@ -149,12 +167,12 @@ def test_groups_cover_the_micro_batches_and_none_is_larger_than_the_first(m: int
 @given(shapes())
 def test_forward_only_has_the_same_stages_and_no_backward(shape: dict):
     evaluation, training = forward_only(**shape), build_schedule(**shape)
-    _meet(evaluation)
+    assert _stuck(evaluation) == []
     forwards = [action for actions in evaluation.actions for action in actions if action.kind in COMPUTE]
     assert {action.kind for action in forwards} == {Kind.FORWARD}
     assert len(set(forwards)) == len(forwards) == evaluation.stages * evaluation.micro_batches
     for rank in range(training.ranks):
-        assert evaluation.stages_of(rank) == training.stages_of(rank)
+        assert _stages_of(evaluation, rank) == _stages_of(training, rank)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -166,7 +184,7 @@ def test_one_rank_keeps_one_micro_batch_alive(name: str):
 def test_stages_in_a_loop_and_in_a_v():
     assert [stage_rank("interleaved", s, ranks=3, stages=6) for s in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [stage_rank("zb-v", s, ranks=3, stages=6) for s in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert build_schedule("zb-v", ranks=3, virtual=2, micro_batches=4).stages_of(1) == (1, 4)
+    assert _stages_of(build_schedule("zb-v", ranks=3, virtual=2, micro_batches=4), 1) == (1, 4)
 
 
 def test_orders_written_out():
@@ -202,6 +220,11 @@ def test_what_is_no_schedule_says_why(shape: tuple, words: str):
     if group_size is None:
         with pytest.raises(ValueError, match=words):
             forward_only(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+
+
+def test_a_group_size_is_nothing_to_the_other_schedules():
+    shape = {"ranks": 4, "virtual": 1, "micro_batches": 8}
+    assert build_schedule("1f1b", **shape, group_size=2).batches == build_schedule("1f1b", **shape).batches
 
 
 def test_orders_that_wait_in_a_circle_are_refused():
