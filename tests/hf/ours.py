@@ -13,13 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig, load_config
+from petatron.config.layer_pattern import moe_layers
+from petatron.config.schema import ModelConfig, MoEConfig
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Piece
 from petatron.mesh.stretch import group_pieces
 from petatron.models.base import Batch
 from petatron.models.decoder import Decoder
-from petatron.models.hf import fill, from_hf_config
+from petatron.models.hf import fill, read_config_json
 from petatron.train.build import build_model
 
 _FLAGS = "--mock-data --train-iters 1 --lr 1e-3 --num-workers 0 --make-vocab-size-divisible-by 4"
@@ -30,9 +32,15 @@ def run_config(
 ) -> RunConfig:
     """The config of a run on a Hugging Face model, through the same door as a user's YAML file."""
     file = folder / "model.yaml"
-    file.write_text(json.dumps({"model": {**from_hf_config(hf_config), "seq_length": length}}))
+    values, experts = read_config_json(hf_config)
+    file.write_text(json.dumps({"model": {**values, "seq_length": length}, "moe": experts}))
     flags = f"{_FLAGS} --micro-batch-size 2 {layout}".split()
     return load_config(flags, files=[file], world_size=world_size).config
+
+
+def architecture(run: RunConfig) -> tuple[ModelConfig, MoEConfig, tuple[bool, ...]]:
+    """What names, shapes and config.json depend on."""
+    return run.model, run.moe, moe_layers(run)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config, preset_names
-from petatron.config.schema import ModelConfig
-from petatron.models.hf import family_for, family_of, from_hf_config, to_hf_config
-from tests.hf.ours import run_config
+from petatron.config import RunConfig, load_config, preset_names
+from petatron.config.layer_pattern import moe_layers
+from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.models.hf import (
+    family_for,
+    family_of,
+    family_or_none,
+    from_hf_config,
+    model_config_json,
+    read_config_json,
+    to_hf_config,
+)
+from tests.hf.ours import architecture, run_config
 from tests.hf.zoo import BUILDERS, truth
 
 LLAMA: dict[str, Any] = {
@@ -23,20 +34,32 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "vocab_size": 100,
 }
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 28}
+QWEN2_MOE = {**LLAMA, **QWEN, "model_type": "qwen2_moe", "num_key_value_heads": 4}
+QWEN3_MOE = {**LLAMA, **QWEN, "model_type": "qwen3_moe", "num_key_value_heads": 4}
 GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_there_and_back(name: str, tmp_path: Path):
-    model = run_config(truth(name).config, tmp_path).model
-    again = from_hf_config(to_hf_config(model))
-    for field, value in again.items():
-        assert value == (pytest.approx(getattr(model, field)) if isinstance(value, float) else getattr(model, field))
+    """Read, written and read again is the same, and so is what is written of that."""
+    run = run_config(truth(name).config, tmp_path)
+    first = read_config_json(truth(name).config)
+    written = model_config_json(*architecture(run), torch.bfloat16)
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+    for before, after, section in zip(first, read_config_json(written), (run.model, run.moe)):
+        assert before == {
+            key: pytest.approx(value) if isinstance(value, float) else value for key, value in after.items()
+        }
+        assert all(value == pytest.approx(getattr(section, key)) for key, value in after.items() if value is not None)
+    again = run_config(written, tmp_path)
+    assert model_config_json(*architecture(again), "bfloat16") == written
 
 
 def test_llama2_as_published():
     """The keys of a Llama 2 file, before head_dim, biases and rope_parameters were written."""
-    values = from_hf_config({**LLAMA, "rope_scaling": None, "rms_norm_eps": 1e-5, "pretraining_tp": 1})
+    values, _ = from_hf_config({**LLAMA, "rope_scaling": None, "rms_norm_eps": 1e-5, "pretraining_tp": 1})
     assert values["num_query_groups"] == 4 and not values["group_query_attention"] and values["kv_channels"] == 16
     assert values["untie_embeddings_and_output_weights"] and values["rotary_base"] == 10000.0
     assert values["position_embedding_type"] == "rope" and not values["add_bias_linear"]
@@ -46,39 +69,79 @@ def test_llama2_as_published():
 def test_llama31_as_published():
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
     scaling["original_max_position_embeddings"] = 8192
-    values = from_hf_config({**LLAMA, "rope_scaling": scaling, "rope_theta": 500000.0, "num_key_value_heads": 2})
+    values, _ = from_hf_config({**LLAMA, "rope_scaling": scaling, "rope_theta": 500000.0, "num_key_value_heads": 2})
     assert values["use_rope_scaling"] and values["rope_scaling_factor"] == 8.0 and values["rotary_base"] == 500000.0
     assert values["original_max_position_embeddings"] == 8192 and values["num_query_groups"] == 2
 
 
 def test_legacy_yarn_takes_its_factor_and_context_from_the_lengths():
     config = {**LLAMA, "model_type": "qwen2", "max_position_embeddings": 131072, "num_key_value_heads": 2}
-    values = from_hf_config({**config, "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32768}})
+    values, _ = from_hf_config({**config, "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32768}})
     assert values["position_embedding_type"] == "yarn" and values["rope_scaling_factor"] == 4.0
     assert (values["yarn_mscale"], values["yarn_mscale_all_dim"]) == (1.0, 0.0)
-    values = from_hf_config({**config, "rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.5}})
+    values, _ = from_hf_config({**config, "rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.5}})
     assert values["original_max_position_embeddings"] == 131072 and values["yarn_mscale"] == 1.0, (
         "one mscale counts not"
     )
 
 
 def test_mistral_without_a_word_slides_and_with_null_does_not():
-    assert from_hf_config({**LLAMA, "model_type": "mistral", "num_key_value_heads": 2})["window_size"] == 4096
-    assert from_hf_config({**LLAMA, "model_type": "mistral", "sliding_window": None})["window_size"] is None
+    assert from_hf_config({**LLAMA, "model_type": "mistral", "num_key_value_heads": 2})[0]["window_size"] == 4096
+    assert from_hf_config({**LLAMA, "model_type": "mistral", "sliding_window": None})[0]["window_size"] is None
 
 
 def test_qwen_ignores_a_window_that_is_turned_off():
-    assert from_hf_config({**LLAMA, "model_type": "qwen2", "sliding_window": 8})["window_size"] is None
+    assert from_hf_config({**LLAMA, "model_type": "qwen2", "sliding_window": 8})[0]["window_size"] is None
 
 
 def test_gpt2_as_published():
-    values = from_hf_config({**GPT2, "n_ctx": 1024, "task_specific_params": {}, "architectures": ["GPT2LMHeadModel"]})
+    values, _ = from_hf_config(
+        {**GPT2, "n_ctx": 1024, "task_specific_params": {}, "architectures": ["GPT2LMHeadModel"]}
+    )
     assert values["ffn_hidden_size"] == 256 and values["activation"] == "gelu_tanh"
     assert not values["untie_embeddings_and_output_weights"] and values["hidden_dropout"] == 0.1
 
 
+def test_mixtral_as_published():
+    values, experts = from_hf_config({**MIXTRAL, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0})
+    assert values["ffn_hidden_size"] == experts["moe_ffn_hidden_size"] == 96 and experts["num_experts"] == 4
+    assert experts["moe_layer_freq"] == "1" and not experts["moe_router_pre_softmax"]
+    assert from_hf_config(MIXTRAL)[0]["rotary_base"] == 1e6, "this family's own default"
+
+
+def test_qwen2_moe_as_published():
+    """Before layer_types and qkv_bias were written; the weights of the chosen experts are not normalised by default."""
+    values, experts = from_hf_config({**QWEN2_MOE, "sliding_window": 32768, "max_window_layers": 21})
+    assert values["window_size"] is None and values["add_qkv_bias"] and values["ffn_hidden_size"] == 96
+    assert experts["moe_router_pre_softmax"] and experts["moe_router_topk"] == 2
+    assert experts["moe_shared_expert_intermediate_size"] == 28 and experts["moe_shared_expert_gate"]
+
+
+def test_qwen3_moe_in_both_spellings_of_its_experts():
+    _, experts = from_hf_config({**QWEN3_MOE, "max_window_layers": 48, "norm_topk_prob": True})
+    renamed = {
+        key.replace("num_experts", "num_local_experts") if key == "num_experts" else key: value
+        for key, value in QWEN3_MOE.items()
+    }
+    assert from_hf_config({**renamed, "norm_topk_prob": True})[1] == experts
+    assert experts["num_experts"] == 4 and not experts["moe_router_pre_softmax"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "pattern"),
+    [
+        ({"decoder_sparse_step": 2}, "[0, 1, 0, 1]"),
+        ({"mlp_only_layers": [0, 3]}, "[0, 1, 1, 0]"),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, "[0, 0, 0, 1]"),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": []}, "1"),
+    ],
+)
+def test_which_layers_have_experts(keys: dict[str, Any], pattern: str):
+    assert from_hf_config({**QWEN3_MOE, "num_hidden_layers": 4, **keys})[1]["moe_layer_freq"] == pattern
+
+
 UNREADABLE = {
-    "family": ({"model_type": "mixtral"}, r'model_type "mixtral" is not a family'),
+    "family": ({"model_type": "gemma"}, r'model_type "gemma" is not a family'),
     "no family": ({}, "model_type is missing"),
     "missing key": (
         {"model_type": "llama", "hidden_size": 64},
@@ -109,6 +172,28 @@ UNREADABLE = {
     "dropouts": ({**GPT2, "embd_pdrop": 0.2}, "embd_pdrop 0.2 is not resid_pdrop 0.1"),
     "unscaled": ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights False is not True"),
     "layer scale": ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    "no expert count": ({**MIXTRAL, "num_local_experts": 0}, "num_local_experts 0 is not a positive whole number"),
+    "expert count missing": (
+        {**LLAMA, "model_type": "qwen3_moe"},
+        "num_experts is missing, and a qwen3_moe config.json",
+    ),
+    "more choices than experts": (
+        {**MIXTRAL, "num_experts_per_tok": 5},
+        "num_experts_per_tok 5 is more than the 4 experts",
+    ),
+    "jitter": ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise 0.1 is not 0.0"),
+    "no step": ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step 0 is not a positive whole number"),
+    "no expert layer": ({**QWEN3_MOE, "decoder_sparse_step": 3}, "leave no layer of 2 for the experts"),
+    "unnamed window": ({**QWEN2_MOE, "use_sliding_window": True}, "layer_types is missing, and a sliding window"),
+    "own, empty": ({"model_type": "petatron"}, "model is missing, and a petatron config.json needs it"),
+    "own, unknown": (
+        {"model_type": "petatron", "model": {"flux": 1}},
+        "model.flux 1 is not a setting this version has",
+    ),
+    "own, a run's": (
+        {"model_type": "petatron", "model": {}, "moe": {"moe_grouped_gemm": True}},
+        "moe.moe_grouped_gemm True",
+    ),
     "cross attention": ({**GPT2, "add_cross_attention": True}, "add_cross_attention True is not False"),
 }
 
@@ -117,7 +202,7 @@ UNREADABLE = {
 def test_what_the_decoder_cannot_express_is_refused(case: str):
     config, message = UNREADABLE[case]
     with pytest.raises(ConfigError) as caught:
-        from_hf_config(config)
+        read_config_json(config)
     assert message in str(caught.value)
 
 
@@ -127,12 +212,15 @@ def test_all_problems_come_at_once():
     assert len(caught.value.problems) == 3
 
 
-def derived(flags: str) -> ModelConfig:
+def derived(flags: str) -> tuple[ModelConfig, MoEConfig, tuple[bool, ...]]:
     base = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
-    return load_config((base + flags).split(), require_training=False).config.model
+    run = load_config((base + flags).split(), require_training=False).config
+    return run.model, run.moe, moe_layers(run)
 
 
 _ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+_MOE = _ROPE + "--num-experts 4 "
+_SHARED = _MOE + "--moe-shared-expert-intermediate-size 32 "
 UNWRITABLE = {
     "norm": (
         _ROPE + "--normalization LayerNorm",
@@ -146,6 +234,26 @@ UNWRITABLE = {
     "gpt2 head width": ("--kv-channels 8", "--kv-channels 8"),
     "gpt2 without biases": ("--disable-bias-linear", "--add-bias-linear False"),
     "gpt2 gated": ("--swiglu", "--activation swiglu"),
+    "mixtral biases": (
+        _MOE + "--add-bias-linear",
+        "--add-bias-linear True cannot be written as a Hugging Face mixtral",
+    ),
+    "mixtral qkv biases": (_MOE + "--add-qkv-bias", "--add-qkv-bias True"),
+    "mixtral plain experts": (_MOE + "--activation squared_relu", "--activation squared_relu"),
+    "mixtral dense layer": (_MOE + "--moe-layer-freq 2", "--moe-layer-freq 2"),
+    "mixtral scores": (_MOE + "--moe-router-pre-softmax", "--moe-router-pre-softmax True"),
+    "sigmoid": (_MOE + "--moe-router-score-function sigmoid", "--moe-router-score-function sigmoid"),
+    "sinkhorn": (_MOE + "--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
+    "expert bias": (
+        _MOE + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "--moe-router-enable-expert-bias True",
+    ),
+    "groups": (_MOE + "--moe-router-num-groups 2 --moe-router-group-topk 1", "--moe-router-group-topk 1"),
+    "scaled": (_MOE + "--moe-router-topk-scaling-factor 2.5", "--moe-router-topk-scaling-factor 2.5"),
+    "latent": (_MOE + "--moe-latent-size 16", "--moe-latent-size 16"),
+    "ungated shared expert": (_SHARED, "--moe-shared-expert-gate False cannot be written as a Hugging Face qwen2_moe"),
+    "shared with head norms": (_SHARED + "--qk-layernorm", "--moe-shared-expert-intermediate-size 32"),
+    "experts without rotation": (_MOE + "--position-embedding-type none", "--position-embedding-type none"),
 }
 
 
@@ -153,8 +261,9 @@ UNWRITABLE = {
 def test_what_the_family_cannot_express_is_refused(case: str):
     flags, message = UNWRITABLE[case]
     with pytest.raises(ConfigError) as caught:
-        to_hf_config(derived(flags))
+        to_hf_config(*derived(flags))
     assert message in str(caught.value)
+    assert family_or_none(*derived(flags)) is None
 
 
 FAMILY = {
@@ -165,17 +274,39 @@ FAMILY = {
     _ROPE + "--add-qkv-bias": "qwen2",
     _ROPE + "--qk-layernorm": "qwen3",
     _ROPE + "--hidden-size 60 --num-attention-heads 8 --kv-channels 16": "mistral",
+    _MOE: "mixtral",
+    _MOE + "--window-size 4 --moe-expert-capacity-factor 1.5 --moe-aux-loss-coeff 0.01": "mixtral",
+    _SHARED + "--moe-shared-expert-gate": "qwen2_moe",
+    _SHARED + "--moe-shared-expert-gate --add-qkv-bias --moe-layer-freq ([0]+[1])": "qwen2_moe",
+    _MOE + "--qk-layernorm --moe-router-pre-softmax --window-size 4": "qwen3_moe",
 }
 
 
 @pytest.mark.parametrize("flags", FAMILY)
 def test_family_is_told_by_the_model(flags: str):
-    model = derived(flags)
-    assert family_for(model) == family_of(to_hf_config(model)) == FAMILY[flags]
+    model, moe, experts_in = derived(flags)
+    assert family_for(model, moe if any(experts_in) else None) == FAMILY[flags]
+    assert family_of(to_hf_config(model, moe, experts_in)) == FAMILY[flags]
+    family = family_or_none(model, moe, experts_in)
+    assert family is not None and family.name == FAMILY[flags]
+
+
+@pytest.mark.parametrize("case", UNWRITABLE)
+def test_what_no_family_expresses_is_written_as_our_own_and_read_back(case: str):
+    model, moe, experts_in = derived(UNWRITABLE[case][0])
+    content = json.loads(json.dumps(model_config_json(model, moe, experts_in, torch.float32)))
+    assert content["model_type"] == "petatron" and content["dtype"] == "float32"
+    values, experts = read_config_json(content)
+    assert replace(model, **values) == model and values["hidden_size"] == 64 and "seq_length" not in values
+    assert bool(experts) == any(experts_in)
+    if experts:
+        again = replace(moe, **experts)
+        assert moe_layers(RunConfig(model=model, moe=again)) == experts_in
+        assert replace(again, moe_layer_freq=moe.moe_layer_freq) == moe
 
 
 def test_dropout_of_training_does_not_stop_an_export():
-    assert "hidden_dropout" not in to_hf_config(derived(_ROPE + "--hidden-dropout 0.1"))
+    assert "hidden_dropout" not in to_hf_config(*derived(_ROPE + "--hidden-dropout 0.1"))
 
 
 def test_presets_name_the_family_they_are_called_by():

@@ -1,4 +1,5 @@
-"""Logits, greedy tokens, loss and every gradient equal those of transformers, at tp 1, 2 and 4, whole and split sequence."""
+"""Logits, greedy tokens, loss and every gradient equal those of transformers, at tp 1, 2 and 4, whole and split sequence,
+and with the experts on two ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import torch
 
 from petatron.models.hf import family_of, to_logical
 from tests.dist import RankPool
-from tests.hf.ours import assemble, compute, run_config
-from tests.hf.zoo import BUILDERS, NEW_TOKENS, truth
+from tests.hf.ours import architecture, assemble, compute, run_config
+from tests.hf.zoo import DENSE, MIXED, NEW_TOKENS, truth
+from tests.longform import later
 
 LAYOUTS = {"tp1": ("", 1), "tp2": ("--tp 2", 2), "tp2-sp": ("--tp 2 --sequence-parallel", 2)}
 FOUR = {"tp4": ("--tp 4", 4), "tp4-sp": ("--tp 4 --sequence-parallel", 4)}
@@ -21,7 +23,7 @@ def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path
     true = truth(name)
     run = run_config(true.config, folder, layout=layout, world_size=world_size, length=true.tokens.shape[1])
     family = family_of(true.config)
-    args = (run, to_logical(family, true.weights, run.model), true.tokens, true.counted, NEW_TOKENS)
+    args = (run, to_logical(family, true.weights, *architecture(run)), true.tokens, true.counted, NEW_TOKENS)
     parts = ranks.run(compute, world_size, *args) if world_size > 1 else [compute(*args)]
     assert true.logits.std() > 1, "logits this small would hide a difference"
     for part in parts:
@@ -32,7 +34,7 @@ def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path
             assert torch.equal(part.greedy, true.greedy)
         assert part.loss == pytest.approx(true.loss, rel=1e-6)
     grads = assemble(parts)
-    wanted = to_logical(family, true.grads, run.model)
+    wanted = to_logical(family, true.grads, *architecture(run))
     assert grads.keys() == wanted.keys()
     for key, value in wanted.items():
         # Without rotation a key's bias shifts all scores alike, and its gradient is zero but for rounding.
@@ -41,9 +43,35 @@ def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", DENSE)
 def test_equals_transformers(ranks: RankPool, name: str, layout: str, tmp_path: Path):
     check(ranks, name, *LAYOUTS[layout], tmp_path)
+
+
+EXPERTS = {
+    "tp1": ("", 1),
+    "ep2": ("--ep 2", 2),
+    "tp2": ("--tp 2", 2),
+    "tp2-etp1-ep2": ("--tp 2 --ep 2 --etp 1", 2),
+}
+
+
+AT_ONCE = {
+    ("mixtral", "ep2"),
+    ("qwen2-moe", "tp2"),
+    ("qwen2-moe-dense-layer", "ep2"),
+    ("qwen3-moe-every-second", "tp2-etp1-ep2"),
+}
+MIXTURES = [
+    (name, layout) if layout == "tp1" or (name, layout) in AT_ONCE else later(name, layout)
+    for name in MIXED
+    for layout in EXPERTS
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), MIXTURES)
+def test_mixtures_equal_transformers(ranks: RankPool, name: str, layout: str, tmp_path: Path):
+    check(ranks, name, *EXPERTS[layout], tmp_path)
 
 
 @pytest.mark.parametrize("layout", FOUR)
@@ -61,6 +89,9 @@ WRONG = [
     ("mistral-window", {"window_size": 6}, 1e-2),
     ("qwen3-window", {"window_size": None}, 1e-2),
     ("qwen3-head-norm", {"norm_epsilon": 1e-3}, 1e-3),
+    ("mixtral", {"moe_router_pre_softmax": True}, 1e-2),
+    ("qwen3-moe", {"moe_router_pre_softmax": False}, 1e-2),
+    ("qwen3-moe-every-second", {"moe_router_topk": 1}, 1e-2),
 ]
 
 
@@ -69,7 +100,8 @@ def test_a_wrong_setting_shows(name: str, change: dict, least: float, tmp_path: 
     """The equality above would notice: one setting read wrongly moves logits far beyond its bound."""
     true = truth(name)
     run = run_config(true.config, tmp_path)
-    run = replace(run, model=replace(run.model, **change))
-    logical = to_logical(family_of(true.config), true.weights, run.model)
+    part = "moe" if all(key.startswith("moe_") for key in change) else "model"
+    run = replace(run, **{part: replace(getattr(run, part), **change)})
+    logical = to_logical(family_of(true.config), true.weights, *architecture(run))
     logits = compute(run, logical, true.tokens, true.counted, 0).logits
     assert (logits - true.logits).abs().max() > least

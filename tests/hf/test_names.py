@@ -2,61 +2,78 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.config.schema import ModelConfig
+from petatron.config.schema import ModelConfig, MoEConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import TensorSplit, find, place
 from petatron.models.decoder import Decoder, shards
-from petatron.models.hf import family_for, family_of, fill, logical_shapes, to_hf, to_hf_config, to_logical
+from petatron.models.hf import family_for, family_of, fill, logical_shapes, model_config_json, to_hf, to_logical
 from petatron.train.build import build_model
-from tests.hf.ours import run_config
-from tests.hf.zoo import BUILDERS, build, truth
+from tests.hf.ours import architecture, run_config
+from tests.hf.zoo import BUILDERS, MIXED, build, truth
 
 
-def model_of(name: str, folder: Path) -> ModelConfig:
-    return run_config(truth(name).config, folder).model
+def model_of(name: str, folder: Path) -> tuple[ModelConfig, MoEConfig, tuple[bool, ...]]:
+    return architecture(run_config(truth(name).config, folder))
+
+
+def dense(name: str, folder: Path) -> ModelConfig:
+    return model_of(name, folder)[0]
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_round_trip(name: str, tmp_path: Path):
-    true, model = truth(name), model_of(name, tmp_path)
+    true, parts = truth(name), model_of(name, tmp_path)
     family = family_of(true.config)
-    logical = to_logical(family, true.weights, model)
-    assert {key: tuple(value.shape) for key, value in logical.items()} == logical_shapes(model)
-    back = to_hf(family, logical, model)
+    logical = to_logical(family, true.weights, *parts)
+    assert {key: tuple(value.shape) for key, value in logical.items()} == logical_shapes(*parts)
+    back = to_hf(family, logical, *parts)
     assert back.keys() == true.weights.keys()
     for key, value in true.weights.items():
         assert torch.equal(back[key], value) and back[key].is_contiguous(), key
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_transformers_reads_what_we_write(name: str, tmp_path: Path):
-    """config.json and tensors that we write make transformers compute the same logits."""
-    true, model = truth(name), model_of(name, tmp_path)
-    content = to_hf_config(model)
-    assert content["model_type"] == family_for(model)
-    written = to_hf(content["model_type"], to_logical(family_of(true.config), true.weights, model), model)
-    theirs = type(build(name))
-    config = theirs.config_class(**{key: value for key, value in content.items() if key != "model_type"})
-    reread = theirs(config).eval()
-    missing, unexpected = reread.load_state_dict(written, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
-    reread.tie_weights()
+def test_transformers_opens_what_we_write(name: str, tmp_path: Path):
+    """A folder of our config.json and tensors makes transformers compute the same logits."""
+    true, parts = truth(name), model_of(name, tmp_path)
+    content = model_config_json(*parts, torch.float32)
+    assert content["model_type"] == family_for(parts[0], parts[1] if any(parts[2]) else None)
+    written = to_hf(content["model_type"], to_logical(family_of(true.config), true.weights, *parts), *parts)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    save_file(written, tmp_path / "model.safetensors", {"format": "pt"})
+    reread, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values()), found
     with torch.no_grad():
-        torch.testing.assert_close(reread(true.tokens).logits, true.logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(reread.eval()(true.tokens).logits, true.logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_model_in_memory_has_the_same_tensors(name: str, tmp_path: Path):
+    """transformers joins experts when it loads a model; both kinds of names are read."""
+    true, parts = truth(name), model_of(name, tmp_path)
+    family = family_of(true.config)
+    held = dict(build(name).named_parameters())
+    assert any(key.endswith("experts.gate_up_proj") for key in held)
+    logical = to_logical(family, held, *parts)
+    for key, value in to_logical(family, true.weights, *parts).items():
+        assert torch.equal(logical[key], value), key
 
 
 def test_bare_model_names_and_buffers(tmp_path: Path):
     """The first GPT-2 checkpoints have no prefix and hold the causal mask."""
-    true, model = truth("gpt2"), model_of("gpt2", tmp_path)
+    true, model = truth("gpt2"), dense("gpt2", tmp_path)
     old = {key.removeprefix("transformer."): value for key, value in true.weights.items()}
     old |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.tensor(-1e4)}
     logical = to_logical("gpt2", old, model)
@@ -64,7 +81,7 @@ def test_bare_model_names_and_buffers(tmp_path: Path):
 
 
 def test_rotary_buffers_and_a_stored_copy_of_the_tied_head_are_ignored(tmp_path: Path):
-    true, model = truth("llama-mha-tied"), model_of("llama-mha-tied", tmp_path)
+    true, model = truth("llama-mha-tied"), dense("llama-mha-tied", tmp_path)
     more = true.weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     more["lm_head.weight"] = true.weights["model.embed_tokens.weight"].clone()
     assert "head.weight" not in to_logical("llama", more, model)
@@ -99,6 +116,26 @@ MISFITS = {
         lambda weights: weights.update({"lm_head.weight": torch.ones(61, 32)}),
         "lm_head.weight differs from the embedding, but the config ties them",
     ),
+    "missing expert": (
+        "mixtral",
+        _without("model.layers.1.block_sparse_moe.experts.3.w2.weight"),
+        r"missing: model\.layers\.1\.block_sparse_moe\.experts\.3\.w2\.weight",
+    ),
+    "one expert too many": (
+        "qwen3-moe",
+        lambda weights: weights.update({"model.layers.0.mlp.experts.4.up_proj.weight": torch.ones(24, 32)}),
+        r"not in this model: model\.layers\.0\.mlp\.experts\.4\.up_proj\.weight",
+    ),
+    "shape of an expert": (
+        "qwen2-moe",
+        lambda weights: weights.update({"model.layers.0.mlp.experts.1.down_proj.weight": torch.ones(24, 32)}),
+        r"experts\.1\.down_proj\.weight is \[24, 32\], but the config makes it \[32, 24\]",
+    ),
+    "shared expert": (
+        "qwen2-moe",
+        _without("model.layers.0.mlp.shared_expert_gate.weight"),
+        r"missing: model\.layers\.0\.mlp\.shared_expert_gate",
+    ),
     "no head in an untied model": ("llama-gqa", _without("lm_head.weight"), r"missing: lm_head\.weight"),
 }
 
@@ -109,7 +146,7 @@ def test_misfits_are_named(case: str, tmp_path: Path):
     weights = dict(truth(name).weights)
     spoil(weights)
     with pytest.raises(CheckpointError, match=message):
-        to_logical(family_of(truth(name).config), weights, model_of(name, tmp_path))
+        to_logical(family_of(truth(name).config), weights, *model_of(name, tmp_path))
 
 
 def test_all_misfits_come_at_once(tmp_path: Path):
@@ -118,17 +155,17 @@ def test_all_misfits_come_at_once(tmp_path: Path):
     weights["model.extra"] = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = torch.ones(60, 32)
     with pytest.raises(CheckpointError) as caught:
-        to_logical("qwen2", weights, model_of("qwen2-qkv-bias", tmp_path))
+        to_logical("qwen2", weights, dense("qwen2-qkv-bias", tmp_path))
     assert all(word in str(caught.value) for word in ("model.norm.weight", "model.extra", "[60, 32]"))
 
 
 def test_a_long_list_is_cut(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"and 9 more"):
-        to_logical("llama", {}, model_of("llama-gqa", tmp_path))
+        to_logical("llama", {}, dense("llama-gqa", tmp_path))
 
 
 def test_writing_checks_its_tensors(tmp_path: Path):
-    model = model_of("gpt2", tmp_path)
+    model = dense("gpt2", tmp_path)
     logical = to_logical("gpt2", truth("gpt2").weights, model)
     logical["norm.weight"] = torch.ones(33)
     logical["extra"] = logical.pop("norm.bias")
@@ -140,18 +177,23 @@ def test_writing_checks_its_tensors(tmp_path: Path):
 
 def test_a_family_without_names_for_the_model(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"llama has no name: position\.weight"):
-        to_logical("llama", {}, model_of("gpt2", tmp_path))
+        to_logical("llama", {}, dense("gpt2", tmp_path))
+
+
+def test_a_family_without_names_for_the_experts(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"qwen3_moe has no name: layers\.0\.mlp\.shared\."):
+        to_logical("qwen3_moe", {}, *model_of("qwen2-moe", tmp_path))
 
 
 def test_unknown_family(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r'model_type "mamba".*Families: gpt2, llama, mistral, qwen2, qwen3'):
-        to_hf("mamba", {}, model_of("gpt2", tmp_path))
+    with pytest.raises(ConfigError, match=r'model_type "mamba".*Families: gpt2, llama, mistral, qwen2, qwen3, mixtral'):
+        to_hf("mamba", {}, dense("gpt2", tmp_path))
 
 
 class TestFill:
     def test_padding_rows_become_zero_and_boxes_are_exact(self, tmp_path: Path):
         """Every rank's boxes of a split model, filled one after the other in this process."""
-        model = model_of("llama-gqa", tmp_path)
+        model = dense("llama-gqa", tmp_path)
         logical = to_logical("llama", truth("llama-gqa").weights, model)
         table = shards(model)
         seen = dict.fromkeys(logical, 0)

@@ -6,13 +6,16 @@ Biases and norm weights are random too: as transformers initialises them (zeros 
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 SEQUENCE, BATCH, NEW_TOKENS = 24, 2, 6
@@ -56,6 +59,24 @@ def _qwen3(**changes: Any) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**_SHAPE, "head_dim": 20, **changes}))
 
 
+def _mixtral(**changes: Any) -> Any:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**_SHAPE, **experts, **changes}))
+
+
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _qwen2_moe(**changes: Any) -> Any:
+    base = {**_SHAPE, **_QWEN_EXPERTS, "shared_expert_intermediate_size": 28, **changes}
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**base))
+
+
+def _qwen3_moe(**changes: Any) -> Any:
+    base = {**_SHAPE, **_QWEN_EXPERTS, "head_dim": 20, **changes}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**base))
+
+
 BUILDERS: dict[str, Callable[[], Any]] = {
     "gpt2": _gpt2,
     "gpt2-relu-untied": lambda: _gpt2(activation_function="relu", n_inner=56, tie_word_embeddings=False),
@@ -70,7 +91,15 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "qwen2-qkv-bias": _qwen2,
     "qwen3-head-norm": lambda: _qwen3(tie_word_embeddings=True),
     "qwen3-window": lambda: _qwen3(use_sliding_window=True, sliding_window=7, max_window_layers=0),
+    "mixtral": _mixtral,
+    "mixtral-window-tied": lambda: _mixtral(sliding_window=5, tie_word_embeddings=True, num_experts_per_tok=3),
+    "qwen2-moe": _qwen2_moe,
+    "qwen2-moe-dense-layer": lambda: _qwen2_moe(mlp_only_layers=[0], norm_topk_prob=True, qkv_bias=False),
+    "qwen3-moe": _qwen3_moe,
+    "qwen3-moe-every-second": lambda: _qwen3_moe(decoder_sparse_step=2, norm_topk_prob=True, tie_word_embeddings=True),
 }
+DENSE = [name for name in BUILDERS if "moe" not in name and "mixtral" not in name]
+MIXED = [name for name in BUILDERS if name not in DENSE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +126,17 @@ def build(name: str) -> Any:
     return model
 
 
-def tensors(model: Any) -> dict[str, Tensor]:
-    """What a saved checkpoint holds: a tied head is not in it."""
-    drop = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    return {name: value.detach().clone() for name, value in model.state_dict().items() if name not in drop}
+def saved(model: Any) -> dict[str, Tensor]:
+    """What transformers writes into the model's file, which is not what it has in memory: no tied head, single experts."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 @cache
 def truth(name: str) -> Truth:
     model = build(name)
-    weights = tensors(model)
+    weights = saved(model)
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         logits = model(tokens).logits

@@ -1,20 +1,21 @@
-"""config.json of a Hugging Face model to the values of a `ModelConfig`, and back.
+"""config.json of a Hugging Face model to the values of a `ModelConfig` and a `MoEConfig`, and back.
 
 Most of it is the families' tables; what is left here are the settings that are several keys on one side: heads, the sliding
-window, biases, dropout. Everything the decoder (or the family) cannot express is a problem, and all problems come at once.
-A setting that matters only in training and that a family has no key for, such as dropout in Llama, is left out when writing.
+window, biases, dropout. The experts have a file of their own, `moe_config.py`. Everything the decoder (or the family) cannot
+express is a problem, and all problems come at once. A setting that matters only in training and that a family has no key
+for, such as dropout in Llama, is left out when writing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.fields import flag_of
-from petatron.config.schema import ModelConfig
+from petatron.config.schema import ModelConfig, MoEConfig
 from petatron.models.hf.families import FAMILIES, family_for, family_of
 from petatron.models.hf.family import Family
+from petatron.models.hf.moe_config import inexpressible_moe, read_moe, unwritable, write_moe
 from petatron.models.hf.rope import read_rope, write_rope
 
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -22,15 +23,18 @@ _TRAINING_ONLY = ("hidden_dropout",)
 _FOREIGN = "Use another model; the decoder has no such part."
 
 
-def from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ModelConfig values from the content of a config.json; the sequence length is the run's choice and not among them.
+def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ModelConfig and MoEConfig values from the content of a config.json; the second are none for a model without experts.
 
-    >>> values = from_hf_config({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 50})
+    The sequence length and the balancing loss are choices of the run and not among them.
+
+    >>> values, _ = from_hf_config({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 50})
     >>> values["num_layers"], values["ffn_hidden_size"], values["activation"]
     (2, 32, 'gelu_tanh')
     """
     family = FAMILIES[family_of(config)]
     asked = {**family.defaults, **config}
+    asked |= {key: asked[other] for key, other in family.aliases.items() if key not in asked and other in asked}
     problems = _missing(family, asked)
     if problems:
         raise ConfigError(problems)
@@ -45,19 +49,20 @@ def from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         values |= part
         problems += found
-    problems += _single_values(family, asked)
+    experts, found = read_moe(family, asked, values["num_layers"])
+    problems += found + _single_values(family, asked)
     if problems:
         raise ConfigError(problems)
-    return values
+    return values, experts
 
 
 def _missing(family: Family, asked: Mapping[str, Any]) -> list[Problem]:
     problems = []
-    for ours, key in family.keys.items():
+    for ours, key in (*family.keys.items(), *family.moe_keys.items()):
         if key not in asked:
             rule = f"is missing, and a {family.name} config.json needs it"
             problems.append(Problem(key, "", rule, "Take config.json from the model's own folder."))
-        elif ours in _COUNTS and not (isinstance(asked[key], int) and asked[key] > 0):
+        elif (ours in _COUNTS or ours in family.moe_keys) and not (isinstance(asked[key], int) and asked[key] > 0):
             problems.append(Problem(key, repr(asked[key]), "is not a positive whole number", "Correct config.json."))
     return problems
 
@@ -91,7 +96,11 @@ def _read_window(family: Family, asked: Mapping[str, Any], layers: int) -> tuple
     window = asked["sliding_window"] if "sliding_window" in family.defaults else None
     if "use_sliding_window" in family.defaults and not asked["use_sliding_window"]:
         window = None
-    first = layers if window is None else asked.get("max_window_layers", 0)
+    counted = "max_window_layers" in family.defaults
+    if window is not None and not counted and "layer_types" in family.defaults and not asked["layer_types"]:
+        rule = "is missing, and a sliding window in some layers cannot be told from one in all"
+        return {}, [Problem("layer_types", "", rule, "Name the kind of every layer in config.json.")]
+    first = layers if window is None else asked["max_window_layers"] if counted else 0
     default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
     kinds = set(asked.get("layer_types") or default)
     if kinds == {"full_attention"}:
@@ -126,16 +135,23 @@ def _single_values(family: Family, asked: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def to_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of a config.json for a derived `ModelConfig`; token ids are None, the tokenizer's owner fills them in.
+def family_or_none(model: ModelConfig, moe: MoEConfig | None, experts_in: Sequence[bool]) -> Family | None:
+    """The family whose names and config.json express the model, if one does."""
+    family, problems = _nearest(model, moe, experts_in)
+    return None if problems else family
+
+
+def to_hf_config(model: ModelConfig, moe: MoEConfig | None = None, experts_in: Sequence[bool] = ()) -> dict[str, Any]:
+    """The content of a config.json for a derived config; token ids are None, the tokenizer's owner fills them in.
+
+    `ConfigError` says why no family can express the model.
 
     >>> from petatron.config import load_config
     >>> model = load_config(preset="tiny-llama", require_training=False).config.model
     >>> to_hf_config(model)["architectures"]
     ['LlamaForCausalLM']
     """
-    family = FAMILIES[family_for(model)]
-    problems = _inexpressible(model, family)
+    family, problems = _nearest(model, moe, experts_in)
     if problems:
         raise ConfigError(problems)
     content: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
@@ -147,13 +163,29 @@ def to_hf_config(model: ModelConfig) -> dict[str, Any]:
         content["embd_pdrop"] = model.hidden_dropout
     if "mlp_bias" in family.defaults:
         content |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-    if "sliding_window" in family.defaults:
-        content["sliding_window"] = model.window_size
-    if "use_sliding_window" in family.defaults:
-        kind = "full_attention" if model.window_size is None else "sliding_attention"
-        content |= {"use_sliding_window": model.window_size is not None, "max_window_layers": 0}
-        content["layer_types"] = [kind] * model.num_layers
-    return content | (write_rope(model) if "rotary_percent" in family.fixed else {})
+    content |= _written_window(family, model)
+    if "rotary_percent" in family.fixed:
+        content |= write_rope(model)
+    return content | (write_moe(family, moe, experts_in) if moe is not None and any(experts_in) else {})
+
+
+def _nearest(model: ModelConfig, moe: MoEConfig | None, experts_in: Sequence[bool]) -> tuple[Family, list[Problem]]:
+    """The family a model is nearest to, and what of the model it has no key for."""
+    mixed = moe if any(experts_in) else None
+    family = FAMILIES[family_for(model, mixed)]
+    problems = _inexpressible(model, family)
+    return family, problems if mixed is None else problems + inexpressible_moe(family, mixed, experts_in)
+
+
+def _written_window(family: Family, model: ModelConfig) -> dict[str, Any]:
+    kind = "full_attention" if model.window_size is None else "sliding_attention"
+    content = {
+        "sliding_window": model.window_size,
+        "use_sliding_window": model.window_size is not None,
+        "max_window_layers": 0,
+        "layer_types": [kind] * model.num_layers,
+    }
+    return {key: value for key, value in content.items() if key in family.defaults}
 
 
 def _written_activations(family: Family) -> dict[str, str]:
@@ -161,24 +193,18 @@ def _written_activations(family: Family) -> dict[str, str]:
 
 
 def _inexpressible(model: ModelConfig, family: Family) -> list[Problem]:
-    """What of a model the family it is nearest to has no key for."""
     problems = [
-        _unwritable(name, getattr(model, name), family, f"only {value}")
+        unwritable(name, getattr(model, name), family, f"only {value}")
         for name, value in family.fixed.items()
         if name not in _TRAINING_ONLY and getattr(model, name) != value
     ]
     if "rotary_percent" in family.fixed and model.position_embedding_type not in ("rope", "yarn"):
-        problems.append(_unwritable("position_embedding_type", model.position_embedding_type, family, "only rotary"))
+        problems.append(unwritable("position_embedding_type", model.position_embedding_type, family, "only rotary"))
     if model.activation not in _written_activations(family):
         known = ", ".join(_written_activations(family))
-        problems.append(_unwritable("activation", model.activation, family, known))
+        problems.append(unwritable("activation", model.activation, family, known))
     if "num_query_groups" not in family.keys and model.num_query_groups != model.num_attention_heads:
-        problems.append(_unwritable("num_query_groups", model.num_query_groups, family, "as many as heads"))
+        problems.append(unwritable("num_query_groups", model.num_query_groups, family, "as many as heads"))
     if "kv_channels" not in family.keys and model.kv_channels != model.hidden_size / model.num_attention_heads:
-        problems.append(_unwritable("kv_channels", model.kv_channels, family, "only hidden size / heads"))
+        problems.append(unwritable("kv_channels", model.kv_channels, family, "only hidden size / heads"))
     return problems
-
-
-def _unwritable(name: str, value: object, family: Family, allowed: str) -> Problem:
-    rule = f"cannot be written as a Hugging Face {family.name} model, which has {allowed}"
-    return Problem(flag_of(name), str(value), rule, "Such a model can be trained, but not exported.")

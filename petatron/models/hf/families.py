@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.schema import ModelConfig
+from petatron.config.schema import ModelConfig, MoEConfig
 from petatron.models.hf.family import Family
 from petatron.models.hf.gpt2 import GPT2
 from petatron.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from petatron.models.hf.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: Mapping[str, Family] = {
+    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+}
 
 
 def family_named(name: str) -> Family:
@@ -30,12 +33,18 @@ def family_of(config: Mapping[str, Any]) -> str:
     return family_named(str(config.get("model_type", ""))).name
 
 
-def family_for(model: ModelConfig) -> str:
+def family_for(model: ModelConfig, moe: MoEConfig | None = None) -> str:
     """The family a model is written as: the first one whose details it has. Whether all of it fits is checked later.
+
+    `moe` is given if some layers are mixtures of experts.
 
     >>> family_for(ModelConfig(position_embedding_type="rope", num_attention_heads=4, hidden_size=64, window_size=8))
     'mistral'
     """
+    if moe is not None:
+        if model.qk_layernorm:
+            return QWEN3_MOE.name
+        return MIXTRAL.name if moe.moe_shared_expert_intermediate_size is None else QWEN2_MOE.name
     if model.position_embedding_type == "learned_absolute":
         return GPT2.name
     if model.qk_layernorm:

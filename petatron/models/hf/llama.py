@@ -12,7 +12,7 @@ from typing import Any
 from petatron.config.schema import Activation
 from petatron.models.hf.family import Family, Row
 
-_ROWS = (
+LLAMA_ROWS = (
     Row(("embedding",), "model.embed_tokens"),
     Row(("layers.*.attention_norm",), "model.layers.*.input_layernorm"),
     Row(("layers.*.attention.q",), "model.layers.*.self_attn.q_proj"),
@@ -29,7 +29,7 @@ _ROWS = (
     Row(("head",), "lm_head"),
 )
 
-_KEYS = {
+LLAMA_KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "ffn_hidden_size": "intermediate_size",
@@ -42,7 +42,7 @@ _KEYS = {
     "attention_dropout": "attention_dropout",
     "init_method_std": "initializer_range",
 }
-_DEFAULTS: Mapping[str, Any] = {
+LLAMA_DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
     "max_position_embeddings": 2048,
@@ -52,25 +52,25 @@ _DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-_FIXED: Mapping[str, Any] = {
+LLAMA_FIXED: Mapping[str, Any] = {
     "normalization": "RMSNorm",
     "rotary_percent": 1.0,
     "qk_layernorm": False,
     "hidden_dropout": 0.0,
 }
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
-_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     prefix="model.",
-    rows=_ROWS,
+    rows=LLAMA_ROWS,
     ignored=("*rotary_emb.inv_freq",),
-    keys=_KEYS,
+    keys=LLAMA_KEYS,
     activation_key="hidden_act",
-    defaults={**_DEFAULTS, "attention_bias": False, "mlp_bias": False},
-    fixed=_FIXED,
+    defaults={**LLAMA_DEFAULTS, "attention_bias": False, "mlp_bias": False},
+    fixed=LLAMA_FIXED,
     only={},
     activations=_ACTIVATIONS,
 )
@@ -78,15 +78,15 @@ MISTRAL = replace(
     LLAMA,
     name="mistral",
     architecture="MistralForCausalLM",
-    defaults={**_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    fixed={**_FIXED, "add_bias_linear": False},
+    defaults={**LLAMA_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    fixed={**LLAMA_FIXED, "add_bias_linear": False},
 )
 QWEN2 = replace(
     LLAMA,
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    defaults={**_DEFAULTS, **_WINDOW, "num_key_value_heads": 32, "max_position_embeddings": 32768},
-    fixed={**_FIXED, "add_bias_linear": False, "add_qkv_bias": True},
+    defaults={**LLAMA_DEFAULTS, **WINDOW, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+    fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": True},
 )
 QWEN3 = replace(
     LLAMA,
@@ -97,6 +97,6 @@ QWEN3 = replace(
         "head_dim": 128,
         "attention_bias": False,
     },
-    fixed={**_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True},
+    fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True},
     only={"attention_bias": False},  # it would be a bias on the output projection too, but not on the MLP
 )

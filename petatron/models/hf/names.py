@@ -1,100 +1,52 @@
-"""Tensors under Hugging Face's names to logical tensors under ours, and back.
+"""Tensors under Hugging Face's names to logical tensors under ours, and back; whole, in memory, for models that fit there.
 
-The rows of a family say which name is which; the decoder, built without memory, says which tensors exist and how large they
-are. So a bias that a model does not have is unknown, one that it has is required, and a checkpoint is refused as a whole,
-with everything that is wrong with it, before anything is copied. No layout is involved: logical tensors are whole.
+What is which is said by `entries.py`. A checkpoint is refused as a whole, with everything that is wrong with it, before
+anything is copied. No layout is involved: logical tensors are whole.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.config.schema import ModelConfig
-from petatron.mesh.spec import Shape, TensorSplit, find, place
-from petatron.models.decoder import Decoder, shards
+from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.mesh.spec import Shape
+from petatron.models.hf.entries import Entry, Region, family_entries, logical_shapes
 from petatron.models.hf.families import family_named
-from petatron.models.hf.family import Family, Row
+from petatron.models.hf.family import Family
+from petatron.models.hf.listing import some
 
 _EMBEDDING, _HEAD = "embedding.weight", "head.weight"
-_MOST_SHOWN = 12
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRow:
-    """A row of a family's table for one tensor of one layer."""
+def to_logical(
+    family: str,
+    hf_tensors: Mapping[str, Tensor],
+    model: ModelConfig,
+    moe: MoEConfig | None = None,
+    experts_in: Sequence[bool] = (),
+) -> dict[str, Tensor]:
+    """Logical tensors from those of a Hugging Face checkpoint or of a model in memory.
 
-    logical: tuple[str, ...]
-    hf: str
-    transposed: bool
-
-
-def logical_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Name and shape of every logical tensor of a decoder.
-
-    >>> shapes = logical_shapes(ModelConfig(
-    ...     num_layers=1, hidden_size=8, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=2, kv_channels=4,
-    ...     vocab_size=50, max_position_embeddings=16))
-    >>> shapes["embedding.weight"], shapes["layers.0.attention.q.bias"]
-    ((50, 8), (8,))
+    `CheckpointError` names all that do not fit.
     """
-    with torch.device("meta"):
-        decoder = Decoder(model)
-    table = shards(model)
-    return {
-        piece.name: piece.logical_shape
-        for name, parameter in decoder.named_parameters()
-        for piece in place(name, tuple(parameter.shape), find(table, name), TensorSplit()).pieces
-    }
-
-
-def tensor_rows(family: Family, model: ModelConfig, shapes: Mapping[str, Shape]) -> list[TensorRow]:
-    """The family's table written out for a model: one row per Hugging Face tensor that it has."""
-    rows = []
-    for row in family.rows:
-        layers = range(model.num_layers) if "*" in row.hf else range(1)
-        for layer in layers:
-            rows += [_tensor_row(row, layer, leaf) for leaf in ("weight", "bias")]
-    rows = [row for row in rows if row.logical[0] in shapes]
-    unnamed = shapes.keys() - {name for row in rows for name in row.logical}
-    if unnamed:
-        raise CheckpointError(
-            f"This model has tensors for which the Hugging Face family {family.name} has no name: {_some(unnamed)}. "
-            "Ask petatron.models.hf.to_hf_config which setting does not fit."
-        )
-    return rows
-
-
-def _tensor_row(row: Row, layer: int, leaf: str) -> TensorRow:
-    logical = tuple(f"{name.replace('*', str(layer))}.{leaf}" for name in row.logical)
-    return TensorRow(logical, f"{row.hf.replace('*', str(layer))}.{leaf}", row.transposed and leaf == "weight")
-
-
-def to_logical(family: str, hf_tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Logical tensors from those of a Hugging Face checkpoint; `CheckpointError` names all that do not fit."""
     table = family_named(family)
-    shapes = logical_shapes(model)
-    rows = tensor_rows(table, model, shapes)
-    stored = _canonical(table, hf_tensors, {row.hf for row in rows})
-    tied_head = stored.pop(_hf_head(table), None) if _HEAD not in shapes else None
-    problems = _differences(rows, stored)
-    logical: dict[str, Tensor] = {}
-    for row in rows:
-        if row.hf not in stored:
-            continue
-        tensor = hf_tensors[stored[row.hf]]
-        wanted = _hf_shape(row, shapes)
-        if tuple(tensor.shape) != wanted:
-            problems.append(f"{stored[row.hf]} is {list(tensor.shape)}, but the config makes it {list(wanted)}")
-            continue
-        tensor = tensor.t().contiguous() if row.transposed else tensor
-        parts = tensor.split([shapes[name][0] for name in row.logical]) if len(row.logical) > 1 else [tensor]
-        logical.update(zip(row.logical, parts))
+    shapes = logical_shapes(model, moe, experts_in)
+    entries = _entries_of(table, shapes, hf_tensors)
+    stored = full_names(table, hf_tensors, {entry.name for entry in entries})
+    tied_head = stored.pop(head_name(table), None) if _HEAD not in shapes else None
+    problems = _differences(entries, stored)
+    problems += [
+        f"{stored[entry.name]} is {list(hf_tensors[stored[entry.name]].shape)}, "
+        f"but the config makes it {list(entry.shape)}"
+        for entry in entries
+        if entry.name in stored and tuple(hf_tensors[stored[entry.name]].shape) != entry.shape
+    ]
+    logical = {} if problems else _gathered(entries, {full: hf_tensors[name] for full, name in stored.items()}, shapes)
     if tied_head is not None and not problems and not torch.equal(hf_tensors[tied_head], logical[_EMBEDDING]):
         problems.append(f"{tied_head} differs from the embedding, but the config ties them")
     if problems:
@@ -106,11 +58,17 @@ def to_logical(family: str, hf_tensors: Mapping[str, Tensor], model: ModelConfig
     return logical
 
 
-def to_hf(family: str, logical: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+def to_hf(
+    family: str,
+    logical: Mapping[str, Tensor],
+    model: ModelConfig,
+    moe: MoEConfig | None = None,
+    experts_in: Sequence[bool] = (),
+) -> dict[str, Tensor]:
     """The tensors of a Hugging Face checkpoint from logical ones; a tied head is left out, as transformers saves it."""
     table = family_named(family)
-    shapes = logical_shapes(model)
-    rows = tensor_rows(table, model, shapes)
+    shapes = logical_shapes(model, moe, experts_in)
+    entries = family_entries(table, table.rows, shapes)
     problems = [f"{name} is missing" for name in shapes if name not in logical]
     problems += [f"{name} is not a tensor of this model" for name in logical if name not in shapes]
     problems += [
@@ -119,42 +77,70 @@ def to_hf(family: str, logical: Mapping[str, Tensor], model: ModelConfig) -> dic
         if name in logical and tuple(logical[name].shape) != shape
     ]
     if problems:
-        raise CheckpointError(f"These tensors are not those of the model: {_some(problems)}. Check the model's config.")
-    return {row.hf: _joined(row, logical) for row in rows}
+        raise CheckpointError(f"These tensors are not those of the model: {some(problems)}. Check the model's config.")
+    return {entry.name: _joined(entry, logical) for entry in entries}
 
 
-def _joined(row: TensorRow, logical: Mapping[str, Tensor]) -> Tensor:
-    parts = [logical[name] for name in row.logical]
-    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return (whole.t() if row.transposed else whole).contiguous()
+def _entries_of(family: Family, shapes: Mapping[str, Shape], found: Mapping[str, Tensor]) -> tuple[Entry, ...]:
+    """The entries of the family's files, or those of a model in memory where more of the names are of that kind."""
+    tables = [family_entries(family, rows, shapes) for rows in (family.rows, family.rows_in_memory) if rows]
+    return max(tables, key=lambda entries: sum(entry.name in found for entry in entries))
 
 
-def _hf_shape(row: TensorRow, shapes: Mapping[str, Shape]) -> Shape:
-    parts = [shapes[name] for name in row.logical]
-    whole = (sum(part[0] for part in parts), *parts[0][1:])
-    return whole[::-1] if row.transposed else whole
+def _gathered(
+    entries: Sequence[Entry], tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """Logical tensors; one that is a tensor of the checkpoint, or rows of it, shares its memory."""
+    logical: dict[str, Tensor] = {}
+    for entry in entries:
+        for region in entry.regions:
+            part = _box(tensors[entry.name], region)
+            if region.shape == shapes[region.name]:
+                logical[region.name] = part.contiguous()
+                continue
+            if region.name not in logical:
+                logical[region.name] = part.new_empty(shapes[region.name])
+            logical[region.name][region.logical_slices()] = part
+    return logical
 
 
-def _hf_head(family: Family) -> str:
+def _box(tensor: Tensor, region: Region) -> Tensor:
+    """A region of an entry's tensor in the dimensions of the logical tensor."""
+    part = tensor[region.entry_slices()]
+    part = part.transpose(-2, -1) if region.transposed else part
+    return part.reshape(region.shape)
+
+
+def _joined(entry: Entry, logical: Mapping[str, Tensor]) -> Tensor:
+    if len(entry.regions) == 1:
+        return _in_entry(entry.regions[0], logical).contiguous()
+    whole = logical[entry.regions[0].name].new_empty(entry.shape)
+    for region in entry.regions:
+        whole[region.entry_slices()] = _in_entry(region, logical)
+    return whole
+
+
+def _in_entry(region: Region, logical: Mapping[str, Tensor]) -> Tensor:
+    part = logical[region.name][region.logical_slices()]
+    part = part.transpose(-2, -1) if region.transposed else part
+    return part.reshape(region.extent)
+
+
+def head_name(family: Family) -> str:
+    """What the family calls the output head's weight; a checkpoint of a tied model may hold it as a copy of the embedding."""
     return next(row.hf for row in family.rows if row.logical == ("head",)) + ".weight"
 
 
-def _canonical(family: Family, names: Mapping[str, Tensor], expected: set[str]) -> dict[str, str]:
+def full_names(family: Family, names: Iterable[str], expected: Container[str]) -> dict[str, str]:
     """Full name to the name as stored, without what is no weight; a bare model's names lack the prefix."""
     kept = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)]
     full = [name if name in expected else family.prefix + name for name in kept]
     return {whole if whole in expected else name: name for whole, name in zip(full, kept)}
 
 
-def _differences(rows: Sequence[TensorRow], stored: Mapping[str, str]) -> list[str]:
-    expected = {row.hf for row in rows}
-    missing = [row.hf for row in rows if row.hf not in stored]
+def _differences(entries: Sequence[Entry], stored: Mapping[str, str]) -> list[str]:
+    expected = {entry.name for entry in entries}
+    missing = [entry.name for entry in entries if entry.name not in stored]
     unknown = [name for full, name in stored.items() if full not in expected]
-    problems = [f"missing: {_some(missing)}"] if missing else []
-    return problems + ([f"not in this model: {_some(unknown)}"] if unknown else [])
-
-
-def _some(names: Sequence[str] | set[str]) -> str:
-    names = sorted(names) if isinstance(names, set) else list(names)
-    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return ", ".join(names[:_MOST_SHOWN]) + more
+    problems = [f"missing: {some(missing)}"] if missing else []
+    return problems + ([f"not in this model: {some(unknown)}"] if unknown else [])
