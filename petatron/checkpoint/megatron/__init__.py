@@ -1,0 +1,10 @@
+"""Megatron-LM checkpoints, read into logical tensors and written from them. docs/megatron-checkpoints.md says what fits.
+
+checkpoint = open_megatron(folder)                      # .iteration .model .moe .tensors[name].load()
+write_megatron(folder, iteration=..., model=..., moe=..., fetch=..., tp=2, pp=1)
+"""
+
+from petatron.checkpoint.megatron.opening import LazyTensor, MegatronCheckpoint, open_megatron
+from petatron.checkpoint.megatron.writing import write_megatron
+
+__all__ = ["LazyTensor", "MegatronCheckpoint", "open_megatron", "write_megatron"]

@@ -1,0 +1,255 @@
+"""Megatron's arguments and our configuration: what they agree on, and every way in which they cannot.
+
+A checkpoint of Megatron's remembers the command line it was trained with. Most model arguments have our names; the rest are
+translated here in both directions. Arguments that change the mathematics and that we do not have are refused, all at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.checkpoint.megatron.safe import StandIn
+from petatron.config.check_model import check_model
+from petatron.config.fields import by_name, flag_of
+from petatron.config.layer_pattern import parse_pattern
+from petatron.config.schema import ModelConfig, MoEConfig, RunConfig
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+# Same name, same meaning.
+_MODEL = (
+    *_REQUIRED, "ffn_hidden_size", "kv_channels", "seq_length", "max_position_embeddings", "rotary_base",
+    "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "normalization", "norm_epsilon", "add_bias_linear",
+    "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout",
+    "init_method_std", "make_vocab_size_divisible_by",
+)  # fmt: skip
+_NOT_OURS = ("moe_layer_freq", "moe_router_force_load_balancing")
+_MOE = tuple(field.name for field in dataclasses.fields(MoEConfig) if field.name not in _NOT_OURS)
+# Megatron builds Llama-3 scaling with these and has no argument for them.
+_LLAMA3_SCALING = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Arguments that make another model of the same weights, with the values that do not.
+_CHANGES_THE_MODEL: Mapping[str, tuple[Any, ...]] = {
+    "apply_layernorm_1p": (),
+    "apply_residual_connection_post_layernorm": (),
+    "attention_output_gate": (),
+    "activation_func_clamp_value": (),
+    "experimental_attention_variant": (),
+    "glu_linear_offset": (),
+    "heterogeneous_layers_config_path": (),
+    "hybrid_override_pattern": (),
+    "hybrid_layer_pattern": (),
+    "is_hybrid_model": (),
+    "linear_attention_freq": (),
+    "mtp_num_layers": (),
+    "multi_latent_attention": (),
+    "no_rope_freq": (),
+    "qk_l2_norm": (),
+    "quick_geglu": (),
+    "rotary_interleaved": (),
+    "rotary_seq_len_interpolation_factor": (1,),
+    "softmax_type": ("vanilla",),
+    "window_attn_skip_freq": (),
+}
+_FIX = "Such a checkpoint cannot be converted."
+
+
+def arguments_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What Megatron's command line was, as a file remembers it."""
+    kept = content.get("args")
+    values = {k: v for k, v in vars(kept).items() if k != "arguments"} if isinstance(kept, StandIn) else kept
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            f"{path} has no `args`, so the model's shape is not known. Save the checkpoint with Megatron's own trainer, "
+            "or put an argparse.Namespace of the model's arguments there."
+        )
+    if "add_bias_linear" not in values and "disable_bias_linear" in values:
+        values["add_bias_linear"] = not values["disable_bias_linear"]
+    return values
+
+
+def read_arguments(
+    arguments: Mapping[str, Any], vocab_size: int | None
+) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
+    """Values for ModelConfig and for MoEConfig (empty without experts), and what cannot be expressed."""
+    problems = [
+        Problem(flag_of(name), "", "is not in the checkpoint's arguments", "Save it with Megatron's own trainer.")
+        for name in _REQUIRED
+        if not isinstance(size := arguments.get(name), int) or size < 1
+    ]
+    problems += [
+        Problem(flag_of(name), _shown(arguments[name]), "makes a model that Petatron does not have", _FIX)
+        for name, harmless in _CHANGES_THE_MODEL.items()
+        if arguments.get(name) not in (None, False, 0, *harmless)
+    ]
+    if problems:
+        return {}, {}, problems
+    model = {name: arguments[name] for name in _MODEL if arguments.get(name) is not None}
+    model.setdefault("norm_epsilon", arguments.get("layernorm_epsilon") or 1e-5)
+    heads = arguments["num_attention_heads"]
+    grouped = bool(arguments.get("group_query_attention"))
+    model |= {
+        "group_query_attention": grouped,
+        "num_query_groups": arguments.get("num_query_groups") or 1 if grouped else heads,
+        "activation": _activation(arguments),
+        "vocab_size": vocab_size or _vocabulary(arguments),
+    }
+    model.setdefault("kv_channels", arguments["hidden_size"] // heads)
+    model.setdefault("ffn_hidden_size", 4 * arguments["hidden_size"])
+    model.setdefault("max_position_embeddings", arguments.get("seq_length"))
+    model.setdefault("seq_length", model["max_position_embeddings"])
+    model |= _position(arguments, problems) | _window(arguments, problems)
+    if model["max_position_embeddings"] is None:
+        rule = "is not in the checkpoint's arguments, and neither is --seq-length"
+        problems.append(Problem("--max-position-embeddings", "", rule, "Save it with Megatron's own trainer."))
+    if model["vocab_size"] is None:
+        padded = arguments.get("padded_vocab_size")
+        rule = f"is not in the checkpoint's arguments; its embedding is padded to {padded} rows"
+        problems.append(Problem("--vocab-size", "", rule, "Give the number of token ids of your tokenizer."))
+    model, moe = _typed(model, problems), _typed(_experts(arguments, model, problems), problems)
+    if not problems:
+        problems += check_model(RunConfig(model=ModelConfig(**model)))
+    return model, moe, problems
+
+
+def _typed(values: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Values of the schema's types: a checkpoint may hold a whole number for a float, or anything."""
+    typed: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            typed[name] = None if value is None else by_name()[name].parse(str(value))
+        except ValueError as error:
+            problems.append(Problem(flag_of(name), str(value), str(error), _FIX))
+    return typed
+
+
+def _shown(value: Any) -> str:
+    return "" if value is True else str(value)
+
+
+def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
+    """Megatron's null tokenizer has one id more than it is told: the end of a document."""
+    size = arguments.get("vocab_size")
+    return size + 1 if size and arguments.get("tokenizer_type") == "NullTokenizer" else size
+
+
+def _activation(arguments: Mapping[str, Any]) -> str:
+    """Megatron's fused GELU, which is its default where there are biases, is the approximation by tanh."""
+    if arguments.get("swiglu"):
+        return "swiglu"
+    if arguments.get("squared_relu"):
+        return "squared_relu"
+    fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
+    return "gelu_tanh" if fused or arguments.get("openai_gelu") else "gelu"
+
+
+def _position(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    kind = arguments.get("position_embedding_type") or "learned_absolute"
+    if arguments.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    elif kind == "learned_absolute" and arguments.get("add_position_embedding", True) is False:
+        kind = "none"
+    if kind == "yarn":
+        problems.append(Problem("--position-embedding-type", "yarn", "cannot be converted", _FIX))
+    return {"position_embedding_type": kind, **(_LLAMA3_SCALING if arguments.get("use_rope_scaling") else {})}
+
+
+def _window(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Megatron counts the tokens before and after; ours counts those before and the token itself."""
+    window = arguments.get("window_size")
+    if window is None:
+        return {}
+    if isinstance(window, Sequence) and len(window) == 2 and window[1] in (0, -1):
+        return {"window_size": int(window[0]) + 1} if int(window[0]) >= 0 else {}
+    problems.append(Problem("--window-size", str(window), "is no window over the past", _FIX))
+    return {}
+
+
+def _experts(arguments: Mapping[str, Any], model: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    if not arguments.get("num_experts"):
+        return {}
+    moe = {name: arguments[name] for name in _MOE if arguments.get(name) is not None}
+    frequency = arguments.get("moe_layer_freq", 1)
+    moe["moe_layer_freq"] = str(list(frequency) if isinstance(frequency, list | tuple) else frequency)
+    moe.setdefault("moe_ffn_hidden_size", model["ffn_hidden_size"])
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        value = moe.get(name)
+        if isinstance(value, list | tuple):
+            if len(value) == 1:
+                moe[name] = value[0]
+            else:
+                problems.append(
+                    Problem(flag_of(name), str(value), "is more than one value", "Train on with one of them.")
+                )
+    if moe.get("moe_token_dispatcher_type") == "flex":
+        moe["moe_token_dispatcher_type"] = "alltoall"
+    return moe
+
+
+def write_arguments(
+    model: ModelConfig, moe: MoEConfig | None, *, tp: int, pp: int, ep: int, padded: int, iteration: int
+) -> Namespace:
+    """The arguments Megatron looks for in a checkpoint; `ConfigError` for what it has no argument for."""
+    if problems := _not_theirs(model):
+        raise ConfigError(problems)
+    rotary = model.position_embedding_type == "rope"
+    values: dict[str, Any] = {name: getattr(model, name) for name in _MODEL}
+    values |= {
+        "group_query_attention": model.num_query_groups != model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "position_embedding_type": model.position_embedding_type,
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
+        "use_rotary_position_embeddings": rotary,
+        "swiglu": model.activation == "swiglu",
+        "squared_relu": model.activation == "squared_relu",
+        "openai_gelu": model.activation == "gelu_tanh",
+        "bias_gelu_fusion": model.activation == "gelu_tanh" and model.add_bias_linear,
+        "window_size": None if model.window_size is None else (model.window_size - 1, 0),
+        "vocab_size": model.vocab_size,
+        "padded_vocab_size": padded,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": tp,
+        "context_parallel_size": 1,
+        "apply_layernorm_1p": False,
+        "apply_query_key_layer_scaling": False,
+        "rotary_interleaved": False,
+        "transformer_impl": "transformer_engine",
+        "use_mcore_models": True,
+        "tokenizer_type": None,
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "iteration": iteration,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "num_experts": None,
+    }
+    if moe is not None and moe.num_experts is not None:
+        values |= {name: getattr(moe, name) for name in _MOE}
+        values["moe_layer_freq"] = _their_pattern(moe.moe_layer_freq)
+    return Namespace(**values)
+
+
+def _their_pattern(text: str) -> int | list[int]:
+    pattern = parse_pattern(text)
+    return pattern if isinstance(pattern, int) else list(pattern)
+
+
+def _not_theirs(model: ModelConfig) -> list[Problem]:
+    problems = []
+    if model.activation not in ("swiglu", "squared_relu", "gelu", "gelu_tanh"):
+        problems.append(Problem("--activation", model.activation, "has no argument in Megatron", _FIX))
+    if model.position_embedding_type == "yarn":
+        problems.append(Problem("--position-embedding-type", "yarn", "cannot be converted", _FIX))
+    if model.use_rope_scaling:
+        problems += [
+            Problem(flag_of(name), f"{getattr(model, name):g}", f"is fixed to {value:g} in Megatron", _FIX)
+            for name, value in _LLAMA3_SCALING.items()
+            if getattr(model, name) != value
+        ]
+    return problems
