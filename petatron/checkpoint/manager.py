@@ -1,27 +1,44 @@
 """`CheckpointManager`: all ranks save and load together, and fail together.
 
-Every method is collective: all ranks of the world call it, in the same order. Each stage runs locally, then the ranks
-exchange how it went; if any of them failed, all raise the same CheckpointError, so a full disk on one machine is an error
-message and never a hang. The folder must be shared by all ranks.
+`save`, `start_save` and `load` are collective: all ranks of the world call them, in the same order. Each stage runs
+locally, then the ranks exchange how it went; if any of them failed, all raise the same CheckpointError, so a full disk on
+one machine is an error message and never a hang. The folder must be shared by all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.base.log import get_logger
 from petatron.checkpoint import reading, storage
-from petatron.checkpoint.state import Chunk, LoadedCheckpoint
-from petatron.checkpoint.storage import Disk
+from petatron.checkpoint.background import Background, Staging
+from petatron.checkpoint.disk import Disk
+from petatron.checkpoint.manifest import Manifest
+from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
+from petatron.checkpoint.storage import DamagedCheckpoint
+from petatron.checkpoint.writing import Job, check_room, plan_job, write_job
 from petatron.mesh.collectives import gather_objects, gather_objects_to_first
 from petatron.mesh.mesh import Axis
 
+_log = get_logger(__name__)
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which steps stay when a new one is there: the newest `keep` (None: all), and every multiple of `interval`."""
+
+    keep: int | None = None
+    interval: int | None = None
 
 
 class CheckpointManager:
@@ -38,16 +55,33 @@ class CheckpointManager:
     ({'samples': 80}, 10, tensor(6.))
     """
 
-    def __init__(self, folder: str | Path, world: Axis, *, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        control: Axis,
+        *,
+        world: Axis | None = None,
+        background: Axis | None = None,
+        disk: Disk | None = None,
+        retention: Retention | None = None,
+    ) -> None:
+        """`world` moves weights between devices; `background` is what ranks talk over while training goes on.
+
+        Both default to `control`, all ranks over host memory.
+        """
         self._folder = Path(folder)
-        self._world = world
-        self._leads = world.rank == 0
+        self._control = control
+        self._world = world or control
+        self._background_axis = background or control
+        self._leads = control.rank == 0
         self._disk = disk or Disk()
+        self._retention = retention or Retention()
+        self._background = Background()
+        self._staging = Staging()
 
     def latest(self) -> int | None:
         """The newest complete step as the first rank sees it, or None."""
-        step = self._together(lambda: storage.latest_step(self._folder) if self._leads else None)
-        return gather_objects(step, self._world)[0]
+        return self._from_first(lambda: storage.latest_step(self._folder))
 
     def save(
         self,
@@ -57,37 +91,117 @@ class CheckpointManager:
         facts: Mapping[str, Any],
         same_layout_key: str,
         local: Mapping[str, Tensor] | None = None,
+        model: ModelFolder | None = None,
     ) -> None:
         """Publish a checkpoint; when this returns it is on disk, and when it raises the earlier ones are untouched.
 
         facts: JSON values, the same on every rank. local: this rank's own tensors, which only a run with the same
-        `same_layout_key` gets back.
+        `same_layout_key` gets back. model: how the weights stand in the model folder; without it they are kept as boxes.
         """
-        folder, disk = self._folder, self._disk
+        job = self._prepare(step, chunks, facts=facts, layout=same_layout_key, local=local, model=model)
+        self._finish(job, self._control)
+
+    def start_save(
+        self,
+        step: int,
+        chunks: Sequence[Chunk],
+        *,
+        facts: Mapping[str, Any],
+        same_layout_key: str,
+        local: Mapping[str, Tensor] | None = None,
+        model: ModelFolder | None = None,
+    ) -> None:
+        """The same, but returns as soon as everything is copied; waits first for a save that is still being written.
+
+        How it went is known after `drain`.
+        """
+        job = self._prepare(step, chunks, facts=facts, layout=same_layout_key, local=local, model=model)
+        job = job.copied(self._staging)
+        self._background.start(lambda: self._finish(job, self._background_axis))
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save is still being written."""
+        return self._background.busy
+
+    def drain(self) -> None:
+        """Wait for a save that is being written; raises if it failed. Does nothing when none was started."""
+        self._background.wait()
+
+    def _prepare(
+        self,
+        step: int,
+        chunks: Sequence[Chunk],
+        *,
+        facts: Mapping[str, Any],
+        layout: str,
+        local: Mapping[str, Tensor] | None,
+        model: ModelFolder | None,
+    ) -> Job:
+        self.drain()
+        doing, fix = self._words_for(step)
+        # As it will be read; and the caller may go on changing it.
+        frozen = self._together(lambda: json.loads(json.dumps(dict(facts))), doing, fix)
+        survey = gather_objects([chunk.facts for chunk in chunks if chunk.primary], self._control) if model else []
+        job = self._together(
+            lambda: plan_job(
+                step,
+                chunks,
+                survey,
+                model=model,
+                local=local or {},
+                rank=self._control.rank,
+                layout=layout,
+                facts=frozen,
+            ),
+            doing,
+            fix,
+        )
+        needed = sum(gather_objects(job.bytes, self._control))
+        self._together(lambda: check_room(self._folder, needed) if self._leads else None, doing, fix)
+        return job.with_weights(self._world)
+
+    def _words_for(self, step: int) -> tuple[str, str]:
+        """What a failing save could not do, and what helps."""
         fix = "Free space there or make it writable; earlier checkpoints are untouched"
-        doing = f"step {step} could not be saved to {folder}"
+        return f"step {step} could not be saved to {self._folder}", fix
+
+    def _finish(self, job: Job, axis: Axis) -> None:
+        """Write, publish, prune; every stage on all ranks, over an axis that nothing else uses at the time."""
+        folder, disk, step = self._folder, self._disk, job.step
+        doing, fix = self._words_for(step)
         try:
-            self._together(lambda: storage.begin(folder, step, disk) if self._leads else None, doing, fix)
-            table = self._together(
-                lambda: storage.write_rank(folder, step, chunks, rank=self._world.rank, local=local or {}, disk=disk),
-                doing,
-                fix,
-            )
-            tables = gather_objects_to_first(table, self._world)
+            self._together(lambda: storage.begin(folder, step, disk) if self._leads else None, doing, fix, axis)
+            table = self._together(lambda: write_job(folder, job, disk), doing, fix, axis)
+            tables = gather_objects_to_first(table, axis)
             self._together(
                 lambda: (
-                    storage.publish(folder, step, tables, facts=facts, layout=same_layout_key, disk=disk)
+                    storage.publish(folder, step, tables, facts=job.facts, layout=job.layout, disk=disk)
                     if tables is not None
                     else None
                 ),
                 doing,
                 fix,
+                axis,
             )
         except CheckpointError:
             if self._leads:  # no rank is writing any more; a draft would only keep the disk full
                 with contextlib.suppress(OSError):
                     storage.recover(folder, disk)
             raise
+        if self._leads:
+            self._prune()
+
+    def _prune(self) -> None:
+        """A step too many is no reason to stop a run."""
+        keep = self._retention
+        try:
+            gone = storage.prune(self._folder, keep=keep.keep, retain_interval=keep.interval, disk=self._disk)
+        except OSError as error:
+            _log.warning("old checkpoints in %s could not be removed: %s", self._folder, error)
+            return
+        if gone:
+            _log.info("removed the checkpoints of iterations %s", ", ".join(map(str, gone)))
 
     def load(
         self,
@@ -96,47 +210,87 @@ class CheckpointManager:
         *,
         same_layout_key: str | None = None,
         strict: bool = True,
-        verify: bool = True,
+        fallback: bool = False,
     ) -> LoadedCheckpoint:
         """Fill every chunk from a step (None: the newest), whatever layout saved it.
 
         strict: every key must be there, and no key of the same kind may be left over; else keys that are missing keep
-        their values and are named in the result. verify: compare digests, not only sizes, of the files that are read.
-        Nothing is changed unless the whole checkpoint fits and its files are sound.
+        their values and are named in the result. fallback: if the step is damaged, say so and take the newest sound one
+        before it. Nothing is changed unless the whole checkpoint fits; after an error about a damaged file, what the
+        chunks hold is undefined.
         """
-        chosen = self._together(lambda: storage.choose(self._folder, step) if self._leads else None)
-        source: Path = gather_objects(chosen, self._world)[0]
+        self.drain()
+        while True:
+            source = self._choose(step)
+            try:
+                return self._load_from(source, chunks, same_layout_key=same_layout_key, strict=strict)
+            except DamagedCheckpoint as error:
+                step = self._from_first(partial(storage.step_before, source))
+                if not fallback or step is None:
+                    raise
+                if self._leads:
+                    _log.error("%s\nFalling back to step %d, as --load-fallback says.", error, step)
+
+    def _choose(self, step: int | None) -> Path:
+        return self._from_first(lambda: storage.choose(self._folder, step))
+
+    def _from_first(self, ask: Callable[[], Result]) -> Result:
+        """What the first rank sees on disk, on every rank."""
+        found = self._together(lambda: ask() if self._leads else None)
+        return gather_objects(found, self._control)[0]
+
+    def _load_from(
+        self, source: Path, chunks: Sequence[Chunk], *, same_layout_key: str | None, strict: bool
+    ) -> LoadedCheckpoint:
         manifest = self._together(lambda: storage.read_manifest(source))
-        wanted = set().union(*gather_objects({chunk.key for chunk in chunks}, self._world))
+        return self.fill(source, manifest, chunks, same_layout_key=same_layout_key, strict=strict)
+
+    def fill(
+        self,
+        source: Path,
+        manifest: Manifest,
+        chunks: Sequence[Chunk],
+        *,
+        same_layout_key: str | None = None,
+        strict: bool = True,
+    ) -> LoadedCheckpoint:
+        """Fill chunks from a folder that a manifest describes, be it of ours or of others."""
+        mine = {reading.source_key(manifest.tensors, chunk) for chunk in chunks}
+        wanted = set().union(*gather_objects(mine, self._control))
         plan = self._together(lambda: reading.plan_reads(source, manifest, chunks, wanted=wanted, strict=strict))
+        self._together(lambda: reading.fill(source, plan, manifest.files))
         same_layout = manifest.layout == same_layout_key
-        own_prefix = f"local/{self._world.rank}/"
-        own_files = {file for name, file in manifest.local.items() if same_layout and name.startswith(own_prefix)}
-        files = sorted(set().union(*gather_objects(plan.files | own_files, self._world)))
-
-        def check_share() -> None:
-            for file in files[self._world.rank :: self._world.size]:
-                storage.check_file(source / file, manifest.files[file], verify=verify)
-
-        self._together(check_share)
-        self._together(lambda: reading.fill(source, plan))
-        local = self._together(lambda: reading.read_local(source, manifest, self._world.rank) if same_layout else None)
+        rank = self._control.rank
+        local = self._together(lambda: reading.read_local(source, manifest, rank) if same_layout else None)
         return LoadedCheckpoint(manifest.step, dict(manifest.facts), local, plan.missing)
 
-    def _together(self, action: Callable[[], Result], doing: str = "", fix: str = "") -> Result:
+    def _together(
+        self, action: Callable[[], Result], doing: str = "", fix: str = "", axis: Axis | None = None
+    ) -> Result:
         """This rank's result of an action that every rank takes; one rank's failure is a CheckpointError on all."""
+        axis = axis or self._control
         result, failure, cause = None, None, None
         try:
             result = action()
         except CheckpointError as error:
-            failure, cause = str(error), error
+            failure, cause = _Failure(str(error), isinstance(error, DamagedCheckpoint)), error
         except Exception as error:
             doing = doing or f"a checkpoint in {self._folder} could not be read"
-            failure, cause = ". ".join(filter(None, [f"{doing}: {type(error).__name__}: {error}", fix])), error
-        failures = {rank: text for rank, text in enumerate(gather_objects(failure, self._world)) if text is not None}
+            text = ". ".join(filter(None, [f"{doing}: {type(error).__name__}: {error}", fix]))
+            failure, cause = _Failure(text, False), error
+        failures = {rank: found for rank, found in enumerate(gather_objects(failure, axis)) if found is not None}
         if failures:
-            raise CheckpointError(_report(failures, self._world.size)) from cause
+            kind = DamagedCheckpoint if all(found.damaged for found in failures.values()) else CheckpointError
+            raise kind(_report({rank: found.text for rank, found in failures.items()}, axis.size)) from cause
         return result  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What went wrong on a rank, and whether it was a file that is not what was saved."""
+
+    text: str
+    damaged: bool
 
 
 def _report(failures: Mapping[int, str], world_size: int) -> str:

@@ -1,6 +1,7 @@
 """manifest.json: what a checkpoint holds, where, and how to tell that it is whole.
 
 It is written last, so a folder that has one is complete, and it carries a digest of itself and of every other file.
+`docs/checkpoint-format.md` describes it for readers of other programs.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.boxes import Box, Shape, tiling_problem
+from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile
+from petatron.mesh.boxes import Box, Shape, tiling_problem
 
-VERSION = 1
+VERSION = 2
 
 
 class UnknownVersion(ValueError):
@@ -22,20 +24,18 @@ class UnknownVersion(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredFile:
-    """Size and blake2b digest of a file."""
-
-    size_bytes: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of a logical tensor: the entry `name` of a file."""
+    """A box of a logical tensor, and where it stands: from `at` on in the entry `name` of a file.
+
+    Leading dimensions of size 1 that the entry does not have are dropped; `transposed` says that the entry has its two
+    dimensions the other way round.
+    """
 
     file: str
     name: str
     box: Box
+    at: Shape
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """What one rank wrote: its file, its boxes as (key, whole tensor with this one box), and its local entries."""
+    """What one rank wrote: files, boxes as (key, whole tensor with this one box), and which file has its local entries."""
 
-    file: str
-    stored: StoredFile
+    files: Mapping[str, StoredFile]
     entries: tuple[tuple[str, StoredTensor], ...]
-    local: tuple[str, ...]
+    local: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,8 @@ def to_json(manifest: Manifest) -> str:
         "facts": dict(manifest.facts),
         "tensors": {key: _tensor_to_json(tensor) for key, tensor in manifest.tensors.items()},
         "local": dict(manifest.local),
-        "files": {name: [file.size_bytes, file.digest] for name, file in manifest.files.items()},
+        "block_bytes": BLOCK_BYTES,
+        "files": {name: [file.size_bytes, file.blocks] for name, file in manifest.files.items()},
     }
     # Facts may hold tuples or integer keys, which JSON turns into something else; the digest is of what will be read.
     body = json.loads(json.dumps(body))
@@ -112,7 +112,7 @@ def from_json(text: str) -> Manifest:
     body = json.loads(text)
     if not isinstance(body, dict) or body.get("format") != "petatron checkpoint":
         raise ValueError("it is not the manifest of a Petatron checkpoint")
-    if body.get("version") != VERSION:
+    if body.get("version") != VERSION or body.get("block_bytes") != BLOCK_BYTES:
         raise UnknownVersion(f"it has format version {body.get('version')}; this version of Petatron reads {VERSION}")
     digest = body.pop("digest", None)
     if digest != _digest(body):
@@ -124,7 +124,7 @@ def from_json(text: str) -> Manifest:
             facts=body["facts"],
             tensors={key: _tensor_from_json(value) for key, value in body["tensors"].items()},
             local=body["local"],
-            files={name: StoredFile(size, digest) for name, (size, digest) in body["files"].items()},
+            files={name: StoredFile(size, tuple(blocks)) for name, (size, blocks) in body["files"].items()},
         )
     except (KeyError, TypeError, AttributeError, AssertionError) as error:
         raise ValueError(f"it lacks or misstates a field: {error!r}") from error
@@ -135,10 +135,16 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
-    boxes = [[stored.file, stored.name, stored.box.start, stored.box.shape] for stored in tensor.boxes]
+    boxes = [
+        [stored.file, stored.name, stored.box.start, stored.box.shape, stored.at, stored.transposed]
+        for stored in tensor.boxes
+    ]
     return {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": boxes}
 
 
 def _tensor_from_json(value: Mapping[str, Any]) -> StoredTensor:
-    boxes = tuple(StoredBox(file, name, Box(tuple(start), tuple(shape))) for file, name, start, shape in value["boxes"])
+    boxes = tuple(
+        StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), bool(transposed))
+        for file, name, start, shape, at, transposed in value["boxes"]
+    )
     return StoredTensor(tuple(value["shape"]), value["dtype"], boxes)

@@ -1,22 +1,35 @@
-"""Filling this run's chunks from another run's boxes: first a plan that can refuse, then the reads."""
+"""Filling this run's chunks from another run's boxes: first a plan that can refuse, then the reads.
+
+Files are read in blocks of 8 MiB, each of them once, checked against its digest, and its elements go from there to wherever
+they belong: so a load needs memory for a few blocks, however large the tensors are, and reads the blocks it needs only. A
+block holds consecutive elements of an entry, which are a handful of boxes (`mesh/stretch.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.boxes import Box, overlap, tiling_problem
+from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read_fully, written
 from petatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor
-from petatron.checkpoint.state import Chunk
-from petatron.checkpoint.storage import DTYPE_CODES, MANIFEST, damage
+from petatron.checkpoint.placing import entry_box, in_entry
+from petatron.checkpoint.safetensors_file import DTYPE_CODES, DTYPES, Slot, read_header
+from petatron.checkpoint.state import MASTERS, WEIGHTS, Chunk
+from petatron.checkpoint.storage import MANIFEST, altered, check_size, damage
+from petatron.mesh.boxes import Box, overlap, tiling_problem
+from petatron.mesh.stretch import range_boxes
 
 _FLOATING = {code for dtype, code in DTYPE_CODES.items() if dtype.is_floating_point}
 _SHOWN = 5
+_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,41 +48,53 @@ class Plan:
     reads: tuple[Read, ...]
     missing: tuple[str, ...]
 
-    @property
-    def files(self) -> set[str]:
-        return {read.stored.file for read in self.reads}
+
+def source_key(tensors: Mapping[str, StoredTensor], chunk: Chunk) -> str:
+    """Which of a checkpoint's tensors a chunk is filled from.
+
+    Weights may be there twice, in the model's precision and in the optimizer's. Whoever wants them in a wide precision
+    gets the wide ones, whatever it calls them; a checkpoint of a run in full precision has them once, as the model's.
+    """
+    for kind, other in ((MASTERS, WEIGHTS), (WEIGHTS, MASTERS)):
+        if chunk.key.startswith(kind):
+            swapped = other + chunk.key.removeprefix(kind)
+            wide = chunk.tensor.dtype.itemsize >= torch.float32.itemsize
+            if swapped in tensors and (chunk.key not in tensors or (other == MASTERS and wide)):
+                return swapped
+    return chunk.key
 
 
 def plan_reads(
     source: Path, manifest: Manifest, chunks: Sequence[Chunk], *, wanted: Collection[str], strict: bool
 ) -> Plan:
-    """Decide every read of this rank; `wanted` are the keys that any rank asks for.
+    """Decide every read of this rank; `wanted` are the keys of the checkpoint that any rank asks for.
 
     A strict load wants the same keys on both sides. Kinds nobody asks for at all (optimizer state, when only weights are
     loaded) are none of its business.
     """
     reads: list[Read] = []
     problems: list[str] = []
-    missing = sorted({chunk.key for chunk in chunks if chunk.tensor.numel() and chunk.key not in manifest.tensors})
+    named = [(source_key(manifest.tensors, chunk), chunk) for chunk in chunks if chunk.tensor.numel()]
+    missing = sorted({key for key, _ in named if key not in manifest.tensors})
     if strict:
         kinds = {key.split("/", 1)[0] for key in wanted}
         surplus = [key for key in manifest.tensors if key.split("/", 1)[0] in kinds and key not in wanted]
         problems += [f"{key} is not in the checkpoint" for key in missing]
         problems += [f"{key} is in the checkpoint, but not in this run" for key in surplus]
     checked: set[str] = set()
-    for chunk in chunks:
-        stored = manifest.tensors.get(chunk.key)
-        if stored is None or not chunk.tensor.numel():
+    for key, chunk in named:
+        stored = manifest.tensors.get(key)
+        if stored is None:
             continue
         problem = _mismatch(chunk, stored)
         if problem is not None:
             problems.append(problem)
             continue
-        if chunk.key not in checked:
+        if key not in checked:
             gap = tiling_problem(stored.shape, [box.box for box in stored.boxes])
             if gap is not None:
-                raise damage(source / MANIFEST, f"does not describe all of {chunk.key}: {gap}")
-            checked.add(chunk.key)
+                raise damage(source / MANIFEST, f"does not describe all of {key}: {gap}")
+            checked.add(key)
         common = ((box, overlap(chunk.box, box.box)) for box in stored.boxes)
         reads += [Read(chunk, box, part) for box, part in common if part is not None]
     if problems:
@@ -95,30 +120,137 @@ def _does_not_fit(source: Path, problems: Sequence[str]) -> CheckpointError:
     return CheckpointError("\n".join([f"{source} does not fit this run:", *lines, fix]))
 
 
-def fill(source: Path, plan: Plan) -> None:
-    """Carry out the reads of a plan, file by file; dtypes are converted on the way."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fill:
+    """A box of an entry, and the memory that it goes to, both the way the entry has them."""
+
+    slot: Slot
+    box: Box
+    target: Tensor
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The bytes of the file from the first to the last element."""
+        first = last = 0
+        for size, at, length in zip(self.slot.shape, self.box.start, self.box.shape):
+            first, last = first * size + at, last * size + at + length - 1
+        itemsize = DTYPES[self.slot.dtype].itemsize
+        return self.slot.begin + first * itemsize, self.slot.begin + (last + 1) * itemsize
+
+
+def fill(source: Path, plan: Plan, files: Mapping[str, StoredFile]) -> None:
+    """Carry out the reads of a plan, block by block; dtypes are converted on the way."""
     by_file: dict[str, list[Read]] = {}
     for read in plan.reads:
         by_file.setdefault(read.stored.file, []).append(read)
-    for file, reads in by_file.items():
-        try:
-            with safe_open(source / file, framework="pt") as opened:
-                for read in reads:
-                    part = opened.get_slice(read.stored.name)[read.common.slices_in(read.stored.box)]
-                    read.chunk.tensor.detach()[read.common.slices_in(read.chunk.box)].copy_(part)
-        except (SafetensorError, OSError) as error:
-            raise damage(source / file, f"cannot be read: {error}") from error
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="checkpoint-read") as pool:
+        for file, reads in by_file.items():
+            _fill_from(source / file, reads, files.get(file), pool)
+
+
+def _fill_from(path: Path, reads: Sequence[Read], expected: StoredFile | None, pool: ThreadPoolExecutor) -> None:
+    slots = open_header(path, expected)
+    fills = []
+    for read in reads:
+        slot = slots.get(read.stored.name)
+        if slot is None:
+            raise damage(path, f"lacks {read.stored.name}")
+        stored = read.stored
+        box = entry_box(read.common, stored.box.start, stored.at, transposed=stored.transposed)
+        if len(box.shape) != len(slot.shape) or any(
+            at + size > whole for at, size, whole in zip(box.start, box.shape, slot.shape)
+        ):
+            raise damage(path, f"has {read.stored.name} in another shape, {list(slot.shape)}")
+        part = read.chunk.tensor.detach()[read.common.slices_in(read.chunk.box)]
+        fills.append(_Fill(slot, box, in_entry(part, len(slot.shape), transposed=stored.transposed)))
+    try:
+        with path.open("rb", buffering=0) as file:
+            tasks = [
+                pool.submit(_read_block, path, file.fileno(), begin, end, digest, found)
+                for begin, end, digest, found in _blocks(fills, expected)
+            ]
+            for task in tasks:
+                task.result()
+    except OSError as error:
+        raise damage(path, f"cannot be read: {error.strerror or error}") from error
+
+
+def open_header(path: Path, expected: StoredFile | None) -> dict[str, Slot]:
+    """The tensors of a file of a checkpoint."""
+    if expected is not None:
+        check_size(path, expected)
+    try:
+        return read_header(path)
+    except OSError as error:
+        raise damage(path, f"cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise damage(path, f"is damaged: {error}") from error
+
+
+def _blocks(
+    fills: Sequence[_Fill], expected: StoredFile | None
+) -> Iterator[tuple[int, int, str | None, Sequence[_Fill]]]:
+    """Byte ranges to read, each with its digest and the fills that take something from it.
+
+    Files with digests are read on the grid of their blocks, and the header is checked with the rest. Others are cut so that
+    no element lies across two ranges.
+    """
+    if expected is not None:
+        wanted: dict[int, list[_Fill]] = {0: []}
+        for fill in fills:
+            begin, end = fill.span
+            for number in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+                wanted.setdefault(number, []).append(fill)
+        for number, found in sorted(wanted.items()):
+            begin = number * BLOCK_BYTES
+            yield begin, min(begin + BLOCK_BYTES, expected.size_bytes), expected.blocks[number], found
+        return
+    for fill in fills:
+        begin, end = fill.span
+        for at in range(begin, end, BLOCK_BYTES):
+            yield at, min(at + BLOCK_BYTES, end), None, [fill]
+
+
+def _read_block(path: Path, descriptor: int, begin: int, end: int, digest: str | None, fills: Sequence[_Fill]) -> None:
+    buffer = torch.empty(end - begin, dtype=torch.uint8)
+    view = memoryview(buffer.numpy())
+    if read_fully(descriptor, view, begin) != end - begin:
+        raise damage(path, "ends before all of it was read")
+    if digest is not None and written(block_digest(view)) != digest:
+        raise altered(path)
+    for fill in fills:
+        _copy(buffer, begin, end, fill)
+
+
+def _copy(buffer: Tensor, begin: int, end: int, fill: _Fill) -> None:
+    """The elements of a block that lie in a fill's box."""
+    dtype, slot = DTYPES[fill.slot.dtype], fill.slot
+    low, high = max(begin, slot.begin), min(end, slot.end)
+    if low >= high:
+        return
+    elements = buffer[low - begin : high - begin].view(dtype)
+    first, last = (low - slot.begin) // dtype.itemsize, (high - slot.begin) // dtype.itemsize
+    for start, shape, skipped in range_boxes(slot.shape, first, last):
+        box = Box(start, shape)
+        common = overlap(box, fill.box)
+        if common is not None:
+            part = elements[skipped : skipped + math.prod(shape)].view(shape)
+            fill.target[common.slices_in(fill.box)].copy_(part[common.slices_in(box)])
 
 
 def read_local(source: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
     """The tensors that a rank saved for itself."""
     prefix = f"local/{rank}/"
     found: dict[str, Tensor] = {}
+    reads: list[Read] = []
     for name, file in manifest.local.items():
         if name.startswith(prefix):
-            try:
-                with safe_open(source / file, framework="pt") as opened:
-                    found[name.removeprefix(prefix)] = opened.get_tensor(name).clone()
-            except (SafetensorError, OSError) as error:
-                raise damage(source / file, f"cannot be read: {error}") from error
+            slot = open_header(source / file, manifest.files[file]).get(name)
+            if slot is None:
+                raise damage(source / file, f"lacks {name}")
+            tensor = found[name.removeprefix(prefix)] = torch.empty(slot.shape, dtype=DTYPES[slot.dtype])
+            origin = (0,) * len(slot.shape)
+            box = Box(origin, slot.shape)
+            reads.append(Read(Chunk(name, slot.shape, origin, tensor), StoredBox(file, name, box, origin), box))
+    fill(source, Plan(tuple(reads), ()), manifest.files)
     return found

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from petatron.checkpoint.boxes import Box, Shape
+from petatron.mesh.boxes import Box, Shape
+from petatron.models.hf.entries import Entry
+
+ChunkFacts = tuple[str, Shape, torch.dtype, Box]
+"""Key, logical shape, dtype and box of a chunk."""
+
+WEIGHTS = "model/"
+"""Keys of the model's weights begin with this; they are what the model folder holds."""
+MASTERS = "master/"
+"""Keys of the same weights in the optimizer's wider precision, where it has them apart."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """A box of a logical tensor and the memory it lives in.
 
-    key: which tensor, `kind/name`: `model/layers.0.attention.q.weight`, `exp_avg/layers.0.attention.q.weight`.
+    key: which tensor, `kind/name`: `model/layers.0.attention.q.weight`, `exp_avg/layers.0.attention.q.weight`. Weights in the
+    optimizer's precision are of the kind `master`.
     tensor: a view of live storage with the shape of the box, any strides; saved from and loaded into.
     primary: whether this rank is the one that saves the box, among the ranks that hold it; every rank loads it.
     """
@@ -32,8 +44,21 @@ class Chunk:
         )
 
     @property
+    def facts(self) -> ChunkFacts:
+        """What other ranks need to know of it."""
+        return self.key, self.logical_shape, self.tensor.dtype, self.box
+
+    @property
     def box(self) -> Box:
         return Box(self.start, tuple(self.tensor.shape))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelFolder:
+    """How a model's weights are kept: its tensors, and the other files of the folder (config.json, a tokenizer's) as bytes."""
+
+    entries: tuple[Entry, ...]
+    documents: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

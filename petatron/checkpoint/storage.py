@@ -1,109 +1,31 @@
-"""Checkpoints on disk: how one is published so that a crash at any instant leaves the last good one, and how it is read.
+"""The folder of a run's checkpoints: how a step is published so that a crash at any instant leaves the last good one.
 
-    FOLDER/step-00000010/manifest.json           what is there, sizes, digests
-    FOLDER/step-00000010/rank-00000.safetensors  the boxes rank 0 is primary for, and its local tensors
-    FOLDER/latest                                the name of the newest step folder
+    FOLDER/step-00000010/manifest.json                   what is there, sizes, digests
+    FOLDER/step-00000010/model/                          the weights, as a Hugging Face folder
+    FOLDER/step-00000010/state/rank-00000.safetensors    what else the run needs: the boxes rank 0 is primary for
+    FOLDER/latest                                        the name of the newest step folder
 
-Files are written and synced in `step-N.tmp`, the manifest last; one rename makes the folder appear, then `latest` moves. A
-rename cannot replace a folder that is not empty, so saving a step again first moves the old one to `step-N.replaced`.
-Should the crash come between the two renames, readers take the replaced folder, and the next save puts it back.
+Files are written and synced in `step-N.tmp`, the manifest last; one rename makes the folder appear, then `latest` moves, and
+only then are old steps pruned. A rename cannot replace a folder that is not empty, so saving a step again first moves the
+old one to `step-N.replaced`. Should the crash come between the two renames, readers take the replaced folder, and the next
+save puts it back. A step that is being pruned is first renamed to `step-N.pruned`: a reader never sees half of one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.manifest import (
-    Manifest,
-    RankTable,
-    StoredBox,
-    StoredFile,
-    StoredTensor,
-    UnknownVersion,
-    from_json,
-    merge,
-    to_json,
-)
-from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.disk import Disk, StoredFile, digest_file
+from petatron.checkpoint.manifest import Manifest, RankTable, UnknownVersion, from_json, merge, to_json
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
-DTYPE_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_STEP = re.compile(r"step-(\d{8,})(\.tmp|\.replaced)?")
-
-
-class Disk:
-    """The file operations that publishing is made of. Tests replace it to crash between any two of them."""
-
-    def make_folder(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-
-    def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> StoredFile:
-        """Write a file through to the device, and say what it holds."""
-        digest, size = hashlib.blake2b(digest_size=32), 0
-        with path.open("wb") as file:
-            for part in parts:
-                file.write(part)
-                digest.update(part)
-                size += len(part)
-            file.flush()
-            os.fsync(file.fileno())
-        return StoredFile(size, digest.hexdigest())
-
-    def rename(self, old: Path, new: Path) -> None:
-        old.replace(new)
-
-    def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder (new files, renames) survive a power cut."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def remove(self, path: Path) -> None:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def check_writable(folder: str | Path) -> None:
-    """Raise now, rather than at the first save, if checkpoints cannot be written to a folder; makes the folder."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"petatron")
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoints cannot be written to {folder}: {error.strerror or error}. "
-            "Make that folder writable, or give --save another one."
-        ) from error
+MODEL, STATE = "model", "state"
+_STEP = re.compile(r"step-(\d{8,})(\.tmp|\.replaced|\.pruned)?")
 
 
 def step_name(step: int) -> str:
@@ -117,70 +39,33 @@ def begin(folder: Path, step: int, disk: Disk) -> None:
     """Clear what an interrupted save left behind, and open the draft of a step."""
     disk.make_folder(folder)
     recover(folder, disk)
-    disk.make_folder(folder / f"{step_name(step)}.tmp")
+    make_draft(folder, step, disk)
+
+
+def make_draft(folder: Path, step: int, disk: Disk) -> Path:
+    """The folder in which a step is written; on a network file system another rank's may not be visible yet."""
+    draft = folder / f"{step_name(step)}.tmp"
+    for part in (MODEL, STATE):
+        disk.make_folder(draft / part)
+    return draft
 
 
 def recover(folder: Path, disk: Disk) -> None:
     """Remove drafts, and bring back a replaced step whose replacement never appeared."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _STEP.fullmatch(path.name)
-        suffix = match.group(2) if match else None
-        if suffix == ".tmp" or path.name == f"{LATEST}.tmp":
+    left = [path for path in sorted(folder.iterdir()) if _left_over(path)] if folder.is_dir() else []
+    if left:
+        disk.sync_folder(folder)  # whoever crashed may not have: a power cut now must not bring back what is removed here
+    for path in left:
+        if path.suffix == ".replaced" and not path.with_suffix("").exists():
+            disk.rename(path, path.with_suffix(""))
+        else:
             disk.remove(path)
-        elif suffix == ".replaced":
-            final = path.with_suffix("")
-            if final.exists():
-                disk.remove(path)
-            else:
-                disk.rename(path, final)
 
 
-def write_rank(
-    folder: Path, step: int, chunks: Sequence[Chunk], *, rank: int, local: Mapping[str, Tensor], disk: Disk
-) -> RankTable:
-    """Write a rank's file into the draft of a step."""
-    draft, file = folder / f"{step_name(step)}.tmp", f"rank-{rank:05d}.safetensors"
-    disk.make_folder(draft)  # on a network file system the first rank's folder may not be visible here yet
-    own = {f"local/{rank}/{name}": tensor for name, tensor in local.items()}
-    entries, tensors = [], dict(own)
-    for chunk in chunks:
-        if not chunk.primary or not chunk.tensor.numel():
-            continue
-        name = f"{chunk.key}@{','.join(map(str, chunk.start))}"
-        box = StoredBox(file, name, chunk.box)
-        entries.append((chunk.key, StoredTensor(chunk.logical_shape, _code(chunk.key, chunk.tensor), (box,))))
-        tensors[name] = chunk.tensor
-    stored = disk.write(draft / file, _safetensors(tensors))
-    return RankTable(file, stored, tuple(entries), tuple(own))
-
-
-def _code(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in DTYPE_CODES:
-        raise CheckpointError(
-            f"{name} has dtype {tensor.dtype}, which a checkpoint cannot hold. Save it as {torch.float32}."
-        )
-    return DTYPE_CODES[tensor.dtype]
-
-
-def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, one tensor at a time, so that a save needs host memory for one tensor only.
-
-    Wider dtypes come first: every tensor then starts at a multiple of its element size, as mapping it into memory needs.
-    """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    header: dict[str, Any] = {}
-    offset = 0
-    for name, tensor in ordered:
-        end = offset + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": _code(name, tensor), "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        if tensor.numel():
-            plain = tensor.detach().cpu().contiguous().reshape(-1)
-            yield memoryview(plain.view(torch.uint8).numpy())
+def _left_over(path: Path) -> bool:
+    """Whether this is neither a step nor a stranger's file, but a part of a save that did not end."""
+    match = _STEP.fullmatch(path.name)
+    return path.name == f"{LATEST}.tmp" or (match is not None and match.group(2) is not None)
 
 
 def publish(
@@ -192,11 +77,13 @@ def publish(
         layout=layout,
         facts=facts,
         tensors=merge(tables),
-        local={name: table.file for table in tables for name in table.local},
-        files={table.file: table.stored for table in tables},
+        local={name: file for table in tables for name, file in table.local.items()},
+        files={name: stored for table in tables for name, stored in table.files.items()},
     )
     final = folder / step_name(step)
     draft, replaced = folder / f"{final.name}.tmp", folder / f"{final.name}.replaced"
+    for part in (MODEL, STATE):
+        disk.sync_folder(draft / part)
     disk.write(draft / MANIFEST, [to_json(manifest).encode()])
     disk.sync_folder(draft)
     if final.exists():
@@ -210,6 +97,27 @@ def publish(
         disk.remove(replaced)
 
 
+def prune(folder: Path, *, keep: int | None, retain_interval: int | None, disk: Disk) -> list[int]:
+    """Remove old steps: all but the newest `keep`, those at a multiple of `retain_interval`, and the one `latest` names."""
+    found = steps(folder)
+    current = latest_step(folder)
+    if keep is None or current is None:
+        return []
+    spared = set(sorted(found)[-keep:]) | {current}
+    if retain_interval:
+        spared |= {step for step in found if step % retain_interval == 0}
+    gone = [step for step in found if step not in spared and step < current]
+    if not gone:
+        return []
+    doomed = [folder / f"{step_name(step)}.pruned" for step in gone]
+    for step, path in zip(gone, doomed):
+        disk.rename(found[step], path)
+    disk.sync_folder(folder)  # or a power cut might undo the rename of a step whose files are gone
+    for path in doomed:
+        disk.remove(path)
+    return gone
+
+
 # Reading
 
 
@@ -218,7 +126,7 @@ def steps(folder: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # in this order a step precedes its .replaced
         match = _STEP.fullmatch(path.name)
-        if match and match.group(2) != ".tmp" and (path / MANIFEST).is_file():
+        if match and match.group(2) in (None, ".replaced") and (path / MANIFEST).is_file():
             found.setdefault(int(match.group(1)), path)
     return dict(sorted(found.items()))
 
@@ -249,12 +157,23 @@ def choose(folder: Path, step: int | None) -> Path:
     return found[wanted]
 
 
-def damage(path: Path, why: str) -> CheckpointError:
+def step_before(source: Path) -> int | None:
+    """The newest step older than that of a checkpoint's folder."""
+    found = steps(source.parent)
+    own = next((step for step, path in found.items() if path == source), None)
+    return max((step for step in found if own is not None and step < own), default=None)
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is not what was saved."""
+
+
+def damage(path: Path, why: str) -> DamagedCheckpoint:
     """The error for a file of a checkpoint that is not what was saved."""
-    here = path.parent
+    here = next((parent for parent in path.parents if _STEP.fullmatch(parent.name)), path.parent)
     others = ", ".join(str(step) for step, folder in steps(here.parent).items() if folder != here)
     fix = f"resume from another step with --ckpt-step (there are: {others})" if others else "save a new checkpoint"
-    return CheckpointError(f"{path} {why}. Restore it from a copy, or {fix}.")
+    return DamagedCheckpoint(f"{path} {why}. Restore it from a copy, or {fix}.")
 
 
 def read_manifest(source: Path) -> Manifest:
@@ -268,21 +187,39 @@ def read_manifest(source: Path) -> Manifest:
     except ValueError as error:
         raise damage(path, f"is damaged: {error}") from error
     named = {box.file for tensor in manifest.tensors.values() for box in tensor.boxes} | set(manifest.local.values())
-    strange = (named - manifest.files.keys()) | {name for name in manifest.files if Path(name).name != name}
+    strange = (named - manifest.files.keys()) | {name for name in manifest.files if not _inside(name)}
     if strange:
         raise damage(path, f"names the file {min(strange)!r}, which is not one of the checkpoint's files")
     return manifest
 
 
-def check_file(path: Path, expected: StoredFile, *, verify: bool) -> None:
-    """Raise if a file is missing, has another size or, with `verify`, other content than was saved."""
+def _inside(name: str) -> bool:
+    """Whether a file name of a manifest stays in its step: `model/x` or `state/x`."""
+    parts = Path(name).parts
+    return len(parts) == 2 and parts[0] in (MODEL, STATE) and parts[1] not in ("", "..")
+
+
+def check_size(path: Path, expected: StoredFile) -> None:
+    """Raise if a file is missing or has another size than was saved."""
     if not path.is_file():
         raise damage(path, "is missing")
     size = path.stat().st_size
     if size != expected.size_bytes:
         raise damage(path, f"has {size} bytes where {expected.size_bytes} were saved")
-    if verify:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
-        if digest != expected.digest:
-            raise damage(path, "does not have the content that was saved (its digest differs)")
+
+
+def check_content(path: Path, expected: StoredFile) -> None:
+    """Raise if a file is not exactly what was saved."""
+    check_size(path, expected)
+    if digest_file(path).blocks != expected.blocks:
+        raise altered(path)
+
+
+def altered(path: Path) -> DamagedCheckpoint:
+    return damage(path, "does not have the content that was saved (its digest differs)")
+
+
+def extra_files(source: Path, manifest: Manifest) -> list[Path]:
+    """Files in a step that its manifest does not know."""
+    known = {source / name for name in manifest.files} | {source / MANIFEST}
+    return sorted(path for path in source.rglob("*") if not path.is_dir() and path not in known)

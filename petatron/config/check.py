@@ -28,7 +28,6 @@ NOT_IN_THIS_VERSION: Mapping[str, str] = {
     "latent.mtp_num_layers": "multi-token prediction",
     "precision.fp8_format": "FP8 training",
     "memory.optimizer_cpu_offload": "optimizer CPU offload",
-    "checkpoint.async_save": "background checkpoint writing",
 }
 
 

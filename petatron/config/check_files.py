@@ -101,6 +101,12 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     if checkpoint.save_interval is not None and checkpoint.save is None:
         rule = "needs --save, the folder to save in"
         yield Problem("--save-interval", str(checkpoint.save_interval), rule, "Give it, or leave the interval out.")
+    yield from at_least("save_total_limit", checkpoint.save_total_limit, 1)
+    yield from at_least("save_retain_interval", checkpoint.save_retain_interval, 1)
+    if checkpoint.save_retain_interval is not None and checkpoint.save_total_limit is None:
+        rule = "needs --save-total-limit; without one every checkpoint is kept"
+        found = str(checkpoint.save_retain_interval)
+        yield Problem("--save-retain-interval", found, rule, "Give --save-total-limit, or leave this out.")
     yield from at_least("ckpt_step", checkpoint.ckpt_step, 0)
     for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
         value = getattr(checkpoint, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from petatron.config.check_sharding import FSDP
 from petatron.config.fields import by_name, flatten
 from petatron.config.origins import Origin
 from petatron.config.schema import RunConfig
@@ -16,7 +17,7 @@ _STRETCH = ("rope_scaling_factor", "original_max_position_embeddings")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _MTP = ("mtp_num_layers", "mtp_loss_scaling_factor")
 _LOAD = ("no_load_optim", "no_load_rng")  # what cannot do without --load is a problem, see check_files.py
-_SAVE = ("no_save_optim", "no_save_rng")
+_SAVE = ("no_save_optim", "no_save_rng", "async_save", "save_total_limit")
 
 _CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes")
 _PIPELINE = (
@@ -25,6 +26,7 @@ _PIPELINE = (
     "account_for_loss_in_pipeline_split",
 )
 _BUCKETS = ("overlap_grad_reduce", "ddp_bucket_size")
+_SHARDED = ("use_distributed_optimizer", "overlap_param_gather")
 
 
 def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
@@ -83,19 +85,49 @@ def _idle_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "the pipeline-parallel size is 1") for name in _PIPELINE)
     if parallel.num_virtual_stages_per_pipeline_rank == 1 or parallel.pipeline_schedule != "interleaved":
         yield "microbatch_group_size_per_virtual_pipeline_stage", "it is for the interleaved schedule"
+    yield from _idle_data(config)
+
+
+def _idle_data(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Flags of data parallelism: its ranks, and those of context parallelism, hold the same weights."""
+    parallel = config.parallel
     strategy = parallel.data_parallel_sharding_strategy
-    if strategy == "no_shard":
+    if not _weights_have_copies(config):
+        names = (*_BUCKETS, *_SHARDED, *(() if strategy == "no_shard" else ("data_parallel_sharding_strategy",)))
+        yield from ((name, "no two ranks hold the same weights, as data-parallel ones do") for name in names)
+    elif strategy == "no_shard":
         yield "num_distributed_optimizer_instances", "no optimizer state is sharded"
-    elif strategy in ("optim_grads", "optim_grads_params"):
+    elif strategy in FSDP:
         yield from ((name, "fully_shard reduces the gradients") for name in _BUCKETS)
+        yield from ((name, "fully_shard shares the optimizer state and gathers by itself") for name in _SHARDED)
+
+
+def _weights_have_copies(config: RunConfig) -> bool:
+    """Whether dense weights or experts lie on more than one rank; True while the sizes are a problem of their own."""
+    parallel = config.parallel
+    dp, ep, etp = (
+        parallel.data_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+    )
+    if dp is None or etp is None:
+        return True
+    ranks = dp * parallel.context_parallel_size
+    return ranks != 1 or (config.moe.num_experts is not None and parallel.tensor_model_parallel_size != ep * etp)
 
 
 def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
     moe = config.moe
     if moe.num_experts is None:
         names = (name for name, info in by_name().items() if info.section == "moe" and name != "num_experts")
-        yield from ((name, "the model has no experts") for name in names)
+        yield from ((name, "the model has no experts") for name in (*names, "expert_tensor_parallel_size"))
         return
+    if config.train.device == "cpu":
+        yield "moe_grouped_gemm", "the CPU multiplies for one expert after the other"
+    elif moe.moe_pad_expert_input_to_capacity:
+        yield "moe_grouped_gemm", "inputs padded to capacity are one batched product anyway"
+    elif not config.precision.bf16:
+        yield "moe_grouped_gemm", "the grouped kernel takes bfloat16 (--bf16)"
     if moe.moe_expert_capacity_factor is None:
         yield "moe_token_drop_policy", "no token is dropped without --moe-expert-capacity-factor"
     if moe.moe_router_group_topk is None:

@@ -430,6 +430,9 @@ class CheckpointConfig:
     """Folder to save checkpoints in."""
     load: str | None = None
     """Folder to resume from (its newest checkpoint)."""
+    pretrained_checkpoint: str | None = None
+    """Folder to take the first weights from when `--load` is not given or holds no checkpoint yet: of checkpoints, or of a
+    Hugging Face model."""
     save_interval: int | None = None
     """Iterations between saves; the last state is always saved when `--save` is given."""
     ckpt_step: int | None = None
@@ -449,7 +452,13 @@ class CheckpointConfig:
     override_opt_param_scheduler: bool = False
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
     async_save: bool = False
-    """Write checkpoints in the background."""
+    """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""
+    save_total_limit: int | None = None
+    """Keep only this many of the newest checkpoints; unset keeps all."""
+    save_retain_interval: int | None = None
+    """With `--save-total-limit`, also keep every checkpoint whose iteration is a multiple of this."""
+    load_fallback: bool = False
+    """If the checkpoint to load is damaged, say so and take the newest sound one before it."""
     ckpt_format: Literal["petatron"] = "petatron"
     """Checkpoint format."""
 

@@ -20,6 +20,7 @@ from petatron.base.errors import DataError
 from petatron.config.schema import TokenizerConfig
 
 END_OF_TEXT = "<|endoftext|>"
+_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 # Names of the end-of-document token in published tokenizers, tried when no tokenizer_config.json names it.
 EOD_CANDIDATES = (
     END_OF_TEXT,
@@ -45,6 +46,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def files(self) -> dict[str, bytes]:
+        """What a folder of a model needs so that the model's readers find this tokenizer; nothing if it has no files."""
+        ...
 
 
 class HuggingFaceTokenizer:
@@ -62,6 +66,9 @@ class HuggingFaceTokenizer:
         self.name = str(given)
         self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod = self._find_eod(file.parent / "tokenizer_config.json")
+        companions = [file.parent / name for name in _COMPANIONS] if given.is_dir() else []
+        self._files = {path.name: path.read_bytes() for path in companions if path.is_file()}
+        self._files["tokenizer.json"] = file.read_bytes()
 
     def encode(self, text: str) -> list[int]:
         return self._fast.encode(text, add_special_tokens=False).ids
@@ -72,6 +79,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
+
+    def files(self) -> dict[str, bytes]:
+        return {**_plain_config(self._fast, self.eod), **self._files}
 
     def _find_eod(self, config: Path) -> int | None:
         named = _eos_in_config(config)
@@ -103,6 +113,7 @@ class GPT2BPETokenizer:
         self.name = f"GPT2BPETokenizer({vocab_file}, {merge_file})"
         self.vocab_size = max(self._fast.get_vocab().values(), default=-1) + 1
         self.eod = self._fast.token_to_id(END_OF_TEXT)
+        self._files = {"vocab.json": Path(vocab_file).read_bytes(), "merges.txt": Path(merge_file).read_bytes()}
 
     def encode(self, text: str) -> list[int]:
         return self._fast.encode(text).ids
@@ -112,6 +123,10 @@ class GPT2BPETokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
+
+    def files(self) -> dict[str, bytes]:
+        whole = {"tokenizer.json": self._fast.to_str().encode()}
+        return {**_plain_config(self._fast, self.eod), **whole, **self._files}
 
 
 class ByteTokenizer:
@@ -135,6 +150,9 @@ class ByteTokenizer:
         """Text of the ids; ids above 255 and bytes that are not UTF-8 become the replacement character."""
         pieces = (bytes([number]) if number < 256 else "\ufffd".encode() for number in ids)
         return b"".join(pieces).decode(errors="replace")
+
+    def files(self) -> dict[str, bytes]:
+        return {}
 
 
 class NullTokenizer:
@@ -165,6 +183,9 @@ class NullTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(number)) for number in ids)
+
+    def files(self) -> dict[str, bytes]:
+        return {}
 
 
 def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -> Tokenizer:
@@ -207,6 +228,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | Path) -> Hu
     except OSError as error:
         raise DataError(f"Cannot write the tokenizer to {out_path}: {error}. Choose a writable folder.") from error
     return HuggingFaceTokenizer(out_path)
+
+
+def _plain_config(fast: FastTokenizer, eod: int | None) -> dict[str, bytes]:
+    """What AutoTokenizer needs to open a tokenizer.json that came without a config of its own."""
+    named = {} if eod is None else {"eos_token": fast.id_to_token(eod)}
+    content = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    return {"tokenizer_config.json": json.dumps(content, indent=1).encode()}
 
 
 def _load_fast(file: Path) -> FastTokenizer:

@@ -84,6 +84,10 @@ class ParallelMesh:
             self._groups[key] = dist.group.WORLD if whole_world else make()  # pyright: ignore[reportArgumentType]
         return self._groups[key]
 
+    def another_control(self) -> Axis:
+        """A second `control`, for a thread that talks while the first is in use; every rank must call this."""
+        return self._control_axis()
+
     def _control_axis(self) -> Axis:
         """All ranks over a group that moves CPU memory, for questions that no device should wait for.
 

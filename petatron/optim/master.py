@@ -103,8 +103,14 @@ class MasterOptimizer:
         """L2 norm of the master weights of the whole model."""
         return self._norm.norm([master.data for master in self._masters])
 
+    @property
+    def weights_apart(self) -> bool:
+        """Whether the master weights are memory of their own, in a wider precision than the model's."""
+        pairs = zip(self._masters, self._weights(), strict=True)
+        return any(master.data_ptr() != weight.data_ptr() for master, weight in pairs if master.numel())
+
     def weights(self) -> Iterator[tuple[ParameterGroup, Piece, Tensor]]:
-        """The master weights by logical tensor: what a checkpoint keeps, since the model's own follow from them."""
+        """The master weights by logical tensor; the model's own follow from them."""
         for (group, stretch), master in zip(self._stretches, self._masters, strict=True):
             for piece, view in stretch.pieces(master.data):
                 yield group, piece, view

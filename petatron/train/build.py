@@ -29,7 +29,7 @@ from petatron.mesh.launch import read_environment, start_process_group
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
-from petatron.models.base import Batch
+from petatron.models.base import Architecture, Batch
 from petatron.models.decoder import Decoder, initial_std, shards, takes_weight_decay
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.precision import compute_dtype
@@ -104,8 +104,8 @@ def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
     streams = RandomStreams.start(run.train.seed, mesh)
     plan = pipeline_plan(run)
     dtype = compute_dtype(run.precision)
-    moe = run.moe if run.moe.num_experts is not None else None
-    experts_in = moe_layers(run)
+    architecture = architecture_of(run)
+    moe, experts_in = architecture.moe, architecture.experts_in
     every = stages(run)
     own = [number for number in range(len(every)) if plan.rank_of(number) == mesh.pp.rank]
     with torch.device("meta"):
@@ -123,8 +123,23 @@ def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
     )
     mixed = [layer for layer, has_experts in enumerate(experts_in) if has_experts]
     routers = RouterTotals(modules, mixed, run.moe.num_experts or 0, mesh)
-    sequence = run.parallel.sequence_parallel
-    return ParallelModel(modules, parts, plan, routers, mesh, streams, dtype=dtype, sequence_parallel=sequence)
+    return ParallelModel(
+        modules,
+        parts,
+        plan,
+        routers,
+        mesh,
+        streams,
+        architecture=architecture,
+        dtype=dtype,
+        sequence_parallel=run.parallel.sequence_parallel,
+    )
+
+
+def architecture_of(run: RunConfig) -> Architecture:
+    """The model of a derived config."""
+    moe = run.moe if run.moe.num_experts is not None else None
+    return Architecture(run.model, moe, tuple(moe_layers(run)))
 
 
 def pipeline_plan(run: RunConfig) -> PipelinePlan:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.checkpoint.storage import MANIFEST, check_writable, steps
+from petatron.checkpoint.disk import check_writable
+from petatron.checkpoint.forms import TRACKER, refuse_pickled
+from petatron.checkpoint.huggingface import CONFIG, is_model_folder
+from petatron.checkpoint.storage import MANIFEST, steps
 from petatron.config import CheckpointConfig
 
 _log = get_logger(__name__)
@@ -44,6 +47,16 @@ def _check_load(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -
         raise CheckpointError(f"--load {folder} is a file. Give the folder that --save wrote to.")
     if steps(folder):
         return
+    if is_model_folder(folder):
+        _check_model_load(folder, config)
+        return
+    if (folder / TRACKER).is_file():
+        raise CheckpointError(
+            f"--load {folder} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {folder} NEW_FOLDER --to "
+            "petatron"
+        )
+    if (folder / CONFIG).is_file():
+        refuse_pickled(folder)
     broken = (
         sorted(path.name for path in folder.glob("step-*") if not path.name.endswith(".tmp")) if folder.is_dir() else []
     )
@@ -68,6 +81,17 @@ def _check_load(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -
             f"--load {folder} holds no checkpoint{because}. Give a folder that --save wrote to. (A run that loads from the "
             "folder it saves to may start with an empty one.)"
         )
+
+
+def _check_model_load(folder: Path, config: CheckpointConfig) -> None:
+    """A model has weights and nothing else that a run could go on from."""
+    if not config.finetune:
+        raise CheckpointError(
+            f"--load {folder} is the folder of a model: there are weights, but no run to go on with. Add --finetune to start a "
+            "run from them."
+        )
+    if config.ckpt_step is not None:
+        raise CheckpointError(f"--load {folder} is the folder of a model, which has no steps. Leave --ckpt-step out.")
 
 
 def _same(a: str, b: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from petatron.base.device import DeviceFacts, memory_in_use
-from petatron.base.errors import TrainError
+from petatron.base.errors import CheckpointError, TrainError
 from petatron.config.layer_pattern import moe_layers
 from petatron.data.loader import BatchLoader
 from petatron.models.base import Batch
@@ -50,6 +50,7 @@ class Loop:
         self._length = state.length()
         self._started_s = started_s
         self._saved_at: int | None = None
+        self._saving: int | None = None
         self._valid: tuple[int, float] | None = None
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=state.mesh.device)
         self._meter = IntervalMeter(
@@ -87,11 +88,12 @@ class Loop:
                     self._evaluate(self._loaders.valid, "valid")
                 if config.checkpoint.save_interval and iteration % config.checkpoint.save_interval == 0:
                     self._save()
+                self._watch_save()
                 stopped = stopping.reason(iteration)
             if stopped is not None:
                 self._event(f"stopping at iteration {state.progress.iteration}: {stopped}")
             if state.progress.iteration > began_at:
-                self._save()
+                self._save(last=True)
         if stopped is None:
             self._evaluate(self._loaders.valid, "valid")
             self._evaluate(self._loaders.test, "test")
@@ -148,17 +150,53 @@ class Loop:
             )
         )
 
-    def _save(self) -> None:
-        """Publish this iteration, but never a state that the next log line would have refused."""
+    def _save(self, *, last: bool = False) -> None:
+        """Publish this iteration, but never a state that the next log line would have refused.
+
+        A save that fails costs a checkpoint, not the run: it is reported, earlier checkpoints are as they were, and the next
+        save tries again. Only the last one must succeed.
+        """
         self._check_finite()
-        folder, iteration = self._run.checkpoint.save, self._state.progress.iteration
-        if folder is None or self._saved_at == iteration:
+        saver, iteration = self._state.saver, self._state.progress.iteration
+        if saver is None:
             return
         self._meter.pause()
-        self._state.save(folder)
+        self._settle_save()
+        try:
+            if self._saved_at != iteration:
+                self._saving = iteration
+                self._state.save(wait=not self._run.checkpoint.async_save)
+            if last or not self._run.checkpoint.async_save:
+                self._finish_save()
+        except CheckpointError as error:
+            self._saving = None
+            if last:
+                raise
+            self._report_failed_save(error)
         self._meter.resume()
-        self._saved_at = iteration
-        self._event(f"saved checkpoint of iteration {iteration} to {folder}")
+
+    def _watch_save(self) -> None:
+        """Report a save in the background that has come to its end."""
+        if self._saving is not None and self._state.saver is not None and not self._state.saver.writing:
+            self._settle_save()
+
+    def _settle_save(self) -> None:
+        try:
+            self._finish_save()
+        except CheckpointError as error:
+            self._report_failed_save(error)
+
+    def _finish_save(self) -> None:
+        """Wait for the save that was begun, if there is one."""
+        saver, saving, self._saving = self._state.saver, self._saving, None
+        if saver is None or saving is None:
+            return
+        saver.drain()
+        self._saved_at = saving
+        self._event(f"saved checkpoint of iteration {saving} to {self._run.checkpoint.save}")
+
+    def _report_failed_save(self, error: CheckpointError) -> None:
+        self._event(f"WARNING: a checkpoint was not saved; training goes on, and the next save tries again. {error}")
 
     def _event(self, message: str) -> None:
         self._write(event_record(message, iteration=self._state.progress.iteration))

@@ -100,7 +100,7 @@ def make_case(entry: Entry, *, model_flags: str, steps: int, dtype: str, inject:
     both = plan([*model, *layout], steps=steps, dtype=dtype)
     assert both.candidate.config.parallel.world_size == entry.world_size, entry.name
     if inject is not None:
-        parse_injection(inject, both.candidate.config.model)
+        parse_injection(inject, both.candidate.config)
     fixed = both.candidate_argv[len(model) + len(layout) :]
     words = tuple(both.candidate_argv), (*model, *fixed)
     return Case(entry.name, model_flags, entry.flags, *words, entry.world_size, dtype, steps, inject)

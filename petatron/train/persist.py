@@ -1,25 +1,29 @@
 """Saving and loading the state of a model and its optimizer, for the loop here and for loops of your own.
 
-A checkpoint holds, by logical tensor, the weights in the widest precision the run has (the optimizer's master weights) and
-the moments: the same for every layout and every precision. Random states belong to a rank, so they come back only in the
-layout that saved them.
+A checkpoint holds, by logical tensor, the weights in the model's precision (as a Hugging Face folder), the same weights in the
+optimizer's precision where it has them apart, and the moments: the same for every layout. Random states belong to a rank,
+so they come back only in the layout that saved them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.checkpoint.huggingface import folder_manifest, is_model_folder
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.state import MASTERS, WEIGHTS, Chunk
+from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.rng import stable_seed
 from petatron.mesh.spec import Piece
 from petatron.mesh.stretch import ParameterGroup, group_pieces
 from petatron.optim.master import MasterOptimizer
 from petatron.parallel.model import ParallelModel
+from petatron.train.model_folder import model_folder
 
 _UPDATES = "optimizer"
 
@@ -33,10 +37,12 @@ def save_checkpoint(
     moments: bool = True,
     facts: Mapping[str, Any] | None = None,
     random_states: bool = True,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Publish a checkpoint; every rank calls it. Without an optimizer or `moments` it can only be finetuned from.
 
-    `facts` are JSON values.
+    `facts` are JSON values. The weights stand in `folder/step-N/model`, which transformers opens as it is; with a tokenizer,
+    its files are there too.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -46,14 +52,41 @@ def save_checkpoint(
     >>> petatron.load_checkpoint(folder, model=model)
     {'note': 'first'}
     """
+    manager = CheckpointManager(folder, model.mesh.control, world=model.mesh.world)
+    save_into(
+        manager,
+        step=step,
+        model=model,
+        optimizer=optimizer,
+        moments=moments,
+        facts=facts,
+        random_states=random_states,
+        tokenizer=tokenizer,
+    )
+
+
+def save_into(
+    manager: CheckpointManager,
+    *,
+    step: int,
+    model: ParallelModel,
+    optimizer: MasterOptimizer | None,
+    moments: bool,
+    facts: Mapping[str, Any] | None,
+    random_states: bool,
+    tokenizer: Tokenizer | None,
+    wait: bool = True,
+) -> None:
+    """`save_checkpoint` with a manager that may write in the background."""
     updates = optimizer.facts() if optimizer is not None and moments else None
-    own = {_UPDATES: updates, "facts": dict(facts or {})}
-    CheckpointManager(folder, model.mesh.control).save(
+    save = manager.save if wait else manager.start_save
+    save(
         step,
         list(chunks(model, optimizer, moments=moments)),
-        facts=own,
+        facts={_UPDATES: updates, "facts": dict(facts or {})},
         same_layout_key=model.layout_key,
         local=model.streams.state() if random_states else {},
+        model=model_folder(model.architecture, model.dtype, tokenizer),
     )
 
 
@@ -65,58 +98,96 @@ def load_checkpoint(
     moments: bool = True,
     step: int | None = None,
     random_states: bool = True,
+    fallback: bool = False,
 ) -> dict[str, Any] | None:
     """Fill the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and return its facts.
 
     None when the folder holds no checkpoint. `step` None means the newest. Without `moments` the optimizer takes the
-    weights alone.
+    weights alone; then `folder` may also be the folder of a Hugging Face model. With `fallback` a damaged step gives way to
+    the newest sound one before it.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> petatron.load_checkpoint(tempfile.mkdtemp(), model=petatron.build_model(run, petatron.launch(run))) is None
     True
     """
-    manager = CheckpointManager(folder, model.mesh.control)
-    if step is None and manager.latest() is None:
+    manager = CheckpointManager(folder, model.mesh.control, world=model.mesh.world)
+    wanted = [*_wanted_weights(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
+    foreign = is_model_folder(Path(folder))
+    if foreign:
+        manager.fill(Path(folder), folder_manifest(Path(folder), model.architecture), wanted)
+        facts: dict[str, Any] = {_UPDATES: None, "facts": {}}
+        local = None
+    elif step is None and manager.latest() is None:
         return None
-    wanted = list(chunks(model, optimizer, moments=moments))
-    found = manager.load(step, wanted, same_layout_key=model.layout_key)
+    else:
+        found = manager.load(
+            step, [*wanted, *_router_chunks(model)], same_layout_key=model.layout_key, fallback=fallback
+        )
+        facts, local = found.facts, found.local
     if optimizer is not None:
         optimizer.write_back()
     else:
         model.publish()
     if optimizer is not None and moments:
-        if found.facts[_UPDATES] is None:
+        if facts[_UPDATES] is None:
             raise CheckpointError(
                 f"The checkpoint in {folder} was saved without optimizer state. Use --finetune to start a new run from its "
                 "weights, or --no-load-optim to go on without moments."
             )
-        optimizer.restore_facts(found.facts[_UPDATES])
-    if random_states and found.local:
-        model.streams.restore(found.local)
-    return found.facts["facts"]
+        optimizer.restore_facts(facts[_UPDATES])
+    if random_states and local:
+        model.streams.restore(local)
+    return facts["facts"]
 
 
 def chunks(model: ParallelModel, optimizer: MasterOptimizer | None, *, moments: bool = True) -> Iterator[Chunk]:
-    """Every box of every logical tensor this rank holds."""
-    weights = optimizer.weights() if optimizer is not None else _model_weights(model)
-    for group, piece, view in weights:
-        yield _chunk("model", group, piece, view)
-    if optimizer is not None and moments:
-        for kind, group, piece, view in optimizer.moments():
-            yield _chunk(kind, group, piece, view)
-    for name, state in model.routers.state():
-        yield Chunk(f"model/{name}", tuple(state.shape), (0,) * state.dim(), state, model.mesh["stage"].rank == 0)
+    """Everything this rank has that a checkpoint keeps, as boxes of logical tensors."""
+    yield from _weight_chunks(model)
+    yield from _optimizer_chunks(optimizer, moments=moments)
+    yield from _router_chunks(model)
 
 
-def _model_weights(model: ParallelModel) -> Iterator[tuple[ParameterGroup, Piece, Tensor]]:
+def _weight_chunks(model: ParallelModel) -> Iterator[Chunk]:
+    """Every box of the weights that this rank owns, in the model's precision."""
     for group in model.groups:
         for piece, view in group_pieces(group, group.weights()):
-            yield group, piece, view
+            yield _chunk(WEIGHTS, group, piece, view)
+
+
+def _optimizer_chunks(optimizer: MasterOptimizer | None, *, moments: bool) -> Iterator[Chunk]:
+    """What the optimizer has apart from the model: its own weights and, if wanted, the moments."""
+    if optimizer is None or not moments:
+        return
+    if optimizer.weights_apart:
+        for group, piece, view in optimizer.weights():
+            yield _chunk(MASTERS, group, piece, view)
+    yield from _moment_chunks(optimizer)
+
+
+def _moment_chunks(optimizer: MasterOptimizer | None) -> Iterator[Chunk]:
+    if optimizer is not None:
+        for kind, group, piece, view in optimizer.moments():
+            yield _chunk(f"{kind}/", group, piece, view)
+
+
+def _wanted_weights(model: ParallelModel, optimizer: MasterOptimizer | None) -> Iterator[Chunk]:
+    """The weights to load: the optimizer's, from which the model's follow, or the model's own."""
+    if optimizer is None:
+        yield from _weight_chunks(model)
+        return
+    for group, piece, view in optimizer.weights():
+        yield _chunk(MASTERS if optimizer.weights_apart else WEIGHTS, group, piece, view)
+
+
+def _router_chunks(model: ParallelModel) -> Iterator[Chunk]:
+    """What routers have learnt beside their weights."""
+    for name, state in model.routers.state():
+        yield Chunk(f"router/{name}", tuple(state.shape), (0,) * state.dim(), state, model.mesh["stage"].rank == 0)
 
 
 def _chunk(kind: str, group: ParameterGroup, piece: Piece, view: Tensor) -> Chunk:
     """Copies share the writing: which of them saves a box follows from its name."""
     copies = group.copies
     primary = piece.primary and copies.rank == stable_seed(kind, piece.name, piece.start) % copies.size
-    return Chunk(f"{kind}/{piece.name}", piece.logical_shape, piece.start, view, primary)
+    return Chunk(f"{kind}{piece.name}", piece.logical_shape, piece.start, view, primary)

@@ -63,13 +63,19 @@ def run_training(loaded: Loaded) -> Outcome:
 def _build_and_run(loaded: Loaded, tokenizer: Tokenizer | None, *, started_s: float) -> Outcome:
     run = loaded.config
     mesh = launch(run)
-    state = TrainState.build(run, mesh)
+    state = TrainState.build(run, mesh, tokenizer)
     resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
+    pretrained = None if resumed else run.checkpoint.pretrained_checkpoint
+    if pretrained is not None:
+        state.take_weights(pretrained)
     length = state.length()
     loaders = _rank_zero_first(mesh.control, lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples))
     headline = [_headline(run, length, mesh, tokenizer)]
     if resumed:
         headline.append(f"resumed at iteration {state.progress.iteration} from {run.checkpoint.load}")
+        headline += [f"changed since the checkpoint: {change}" for change in state.changes]
+    if pretrained is not None:
+        headline.append(f"first weights from {pretrained}")
     headline += state.note_data(loaders.train.dataset.fingerprint)
     settings = dump_yaml(run, origins=loaded.origins)
     return _run(state, loaders, settings=settings, headline=headline, started_s=started_s)

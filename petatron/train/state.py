@@ -7,7 +7,9 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.config import RunConfig
+from petatron.checkpoint.manager import CheckpointManager, Retention
+from petatron.config import CheckpointConfig, RunConfig
+from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.precision import LossScaler, build_scaler
@@ -15,7 +17,8 @@ from petatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.parallel.model import ParallelModel
 from petatron.train.batch_size import BatchSchedule
 from petatron.train.build import RunLength, build_model, build_optimizer
-from petatron.train.persist import load_checkpoint, save_checkpoint
+from petatron.train.continuation import changes, plain
+from petatron.train.persist import load_checkpoint, save_into
 
 _log = get_logger(__name__)
 _NOT_THE_MODEL = (
@@ -72,9 +75,15 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     data: str | None = None
     """Fingerprint of the training data and its order, once it is known."""
+    changes: list[str] = field(default_factory=list)
+    """What differs from the checkpoint that the run was resumed from, and what that means."""
+    tokenizer: Tokenizer | None = None
+    """What is saved with the model so that others can use it."""
+    saver: CheckpointManager | None = None
+    """Where this run's checkpoints go, if anywhere."""
 
     @classmethod
-    def build(cls, run: RunConfig, mesh: ParallelMesh) -> TrainState:
+    def build(cls, run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> TrainState:
         """A run at iteration 0."""
         model = build_model(run, mesh)
         return cls(
@@ -86,6 +95,8 @@ class TrainState:
             rates=LearningRateSchedule.from_config(run),
             decays=WeightDecaySchedule.from_config(run),
             batch_sizes=BatchSchedule.from_config(run),
+            tokenizer=tokenizer,
+            saver=_build_saver(run.checkpoint, mesh),
         )
 
     def length(self) -> RunLength:
@@ -105,11 +116,12 @@ class TrainState:
             "order, so some samples may be seen again and others not at all."
         ]
 
-    def save(self, folder: str) -> None:
-        """Publish a checkpoint of this iteration; every rank calls it."""
+    def save(self, *, wait: bool = True) -> None:
+        """Publish a checkpoint of this iteration; every rank calls it. Without `wait` it is written in the background."""
         config = self.run.checkpoint
-        save_checkpoint(
-            folder,
+        assert self.saver is not None, "this run saves nothing"
+        save_into(
+            self.saver,
             step=self.progress.iteration,
             model=self.model,
             optimizer=self.optimizer,
@@ -120,8 +132,11 @@ class TrainState:
                 "model": self._model_facts(),
                 "scaler": self.scaler.state(),
                 "schedule": self._schedule_facts(),
+                "config": plain(self.run),
             },
             random_states=not config.no_save_rng,
+            tokenizer=self.tokenizer,
+            wait=wait,
         )
 
     def load(self, folder: str) -> bool:
@@ -135,6 +150,7 @@ class TrainState:
             moments=not weights_only,
             step=config.ckpt_step,
             random_states=not (config.finetune or config.no_load_rng),
+            fallback=config.load_fallback,
         )
         if facts is None:
             _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", folder)
@@ -143,8 +159,17 @@ class TrainState:
             self._continue(facts, folder)
         return True
 
+    def take_weights(self, folder: str) -> None:
+        """Start from the weights of a folder's newest checkpoint, or of a Hugging Face model, and nothing else of it."""
+        found = load_checkpoint(folder, model=self.model, optimizer=self.optimizer, moments=False, random_states=False)
+        if found is None:
+            raise CheckpointError(
+                f"--pretrained-checkpoint {folder} holds no checkpoint. Give a folder that --save wrote to, or the folder of a "
+                "Hugging Face model."
+            )
+
     def _continue(self, facts: dict[str, Any], folder: str) -> None:
-        missing = {"progress", "scaler", "schedule", "model", "data"} - facts.keys()
+        missing = {"progress", "scaler", "schedule", "model", "data", "config"} - facts.keys()
         if missing:
             raise CheckpointError(
                 f"The checkpoint in {folder} was not saved by a training run (it lacks its {', '.join(sorted(missing))}). "
@@ -166,7 +191,10 @@ class TrainState:
                 f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}). Restore those "
                 "values, or say --override-opt-param-scheduler to go on with the new ones."
             )
-        self.progress = Progress(**facts["progress"])
+        self.progress = progress = Progress(**facts["progress"])
+        self.changes = changes(
+            facts["config"], self.run, iteration=progress.iteration, samples=progress.consumed_samples
+        )
         self.data = facts["data"]
         self.scaler.restore(facts["scaler"])
 
@@ -181,4 +209,18 @@ class TrainState:
     def _schedule_facts(self) -> dict[str, Any]:
         """What would change the course of a run if it changed on resume."""
         rates, decays = asdict(self.rates), asdict(self.decays)
+        if self.decays.start == self.decays.end:  # the length of a ramp that is none does not matter
+            del decays["length"]
         return {**{f"lr.{k}": v for k, v in rates.items()}, **{f"weight_decay.{k}": v for k, v in decays.items()}}
+
+
+def _build_saver(config: CheckpointConfig, mesh: ParallelMesh) -> CheckpointManager | None:
+    if config.save is None:
+        return None
+    return CheckpointManager(
+        config.save,
+        mesh.control,
+        world=mesh.world,
+        background=mesh.another_control() if config.async_save else None,
+        retention=Retention(config.save_total_limit, config.save_retain_interval),
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config import Loaded, ModelConfig, load_config, resolve_config
+from petatron.config import Loaded, RunConfig, load_config, resolve_config
 from petatron.config.fields import by_path, flatten
 from petatron.config.layer_pattern import moe_layers
 from petatron.mesh.launch import read_environment
@@ -99,10 +99,10 @@ def compare_folders(reference: Path, candidate: Path, dtype: str) -> Verdict:
     return compare(ranks[0], ranks[1], BOUNDS[dtype])
 
 
-def parse_injection(text: str, model: ModelConfig | None = None) -> Injection:
+def parse_injection(text: str, run: RunConfig | None = None) -> Injection:
     """`layers.0.attention.q.weight@3` spoils that tensor's gradient at step 3; without a step, at step 1."""
     name, _, step = text.partition("@")
-    if model is not None and name not in (known := logical_shapes(model)):
+    if run is not None and name not in (known := logical_shapes(run.model, run.moe, moe_layers(run))):
         close = difflib.get_close_matches(name, known, n=3)
         hint = f"Did you mean {' or '.join(close)}?" if close else f"One is {next(iter(known))}."
         raise ConfigError([Problem("--inject", name, "names no tensor of this model", hint)])

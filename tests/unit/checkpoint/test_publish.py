@@ -11,7 +11,7 @@ import torch
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
-from petatron.checkpoint.storage import Disk
+from petatron.checkpoint.disk import Disk
 from petatron.mesh.mesh import ParallelMesh
 
 

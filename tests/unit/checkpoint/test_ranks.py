@@ -9,7 +9,7 @@ import torch.distributed as dist
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
-from petatron.checkpoint.storage import Disk
+from petatron.checkpoint.disk import Disk
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from tests.dist import RankPool
@@ -51,7 +51,8 @@ def _save(folder: str, dim: int, step: int = 10, disk: Disk | None = None) -> li
         same_layout_key=f"tp{world.size}",
         local=local,
     )
-    return sorted(path.name for path in Path(folder, f"step-{step:08d}").iterdir())
+    step_folder = Path(folder, f"step-{step:08d}")
+    return sorted(str(path.relative_to(step_folder)) for path in step_folder.rglob("*") if path.is_file())
 
 
 def _load(folder: str, dim: int) -> tuple[int, int | None, bool]:
@@ -104,7 +105,7 @@ def _load_a_damaged_file(folder: str, damaged: int) -> str:
     world = _world()
     _save(folder, 0)
     if world.rank == 0:
-        path = Path(folder, "step-00000010", f"rank-{damaged:05d}.safetensors")
+        path = Path(folder, "step-00000010", f"state/rank-{damaged:05d}.safetensors")
         content = bytearray(path.read_bytes())
         content[-3] ^= 4
         path.write_bytes(content)
@@ -119,7 +120,7 @@ def _load_a_damaged_file(folder: str, damaged: int) -> str:
 
 def test_two_ranks_to_one_and_back(ranks: RankPool, tmp_path):
     folder = str(tmp_path)
-    files = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+    files = ["manifest.json", "state/rank-00000.safetensors", "state/rank-00001.safetensors"]
     assert ranks.run(_save, 2, folder, 0) == [files, files]
     assert ranks.run(_load, 2, folder, 0) == [(2, 0, True), (2, 1, True)]
     assert ranks.run(_load, 2, folder, 1) == [(2, 0, True), (2, 1, True)]

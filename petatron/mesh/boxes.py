@@ -31,6 +31,10 @@ class Box:
     def volume(self) -> int:
         return math.prod(self.shape)
 
+    def slices(self) -> tuple[slice, ...]:
+        """Where this box lies in the whole tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.start, self.shape))
+
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Where this box lies inside a tensor that holds the outer box.
 

@@ -1,0 +1,67 @@
+"""Saving while training goes on: a copy of what is to be written, and one thread that writes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+
+class Staging:
+    """Host memory that keeps its size between saves; pinned where a device copies into it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors as they are now. The copies are valid until the next call."""
+        sizes = {name: tensor.numel() * tensor.dtype.itemsize for name, tensor in tensors.items()}
+        starts, total = {}, 0
+        for name, size in sizes.items():
+            starts[name] = total
+            total += -(-size // 64) * 64
+        if self._memory.numel() < total:
+            on_device = any(tensor.device.type == "cuda" for tensor in tensors.values())
+            self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old memory before asking for more
+            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
+        copies = {}
+        for name, tensor in tensors.items():
+            place = self._memory[starts[name] : starts[name] + sizes[name]].view(tensor.dtype)
+            copies[name] = place.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+
+class Background:
+    """At most one piece of work at a time, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, work: Callable[[], None]) -> None:
+        assert self._thread is None, "wait for the work before"
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint-save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the work is done; raises what it raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error

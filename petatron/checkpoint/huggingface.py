@@ -1,0 +1,177 @@
+"""Folders of Hugging Face models as checkpoints: a manifest for a folder that came without one.
+
+The names come from the model that is to be filled (`models/hf`), the places from the files' own headers. So reading one is
+the same as reading a checkpoint of ours: any layout, only the bytes that are needed, and everything must fit.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import CheckpointError
+from petatron.checkpoint.disk import BLOCK_BYTES
+from petatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor
+from petatron.checkpoint.reading import open_header
+from petatron.checkpoint.safetensors_file import Slot
+from petatron.checkpoint.state import WEIGHTS
+from petatron.mesh.boxes import Box
+from petatron.mesh.spec import Shape
+from petatron.models.base import Architecture
+from petatron.models.hf import (
+    OWN_TYPE,
+    Entry,
+    family_named,
+    family_of,
+    folder_entries,
+    full_names,
+    head_name,
+    logical_shapes,
+    read_config_json,
+)
+
+CONFIG = "config.json"
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether this is a folder of a model, as Hugging Face writes them, and not one of checkpoints."""
+    return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """The content of a folder's config.json."""
+    try:
+        content = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path / CONFIG} cannot be read: {error}. Take it from the model's own folder."
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path / CONFIG} is no table of settings. Take it from the model's own folder.")
+    return content
+
+
+def folder_manifest(path: Path, architecture: Architecture) -> Manifest:
+    """Where every logical tensor of a model stands in a folder; all that does not fit is one error."""
+    _check_config(path, architecture)
+    model, moe, experts_in = architecture.model, architecture.moe, architecture.experts_in
+    shapes = logical_shapes(model, moe, experts_in)
+    entries = folder_entries(model, moe, experts_in)
+    slots = _slots(path)
+    known = {entry.name: entry for entry in entries}
+    stored = _stored_names(path, slots, known)
+    problems = [f"{entry.name} is missing" for entry in entries if entry.name not in stored]
+    problems += [f"{name} is not a tensor of this model" for full, name in stored.items() if full not in known]
+    tensors: dict[str, StoredTensor] = {}
+    for entry in entries:
+        if entry.name not in stored:
+            continue
+        file, slot = slots[stored[entry.name]]
+        if slot.shape != entry.shape:
+            problems.append(f"{stored[entry.name]} is {list(slot.shape)} there and {list(entry.shape)} in this run")
+            continue
+        for region in entry.regions:
+            box = StoredBox(
+                file, stored[entry.name], Box(region.start, region.shape), region.at, transposed=region.transposed
+            )
+            _add(tensors, WEIGHTS + region.name, shapes[region.name], slot.dtype, box)
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems[:8])
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(
+            f"{path} does not hold this run's model:\n{lines}{more}\nUse the model flags of that folder's {CONFIG}, and all "
+            "its files."
+        )
+    return Manifest(step=0, layout="", facts={}, tensors=tensors, local={}, files={})
+
+
+def _stored_names(path: Path, slots: Mapping[str, tuple[str, Slot]], expected: Mapping[str, Entry]) -> dict[str, str]:
+    """Full name to the name as stored, without what is no weight of its own."""
+    config = read_model_config(path)
+    if config.get("model_type") == OWN_TYPE:
+        return {name: name for name in slots}
+    family = family_named(family_of(config))
+    stored = full_names(family, slots, expected)
+    head = head_name(family)
+    if head in stored and head not in expected:
+        embedding = next(entry for entry in expected.values() if entry.regions[0].name == "embedding.weight")
+        twin = stored.pop(head)
+        if embedding.name in stored and not _equal(path, slots[twin], slots[stored[embedding.name]]):
+            raise CheckpointError(
+                f"{path}: {twin} differs from the embedding, but its {CONFIG} ties them. Correct {CONFIG}."
+            )
+    return stored
+
+
+def _equal(path: Path, a: tuple[str, Slot], b: tuple[str, Slot]) -> bool:
+    """Whether two tensors of a folder have the same bytes, read a block at a time."""
+    if a[1].end - a[1].begin != b[1].end - b[1].begin:
+        return False
+    with (path / a[0]).open("rb") as first, (path / b[0]).open("rb") as second:
+        first.seek(a[1].begin)
+        second.seek(b[1].begin)
+        left = a[1].end - a[1].begin
+        while left:
+            size = min(left, BLOCK_BYTES)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
+
+
+def _add(tensors: dict[str, StoredTensor], key: str, shape: Shape, dtype: str, box: StoredBox) -> None:
+    known = tensors.get(key, StoredTensor(shape, dtype, ()))
+    tensors[key] = StoredTensor(shape, known.dtype, (*known.boxes, box))
+
+
+def _check_config(path: Path, architecture: Architecture) -> None:
+    """The settings that make it the same function of its weights must be the run's."""
+    model_values, moe_values = read_config_json(read_model_config(path))
+    ours: Mapping[str, Any] = {
+        name: getattr(section, name)
+        for section, values in ((architecture.model, model_values), (architecture.moe, moe_values))
+        for name in values
+        if section is not None
+    }
+    theirs = model_values | moe_values
+    differing = [
+        f"{name}: {value} there, {ours.get(name)} in this run"
+        for name, value in sorted(theirs.items())
+        if name not in _TRAINING_CHOICES and ours.get(name) != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{path / CONFIG} is of another model ({'; '.join(differing)}). Give this run the settings of that folder."
+        )
+
+
+_TRAINING_CHOICES = (
+    "max_position_embeddings",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_load_balancing_type",
+    "moe_input_jitter_eps",
+    "moe_layer_freq",
+    "group_query_attention",
+)
+
+
+def _slots(path: Path) -> dict[str, tuple[str, Slot]]:
+    """Every tensor of the folder's files, and its file."""
+    found: dict[str, tuple[str, Slot]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        if any(fnmatch.fnmatch(file.name, pattern) for pattern in ("consolidated*", "adapter*")):
+            continue  # the same weights once more under other names, or a part that is no model
+        for name, slot in open_header(file, None).items():
+            if name in found:
+                raise CheckpointError(
+                    f"{path} holds {name} in {found[name][0]} and in {file.name}. Remove one of them."
+                )
+            found[name] = (file.name, slot)
+    return found

@@ -1,0 +1,84 @@
+"""What a resumed run may change, and what each change means: nothing that differs from the checkpoint goes unsaid.
+
+Another model or schedule is refused (with a flag that allows it). Everything else goes on, and the log says what continues
+and what starts anew. The checkpoint holds the whole resolved config, so the comparison needs no one to remember anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from petatron.config import RunConfig
+
+# What a change of these settings does, by section and name; a section alone means all of it that is not named elsewhere.
+_ORDER = "samples come from the new data in its own order, from sample {samples:,} of it on; some may be seen again, others never"
+_BATCHES = "the next global batch begins at sample {samples:,}; none is lost or repeated"
+_LENGTH = "the run now ends there; it continues at iteration {iteration:,}"
+_LAYOUT = "weights, optimizer state and data order continue; random states (dropout) start anew"
+_PRECISION = "weights continue from the widest precision that was saved"
+_FROM_HERE = "takes effect from iteration {iteration:,} on"
+_EFFECTS: Mapping[str, str] = {
+    "model.seq_length": _ORDER,
+    "train.seed": _ORDER,
+    "data": _ORDER,
+    "train.train_iters": _LENGTH,
+    "train.train_samples": _LENGTH,
+    "train.global_batch_size": _BATCHES,
+    "train.micro_batch_size": _BATCHES,
+    "train.rampup_batch_size": _BATCHES,
+    "parallel": _LAYOUT,
+    "precision": _PRECISION,
+    "model": _FROM_HERE,
+    "moe": _FROM_HERE,
+    "optim": _FROM_HERE,
+    "schedule": _FROM_HERE,
+    "memory": _FROM_HERE,
+    "train": _FROM_HERE,
+}
+_NO_CHANGE_OF_THE_RUN = (
+    "checkpoint",
+    "log",
+    "launch",
+    "tokenizer",
+    "data.num_workers",
+    "data.data_cache_path",
+    "train.device",
+)
+
+
+def plain(run: RunConfig) -> dict[str, Any]:
+    """The config as a checkpoint holds it."""
+    return json.loads(json.dumps(asdict(run)))
+
+
+def changes(then: Mapping[str, Any], run: RunConfig, *, iteration: int, samples: int) -> list[str]:
+    """One line per kind of effect: which settings differ from the checkpoint's, and what that means.
+
+    >>> from petatron.config import load_config
+    >>> flags = "--mock-data --lr 1e-3 --train-iters".split()
+    >>> then = plain(load_config([*flags, "10"], preset="tiny-llama").config)
+    >>> changes(then, load_config([*flags, "20"], preset="tiny-llama").config, iteration=5, samples=5)[0]
+    'train_iters 10 -> 20: the run now ends there; it continues at iteration 5'
+    """
+    now = plain(run)
+    found: dict[str, list[str]] = {}
+    for section in sorted(then.keys() & now.keys()):
+        for name in sorted(then[section].keys() | now[section].keys()):
+            before, after = then[section].get(name), now[section].get(name)
+            effect = _effect(section, name)
+            if before != after and effect is not None:
+                found.setdefault(effect, []).append(f"{name} {before} -> {after}")
+    return [
+        f"{', '.join(settings)}: {effect.format(iteration=iteration, samples=samples)}"
+        for effect, settings in found.items()
+    ]
+
+
+def _effect(section: str, name: str) -> str | None:
+    path = f"{section}.{name}"
+    if section in _NO_CHANGE_OF_THE_RUN or path in _NO_CHANGE_OF_THE_RUN:
+        return None
+    return _EFFECTS.get(path, _EFFECTS.get(section))
