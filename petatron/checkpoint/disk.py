@@ -116,7 +116,8 @@ class _Flusher:
             return
         self._check()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-flush")
-        self._running = self._pool.submit(os.fdatasync, self._descriptor)
+        flush = getattr(os, "fdatasync", os.fsync)  # macOS has the second only
+        self._running = self._pool.submit(flush, self._descriptor)
         self._waiting_bytes = 0
 
     def finish(self) -> None:
@@ -166,6 +167,12 @@ def read_fully(descriptor: int, buffer: memoryview, offset: int) -> int:
             break
         got += count
     return got
+
+
+def read_ahead(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Have the device fetch what will be read next; systems that cannot be told so lose nothing but time."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
 
 def check_writable(folder: str | Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read_fully, written
+from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read_ahead, read_fully, written
 from petatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.placing import entry_box, in_entry
 from petatron.checkpoint.safetensors_file import DTYPE_CODES, DTYPES, Slot, read_header
@@ -30,6 +30,7 @@ from petatron.mesh.stretch import range_boxes
 _FLOATING = {code for dtype, code in DTYPE_CODES.items() if dtype.is_floating_point}
 _SHOWN = 5
 _THREADS = 4
+_AHEAD_BYTES = 4 * BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,6 +213,7 @@ def _blocks(
 
 
 def _read_block(path: Path, descriptor: int, begin: int, end: int, digest: str | None, fills: Sequence[_Fill]) -> None:
+    read_ahead(descriptor, end, _AHEAD_BYTES)
     buffer = torch.empty(end - begin, dtype=torch.uint8)
     view = memoryview(buffer.numpy())
     if read_fully(descriptor, view, begin) != end - begin:

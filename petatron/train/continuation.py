@@ -36,6 +36,7 @@ _EFFECTS: Mapping[str, str] = {
     "optim": _FROM_HERE,
     "schedule": _FROM_HERE,
     "memory": _FROM_HERE,
+    "latent": _FROM_HERE,
     "train": _FROM_HERE,
 }
 _NO_CHANGE_OF_THE_RUN = (

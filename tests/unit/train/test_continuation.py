@@ -1,0 +1,42 @@
+"""A resumed run says everything that differs from its checkpoint, and what that means."""
+
+from petatron.config import load_config
+from petatron.config.fields import by_path
+from petatron.train.continuation import _effect, changes, plain
+
+BASE = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 10 --global-batch-size 4"
+
+
+def _changes(flags: str) -> list[str]:
+    then = plain(load_config(BASE.split()).config)
+    return changes(then, load_config(f"{BASE} {flags}".split()).config, iteration=6, samples=24)
+
+
+def test_nothing_changed():
+    assert _changes("") == []
+
+
+def test_where_and_how_a_run_is_saved_and_logged_is_not_a_change():
+    assert _changes("--save x --load x --async-save --log-interval 3 --num-workers 0 --live off") == []
+
+
+def test_each_effect_is_said_once_with_all_its_settings():
+    found = _changes(
+        "--seed 7 --split 90,5,5 --seq-length 64 --train-iters 20 --micro-batch-size 2 --bf16 --clip-grad 2"
+    )
+    by_settings = {line.partition(":")[0]: line.partition(": ")[2] for line in found}
+    order = next(settings for settings in by_settings if "seq_length" in settings)
+    assert "seed 1234 -> 7" in order and "seq_length 128 -> 64" in order and "split" in order
+    assert by_settings[order].startswith("samples come from the new data") and "sample 24 of it" in by_settings[order]
+    assert by_settings["train_iters 10 -> 20"] == "the run now ends there; it continues at iteration 6"
+    assert "none is lost or repeated" in by_settings["micro_batch_size 1 -> 2"]
+    here = next(effect for settings, effect in by_settings.items() if "clip_grad 1.0 -> 2.0" in settings)
+    assert here == "takes effect from iteration 6 on"
+    assert any("bf16 False -> True" in settings for settings in by_settings)
+
+
+def test_every_setting_of_the_config_has_a_word_or_is_left_out_on_purpose():
+    silent = {info.section for info in by_path().values() if _effect(info.section, info.name) is None}
+    assert silent <= {"checkpoint", "log", "launch", "tokenizer", "data", "train"}
+    said = {f"{info.section}.{info.name}" for info in by_path().values() if _effect(info.section, info.name)}
+    assert {"data.split", "optim.lr", "parallel.tensor_model_parallel_size", "memory.recompute_granularity"} <= said
