@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
 PositionType = Literal["learned_absolute", "rope", "yarn", "none"]
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "swiglu", "geglu", "reglu"]
+Activation = Literal[
+    "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh", "reglu"
+]
 RecomputeModule = Literal["core_attn", "attention", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
 
 
@@ -67,8 +69,12 @@ class ModelConfig:
     """Which normalisation stands before attention, before the MLP and at the end."""
     norm_epsilon: float = 1e-5
     """Added to the variance inside normalisation."""
+    apply_layernorm_1p: bool = False
+    """Keep the weights of norms as an offset from one (Gemma), so that they start at zero."""
+    scale_embeddings: bool = False
+    """Multiply embeddings by the square root of the hidden size (Gemma)."""
     activation: Activation = "gelu"
-    """MLP activation; the names ending in glu are gated and use three matrices."""
+    """MLP activation; the names with glu are gated and use three matrices."""
     add_bias_linear: bool = True
     """Biases on the linear layers (`--disable-bias-linear` turns them off)."""
     add_qkv_bias: bool = False

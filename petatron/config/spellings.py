@@ -210,7 +210,6 @@ LATER: Mapping[str, str] = {
     "--vision-model-type": _VISION,
     "--quick-geglu": "the quick_geglu activation",
     "--glu-linear-offset": "the quick_geglu activation",
-    "--apply-layernorm-1p": "norm weights stored as an offset from one",
     "--apply-residual-connection-post-layernorm": "post-norm residuals",
     "--fp32-residual-connection": "an fp32 residual stream",
     "--apply-query-key-layer-scaling": _ATTN,

@@ -19,7 +19,12 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "squared_relu": lambda x: F.relu(x).square(),
     "silu": F.silu,
 }
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu}
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": PLAIN["gelu_tanh"],
+    "reglu": F.relu,
+}
 
 
 class MLP(nn.Module):

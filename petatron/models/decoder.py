@@ -117,6 +117,8 @@ class Decoder(nn.Module):
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None
         x_SBD = self.embedding(tokens_BS)
+        if self.config.scale_embeddings:
+            x_SBD = x_SBD * x_SBD.new_tensor(math.sqrt(self.config.hidden_size))
         if self.position is not None:
             x_SBD = x_SBD + self.position(positions)
         return self.embedding_dropout(x_SBD)
@@ -174,8 +176,13 @@ def takes_weight_decay(name: str, parameter: nn.Parameter) -> bool:
     return not name.endswith(".bias") and parameter.dim() > 1
 
 
+def initial_constant(config: ModelConfig, name: str) -> float:
+    """The first value of what is not drawn: biases are zero, and norms do nothing."""
+    return 0.0 if name.endswith(".bias") or config.apply_layernorm_1p else 1.0
+
+
 def initial_std(config: ModelConfig, name: str) -> float | None:
-    """Standard deviation of a weight's first values; None for norms (ones) and biases (zeros).
+    """Standard deviation of a weight's first values; None for norms and biases, which are not drawn.
 
     What is added to the residual stream starts smaller, so that its sum over 2 x layers branches has the same size for
     every depth (GPT-2).

@@ -40,10 +40,11 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a model says of itself: how its weights are split, the first spread of each (None: ones or zeros), its decay."""
+    """What a model says of itself: how its weights are split, the first spread of each (None: a constant), its decay."""
 
     shards: Mapping[str, Shard]
     initial_std: Callable[[str], float | None]
+    initial_constant: Callable[[str], float]
     decays: Callable[[str, nn.Parameter], bool]
 
 
@@ -221,6 +222,6 @@ def _fill(pieces: Iterable[tuple[Piece, Tensor]], recipe: Recipe, seed: int) -> 
             return
         std = recipe.initial_std(piece.name)
         if std is None:
-            view.fill_(0.0 if piece.name.endswith(".bias") else 1.0)
+            view.fill_(recipe.initial_constant(piece.name))
         else:
             view.copy_(normal_piece(piece, seed=seed, std=std))

@@ -30,7 +30,7 @@ from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.base import Architecture, Batch
-from petatron.models.decoder import Decoder, initial_std, shards, takes_weight_decay
+from petatron.models.decoder import Decoder, initial_constant, initial_std, shards, takes_weight_decay
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.precision import compute_dtype
 from petatron.parallel.apply import Recipe, parallelize
@@ -114,7 +114,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
     in_flight = plan.in_flight(steps_micro_batches(run))
     parts = parallelize(
         modules,
-        Recipe(table, partial(initial_std, run.model), takes_weight_decay),
+        Recipe(table, partial(initial_std, run.model), partial(initial_constant, run.model), takes_weight_decay),
         mesh,
         run,
         dtype=dtype,

@@ -141,7 +141,7 @@ def test_which_layers_have_experts(keys: dict[str, Any], pattern: str):
 
 
 UNREADABLE = {
-    "family": ({"model_type": "gemma"}, r'model_type "gemma" is not a family'),
+    "family": ({"model_type": "bloom"}, r'model_type "bloom" is not a family'),
     "no family": ({}, "model_type is missing"),
     "missing key": (
         {"model_type": "llama", "hidden_size": 64},

@@ -55,6 +55,11 @@ def _qwen2(**changes: Any) -> Any:
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**_SHAPE, **changes}))
 
 
+def _gemma(**changes: Any) -> Any:
+    base = {**_SHAPE, "head_dim": 16, "pad_token_id": None, **changes}  # a padding token would have no gradient
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**base))
+
+
 def _qwen3(**changes: Any) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**_SHAPE, "head_dim": 20, **changes}))
 
@@ -89,6 +94,8 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "llama-yarn-attention-factor": lambda: _llama(rope_parameters={**_YARN, "attention_factor": 1.3, "beta_fast": 8}),
     "mistral-window": lambda: _mistral(sliding_window=5),
     "qwen2-qkv-bias": _qwen2,
+    "gemma": _gemma,
+    "gemma-mqa-untied": lambda: _gemma(num_key_value_heads=1, tie_word_embeddings=False),
     "qwen3-head-norm": lambda: _qwen3(tie_word_embeddings=True),
     "qwen3-window": lambda: _qwen3(use_sliding_window=True, sliding_window=7, max_window_layers=0),
     "mixtral": _mixtral,

@@ -25,7 +25,7 @@ _MODEL = (
     *_REQUIRED, "ffn_hidden_size", "kv_channels", "seq_length", "max_position_embeddings", "rotary_base",
     "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "normalization", "norm_epsilon", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout",
-    "init_method_std", "make_vocab_size_divisible_by",
+    "init_method_std", "make_vocab_size_divisible_by", "apply_layernorm_1p",
 )  # fmt: skip
 _NOT_OURS = ("moe_layer_freq", "moe_router_force_load_balancing")
 _MOE = tuple(field.name for field in dataclasses.fields(MoEConfig) if field.name not in _NOT_OURS)
@@ -33,7 +33,6 @@ _MOE = tuple(field.name for field in dataclasses.fields(MoEConfig) if field.name
 _LLAMA3_SCALING = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Arguments that make another model of the same weights, with the values that do not.
 _CHANGES_THE_MODEL: Mapping[str, tuple[Any, ...]] = {
-    "apply_layernorm_1p": (),
     "apply_residual_connection_post_layernorm": (),
     "attention_output_gate": (),
     "activation_func_clamp_value": (),
@@ -216,7 +215,7 @@ def write_arguments(
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": tp,
         "context_parallel_size": 1,
-        "apply_layernorm_1p": False,
+        "apply_layernorm_1p": model.apply_layernorm_1p,
         "apply_query_key_layer_scaling": False,
         "rotary_interleaved": False,
         "transformer_impl": "transformer_engine",
@@ -244,6 +243,8 @@ def _not_theirs(model: ModelConfig) -> list[Problem]:
     problems = []
     if model.activation not in ("swiglu", "squared_relu", "gelu", "gelu_tanh"):
         problems.append(Problem("--activation", model.activation, "has no argument in Megatron", _FIX))
+    if model.scale_embeddings:
+        problems.append(Problem("--scale-embeddings", "", "has no argument in Megatron", _FIX))
     if model.position_embedding_type == "yarn":
         problems.append(Problem("--position-embedding-type", "yarn", "cannot be converted", _FIX))
     if model.use_rope_scaling:

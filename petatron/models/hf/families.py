@@ -9,11 +9,11 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema import ModelConfig, MoEConfig
 from petatron.models.hf.family import Family
 from petatron.models.hf.gpt2 import GPT2
-from petatron.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from petatron.models.hf.llama import GEMMA, LLAMA, MISTRAL, QWEN2, QWEN3
 from petatron.models.hf.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
 }
 
 
@@ -47,6 +47,8 @@ def family_for(model: ModelConfig, moe: MoEConfig | None = None) -> str:
         return MIXTRAL.name if moe.moe_shared_expert_intermediate_size is None else QWEN2_MOE.name
     if model.position_embedding_type == "learned_absolute":
         return GPT2.name
+    if model.apply_layernorm_1p and model.scale_embeddings:
+        return GEMMA.name
     if model.qk_layernorm:
         return QWEN3.name
     if model.add_qkv_bias and not model.add_bias_linear:

@@ -60,6 +60,8 @@ GPT2 = Family(
         "add_bias_linear": True,
         "qk_layernorm": False,
         "window_size": None,
+        "apply_layernorm_1p": False,
+        "scale_embeddings": False,
     },
     only={
         "scale_attn_weights": True,

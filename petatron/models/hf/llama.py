@@ -1,6 +1,7 @@
-"""Llama and the families that differ from it in a detail: Mistral (window), Qwen2 (biases on q, k, v), Qwen3 (head norms).
+"""Llama and the families that differ from it in a detail: Mistral (window), Qwen2 (biases on q, k, v), Qwen3 (head norms),
+Gemma (norms as offsets from one, scaled embeddings).
 
-All four use the same names, so there is one table of rows. Rotary settings have a file of their own, `rope.py`.
+All five use the same names, so there is one table of rows. Rotary settings have a file of their own, `rope.py`.
 """
 
 from __future__ import annotations
@@ -53,12 +54,20 @@ LLAMA_DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 LLAMA_FIXED: Mapping[str, Any] = {
+    "apply_layernorm_1p": False,
+    "scale_embeddings": False,
     "normalization": "RMSNorm",
     "rotary_percent": 1.0,
     "qk_layernorm": False,
     "hidden_dropout": 0.0,
 }
-_ACTIVATIONS: Mapping[str, Activation] = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "relu": "reglu",
+}
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
 LLAMA = Family(
@@ -99,4 +108,30 @@ QWEN3 = replace(
     },
     fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True},
     only={"attention_bias": False},  # it would be a bias on the output projection too, but not on the MLP
+)
+GEMMA = replace(
+    LLAMA,
+    name="gemma",
+    architecture="GemmaForCausalLM",
+    defaults={
+        **LLAMA_DEFAULTS,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "use_bidirectional_attention": None,
+    },
+    fixed={
+        **LLAMA_FIXED,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "window_size": None,
+        "apply_layernorm_1p": True,
+        "scale_embeddings": True,
+    },
+    only={"attention_bias": False, "use_bidirectional_attention": None},
+    # Older files say "gelu" and mean its approximation by tanh, as transformers reads them.
+    activations={"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh", "silu": "swiglu", "relu": "reglu"},
 )

@@ -1,0 +1,199 @@
+"""Folders of transformers through our converter and back, and folders that our trainer saved opened by transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import petatron
+from petatron.base.errors import CheckpointError, ConfigError
+from petatron.checkpoint.convert import Conversion, convert
+from petatron.checkpoint.sources import open_source
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.models.base import Batch
+from tests.dist import RankPool
+from tests.hf.ours import run_config
+from tests.hf.zoo import BUILDERS, NEW_TOKENS, Truth, build, truth
+from tests.longform import later
+
+BOUND = 1e-4
+
+
+def close(logits: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=BOUND)
+
+
+def their_folder(name: str, folder: Path) -> Path:
+    build(name).save_pretrained(folder)
+    return folder
+
+
+def our_logits(folder: str, tokens: Tensor, layout: dict[str, int]) -> Tensor:
+    """On one rank or, from the pool, on several."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = petatron.from_pretrained(folder, ParallelMesh(Layout(**layout), rank))
+    model.module.eval()
+    with torch.no_grad():
+        return model.module.logits(tokens)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_folder_of_transformers_is_converted(name: str, tmp_path: Path):
+    """There: the same logits. Back: the same tensors, bit for bit, and the same settings."""
+    true = truth(name)
+    theirs = their_folder(name, tmp_path / "theirs")
+    convert(open_source(theirs), tmp_path / "ours", Conversion(to="petatron"))
+    close(our_logits(str(tmp_path / "ours"), true.tokens, {}), true.logits)
+    convert(open_source(tmp_path / "ours"), tmp_path / "back", Conversion(to="huggingface"))
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    assert again.keys() == true.weights.keys()
+    assert all(torch.equal(again[key], tensor) for key, tensor in true.weights.items())
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (theirs, tmp_path / "back"))
+    assert {key: after[key] for key in before} == before
+
+
+LAYOUTS = [
+    ("llama-gqa", {"tp": 2}),
+    ("mixtral", {"dp_shard": 2, "ep": 2}),
+    later("gpt2", {"tp": 2}),
+    later("qwen2-moe", {"tp": 2}),
+    later("qwen3-moe-every-second", {"dp_shard": 2, "ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_any_layout_reads_a_converted_model(ranks: RankPool, name: str, layout: dict[str, int], tmp_path: Path):
+    true = truth(name)
+    convert(open_source(their_folder(name, tmp_path / "theirs")), tmp_path / "ours", Conversion(to="petatron"))
+    for logits in ranks.run(our_logits, 2, str(tmp_path / "ours"), true.tokens, layout):
+        close(logits, true.logits)
+
+
+def trained(name: str, folder: Path) -> tuple[Any, Truth]:
+    """Two steps from a folder of transformers, and a checkpoint."""
+    true = truth(name)
+    run = run_config(true.config, folder, length=true.tokens.shape[1])
+    model = petatron.build_model(run, ParallelMesh.single())
+    optimizer = petatron.build_optimizer(run, model)
+    petatron.load_checkpoint(
+        str(their_folder(name, folder / "theirs")), model=model, optimizer=optimizer, moments=False
+    )
+    for _ in range(2):
+        model.train_step([Batch(true.tokens, true.tokens.roll(-1, dims=1), true.counted.float())])
+        optimizer.step(lr=1e-3, weight_decay=0.0)
+    petatron.save_checkpoint(str(folder / "run"), step=2, model=model, optimizer=optimizer)
+    return model, true
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_transformers_opens_what_the_trainer_saved(name: str, tmp_path: Path):
+    model, true = trained(name, tmp_path)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000002" / "model")
+    model.module.eval()
+    with torch.no_grad():
+        ours = model.module.logits(true.tokens)
+        close(opened.eval()(true.tokens).logits, ours)
+        grown = true.tokens[:, :8]
+        mask = torch.ones_like(grown)
+        theirs = opened.generate(grown, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS)
+        for _ in range(NEW_TOKENS):
+            grown = torch.cat((grown, model.module.logits(grown)[:, -1].argmax(-1, keepdim=True)), dim=1)
+    assert torch.equal(theirs, grown)
+    assert (ours - true.logits).abs().max() > 1e-2, "it did not learn anything"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", later("qwen3-head-norm"), later("qwen2-moe")])
+def test_a_transformers_model_in_memory(name: str):
+    true = truth(name)
+    model = petatron.from_pretrained(build(name))
+    model.module.eval()
+    with torch.no_grad():
+        close(model.module.logits(true.tokens), true.logits)
+
+
+def _save_split(name: str, folder: str, layout: dict[str, int]) -> None:
+    model = petatron.from_pretrained(f"{folder}/theirs", ParallelMesh(Layout(**layout), dist.get_rank()))
+    petatron.save_pretrained(model, f"{folder}/ours")
+
+
+@pytest.mark.parametrize(("name", "layout"), [("qwen3-head-norm", {"tp": 2}), ("mixtral", {"pp": 2})])
+def test_a_split_model_is_saved_whole(ranks: RankPool, name: str, layout: dict[str, int], tmp_path: Path):
+    their_folder(name, tmp_path / "theirs")
+    ranks.run(_save_split, 2, name, str(tmp_path), layout)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"], "nothing else is left"
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    with torch.no_grad():
+        close(opened(truth(name).tokens).logits, truth(name).logits)
+
+
+def test_dtypes(tmp_path: Path):
+    model = build("llama-gqa").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    assert petatron.from_pretrained(tmp_path / "theirs").dtype == torch.bfloat16
+    assert petatron.from_pretrained(model).dtype == torch.bfloat16
+    assert petatron.from_pretrained(tmp_path / "theirs", dtype=torch.float32).dtype == torch.float32
+    assert petatron.from_pretrained(tmp_path / "theirs", flags=["--fp16"]).dtype == torch.float16
+    convert(open_source(tmp_path / "theirs"), tmp_path / "ours", Conversion(to="petatron"))
+    convert(open_source(tmp_path / "ours"), tmp_path / "half", Conversion(to="huggingface", dtype=torch.float16))
+    for folder, dtype in (("ours/step-00000000/model", torch.bfloat16), ("half", torch.float16)):
+        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype="auto")
+        assert {parameter.dtype for parameter in opened.parameters()} == {dtype}
+        for ours, theirs in zip(opened.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours, theirs.to(dtype))
+
+
+def test_a_tied_head_that_is_stored_anyway(tmp_path: Path):
+    theirs = their_folder("llama-mha-tied", tmp_path / "theirs")
+    tensors = load_file(theirs / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, theirs / "model.safetensors")
+    convert(open_source(theirs), tmp_path / "ours", Conversion(to="petatron"))
+    close(our_logits(str(tmp_path / "ours"), truth("llama-mha-tied").tokens, {}), truth("llama-mha-tied").logits)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, theirs / "model.safetensors")
+    with pytest.raises(CheckpointError, match="differs from the embedding"):
+        open_source(theirs)
+
+
+def _contradicted(folder: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        petatron.from_pretrained(folder, ParallelMesh(Layout(tp=2), dist.get_rank()), flags=["--tp", "1"])
+    return str(caught.value)
+
+
+def test_flags_that_contradict_the_mesh(ranks: RankPool, tmp_path: Path):
+    for text in ranks.run(_contradicted, 2, str(their_folder("gpt2", tmp_path))):
+        assert "--tp 1 say another layout than the mesh has, which is tp 2" in text
+
+
+def test_a_run_starts_from_a_folder_of_transformers(tmp_path: Path):
+    """The command line, at two ranks: with the settings of the converted model and the weights of the folder itself."""
+    theirs = their_folder("llama-gqa", tmp_path / "theirs")
+    convert(open_source(theirs), tmp_path / "ours", Conversion(to="petatron"))
+    words = "train --config ours/config.yaml --load theirs --finetune --tp 2 --mock-data --lr 1e-3 --train-iters 2 "
+    words += "--eval-iters 0 --log-interval 1 --live off --seq-length 32 --save run --make-vocab-size-divisible-by 4"
+    done = subprocess.run(
+        [sys.executable, "-m", "petatron", *words.split()],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(petatron.__file__).parent.parent), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    begin, end = (
+        load_file(theirs / "model.safetensors"),
+        load_file(tmp_path / "run/step-00000002/model/model.safetensors"),
+    )
+    assert begin.keys() == end.keys()
+    moved = max((begin[key] - end[key]).abs().max().item() for key in begin)
+    assert 1e-5 < moved < 1e-2, "two steps away from where it began"
