@@ -9,7 +9,7 @@ box's own memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ _LEAST_FILE_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A box that a rank is primary for; `index` is its place among that rank's primary chunks."""
+    """A box that a rank is primary for; `index` is its place among that rank's chunks."""
 
     rank: int
     index: int
@@ -62,13 +62,11 @@ class FilePlan:
     rank: int
 
 
-def weights_of(survey: Sequence[Sequence[ChunkFacts]], keys: Collection[str]) -> dict[str, Weight]:
-    """Every logical tensor of the model folder that some rank holds boxes of, from what each rank is primary for."""
+def weights_of(survey: Sequence[Sequence[ChunkFacts]]) -> dict[str, Weight]:
+    """Every logical tensor of the model folder that some rank holds boxes of, from every rank's facts."""
     weights: dict[str, Weight] = {}
     for rank, table in enumerate(survey):
         for index, (key, shape, dtype, box) in enumerate(table):
-            if key not in keys:
-                continue
             name = key.removeprefix(WEIGHTS)
             known = weights.get(name, Weight(shape, dtype, ()))
             if (known.shape, known.dtype) != (shape, dtype):

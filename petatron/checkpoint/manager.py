@@ -25,7 +25,7 @@ from petatron.checkpoint.disk import Disk
 from petatron.checkpoint.manifest import Manifest
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
 from petatron.checkpoint.storage import DamagedCheckpoint
-from petatron.checkpoint.writing import Job, check_room, plan_job, write_job
+from petatron.checkpoint.writing import Job, check_room, folder_chunks, plan_job, write_job
 from petatron.mesh.collectives import gather_objects, gather_objects_to_first
 from petatron.mesh.mesh import Axis
 
@@ -142,11 +142,13 @@ class CheckpointManager:
         doing, fix = self._words_for(step)
         # As it will be read; and the caller may go on changing it.
         frozen = self._together(lambda: json.loads(json.dumps(dict(facts))), doing, fix)
-        survey = gather_objects([chunk.facts for chunk in chunks if chunk.primary], self._control) if model else []
+        weights = [] if model is None else folder_chunks(chunks, model)
+        survey = gather_objects([chunk.facts for chunk in weights], self._control)
         job = self._together(
             lambda: plan_job(
                 step,
                 chunks,
+                weights,
                 survey,
                 model=model,
                 local=local or {},

@@ -29,7 +29,8 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """One rank's part of a save. `tensors` maps a file's path in the step to its entries."""
+    """One rank's part of a save. `tensors` maps a file's path in the step to its entries; `chunks` are this rank's boxes
+    of weights that are still to be brought to the ranks that write them."""
 
     step: int
     rank: int
@@ -68,9 +69,16 @@ class Job:
         return replace(self, tensors=tensors)
 
 
+def folder_chunks(chunks: Sequence[Chunk], model: ModelFolder) -> list[Chunk]:
+    """The boxes that this rank is primary for and that go into the model folder."""
+    keys = {WEIGHTS + region.name for entry in model.entries for region in entry.regions}
+    return [chunk for chunk in chunks if chunk.primary and chunk.key in keys]
+
+
 def plan_job(
     step: int,
     chunks: Sequence[Chunk],
+    in_folder: Sequence[Chunk],
     survey: Sequence[Sequence[ChunkFacts]],
     *,
     model: ModelFolder | None,
@@ -79,13 +87,11 @@ def plan_job(
     layout: str,
     facts: Mapping[str, Any],
 ) -> Job:
-    """Decide what goes where. `survey` is what every rank is primary for, where there is a model folder."""
+    """Decide what goes where. `in_folder` are this rank's `folder_chunks`, and `survey` every rank's facts of its own."""
     path = f"{STATE}/rank-{rank:05d}.safetensors"
-    primary = [chunk for chunk in chunks if chunk.primary]
-    in_folder = {WEIGHTS + region.name for entry in model.entries for region in entry.regions} if model else set()
     weights, files, documents = {}, [], {}
     if model is not None:
-        weights = weights_of(survey, in_folder)
+        weights = weights_of(survey)
         check_covered(model.entries, weights)
         files = plan_files(model.entries, weights, world_size=len(survey))
         documents = {**model.documents, **index_document(files, weights)} if rank == 0 else {}
@@ -94,8 +100,9 @@ def plan_job(
     table = [
         entry for file in files if file.rank == rank for entry in file_table(file, weights, f"{MODEL}/{file.name}")
     ]
-    for chunk in primary:
-        if chunk.key in in_folder or not chunk.tensor.numel():
+    apart = set(map(id, in_folder))
+    for chunk in chunks:
+        if not chunk.primary or id(chunk) in apart or not chunk.tensor.numel():
             continue
         name = f"{chunk.key}@{','.join(map(str, chunk.start))}"
         stored = StoredBox(path, name, chunk.box, (0,) * chunk.tensor.dim())
@@ -106,7 +113,7 @@ def plan_job(
         rank=rank,
         layout=layout,
         facts=facts,
-        chunks=tuple(primary),
+        chunks=tuple(in_folder),
         weights=weights,
         files=tuple(files),
         documents=documents,

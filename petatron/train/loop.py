@@ -71,6 +71,13 @@ class Loop:
 
     def run(self) -> Outcome:
         """Train to the end. The last state is always saved (where there is a folder), and evaluated when it is the end."""
+        try:
+            return self._run_to_the_end()
+        except Exception:
+            self._settle_save()  # what was being saved before the failure is what the next run begins with
+            raise
+
+    def _run_to_the_end(self) -> Outcome:
         state, config = self._state, self._run
         stopped: str | None = None
         began_at = state.progress.iteration

@@ -1,5 +1,6 @@
 """The step and the loop: batch sizes, lengths, early ends, numbers that are not finite, evaluation that only looks."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from petatron.base.device import detect
 from petatron.base.errors import TrainError
+from petatron.checkpoint import storage
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.config import RunConfig, load_config
 from petatron.mesh.layout import Layout
@@ -274,3 +276,24 @@ def test_every_rank_hears_of_one_ranks_bad_number(ranks: RankPool):
     for layout in ("--tp 2", "--dp 2"):
         texts = ranks.run(_spoiled_everywhere, 2, tiny_run(f"{SMALL} --train-iters 6 {layout}", world_size=2))
         assert all("first at iteration 2" in text for text in texts), texts
+
+
+def test_a_save_that_was_begun_survives_the_end_of_the_run(tmp_path, monkeypatch):
+    """A step fails while a checkpoint is still being written: it is finished first."""
+    gate = threading.Event()
+    publish = storage.publish
+
+    def late(*args, **more):
+        assert gate.wait(20)
+        publish(*args, **more)
+
+    monkeypatch.setattr(storage, "publish", late)
+    state, loop, sink = start(
+        tiny_run(f"{SMALL} --train-iters 6 --log-interval 1 --save {tmp_path} --save-interval 2 --async-save")
+    )
+    spoil(state, 3)
+    threading.Timer(0.3, gate.set).start()
+    with pytest.raises(TrainError, match="first at iteration 3"):
+        loop.run()
+    assert list(storage.steps(tmp_path)) == [2]
+    assert f"saved checkpoint of iteration 2 to {tmp_path}" in sink.column("message", "event")
