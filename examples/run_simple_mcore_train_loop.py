@@ -20,7 +20,7 @@ FLAGS = "--tp 2 --mock-data --num-layers 2 --seq-length 64 --micro-batch-size 2 
 
 
 def train(
-    run: petatron.RunConfig, model: petatron.ParallelModel, optimizer: petatron.MasterOptimizer, *, done: int, to: int
+    run: petatron.RunConfig, model: petatron.Model, optimizer: petatron.MasterOptimizer, *, done: int, to: int
 ) -> None:
     """Steps `done` + 1 to `to`, on the samples that come after those already consumed."""
     assert run.train.global_batch_size is not None
@@ -32,7 +32,7 @@ def train(
             print(f"step {step:3d}  loss {loss:.4f}  gradient norm {result.grad_norm:.3f}")
 
 
-def weights(model: petatron.ParallelModel) -> torch.Tensor:
+def weights(model: petatron.Model) -> torch.Tensor:
     return torch.cat([weight.double() for group in model.groups for weight in group.weights()])
 
 

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from petatron.mesh.mesh import ParallelMesh
     from petatron.models.base import Batch
     from petatron.optim.master import MasterOptimizer
-    from petatron.parallel.model import ParallelModel
     from petatron.train.build import build_loader, build_model, build_optimizer, launch, load
+    from petatron.train.model import Model
     from petatron.train.persist import load_checkpoint, save_checkpoint
+    from petatron.train.pretrained import from_pretrained
     from petatron.train.run import run_training
     from petatron.train.state import TrainState
 
@@ -33,13 +34,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "Batch": "petatron.models.base",
     "MasterOptimizer": "petatron.optim.master",
+    "Model": "petatron.train.model",
     "ParallelMesh": "petatron.mesh.mesh",
-    "ParallelModel": "petatron.parallel.model",
     "RunConfig": "petatron.config",
     "TrainState": "petatron.train.state",
     "build_loader": "petatron.train.build",
     "build_model": "petatron.train.build",
     "build_optimizer": "petatron.train.build",
+    "from_pretrained": "petatron.train.pretrained",
     "generate": "petatron.infer.sample",
     "launch": "petatron.train.build",
     "load": "petatron.train.build",
@@ -52,13 +54,14 @@ _HOMES = {
 __all__ = [
     "Batch",
     "MasterOptimizer",
+    "Model",
     "ParallelMesh",
-    "ParallelModel",
     "RunConfig",
     "TrainState",
     "build_loader",
     "build_model",
     "build_optimizer",
+    "from_pretrained",
     "generate",
     "launch",
     "load",

@@ -37,6 +37,7 @@ from petatron.parallel.apply import Recipe, parallelize
 from petatron.parallel.model import ParallelModel, PipelinePlan
 from petatron.parallel.routing import RouterTotals
 from petatron.train.batch_size import BatchSchedule
+from petatron.train.model import Model
 
 
 def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
@@ -93,7 +94,7 @@ def launch(run: RunConfig) -> ParallelMesh:
     )
 
 
-def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
+def build_model(run: RunConfig, mesh: ParallelMesh) -> Model:
     """This rank's part of the model, initialised; the same weights in every layout.
 
     >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -123,7 +124,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh) -> ParallelModel:
     )
     mixed = [layer for layer, has_experts in enumerate(experts_in) if has_experts]
     routers = RouterTotals(modules, mixed, run.moe.num_experts or 0, mesh)
-    return ParallelModel(
+    return Model(
         modules,
         parts,
         plan,

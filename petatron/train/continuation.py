@@ -61,7 +61,7 @@ def changes(then: Mapping[str, Any], run: RunConfig, *, iteration: int, samples:
     >>> from petatron.config import load_config
     >>> flags = "--mock-data --lr 1e-3 --train-iters".split()
     >>> then = plain(load_config([*flags, "10"], preset="tiny-llama").config)
-    >>> changes(then, load_config([*flags, "20"], preset="tiny-llama").config, iteration=5, samples=5)[0]
+    >>> changes(then, load_config([*flags, "20"], preset="tiny-llama").config, iteration=5, samples=5)[-1]
     'train_iters 10 -> 20: the run now ends there; it continues at iteration 5'
     """
     now = plain(run)

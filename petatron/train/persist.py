@@ -115,6 +115,7 @@ def load_checkpoint(
     wanted = [*_wanted_weights(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
     foreign = is_model_folder(Path(folder))
     if foreign:
+        _check_no_routers(folder, model)
         manager.fill(Path(folder), folder_manifest(Path(folder), model.architecture), wanted)
         facts: dict[str, Any] = {_UPDATES: None, "facts": {}}
         local = None
@@ -139,6 +140,15 @@ def load_checkpoint(
     if random_states and local:
         model.streams.restore(local)
     return facts["facts"]
+
+
+def _check_no_routers(folder: str, model: ParallelModel) -> None:
+    """A model whose experts are chosen with a bias is another one without it, and a model's folder has no place for it."""
+    if any(model.routers.state()):
+        raise CheckpointError(
+            f"This model chooses its experts with biases (--moe-router-enable-expert-bias), which {folder} cannot hold. Load the "
+            "checkpoint that the folder came from, or start without the biases."
+        )
 
 
 def chunks(model: ParallelModel, optimizer: MasterOptimizer | None, *, moments: bool = True) -> Iterator[Chunk]:

@@ -124,7 +124,7 @@ def test_a_transformers_model_in_memory(name: str):
 
 def _save_split(name: str, folder: str, layout: dict[str, int]) -> None:
     model = petatron.from_pretrained(f"{folder}/theirs", ParallelMesh(Layout(**layout), dist.get_rank()))
-    petatron.save_pretrained(model, f"{folder}/ours")
+    model.save_pretrained(f"{folder}/ours")
 
 
 @pytest.mark.parametrize(("name", "layout"), [("qwen3-head-norm", {"tp": 2}), ("mixtral", {"pp": 2})])

@@ -1,0 +1,99 @@
+"""The forms in which a model lies on disk, told apart without opening it, and its settings as a config.
+
+petatron      a folder of steps, one step, or the `model/` of one
+huggingface   config.json and safetensors
+megatron      what Megatron-LM saved
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.checkpoint import storage
+from petatron.checkpoint.huggingface import CONFIG, is_model_folder
+from petatron.config import Loaded, load_config
+
+Kind = Literal["petatron", "huggingface", "megatron"]
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file in which Megatron-LM names its newest step; its own package is slow to import."""
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+_LONGEST = 4096
+
+
+def detect(path: Path) -> Kind:
+    """Which form a folder has."""
+    if (path / storage.MANIFEST).is_file() or _is_part_of_step(path) or storage.steps(path):
+        return "petatron"
+    if any((path / name).is_file() for name in (".metadata", TRACKER)) or any(path.glob("mp_rank_*")):
+        return "megatron"
+    if (path / CONFIG).is_file():
+        return "huggingface"
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder. Give the folder of a model or of checkpoints; names of models on a hub are not downloaded."
+        )
+    raise CheckpointError(
+        f"{path} holds no model: neither steps of Petatron ({storage.step_name(0)}/{storage.MANIFEST}), nor {CONFIG} of a "
+        f"Hugging Face model, nor what Megatron-LM saves ({TRACKER}). Give the folder that has one of them."
+    )
+
+
+def locate_step(path: Path, step: int | None = None) -> Path:
+    """The folder of one step from a folder of steps, that of the step itself, or that of its model."""
+    own = path.resolve().parent if _is_part_of_step(path) else path
+    if not (own / storage.MANIFEST).is_file():
+        return storage.choose(own, step)
+    if step is not None and own.name != storage.step_name(step):
+        found = f"{step}, but {own.name} is one step"
+        raise ConfigError(
+            [Problem("--step", found, "chooses among several", "Leave it out, or give the folder above.")]
+        )
+    return own
+
+
+def _is_part_of_step(path: Path) -> bool:
+    whole = path.resolve()
+    return whole.name == storage.MODEL and (whole.parent / storage.MANIFEST).is_file()
+
+
+def refuse_pickled(folder: Path) -> None:
+    """Raise for a Hugging Face folder whose weights are pickles, which run code when they are read."""
+    if is_model_folder(folder):
+        return
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise CheckpointError(
+            f"{folder} holds its weights as pickles ({', '.join(pickled[:3])}), which are not read because they can run any "
+            "code. Save it again as safetensors: in Python, transformers.AutoModelForCausalLM.from_pretrained("
+            f"{str(folder)!r}).save_pretrained(NEW_FOLDER)."
+        )
+    if (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder} has {CONFIG} and no safetensors beside it. Copy all files of the model there.")
+    raise CheckpointError(f"{folder} has no {CONFIG}. Give the folder of a Hugging Face model.")
+
+
+def config_sections(model: Mapping[str, Any], experts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A model's settings as sections of a config file, with a sequence length that it can take unless one is given."""
+    length = model.get("seq_length") or min(model.get("max_position_embeddings") or _LONGEST, _LONGEST)
+    return {"model": {**model, "seq_length": length}, **({"moe": dict(experts)} if experts else {})}
+
+
+def config_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """The same as the text of a config file; JSON's values are YAML's."""
+    lines = []
+    for section, values in sections.items():
+        lines += [f"{section}:", *(f"  {name}: {json.dumps(value)}" for name, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def configured(sections: Mapping[str, Mapping[str, Any]], flags: Sequence[str] = (), *, world_size: int = 1) -> Loaded:
+    """The derived and checked config of a model, through the same door as a user's file."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(config_text(sections))
+        return load_config(flags, files=[file], world_size=world_size, require_training=False)

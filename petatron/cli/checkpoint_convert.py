@@ -1,0 +1,120 @@
+"""`petatron checkpoint convert`: a model from one form into another, without ranks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import CheckpointError, ConfigError, Problem
+
+if TYPE_CHECKING:
+    from petatron.checkpoint.convert import Progress, TokenizerFiles
+    from petatron.checkpoint.sources import Source
+
+FORMS = ("petatron", "huggingface", "megatron")
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_MEGATRON_ONLY = ("megatron_format", "tp", "pp", "ep")
+_PATIENCE_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the verb."""
+    add = parser.add_argument
+    add("source", type=Path, help="folder of a model, of checkpoints, or of one checkpoint")
+    add("target", type=Path, help="folder to write; it must not exist yet")
+    add("--from", dest="kind", choices=("auto", *FORMS), default="auto", help="what the source is (default: look)")
+    add("--to", choices=FORMS, required=True, help="what to make of it")
+    add("--step", type=int, metavar="N", help="which step of the source (default: the newest)")
+    add("--dtype", choices=tuple(_DTYPES), help="dtype of the weights (default: as they are)")
+    add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder, to put beside the weights")
+    add("--vocab-size", type=int, metavar="N", help="token ids of a Megatron model, if its checkpoint does not say")
+    add("--megatron-format", choices=("legacy", "torch_dist"), help="how to write for Megatron (default: torch_dist)")
+    add("--tp", type=int, metavar="N", help="tensor-parallel ranks of the Megatron files (default: 1)")
+    add("--pp", type=int, metavar="N", help="pipeline ranks of the Megatron files (default: 1)")
+    add("--ep", type=int, metavar="N", help="expert-parallel ranks of the Megatron files (default: 1)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and say what was made."""
+    _check(options)
+
+    import torch
+
+    from petatron.checkpoint.convert import Conversion, MegatronLayout, convert
+    from petatron.checkpoint.sources import open_source
+
+    kind = None if options.kind == "auto" else options.kind
+    source = open_source(options.source, kind=kind, step=options.step, vocab_size=options.vocab_size)
+    conversion = Conversion(
+        to=options.to,
+        dtype=None if options.dtype is None else getattr(torch, _DTYPES[options.dtype]),
+        tokenizer=None if options.tokenizer is None else _tokenizer(options.tokenizer, source),
+        megatron=MegatronLayout(
+            format=options.megatron_format or "torch_dist",
+            tp=options.tp or 1,
+            pp=options.pp or 1,
+            ep=options.ep or 1,
+        ),
+    )
+    convert(source, options.target, conversion, progress=_progress())
+    print(f"{options.source} ({source.kind}, step {source.step}) is now {options.target} ({options.to})")
+    if options.to == "petatron":
+        print(
+            f"start from it: petatron train --config {options.target}/config.yaml --load {options.target} --finetune ..."
+        )
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    for name in _MEGATRON_ONLY:
+        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value is not None and options.to != "megatron":
+            rule = f"is about Megatron's files, and --to is {options.to}, which has no layout"
+            problems.append(Problem(flag, str(value), rule, "Leave it out."))
+        elif isinstance(value, int) and value < 1:
+            problems.append(Problem(flag, str(value), "is below 1", "Use 1 or more."))
+    if options.tokenizer is not None and options.to == "megatron":
+        rule = "goes beside the weights, and a Megatron checkpoint has no place for it"
+        problems.append(Problem("--tokenizer", str(options.tokenizer), rule, "Leave it out."))
+    if options.step is not None and options.step < 0:
+        problems.append(Problem("--step", str(options.step), "is below 0", "Steps are counted from 0."))
+    if options.vocab_size is not None and options.vocab_size < 1:
+        problems.append(Problem("--vocab-size", str(options.vocab_size), "is below 1", "Give the number of token ids."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _tokenizer(path: Path, source: Source) -> TokenizerFiles:
+    from petatron.checkpoint.convert import TokenizerFiles
+    from petatron.data.tokenizer import HuggingFaceTokenizer
+
+    tokenizer = HuggingFaceTokenizer(path)
+    rows = source.architecture.model.vocab_size or 0
+    if tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            f"--tokenizer {path} has {tokenizer.vocab_size} ids, and the model in {source.path} has {rows}. Give the tokenizer that "
+            "the model was trained with."
+        )
+    return TokenizerFiles(tokenizer.files(), tokenizer.eod)
+
+
+def _progress() -> Callable[[Progress], None]:
+    """A line on stderr every few seconds."""
+    started = told = time.monotonic()
+
+    def tell(now: Progress) -> None:
+        nonlocal told
+        moment = time.monotonic()
+        if moment - told < _PATIENCE_S or not now.done_bytes:
+            return
+        told = moment
+        left = int((moment - started) * (now.total_bytes / now.done_bytes - 1))
+        done = f"{now.done_bytes / 1e9:.1f} of {now.total_bytes / 1e9:.1f} GB"
+        print(f"{done}, {left // 60}:{left % 60:02d} left, at {now.name}", file=sys.stderr)
+
+    return tell

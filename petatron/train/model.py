@@ -1,0 +1,98 @@
+"""A model on its mesh that can also be written down, for whoever trains it and for whoever only loads it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from petatron.base.errors import CheckpointError
+from petatron.checkpoint import storage
+from petatron.checkpoint.disk import Disk
+from petatron.checkpoint.manager import CheckpointManager
+from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from petatron.mesh.collectives import gather_objects
+from petatron.mesh.mesh import Axis
+from petatron.models.base import Architecture
+from petatron.parallel.model import ParallelModel
+from petatron.train.persist import save_into
+
+
+class Model(ParallelModel):
+    """What `build_model` and `from_pretrained` return: this rank's part of a model.
+
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> model = petatron.build_model(run, petatron.launch(run))
+    >>> bool(model.train_step(next(petatron.build_loader(run, model.mesh))).isfinite())
+    True
+    """
+
+    def save_pretrained(self, path: str | Path, *, tokenizer: Tokenizer | str | Path | None = None) -> None:
+        """Write the model as a Hugging Face folder, which transformers opens as it is; every rank calls it.
+
+        The folder appears when it is complete, and must not exist before, or be empty. A tokenizer is put beside the weights: one of
+        ours, or the path of a tokenizer.json or its folder.
+
+        >>> import petatron, tempfile
+        >>> from pathlib import Path
+        >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+        >>> folder = Path(tempfile.mkdtemp()) / "mine"
+        >>> petatron.build_model(run, petatron.launch(run)).save_pretrained(folder)
+        >>> sorted(file.name for file in folder.iterdir())
+        ['config.json', 'generation_config.json', 'model.safetensors']
+        """
+        target = Path(path).absolute()
+        draft, control = target.with_name(f"{target.name}.tmp"), self.mesh.control
+        opened = HuggingFaceTokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        _on_first(control, target, lambda: _check_target(target, draft, self.architecture))
+        try:
+            save_into(
+                CheckpointManager(draft, control, world=self.mesh.world),
+                step=0,
+                model=self,
+                optimizer=None,
+                moments=False,
+                facts=None,
+                random_states=False,
+                tokenizer=opened,
+            )
+            _on_first(control, target, lambda: _take_model(draft, target, Disk()))
+        finally:
+            if control.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+
+
+def _check_target(target: Path, draft: Path, architecture: Architecture) -> None:
+    if architecture.moe is not None and architecture.moe.moe_router_enable_expert_bias:
+        raise CheckpointError(
+            "This model chooses its experts with biases, and the folder of a model has no place for them. Use save_checkpoint."
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(
+            f"{target} is already there, and nothing is written over it. Remove it, or choose another name."
+        )
+    if draft.exists():
+        raise CheckpointError(f"{draft} is in the way: a model is being saved there, or was interrupted. Remove it.")
+
+
+def _take_model(draft: Path, target: Path, disk: Disk) -> None:
+    disk.rename(draft / storage.step_name(0) / storage.MODEL, target)
+    disk.sync_folder(target.parent)
+
+
+def _on_first(control: Axis, target: Path, action: Callable[[], None]) -> None:
+    """Have the first rank do something; its failure is everyone's."""
+    failure = None
+    if control.rank == 0:
+        try:
+            action()
+        except CheckpointError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = (
+                f"{target} cannot be written: {error.strerror or error}. Make it writable, or choose another place."
+            )
+    failure = gather_objects(failure, control)[0]
+    if failure is not None:
+        raise CheckpointError(failure)

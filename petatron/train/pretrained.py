@@ -1,0 +1,154 @@
+"""Models that exist already: a Hugging Face folder, a checkpoint, or a transformers model in memory, on any mesh.
+
+The settings come from the model's own config.json, through the same door as a user's config file; flags add the layout and
+whatever else a run wants, and win over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.checkpoint import storage
+from petatron.checkpoint.forms import config_sections, configured, detect, locate_step, refuse_pickled
+from petatron.checkpoint.huggingface import read_model_config
+from petatron.config import RunConfig
+from petatron.mesh.launch import read_environment
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.stretch import group_pieces
+from petatron.models.hf import family_of, read_config_json, to_logical
+from petatron.train.build import build_model, launch
+from petatron.train.model import Model
+from petatron.train.persist import load_checkpoint
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
+_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "num_distributed_optimizer_instances": "dp_outer",
+}
+_EXPERT_SIZES = {"expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp"}
+
+
+class _Settings(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class InMemory(Protocol):
+    """What is asked of a transformers model."""
+
+    @property
+    def config(self) -> _Settings: ...
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+
+def from_pretrained(
+    source: str | Path | InMemory,
+    mesh: ParallelMesh | None = None,
+    *,
+    flags: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+) -> Model:
+    """The model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
+
+    The folder is that of a Hugging Face model, of checkpoints, or of one checkpoint. Without a mesh one is made, for the layout
+    that the flags say. `dtype` None takes what the flags say, else the dtype of the weights.
+
+    >>> import petatron, tempfile
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> model = petatron.build_model(run, petatron.launch(run))
+    >>> folder = tempfile.mkdtemp()
+    >>> model.save_pretrained(folder)
+    >>> again = petatron.from_pretrained(folder)
+    >>> bool((again.module.norm.weight == model.module.norm.weight).all())
+    True
+    """
+    if isinstance(source, str | Path):
+        place = _find(Path(source))
+        content = read_model_config(place.model)
+        run = _run_config(content, mesh, flags, dtype, stored=content.get("dtype") or content.get("torch_dtype"))
+        _check_biases(place, run)
+        model = build_model(run, mesh or launch(run))
+        load_checkpoint(str(place.folder), model=model, step=place.step, random_states=False)
+        return model
+    content, tensors = source.config.to_dict(), source.state_dict()
+    run = _run_config(content, mesh, flags, dtype, stored=next(iter(tensors.values())).dtype)
+    model = build_model(run, mesh or launch(run))
+    _fill(model, content, tensors)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The folder of a model's config.json, and what `load_checkpoint` is asked for."""
+
+    model: Path
+    folder: Path
+    step: int | None
+
+
+def _find(path: Path) -> _Place:
+    kind = detect(path)
+    if kind == "megatron":
+        raise CheckpointError(
+            f"{path} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {path} NEW_FOLDER --to petatron"
+        )
+    if kind == "huggingface":
+        refuse_pickled(path)
+        return _Place(path, path, None)
+    step = locate_step(path)
+    return _Place(step / storage.MODEL, step.parent, storage.read_manifest(step).step)
+
+
+def _check_biases(place: _Place, run: RunConfig) -> None:
+    if place.step is None and run.moe.num_experts is not None and run.moe.moe_router_enable_expert_bias:
+        raise CheckpointError(
+            f"The model in {place.model} chooses its experts with biases, which stand in the state of a checkpoint and not in a "
+            "model's folder. Give the checkpoint it came from."
+        )
+
+
+def _run_config(
+    content: Mapping[str, Any],
+    mesh: ParallelMesh | None,
+    flags: Sequence[str],
+    dtype: torch.dtype | None,
+    *,
+    stored: torch.dtype | str | None,
+) -> RunConfig:
+    """The settings of a config.json, the layout of the mesh, then the flags."""
+    sections = config_sections(*read_config_json(content))
+    said = any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in flags)
+    if dtype is not None or not said:
+        name = _PRECISIONS.get(str(dtype or stored).removeprefix("torch."))
+        sections["precision"] = {name: True} if name is not None else {}
+    if mesh is None:
+        return configured(sections, flags, world_size=read_environment().world_size).config
+    sizes = {**_SIZES, **_EXPERT_SIZES} if "moe" in sections else _SIZES
+    sections["parallel"] = {name: getattr(mesh.layout, axis) for name, axis in sizes.items()}
+    run = configured(sections, flags, world_size=mesh.layout.world_size).config
+    asked = Layout.from_config(run.parallel)
+    if any(getattr(asked, axis) != getattr(mesh.layout, axis) for axis in sizes.values()):
+        rule = f"say another layout than the mesh has, which is {mesh.describe()}"
+        raise ConfigError([Problem("flags", " ".join(flags), rule, "Leave the sizes out of the flags, or the mesh.")])
+    return run
+
+
+@torch.no_grad()
+def _fill(model: Model, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Every rank takes its boxes of whole tensors."""
+    architecture = model.architecture
+    logical = to_logical(family_of(content), tensors, architecture.model, architecture.moe, architecture.experts_in)
+    for group in model.groups:
+        for piece, view in group_pieces(group, group.weights()):
+            view.copy_(logical[piece.name][piece.logical_slices()])
+    model.publish()

@@ -1,0 +1,437 @@
+"""Conversion between the three forms: what arrives, how much memory it takes, what a crash leaves, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import petatron
+from petatron.base.errors import CheckpointError, ConfigError, PetatronError
+from petatron.checkpoint import assemble
+from petatron.checkpoint import convert as convert_module
+from petatron.checkpoint.convert import Conversion, MegatronLayout, Progress, TokenizerFiles, convert
+from petatron.checkpoint.disk import Disk
+from petatron.checkpoint.forms import detect
+from petatron.checkpoint.sources import Source, open_source
+from petatron.checkpoint.state import Chunk
+from petatron.cli.main import main
+from petatron.config import CheckpointConfig
+from petatron.data.tokenizer import train_bpe
+from petatron.mesh.mesh import ParallelMesh
+from petatron.models.hf import folder_entries
+from petatron.train.folders import check_folders
+
+SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 37 --seq-length 8 --make-vocab-size-divisible-by 1"
+LLAMA = "--activation swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear"
+MODELS = {
+    "llama": f"{LLAMA} --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
+    "gpt2": "--position-embedding-type learned_absolute --activation gelu_tanh",
+    "no family": "--position-embedding-type rope --activation squared_relu",
+    "mixtral": f"{LLAMA} --num-experts 4 --moe-router-topk 2 --untie-embeddings-and-output-weights",
+    "expert bias": f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid",
+}
+
+
+@cache
+def run_of(name: str, extra: str = "") -> petatron.RunConfig:
+    return petatron.load(
+        None, f"{SHAPE} {MODELS[name]} {extra} --mock-data --lr 1e-3 --train-iters 1".split(), world_size=1
+    )
+
+
+def saved(name: str, folder: Path, extra: str = "", step: int = 3) -> Path:
+    """A checkpoint; the weights of an optimizer in a wider precision have more digits than the model's."""
+    run = run_of(name, extra)
+    model = petatron.build_model(run, ParallelMesh.single())
+    optimizer = petatron.build_optimizer(run, model)
+    for _, _, view in optimizer.weights():
+        view.mul_(1.001)
+    optimizer.write_back()
+    for _, bias in model.routers.state():
+        bias.normal_()
+    petatron.save_checkpoint(str(folder), step=step, model=model, optimizer=optimizer)
+    return folder
+
+
+def whole(source: Source, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    tensors = {key: torch.empty(shape, dtype=dtype) for key, shape in source.shapes.items()}
+    source.fill([Chunk(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in tensors.items()])
+    return tensors
+
+
+def same(one: Path, other: Path) -> None:
+    first, second = whole(open_source(one)), whole(open_source(other))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "no family", "mixtral"])
+def test_to_a_model_folder_and_back(tmp_path: Path, name: str):
+    run = saved(name, tmp_path / "run")
+    convert(open_source(run), tmp_path / "model", Conversion(to="huggingface"))
+    kept = run / "step-00000003" / "model"
+    assert {p.name: p.read_bytes() for p in kept.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()
+    }, "a checkpoint's model folder is what a conversion makes"
+    convert(open_source(tmp_path / "model"), tmp_path / "again", Conversion(to="petatron"))
+    same(run, tmp_path / "again")
+    again = petatron.from_pretrained(tmp_path / "again")
+    assert again.architecture.model.activation == run_of(name).model.activation
+    petatron.load_checkpoint(str(tmp_path / "again"), model=again)
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_to_megatron_and_back(tmp_path: Path, name: str, form: Any):
+    run = saved(name, tmp_path / "run")
+    layout = MegatronLayout(format=form, tp=2, pp=2, ep=2 if name == "mixtral" else 1)
+    convert(open_source(run), tmp_path / "theirs", Conversion(to="megatron", megatron=layout))
+    source = open_source(tmp_path / "theirs")
+    assert (source.kind, source.step) == ("megatron", 3)
+    convert(source, tmp_path / "again", Conversion(to="petatron"))
+    same(run, tmp_path / "again")
+    convert(open_source(tmp_path / "theirs", step=3), tmp_path / "model", Conversion(to="huggingface"))
+    kept = run / "step-00000003" / "model" / "model.safetensors"
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == kept.read_bytes()
+
+
+def test_expert_biases_go_along_or_stop_the_conversion(tmp_path: Path):
+    run = saved("expert bias", tmp_path / "run")
+    convert(open_source(run), tmp_path / "again", Conversion(to="petatron"))
+    same(run, tmp_path / "again")
+    convert(open_source(run), tmp_path / "theirs", Conversion(to="megatron"))
+    convert(open_source(tmp_path / "theirs"), tmp_path / "back", Conversion(to="petatron"))
+    same(run, tmp_path / "back")
+    loaded = dict(petatron.from_pretrained(tmp_path / "back").routers.state())
+    wanted = whole(open_source(run))
+    assert loaded and all(torch.equal(wanted[f"router/{name}"], bias) for name, bias in loaded.items())
+    with pytest.raises(CheckpointError, match="has expert biases, and the folder of a model has no place"):
+        convert(open_source(run), tmp_path / "model", Conversion(to="huggingface"))
+    assert not (tmp_path / "model").exists() and not (tmp_path / "model.tmp").exists()
+    with pytest.raises(CheckpointError, match="Use save_checkpoint"):
+        petatron.from_pretrained(run).save_pretrained(tmp_path / "model")
+    bare = tmp_path / "bare"
+    (run / "step-00000003" / "model").rename(bare)
+    with pytest.raises(CheckpointError, match="lacks the expert biases of layers 0, 1"):
+        open_source(bare)
+    with pytest.raises(CheckpointError, match="Give the checkpoint it came from"):
+        petatron.from_pretrained(bare)
+
+
+def test_wide_weights_come_from_the_optimizer(tmp_path: Path):
+    run = saved("llama", tmp_path / "run", "--bf16")
+    narrow = load_file(run / "step-00000003" / "model" / "model.safetensors")
+    for flag, folder in ((None, "as it is"), (torch.float32, "wide"), (torch.float16, "half")):
+        convert(open_source(run), tmp_path / folder, Conversion(to="huggingface", dtype=flag))
+    as_it_is, wide, half = (load_file(tmp_path / f / "model.safetensors") for f in ("as it is", "wide", "half"))
+    assert all(torch.equal(as_it_is[key], value) for key, value in narrow.items())
+    assert all(value.dtype == torch.float32 for value in wide.values())
+    assert all(torch.equal(wide[key].bfloat16(), value) for key, value in narrow.items())
+    assert any(not torch.equal(wide[key], value.float()) for key, value in narrow.items()), (
+        "more digits than the model's"
+    )
+    assert all(torch.equal(half[key], value.half()) for key, value in narrow.items())
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_one_tensor_at_a_time(tmp_path: Path):
+    """Every tensor is read into the same memory, which has the size of the largest."""
+    source = open_source(saved("mixtral", tmp_path / "run"))
+    architecture = source.architecture
+    entries = folder_entries(architecture.model, architecture.moe, architecture.experts_in)
+    memories = set()
+
+    def fill(chunks: Any) -> None:
+        memories.update((c.tensor.untyped_storage().data_ptr(), c.tensor.untyped_storage().nbytes()) for c in chunks)
+        source.fill(chunks)
+
+    seen: list[Progress] = []
+    convert(replace(source, fill=fill), tmp_path / "out", Conversion(to="petatron"), progress=seen.append)
+    assert [size for _, size in memories] == [max(math.prod(entry.shape) for entry in entries) * 4]
+    assert sorted(now.name for now in seen) == sorted(entry.name for entry in entries)
+    assert [now.done_bytes for now in seen] == sorted(now.done_bytes for now in seen) and seen[0].done_bytes == 0
+    assert seen[-1].total_bytes == sum(math.prod(entry.shape) * 4 for entry in entries) > seen[-1].done_bytes
+
+
+def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    convert(open_source(saved("mixtral", tmp_path / "run")), tmp_path / "theirs", Conversion(to="megatron"))
+    source = open_source(tmp_path / "theirs")
+    loads: list[str] = []
+    reader = source.fill.__self__  # type: ignore[attr-defined]
+    tensors = {
+        name: replace(lazy, load=lambda name=name, lazy=lazy: (loads.append(name), lazy.load())[1])
+        for name, lazy in reader._checkpoint.tensors.items()
+    }
+    monkeypatch.setattr(reader, "_checkpoint", replace(reader._checkpoint, tensors=tensors))
+    convert(source, tmp_path / "out", Conversion(to="huggingface"))
+    assert sorted(loads) == sorted(tensors), (
+        "each of them once, although experts are tensors of their own in the folder"
+    )
+    assert len(reader._last) == 1
+
+
+def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(assemble, "_MOST_FILE_BYTES", 4000)
+    run = saved("llama", tmp_path / "run")
+    convert(open_source(run), tmp_path / "model", Conversion(to="huggingface"))
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "model" / file)
+    same(run, tmp_path / "model")
+
+
+def test_all_names_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = saved("llama", tmp_path / "run")
+    saved("llama", run, step=5)
+    for path, step in ((run, 5), (run / "step-00000003", 3), (run / "step-00000003" / "model", 3)):
+        assert (detect(path), open_source(path).step) == ("petatron", step)
+    assert open_source(run, step=3).step == 3
+    assert open_source(run / "step-00000003", step=3).step == 3
+    monkeypatch.chdir(run / "step-00000003" / "model")
+    assert open_source(Path(".")).step == 3
+    assert petatron.from_pretrained(".").dtype == torch.float32
+    with pytest.raises(ConfigError, match="--step 5, but step-00000003 is one step chooses among several"):
+        open_source(run / "step-00000003", step=5)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4"):
+        open_source(run, step=4)
+
+
+class Killed(BaseException):
+    """The end of the process."""
+
+
+class FailingDisk(Disk):
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.left, self.error = at, error
+
+    def reach(self, moment: str, path: Path) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+@pytest.mark.parametrize("to", ["huggingface", "petatron"])
+def test_what_is_there_is_complete(tmp_path: Path, to: Any):
+    """Whenever it is stopped, there is nothing or everything."""
+    run = saved("llama", tmp_path / "run")
+    at, finished = 0, False
+    while not finished:
+        at += 1
+        target = tmp_path / f"out-{at}"
+        error = Killed() if at % 2 else OSError(28, "No space left on device")
+        try:
+            convert(open_source(run), target, Conversion(to=to), disk=FailingDisk(at, error))
+            finished = True
+        except (Killed, CheckpointError) as caught:
+            assert isinstance(caught, Killed) or "No space left on device" in str(caught)
+        assert not target.with_name(f"{target.name}.tmp").exists()
+        assert target.exists() or not finished
+        if target.exists():
+            same(run, target)
+    assert at > 10
+
+
+def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = open_source(saved("llama", tmp_path / "run"))
+    (tmp_path / "empty").mkdir()
+    convert(source, tmp_path / "empty", Conversion(to="huggingface"))
+    with pytest.raises(CheckpointError, match="is already there, and nothing is written over it"):
+        convert(source, tmp_path / "empty", Conversion(to="petatron"))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="is already there"):
+        convert(source, tmp_path / "file", Conversion(to="petatron"))
+    (tmp_path / "other.tmp").mkdir()
+    with pytest.raises(CheckpointError, match=r"other.tmp is in the way"):
+        convert(source, tmp_path / "other", Conversion(to="petatron"))
+    with pytest.raises(CheckpointError, match="already there"):
+        petatron.from_pretrained(tmp_path / "run").save_pretrained(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"other.tmp is in the way"):
+        petatron.from_pretrained(tmp_path / "run").save_pretrained(tmp_path / "other")
+    monkeypatch.setattr(convert_module, "free_bytes", lambda folder: 10)
+    with pytest.raises(CheckpointError, match=r"has 0.00 GB left. Free space there"):
+        convert(source, tmp_path / "new", Conversion(to="petatron"))
+    assert not (tmp_path / "new").exists() and not (tmp_path / "new.tmp").exists()
+
+
+def model_folder(tmp_path: Path) -> Path:
+    convert(open_source(saved("llama", tmp_path / "run")), tmp_path / "model", Conversion(to="huggingface"))
+    return tmp_path / "model"
+
+
+def test_all_tensors_that_do_not_fit_are_named(tmp_path: Path):
+    folder = model_folder(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["visual.patch.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors["model.norm.weight"] = torch.zeros(17)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        open_source(folder)
+    for part in (
+        "model.layers.1.mlp.up_proj.weight is missing",
+        "visual.patch.weight is not a tensor",
+        "model.norm.weight is [17]",
+    ):
+        assert part in str(caught.value)
+
+
+def test_a_checkpoint_with_another_models_config(tmp_path: Path):
+    run = saved("llama", tmp_path / "run")
+    path = run / "step-00000003" / "model" / "config.json"
+    path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(CheckpointError, match=r"layers.2.attention.q.weight is missing"):
+        open_source(run)
+    path.write_text(path.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 1'))
+    with pytest.raises(CheckpointError, match=r"layers.1.attention.q.weight is not a tensor of this model"):
+        open_source(run)
+    path.write_text(path.read_text().replace('"vocab_size": 37', '"vocab_size": 38'))
+    with pytest.raises(CheckpointError, match=r"embedding.weight is \[37, 16\], but config.json makes it \[38, 16\]"):
+        open_source(run)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="says what its model is"):
+        open_source(run)
+
+
+def test_flipped_bits_are_noticed(tmp_path: Path):
+    run = saved("llama", tmp_path / "run")
+    path = run / "step-00000003" / "model" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="its digest differs"):
+        convert(open_source(run), tmp_path / "out", Conversion(to="huggingface"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_pickles_are_refused(tmp_path: Path):
+    folder = model_folder(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    for attempt in (open_source, petatron.from_pretrained):
+        with pytest.raises(CheckpointError, match=r"pickles \(pytorch_model.bin\).*Save it again as safetensors"):
+            attempt(folder)
+    with pytest.raises(CheckpointError, match="Save it again as safetensors"):
+        check_folders(CheckpointConfig(load=str(folder), finetune=True))
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"has config.json and no safetensors"):
+        open_source(folder)
+    with pytest.raises(CheckpointError, match=r"has no config.json"):
+        open_source(tmp_path / "run" / "step-00000003" / "state", kind="huggingface")
+
+
+def test_what_holds_no_model(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"is not a folder.*not downloaded"):
+        open_source(tmp_path / "meta-llama" / "Llama-3.1-8B")
+    with pytest.raises(CheckpointError, match="holds no model: neither steps of Petatron"):
+        petatron.from_pretrained(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(CheckpointError, match=r"petatron checkpoint convert .* --to petatron"):
+        petatron.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"petatron checkpoint convert .* --to petatron"):
+        check_folders(CheckpointConfig(load=str(tmp_path), finetune=True))
+
+
+def test_a_run_starts_from_a_model_only_when_told(tmp_path: Path):
+    folder = str(model_folder(tmp_path))
+    check_folders(CheckpointConfig(load=folder, finetune=True))
+    with pytest.raises(CheckpointError, match=r"no run to go on with. Add --finetune"):
+        check_folders(CheckpointConfig(load=folder))
+    with pytest.raises(CheckpointError, match="Leave --ckpt-step out"):
+        check_folders(CheckpointConfig(load=folder, finetune=True, ckpt_step=3))
+
+
+def test_settings_that_make_no_sense_for_a_model_folder(tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        open_source(model_folder(tmp_path), step=3, vocab_size=5)
+    assert len(caught.value.problems) == 2
+
+
+def test_a_tokenizer_goes_along(tmp_path: Path):
+    folder = model_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "old"}')
+    (folder / "README.md").write_text("no part of a model")
+    convert(open_source(folder), tmp_path / "ours", Conversion(to="petatron"))
+    kept = tmp_path / "ours" / "step-00000000" / "model"
+    assert (kept / "tokenizer_config.json").read_text() == '{"eos_token": "old"}'
+    assert not (kept / "README.md").exists()
+    assert petatron.from_pretrained(tmp_path / "ours").architecture.model.vocab_size == 37
+    new = TokenizerFiles({"tokenizer.json": b"{}"}, end=7)
+    convert(open_source(tmp_path / "ours"), tmp_path / "back", Conversion(to="huggingface", tokenizer=new))
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == b"{}"
+    assert not (tmp_path / "back" / "tokenizer_config.json").exists()
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "back" / name).read_text())["eos_token_id"] == 7
+
+
+def cli(*words: object) -> int:
+    return main(["checkpoint", "convert", *map(str, words)])
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run, ours = saved("llama", tmp_path / "run", "--bf16"), tmp_path / "ours"
+    assert cli(run, tmp_path / "model", "--to", "huggingface", "--dtype", "fp32", "--step", "3") == 0
+    assert "run (petatron, step 3) is now" in capsys.readouterr().out
+    assert cli(tmp_path / "model", ours, "--from", "huggingface", "--to", "petatron", "--dtype", "fp16") == 0
+    assert f"petatron train --config {ours}/config.yaml --load {ours} --finetune" in capsys.readouterr().out
+    assert load_file(ours / "step-00000000/model/model.safetensors")["model.norm.weight"].dtype == torch.float16
+    assert (
+        cli(run, tmp_path / "theirs", "--to", "megatron", "--megatron-format", "legacy", "--tp", "2", "--pp", "2") == 0
+    )
+    assert len(list((tmp_path / "theirs" / "iter_0000003").iterdir())) == 4
+    assert cli(tmp_path / "theirs", tmp_path / "back", "--to", "huggingface", "--vocab-size", "37") == 0
+    run_again = petatron.load_config(["--lr", "1"], files=[ours / "config.yaml"], require_training=False).config
+    assert run_again.model.num_layers == 2 and run_again.model.vocab_size == 37
+
+
+def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = saved("llama", tmp_path / "run")
+    words = "--to huggingface --tp 2 --megatron-format legacy --step -1".split()
+    assert cli(run, tmp_path / "out", *words) == 2
+    assert "3 problems" in (text := capsys.readouterr().err) and "--megatron-format legacy is about Megatron's" in text
+    assert cli(run, tmp_path / "out", *"--to megatron --pp 0 --vocab-size 0 --tokenizer x".split()) == 2
+    text = capsys.readouterr().err
+    assert "--pp 0 is below 1" in text and "no place for it" in text and "--vocab-size 0 is below 1" in text
+    train_bpe(["some text"], 300, tmp_path / "tokenizer.json")
+    assert cli(run, tmp_path / "out", "--to", "huggingface", "--tokenizer", tmp_path / "tokenizer.json") == 1
+    assert "has 264 ids, and the model in" in capsys.readouterr().err
+    assert cli(run, tmp_path / "out", "--to", "huggingface", "--tokenizer", tmp_path / "none.json") == 1
+    assert cli(tmp_path / "nothing", tmp_path / "out", "--to", "huggingface") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_save_pretrained_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = petatron.build_model(run_of("llama"), ParallelMesh.single())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PetatronError, match="could not be saved"):
+        model.save_pretrained(tmp_path / "file" / "model")
+
+    def fail(self: Disk, old: Path, new: Path) -> None:
+        if new == tmp_path / "model":
+            raise OSError(30, "Read-only file system")
+        old.replace(new)
+
+    monkeypatch.setattr(Disk, "rename", fail)
+    with pytest.raises(CheckpointError, match="cannot be written: Read-only file system"):
+        model.save_pretrained(tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    tokenizer = train_bpe(["some text"], 300, tmp_path / "tokenizer.json")
+    monkeypatch.undo()
+    model.save_pretrained(tmp_path / "model", tokenizer=tmp_path / "tokenizer.json")
+    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == tokenizer.files()["tokenizer.json"]
+
+
+def test_a_model_without_a_vocabulary(tmp_path: Path):
+    run = saved("no family", tmp_path / "run")
+    path = run / "step-00000003" / "model" / "config.json"
+    path.write_text(path.read_text().replace('"vocab_size": 37', '"vocab_size": null'))
+    with pytest.raises(ConfigError, match="--vocab-size is not known"):
+        open_source(run)

@@ -1,0 +1,13 @@
+"""`petatron checkpoint convert` as a script, under the path that Megatron users look for; runs from a clone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from petatron.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["checkpoint", "convert", *sys.argv[1:]]))
