@@ -114,3 +114,25 @@ def test_help_imports_no_torch():
     program = f"import sys; from petatron.cli.main import main; {verbs}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+PICKLES = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
+UNPICKLING = {
+    "petatron/checkpoint/megatron/safe.py": "Megatron-LM's files are pickles: read through an allow-list and nothing else",
+    "petatron/cli/bench_checkpoint.py": "measures torch.load on a file that it wrote itself",
+}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled(path: Path):
+    if str(path.relative_to(ROOT)) in UNPICKLING:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {name.split(".")[0] for name in imported} & set(PICKLES), f"{path.name} imports a pickle"
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("torch.load", "torch.serialization.load"), f"{path.name}:{node.lineno} {called}"
+            allows = [word for word in node.keywords if word.arg == "allow_pickle"]
+            assert all(ast.unparse(word.value) == "False" for word in allows), f"{path.name}:{node.lineno}"

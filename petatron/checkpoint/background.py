@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_THREADS = 4
 
 
 class Staging:
@@ -27,12 +30,17 @@ class Staging:
         if self._memory.numel() < total:
             self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old memory before asking for more
             self._memory = _memory(total, pinned=on_device)
-        copies = {}
-        for name, tensor in tensors.items():
-            place = self._memory[starts[name] : starts[name] + sizes[name]].view(tensor.dtype)
-            copies[name] = place.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        copies = {
+            name: self._memory[starts[name] : starts[name] + sizes[name]].view(tensor.dtype).view(tensor.shape)
+            for name, tensor in tensors.items()
+        }
         if on_device:
+            for name, tensor in tensors.items():
+                copies[name].copy_(tensor.detach(), non_blocking=True)
             torch.cuda.current_stream().synchronize()
+        else:
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-copy") as pool:
+                list(pool.map(lambda name: copies[name].copy_(tensors[name].detach()), tensors))
         return copies
 
 

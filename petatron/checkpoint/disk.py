@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from petatron.base.errors import CheckpointError
 
 BLOCK_BYTES = 8 << 20
 _FLUSH_BYTES = 64 << 20
+_WORTH_A_THREAD = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +52,17 @@ class Disk:
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> StoredFile:
         """Write a file through to the device, and say what it holds."""
-        with path.open("wb", buffering=0) as file, _Flusher(file.fileno()) as flusher:
+        with path.open("wb", buffering=0) as file, _Flusher(file.fileno()) as flusher, _Digests() as digests:
             self.reach("opened", path)
-            blocks: list[str] = []
-            digest, size = 0, 0
-            for part in _cut(parts):
-                _write_all(file.fileno(), part)
-                self.reach("written", path)
-                digest, size = block_digest(part, digest), size + len(part)
-                flusher.note(len(part))
-                if size % BLOCK_BYTES == 0:
-                    blocks.append(written(digest))
-                    digest = 0
-            if size % BLOCK_BYTES:
-                blocks.append(written(digest))
+            for part in parts:
+                for piece in digests.add(part):
+                    _write_all(file.fileno(), piece)
+                    self.reach("written", path)
+                    flusher.note(len(piece))
+                digests.settle()  # only until here may whoever hands over parts be asked to keep their memory
             flusher.finish()
             self.reach("synced", path)
-        return StoredFile(size, tuple(blocks))
+            return digests.result()
 
     def rename(self, old: Path, new: Path) -> None:
         self.reach("renaming", old)
@@ -130,15 +125,55 @@ class _Flusher:
             self._running.result()
 
 
-def _cut(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The same bytes in parts that end at block boundaries."""
-    room = BLOCK_BYTES
-    for part in parts:
-        rest = memoryview(part).cast("B") if not isinstance(part, memoryview) else part
+class _Digests:
+    """The digests of a file's blocks, computed on another core while the blocks are written."""
+
+    def __init__(self) -> None:
+        self._blocks: list[str] = []
+        self._digest = self._size = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    def __enter__(self) -> _Digests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def add(self, part: bytes | memoryview) -> Iterator[memoryview]:
+        """The part in pieces that end at block boundaries; each is being digested when it is handed out."""
+        rest = memoryview(part)
+        room = BLOCK_BYTES - self._size % BLOCK_BYTES
         while rest:
             piece, rest = rest[:room], rest[room:]
-            room = room - len(piece) or BLOCK_BYTES
+            room = BLOCK_BYTES
+            self._size += len(piece)
+            self._start(piece, closes=self._size % BLOCK_BYTES == 0)
             yield piece
+
+    def settle(self) -> None:
+        for pending in self._pending:
+            pending.result()
+        self._pending.clear()
+
+    def result(self) -> StoredFile:
+        self.settle()
+        last = [written(self._digest)] if self._size % BLOCK_BYTES else []
+        return StoredFile(self._size, (*self._blocks, *last))
+
+    def _start(self, piece: memoryview, *, closes: bool) -> None:
+        if len(piece) < _WORTH_A_THREAD and not self._pending:
+            self._take(piece, closes)
+            return
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
+        self._pending.append(self._pool.submit(self._take, piece, closes))
+
+    def _take(self, piece: memoryview, closes: bool) -> None:
+        self._digest = block_digest(piece, self._digest)
+        if closes:
+            self._blocks.append(written(self._digest))
+            self._digest = 0
 
 
 def _write_all(descriptor: int, part: memoryview) -> None:
@@ -166,6 +201,22 @@ def read_fully(descriptor: int, buffer: memoryview, offset: int) -> int:
         if count == 0:
             break
         got += count
+    return got
+
+
+def read_into(descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
+    """Fill several buffers, one after the other, from a place in a file; fewer bytes only at the end of the file."""
+    got = os.preadv(descriptor, parts, offset)
+    begin = 0
+    for part in parts:
+        end = begin + len(part)
+        if got < end:  # the system gave less than it was asked for
+            got = max(got, begin)
+            more = read_fully(descriptor, part[got - begin :], offset + got)
+            got += more
+            if got < end:
+                return got
+        begin = end
     return got
 
 

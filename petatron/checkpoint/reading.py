@@ -8,7 +8,7 @@ block holds consecutive elements of an entry, which are a handful of boxes (`mes
 from __future__ import annotations
 
 import math
-import os
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read_ahead, read_fully, written
+from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read_ahead, read_into, written
 from petatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.placing import entry_box, in_entry
 from petatron.checkpoint.safetensors_file import DTYPE_CODES, DTYPES, Slot, read_header
@@ -31,6 +31,7 @@ _FLOATING = {code for dtype, code in DTYPE_CODES.items() if dtype.is_floating_po
 _SHOWN = 5
 _THREADS = 4
 _AHEAD_BYTES = 4 * BLOCK_BYTES
+_MOST_PARTS = 500  # systems take about a thousand in one call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,18 +139,32 @@ class _Fill:
         itemsize = DTYPES[self.slot.dtype].itemsize
         return self.slot.begin + first * itemsize, self.slot.begin + (last + 1) * itemsize
 
+    def memory(self) -> memoryview | None:
+        """The bytes of the target, if they are those of the span one by one."""
+        target = self.target
+        whole_rows = self.box.shape[1:] == self.slot.shape[1:]
+        alike = target.dtype == DTYPES[self.slot.dtype] and target.device.type == "cpu" and target.is_contiguous()
+        return memoryview(target.reshape(-1).view(torch.uint8).numpy()) if whole_rows and alike else None
+
 
 def fill(source: Path, plan: Plan, files: Mapping[str, StoredFile]) -> None:
     """Carry out the reads of a plan, block by block; dtypes are converted on the way."""
     by_file: dict[str, list[Read]] = {}
     for read in plan.reads:
         by_file.setdefault(read.stored.file, []).append(read)
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="checkpoint-read") as pool:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-read") as pool:
+        spare = threading.local()
         for file, reads in by_file.items():
-            _fill_from(source / file, reads, files.get(file), pool)
+            _fill_from(source / file, reads, files.get(file), pool, spare)
 
 
-def _fill_from(path: Path, reads: Sequence[Read], expected: StoredFile | None, pool: ThreadPoolExecutor) -> None:
+def _fill_from(
+    path: Path,
+    reads: Sequence[Read],
+    expected: StoredFile | None,
+    pool: ThreadPoolExecutor,
+    spare: threading.local,
+) -> None:
     slots = open_header(path, expected)
     fills = []
     for read in reads:
@@ -166,10 +181,7 @@ def _fill_from(path: Path, reads: Sequence[Read], expected: StoredFile | None, p
         fills.append(_Fill(slot, box, in_entry(part, len(slot.shape), transposed=stored.transposed)))
     try:
         with path.open("rb", buffering=0) as file:
-            tasks = [
-                pool.submit(_read_block, path, file.fileno(), begin, end, digest, found)
-                for begin, end, digest, found in _blocks(fills, expected)
-            ]
+            tasks = [pool.submit(_read_block, path, file.fileno(), block, spare) for block in _blocks(fills, expected)]
             for task in tasks:
                 task.result()
     except OSError as error:
@@ -188,10 +200,18 @@ def open_header(path: Path, expected: StoredFile | None) -> dict[str, Slot]:
         raise damage(path, f"is damaged: {error}") from error
 
 
-def _blocks(
-    fills: Sequence[_Fill], expected: StoredFile | None
-) -> Iterator[tuple[int, int, str | None, Sequence[_Fill]]]:
-    """Byte ranges to read, each with its digest and the fills that take something from it.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """A byte range to read, its digest if there is one, and the fills that take something from it."""
+
+    begin: int
+    end: int
+    digest: str | None
+    fills: Sequence[_Fill]
+
+
+def _blocks(fills: Sequence[_Fill], expected: StoredFile | None) -> Iterator[_Block]:
+    """The ranges to read.
 
     Files with digests are read on the grid of their blocks, and the header is checked with the rest. Others are cut so that
     no element lies across two ranges.
@@ -204,33 +224,59 @@ def _blocks(
                 wanted.setdefault(number, []).append(fill)
         for number, found in sorted(wanted.items()):
             begin = number * BLOCK_BYTES
-            yield begin, min(begin + BLOCK_BYTES, expected.size_bytes), expected.blocks[number], found
+            yield _Block(begin, min(begin + BLOCK_BYTES, expected.size_bytes), expected.blocks[number], found)
         return
     for fill in fills:
         begin, end = fill.span
         for at in range(begin, end, BLOCK_BYTES):
-            yield at, min(at + BLOCK_BYTES, end), None, [fill]
+            yield _Block(at, min(at + BLOCK_BYTES, end), None, [fill])
 
 
-def _read_block(path: Path, descriptor: int, begin: int, end: int, digest: str | None, fills: Sequence[_Fill]) -> None:
-    read_ahead(descriptor, end, _AHEAD_BYTES)
-    buffer = torch.empty(end - begin, dtype=torch.uint8)
-    view = memoryview(buffer.numpy())
-    if read_fully(descriptor, view, begin) != end - begin:
+def _read_block(path: Path, descriptor: int, block: _Block, spare: threading.local) -> None:
+    if not hasattr(spare, "buffer"):
+        spare.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)  # one per thread, for all its blocks
+    read_ahead(descriptor, block.end, _AHEAD_BYTES)
+    direct = _in_place(block, memoryview(spare.buffer.numpy()))
+    parts = direct or [memoryview(spare.buffer.numpy())[: block.end - block.begin]]
+    if read_into(descriptor, parts, block.begin) != block.end - block.begin:
         raise damage(path, "ends before all of it was read")
-    if digest is not None and written(block_digest(view)) != digest:
-        raise altered(path)
-    for fill in fills:
-        _copy(buffer, begin, end, fill)
+    if block.digest is not None:
+        digest = 0
+        for part in parts:
+            digest = block_digest(part, digest)
+        if written(digest) != block.digest:
+            raise altered(path)
+    if direct is None:
+        for fill in block.fills:
+            _copy(spare.buffer, block, fill)
 
 
-def _copy(buffer: Tensor, begin: int, end: int, fill: _Fill) -> None:
+def _in_place(block: _Block, spare: memoryview) -> list[memoryview] | None:
+    """The memory that a block's bytes go to as they are, with spare memory for what nobody wants; None if it is not so simple."""
+    parts: list[memoryview] = []
+    at = block.begin
+    for fill in sorted(block.fills, key=lambda fill: fill.span):
+        memory = fill.memory()
+        begin, end = fill.span
+        low, high = max(begin, block.begin), min(end, block.end)
+        if memory is None or low < at or len(parts) > _MOST_PARTS:
+            return None
+        if low > at:
+            parts.append(spare[at - block.begin : low - block.begin])
+        parts.append(memory[low - begin : high - begin])
+        at = high
+    if at < block.end:
+        parts.append(spare[at - block.begin : block.end - block.begin])
+    return parts
+
+
+def _copy(buffer: Tensor, block: _Block, fill: _Fill) -> None:
     """The elements of a block that lie in a fill's box."""
     dtype, slot = DTYPES[fill.slot.dtype], fill.slot
-    low, high = max(begin, slot.begin), min(end, slot.end)
+    low, high = max(block.begin, slot.begin), min(block.end, slot.end)
     if low >= high:
         return
-    elements = buffer[low - begin : high - begin].view(dtype)
+    elements = buffer[low - block.begin : high - block.begin].view(dtype)
     first, last = (low - slot.begin) // dtype.itemsize, (high - slot.begin) // dtype.itemsize
     for start, shape, skipped in range_boxes(slot.shape, first, last):
         box = Box(start, shape)

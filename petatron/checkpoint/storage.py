@@ -13,6 +13,7 @@ save puts it back. A step that is being pruned is first renamed to `step-N.prune
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,9 @@ def begin(folder: Path, step: int, disk: Disk) -> None:
     """Clear what an interrupted save left behind, and open the draft of a step."""
     disk.make_folder(folder)
     recover(folder, disk)
+    draft = folder / f"{step_name(step)}.tmp"
+    if draft.exists():
+        disk.remove(draft)
     make_draft(folder, step, disk)
 
 
@@ -51,15 +55,20 @@ def make_draft(folder: Path, step: int, disk: Disk) -> Path:
 
 
 def recover(folder: Path, disk: Disk) -> None:
-    """Remove drafts, and bring back a replaced step whose replacement never appeared."""
+    """Remove drafts, and bring back a replaced step whose replacement never appeared.
+
+    What cannot be removed stays: NFS keeps the files that somebody has open, and that is no reason not to save.
+    """
     left = [path for path in sorted(folder.iterdir()) if _left_over(path)] if folder.is_dir() else []
     if left:
-        disk.sync_folder(folder)  # whoever crashed may not have: a power cut now must not bring back what is removed here
+        # Whoever crashed may not have done so, and a power cut must not undo the rename of what is removed here.
+        disk.sync_folder(folder)
     for path in left:
         if path.suffix == ".replaced" and not path.with_suffix("").exists():
             disk.rename(path, path.with_suffix(""))
         else:
-            disk.remove(path)
+            with contextlib.suppress(OSError):
+                disk.remove(path)
 
 
 def _left_over(path: Path) -> bool:

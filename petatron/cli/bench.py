@@ -29,6 +29,7 @@ class BenchResult:
 
 BENCHES: Mapping[str, tuple[str, str]] = {
     "data": ("petatron.cli.bench_data", "preprocessing against a bare tokenizer loop, and index building"),
+    "checkpoint": ("petatron.cli.bench_checkpoint", "saving and loading against torch.save and torch.load"),
 }
 
 

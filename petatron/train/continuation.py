@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from petatron.config import RunConfig
+from petatron.config.fields import by_path
 
 # What a change of these settings does, by section and name; a section alone means all of it that is not named elsewhere.
 _ORDER = "samples come from the new data in its own order, from sample {samples:,} of it on; some may be seen again, others never"
@@ -68,7 +69,9 @@ def changes(then: Mapping[str, Any], run: RunConfig, *, iteration: int, samples:
     found: dict[str, list[str]] = {}
     for section in sorted(then.keys() & now.keys()):
         for name in sorted(then[section].keys() | now[section].keys()):
-            before, after = then[section].get(name), now[section].get(name)
+            known = by_path().get(f"{section}.{name}")
+            default = None if known is None else known.default  # a setting that came later had its default then
+            before, after = then[section].get(name, default), now[section].get(name)
             effect = _effect(section, name)
             if before != after and effect is not None:
                 found.setdefault(effect, []).append(f"{name} {before} -> {after}")

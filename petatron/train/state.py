@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.config import CheckpointConfig, RunConfig
+from petatron.config.fields import by_name
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.master import MasterOptimizer
@@ -175,7 +176,9 @@ class TrainState:
                 f"The checkpoint in {folder} was not saved by a training run (it lacks its {', '.join(sorted(missing))}). "
                 "Use --finetune to start a run from its weights."
             )
-        then, now = facts["model"], self._model_facts()
+        now = self._model_facts()
+        # A setting that came later than the checkpoint had its default then.
+        then = {**{name: by_name()[name].default for name in now}, **facts["model"]}
         names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
         if names:
             changed = [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in names]
@@ -191,7 +194,8 @@ class TrainState:
                 f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}). Restore those "
                 "values, or say --override-opt-param-scheduler to go on with the new ones."
             )
-        self.progress = progress = Progress(**facts["progress"])
+        known = {field.name for field in fields(Progress)}
+        self.progress = progress = Progress(**{k: v for k, v in facts["progress"].items() if k in known})
         self.changes = changes(
             facts["config"], self.run, iteration=progress.iteration, samples=progress.consumed_samples
         )

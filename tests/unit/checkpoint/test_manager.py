@@ -11,10 +11,10 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint import manifest as manifest_module
+from petatron.checkpoint.disk import check_writable
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.checkpoint.storage import DamagedCheckpoint
-from petatron.checkpoint.disk import check_writable
 from petatron.mesh.mesh import ParallelMesh
 
 STEP = "step-00000010"

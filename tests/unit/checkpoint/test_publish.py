@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
+from petatron.checkpoint.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
-from petatron.checkpoint.disk import Disk
 from petatron.mesh.mesh import ParallelMesh
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.errors import CheckpointError
+from petatron.checkpoint.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
-from petatron.checkpoint.disk import Disk
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from tests.dist import RankPool

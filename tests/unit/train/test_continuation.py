@@ -40,3 +40,10 @@ def test_every_setting_of_the_config_has_a_word_or_is_left_out_on_purpose():
     assert silent <= {"checkpoint", "log", "launch", "tokenizer", "data", "train"}
     said = {f"{info.section}.{info.name}" for info in by_path().values() if _effect(info.section, info.name)}
     assert {"data.split", "optim.lr", "parallel.tensor_model_parallel_size", "memory.recompute_granularity"} <= said
+
+
+def test_a_setting_that_came_later_than_the_checkpoint_had_its_default_then():
+    run = load_config(BASE.split()).config
+    then = plain(run)
+    del then["model"]["qk_layernorm"], then["train"]["seed"]
+    assert changes(then, run, iteration=6, samples=24) == []

@@ -1,0 +1,388 @@
+"""`petatron checkpoint`: look into checkpoints, prove that they are whole, compare, prune and convert them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.log import configure
+
+if TYPE_CHECKING:
+    from petatron.checkpoint.compare import Comparison
+    from petatron.checkpoint.inspect import Report, Summary
+
+_CONVERT = "petatron.cli.checkpoint_convert"
+_SHOWN_KEYS = 5
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one subcommand of `petatron checkpoint`."""
+    options = _parser(converting=bool(argv) and argv[0] == "convert").parse_args(argv)
+    configure()
+    actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "prune": _prune}
+    if options.verb == "convert":
+        return importlib.import_module(_CONVERT).run(options)
+    return actions[options.verb](options)
+
+
+def _parser(*, converting: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="petatron checkpoint",
+        description="Look into checkpoints, prove that they are whole, compare, prune and convert them. PATH is a folder that "
+        "--save wrote to, or one step-N in it.",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    add = verbs.add_parser("inspect", help="what a checkpoint holds", allow_abbrev=False).add_argument
+    add("path", type=Path, metavar="PATH")
+    add("--step", type=int, metavar="N", help="which step (default: the newest)")
+    add("--tensors", action="store_true", help="list every logical tensor")
+    add("--json", action="store_true", help="print everything as JSON")
+    checking = verbs.add_parser(
+        "verify",
+        help="whether checkpoints are what was saved",
+        description="Reads every file of a checkpoint and compares it with the manifest. Exits with 1 if anything is wrong, and "
+        "names the newest step that is good.",
+        allow_abbrev=False,
+    )
+    checking.add_argument("path", type=Path, metavar="PATH")
+    which = checking.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="which step (default: the newest)")
+    which.add_argument("--all", action="store_true", help="every step of the folder")
+    checking.add_argument("--json", action="store_true", help="print the findings as JSON")
+    comparing = verbs.add_parser(
+        "diff",
+        help="how two checkpoints differ",
+        description="Compares configuration, and weights and optimizer state tensor by tensor, whatever layouts saved them. The "
+        "relative difference of a tensor is the largest difference of an element over the largest element. Exits with 1 if "
+        "the tensors differ.",
+        allow_abbrev=False,
+    )
+    comparing.add_argument("first", type=Path, metavar="A")
+    comparing.add_argument("second", type=Path, metavar="B")
+    comparing.add_argument("--rtol", type=float, default=0.0, metavar="R", help="relative difference to let pass (0)")
+    comparing.add_argument("--top", type=int, default=10, metavar="K", help="how many tensors to list (10)")
+    comparing.add_argument("--json", action="store_true", help="print everything as JSON")
+    add = verbs.add_parser("prune", help="remove old steps", allow_abbrev=False).add_argument
+    add("path", type=Path, metavar="PATH", help="folder that --save wrote to")
+    add("--keep", type=int, required=True, metavar="N", help="how many of the newest steps stay")
+    add("--retain-interval", type=int, metavar="K", help="steps at a multiple of this stay too")
+    add("--dry-run", action="store_true", help="only say what would be removed")
+    convert = verbs.add_parser(
+        "convert", help="to and from Hugging Face and Megatron-LM", allow_abbrev=False, add_help=converting
+    )
+    if converting:
+        importlib.import_module(_CONVERT).add_arguments(convert)
+    return parser
+
+
+# inspect
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from petatron.checkpoint.inspect import locate, summarize
+
+    summary = summarize(locate(options.path, options.step))
+    if options.json:
+        print(json.dumps(_summary_values(summary), indent=1))
+        return 0
+    rows = [
+        ("checkpoint", str(summary.source)),
+        ("step", str(summary.step)),
+        ("saved", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.saved_at_s))),
+        ("layout", _layout(summary)),
+        ("weights", _size(summary.bytes_in("model"))),
+        ("state", _size(summary.bytes_in("state"))),
+        *((name.replace("_", " "), f"{value:,}") for name, value in (summary.run.get("progress") or {}).items()),
+    ]
+    print(_table(rows))
+    _print_tensors(summary, every=options.tensors)
+    print("\nfiles\n" + _table([("  " + name, _size(size)) for name, size in summary.files.items()]))
+    changed = list(_changed_settings(summary.config))
+    if changed:
+        print("\nconfiguration, where it is not the default (--json has all)\n" + _table(changed))
+    return 0
+
+
+def _summary_values(summary: Summary) -> dict[str, Any]:
+    return {
+        "checkpoint": str(summary.source),
+        "step": summary.step,
+        "saved_at_s": summary.saved_at_s,
+        "layout": summary.layout,
+        "weights_bytes": summary.bytes_in("model"),
+        "state_bytes": summary.bytes_in("state"),
+        **summary.run,
+        "tensors": [
+            {"name": tensor.key, "shape": tensor.shape, "dtype": tensor.dtype, "bytes": tensor.num_bytes}
+            for tensor in summary.tensors
+        ],
+        "files": dict(summary.files),
+    }
+
+
+def _layout(summary: Summary) -> str:
+    """`tp 2, dp 2 (optim sharded), 4 ranks`, or the words of whoever saved it."""
+    parallel: Mapping[str, Any] = summary.config.get("parallel") or {}
+    if not parallel:
+        return summary.layout or "unknown"
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "dp": "data_parallel_size",
+    }
+    words = [f"{short} {size}" for short, name in names.items() if (size := parallel.get(name) or 1) > 1]
+    sharding = parallel.get("data_parallel_sharding_strategy")
+    words += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
+    ranks = parallel.get("world_size") or 1
+    return ", ".join([*words, f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"])
+
+
+def _print_tensors(summary: Summary, *, every: bool) -> None:
+    from petatron.checkpoint.inspect import kinds
+
+    print("\nlogical tensors")
+    if every:
+        rows = [
+            ("  " + tensor.key, str(list(tensor.shape)), tensor.dtype, _size(tensor.num_bytes))
+            for tensor in summary.tensors
+        ]
+    else:
+        rows = [
+            (f"  {kind}/", f"{count} tensors", dtypes, _size(size))
+            for kind, (count, dtypes, size) in kinds(summary).items()
+        ]
+    print(_table(rows) if rows else "  none")
+
+
+def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    from petatron.config.schema import RunConfig
+
+    defaults = json.loads(json.dumps(asdict(RunConfig())))
+    for section, values in config.items():
+        for name, value in values.items():
+            if defaults.get(section, {}).get(name) != value:
+                yield f"  {section}.{name}", _shown(value)
+
+
+# verify
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from petatron.checkpoint.inspect import examine, locate, newest_sound, unfinished
+    from petatron.checkpoint.storage import steps
+
+    folder: Path = options.path
+    complete = list(steps(folder).values())
+    lost = unfinished(folder) if folder.is_dir() and options.step is None else []
+    chosen = complete if options.all and complete else [] if lost and not complete else [locate(folder, options.step)]
+    with _Progress("verifying") as progress:
+        reports = [examine(source, progress) for source in [*lost, *chosen]]
+        broken = [report for report in reports if not report.sound]
+        known = {report.source: report.sound for report in reports}
+        newest = newest_sound(broken[-1].source.parent, known, progress) if broken else None
+    if options.json:
+        print(json.dumps(_report_values(reports, newest), indent=1))
+    else:
+        _print_reports(reports, newest)
+    return 1 if broken else 0
+
+
+def _report_values(reports: Sequence[Report], newest: Path | None) -> dict[str, Any]:
+    return {
+        "sound": all(report.sound for report in reports),
+        "checkpoints": [
+            {
+                "checkpoint": str(report.source),
+                "sound": report.sound,
+                "files": report.num_files,
+                "bytes": report.num_bytes,
+                "findings": [{"file": str(found.file), "problem": found.text} for found in report.findings],
+            }
+            for report in reports
+        ],
+        "newest_good": str(newest) if newest else None,
+    }
+
+
+def _print_reports(reports: Sequence[Report], newest: Path | None) -> None:
+    for report in reports:
+        verdict = f"good: {report.num_files} files, {_size(report.num_bytes)}" if report.sound else "BROKEN"
+        print(f"{report.source}  {verdict}")
+        for finding in report.findings:
+            print(f"  {finding.text}")
+    if all(report.sound for report in reports):
+        return
+    if newest is None:
+        print("No step of this folder is good.")
+    else:
+        number = newest.name.partition("-")[2].partition(".")[0].lstrip("0") or "0"
+        print(f"The newest good step is {number}: --load {newest.parent} --ckpt-step {number}")
+
+
+class _Progress:
+    """Says on stderr how far long work is, at most every few seconds and never for short work."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._terminal = sys.stderr.isatty()
+        self._pause_s = 0.5 if self._terminal else 10.0
+        self._spoke_s = time.monotonic()
+        self._open = False
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open:
+            print(file=sys.stderr)
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._spoke_s < self._pause_s:
+            return
+        self._spoke_s, self._open = now, self._terminal
+        text = f"{self._doing}: {done / max(total, 1):.0%}"
+        print(f"\r{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+
+
+# diff
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from petatron.checkpoint.compare import compare
+    from petatron.checkpoint.inspect import locate
+
+    if options.rtol < 0 or options.top < 0:
+        flag, value = ("--rtol", options.rtol) if options.rtol < 0 else ("--top", options.top)
+        raise ConfigError([Problem(flag, str(value), "is below 0", "Leave it out.")])
+    sources = locate(options.first), locate(options.second)
+    with _Progress("comparing") as progress:
+        found = compare(*sources, progress)
+    if options.json:
+        tensors = [
+            {**asdict(tensor), "largest": _finite(tensor.largest), "relative": _finite(tensor.relative)}
+            for tensor in found.tensors
+        ]
+        print(json.dumps({**asdict(found), "tensors": tensors}, indent=1))
+    else:
+        _print_comparison(found, sources, rtol=options.rtol, top=options.top)
+    return 0 if found.agrees(options.rtol) else 1
+
+
+def _print_comparison(found: Comparison, sources: tuple[Path, Path], *, rtol: float, top: int) -> None:
+    print(f"A  {sources[0]}\nB  {sources[1]}")
+    if found.settings:
+        rows = [("  " + name, _shown(first), "->", _shown(second)) for name, first, second in found.settings]
+        print("\nsettings\n" + _table(rows))
+    for name, keys in (("A", found.only_first), ("B", found.only_second)):
+        if keys:
+            more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
+            print(f"\nonly in {name}: {', '.join(keys[:_SHOWN_KEYS])}{more}")
+    if found.unlike:
+        print("\n" + "\n".join(found.unlike))
+    differing = [tensor for tensor in found.tensors if tensor.relative > rtol]
+    equal = len(found.tensors) - len(differing)
+    print(f"\n{equal} of {len(found.tensors)} tensors are equal" + (f" within {rtol:g}" if rtol else ""))
+    if differing[:top]:
+        head = ("  tensor", "worst relative", "absolute", "elements that differ")
+        rows = [
+            (
+                f"  {tensor.key}" + (f" (B: {tensor.second_key})" if tensor.second_key != tensor.key else ""),
+                f"{tensor.relative:.2e}",
+                f"{tensor.largest:.2e}",
+                f"{tensor.differing:,} of {tensor.elements:,}",
+            )
+            for tensor in differing[:top]
+        ]
+        print(_table([head, *rows]))
+    if len(differing) > top:
+        print(f"  and {len(differing) - top} more; --top {len(differing)} lists all")
+
+
+# prune
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from petatron.checkpoint import storage
+    from petatron.checkpoint.disk import Disk
+    from petatron.checkpoint.inspect import examine, locate
+    from petatron.train.folders import claimed
+
+    class Rehearsal(Disk):
+        """Leaves everything as it is."""
+
+        def rename(self, old: Path, new: Path) -> None: ...
+        def remove(self, path: Path) -> None: ...
+        def sync_folder(self, path: Path) -> None: ...
+
+    wrong = [
+        Problem(flag, str(value), "is below 1", "Use 1 or more.")
+        for flag, value in (("--keep", options.keep), ("--retain-interval", options.retain_interval))
+        if value is not None and value < 1
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    folder: Path = options.path
+    newest = locate(folder)
+    if newest == folder:
+        raise CheckpointError(f"{folder} is one checkpoint. Give {folder.parent}.")
+    findings = examine(newest, content=False).findings
+    if findings:
+        raise CheckpointError(f"Nothing was removed, because the newest step is not whole: {findings[0].text}")
+    sizes = {step: _folder_bytes(path) for step, path in storage.steps(folder).items()}
+    with claimed(None if options.dry_run else str(folder), rank=0):
+        gone = storage.prune(
+            folder,
+            keep=options.keep,
+            retain_interval=options.retain_interval,
+            disk=Rehearsal() if options.dry_run else Disk(),
+        )
+    doing = "would remove" if options.dry_run else "removed"
+    if gone:
+        print(f"{doing} {', '.join(map(str, gone))} ({_size(sum(sizes[step] for step in gone))})")
+    else:
+        print("nothing to remove")
+    print(f"{'would keep' if options.dry_run else 'kept'} {', '.join(str(step) for step in sizes if step not in gone)}")
+    return 0
+
+
+def _folder_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+# Text
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be; the last one is not filled up."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths)), row[-1]]) for row in rows)

@@ -1,0 +1,436 @@
+"""`petatron checkpoint` and `petatron bench checkpoint`: everything that can be wrong with a checkpoint is one error that
+names the file and what to do, here and when a run loads it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from petatron.base.errors import CheckpointError
+from petatron.checkpoint import compare, manifest, storage
+from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, digest_file
+from petatron.checkpoint.inspect import examine
+from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.state import Chunk
+from petatron.cli.bench_checkpoint import model_shapes
+from petatron.cli.main import main
+from petatron.config import load_config
+from petatron.mesh.mesh import ParallelMesh
+from petatron.train.state import TrainState
+from tests.golden.make_checkpoint import FOLDER, MODEL, RUN, STEP
+from tests.golden.reader import read_checkpoint
+
+STATE = "state/rank-00000.safetensors"
+WEIGHTS = "model/model.safetensors"
+NEWEST = "step-00000009"
+
+
+def _ask(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main(["checkpoint", *map(str, words)])
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def _rewrite(step: Path, change: Callable[[manifest.Manifest], manifest.Manifest]) -> None:
+    """Change a manifest consistently, its own digest included: only its meaning is wrong then."""
+    path = step / "manifest.json"
+    path.write_text(manifest.to_json(change(manifest.from_json(path.read_text()))))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three steps of a run, made from one."""
+    for step in (STEP, 6, 9):
+        target = tmp_path / "run" / storage.step_name(step)
+        shutil.copytree(FOLDER / storage.step_name(STEP), target)
+        _rewrite(target, lambda found, step=step: replace(found, step=step))
+    (tmp_path / "run" / "latest").write_text(f"{NEWEST}\n")
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def state() -> TrainState:
+    """A run that can load it."""
+    run = load_config(f"{MODEL} {RUN}".split(), preset="tiny-gpt").config
+    return TrainState.build(run, ParallelMesh.single())
+
+
+# What damage looks like: (what is done to the newest step, the file to blame, words of the verdict, words of a load's)
+
+
+def _flip(name: str) -> Callable[[Path], None]:
+    def change(step: Path) -> None:
+        content = bytearray((step / name).read_bytes())
+        content[-100] ^= 1
+        (step / name).write_bytes(content)
+
+    return change
+
+
+def _truncate(step: Path) -> None:
+    content = (step / STATE).read_bytes()
+    (step / STATE).write_bytes(content[:-40])
+
+
+def _edit_manifest(step: Path) -> None:
+    text = (step / "manifest.json").read_text()
+    (step / "manifest.json").write_text(text.replace('"consumed_samples": 12', '"consumed_samples": 99'))
+
+
+def _break_manifest(step: Path) -> None:
+    text = (step / "manifest.json").read_text()
+    (step / "manifest.json").write_text(text[: len(text) // 2])
+
+
+def _other_version(step: Path) -> None:
+    text = (step / "manifest.json").read_text()
+    (step / "manifest.json").write_text(text.replace('"version": 2', '"version": 99'))
+
+
+def _edit_config(step: Path) -> None:
+    path = step / "model" / "config.json"
+    path.write_text(path.read_text().replace('"n_head": 4', '"n_head": 2'))
+
+
+def _wrong_config(step: Path) -> None:
+    """Another model's config.json, with a manifest to match."""
+    _edit_config(step)
+    _rewrite(
+        step,
+        lambda found: replace(
+            found, files={**found.files, "model/config.json": digest_file(step / "model" / "config.json")}
+        ),
+    )
+
+
+def _wrong_table(step: Path) -> None:
+    def change(found: manifest.Manifest) -> manifest.Manifest:
+        key = "exp_avg/layers.0.mlp.up.weight"
+        tensor = found.tensors[key]
+        return replace(found, tensors={**found.tensors, key: replace(tensor, boxes=tensor.boxes[1:])})
+
+    _rewrite(step, change)
+
+
+def _wrong_entry(step: Path) -> None:
+    def change(found: manifest.Manifest) -> manifest.Manifest:
+        key = "model/embedding.weight"
+        tensor = found.tensors[key]
+        boxes = tuple(replace(box, name="wte") for box in tensor.boxes)
+        return replace(found, tensors={**found.tensors, key: replace(tensor, boxes=boxes)})
+
+    _rewrite(step, change)
+
+
+def _wrong_dtype(step: Path) -> None:
+    def change(found: manifest.Manifest) -> manifest.Manifest:
+        tensors = {key: replace(tensor, dtype="F16") for key, tensor in found.tensors.items() if key.startswith("mod")}
+        return replace(found, tensors={**found.tensors, **tensors})
+
+    _rewrite(step, change)
+
+
+def _foreign_file(step: Path) -> None:
+    """A manifest that would have other files of the machine read."""
+    _rewrite(
+        step, lambda found: replace(found, files={**found.files, "model/../../../x": StoredFile(1, ("00000000",))})
+    )
+
+
+DAMAGE = {
+    "flipped bit in the state": (_flip(STATE), STATE, "digest differs in bytes 0 to", "its digest differs"),
+    "flipped bit in the weights": (_flip(WEIGHTS), WEIGHTS, "digest differs in bytes 0 to", None),
+    "truncated shard": (_truncate, STATE, "bytes where", "bytes where"),
+    "missing file": (lambda step: (step / STATE).unlink(), STATE, "is missing", "is missing"),
+    "missing document": (
+        lambda step: (step / "model/config.json").unlink(),
+        "model/config.json",
+        "is missing",
+        None,
+    ),
+    "extra file": (
+        lambda step: (step / "model/extra.safetensors").write_bytes(b""),
+        "model/extra.safetensors",
+        "the manifest does not name it. Move it elsewhere",
+        None,
+    ),
+    "manifest edited": (_edit_manifest, "manifest.json", "does not match its own digest", "its own digest"),
+    "manifest cut": (_break_manifest, "manifest.json", "is damaged", "is damaged"),
+    "unknown version": (_other_version, "manifest.json", "Use the version of Petatron that saved it", "version 99"),
+    "config edited": (_edit_config, "model/config.json", "digest differs", None),
+    "wrong config": (_wrong_config, "model/config.json", "num_attention_heads is 2 there and 4 in the manifest", None),
+    "a tensor not described": (_wrong_table, "manifest.json", "does not describe all of exp_avg", "does not describe"),
+    "an entry that is not there": (_wrong_entry, WEIGHTS, "lacks wte", None),
+    "another dtype": (_wrong_dtype, WEIGHTS, "in BF16 where F16 was saved", None),
+    "a path that leads out": (_foreign_file, "manifest.json", "not one of the checkpoint's files", "names the file"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_one_error_with_file_and_remedy(
+    name: str, folder: Path, state: TrainState, capsys: pytest.CaptureFixture[str]
+):
+    change, file, words, at_load = DAMAGE[name]
+    change(folder / NEWEST)
+    code, out, _ = _ask(capsys, "verify", folder)
+    lines = out.splitlines()
+    assert code == 1 and lines[0].endswith("BROKEN"), out
+    assert len(lines) == 3, "one finding between verdict and advice"
+    assert str(folder / NEWEST / file) in lines[1] and words in lines[1]
+    assert any(remedy in lines[1] for remedy in ("Restore it from a copy", "Move it elsewhere", "Use the version"))
+    assert lines[2] == f"The newest good step is 6: --load {folder} --ckpt-step 6"
+    if at_load is None:  # a load does not read that file, or does not need to believe it
+        assert state.load(str(folder))
+        return
+    with pytest.raises(CheckpointError, match=at_load) as failure:
+        state.load(str(folder))
+    assert file in str(failure.value)
+    assert "--ckpt-step (there are: 3, 6)" in str(failure.value) or "Use the version" in str(failure.value)
+
+
+def test_a_run_of_another_model_is_refused(folder: Path):
+    run = load_config(f"{MODEL} {RUN} --num-attention-heads 2 --kv-channels 4".split(), preset="tiny-gpt").config
+    with pytest.raises(CheckpointError, match=r"another model.*num_attention_heads: 4 then, 2 now.*--finetune"):
+        TrainState.build(run, ParallelMesh.single()).load(str(folder))
+
+
+def test_verify_of_sound_steps(folder: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = _ask(capsys, "verify", folder, "--all")
+    assert code == 0 and out.count("good: 7 files") == 3
+    code, out, _ = _ask(capsys, "verify", folder, "--step", 6, "--json")
+    assert code == 0 and json.loads(out)["sound"] and "step-00000006" in json.loads(out)["checkpoints"][0]["checkpoint"]
+    assert _ask(capsys, "verify", folder / NEWEST)[0] == 0
+
+
+def test_verify_names_everything_and_the_newest_good_step(folder: Path, capsys: pytest.CaptureFixture[str]):
+    _flip(STATE)(folder / NEWEST)
+    _flip(WEIGHTS)(folder / NEWEST)
+    _truncate(folder / "step-00000006")
+    code, out, _ = _ask(capsys, "verify", folder, "--json")
+    found = json.loads(out)
+    assert code == 1 and len(found["checkpoints"]) == 1
+    files = {Path(finding["file"]).name for finding in found["checkpoints"][0]["findings"]}
+    assert files == {Path(STATE).name, Path(WEIGHTS).name}
+    assert found["newest_good"] == str(folder / "step-00000003")
+    shutil.rmtree(folder / "step-00000003")
+    code, out, _ = _ask(capsys, "verify", folder, "--all")
+    assert code == 1 and out.count("BROKEN") == 2 and "No step of this folder is good." in out
+
+
+def test_verify_sees_a_step_without_manifest(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / NEWEST / "manifest.json").unlink()
+    code, out, _ = _ask(capsys, "verify", folder)
+    assert code == 1 and f"{folder / NEWEST / 'manifest.json'} cannot be read" in out and "newest good step is 6" in out
+    for step in ("step-00000003", "step-00000006"):
+        (folder / step / "manifest.json").unlink()
+    code, out, _ = _ask(capsys, "verify", folder)
+    assert code == 1 and out.count("BROKEN") == 3
+
+
+def test_verify_sees_a_manifest_of_another_step(folder: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copy(folder / "step-00000006/manifest.json", folder / NEWEST)
+    code, out, _ = _ask(capsys, "verify", folder)
+    assert code == 1 and "manifest.json is that of step 6" in out
+
+
+def test_every_block_of_a_large_file_is_read(tmp_path: Path):
+    manager = CheckpointManager(tmp_path, ParallelMesh.single().world)
+    values = torch.arange(5 * (BLOCK_BYTES // 8) + 3, dtype=torch.float64)
+    manager.save(1, [Chunk("model/w", (len(values),), (0,), values)], facts={}, same_layout_key="")
+    step, told = tmp_path / "step-00000001", []
+    assert examine(step, lambda done, total: told.append((done, total))).sound
+    assert told[-1][0] == told[-1][1] and len(told) == 6
+    content = bytearray((step / STATE).read_bytes())
+    for block in (1, 4):
+        content[block * BLOCK_BYTES + 5] ^= 4
+    (step / STATE).write_bytes(content)
+    [finding] = examine(step).findings
+    assert f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} and 1 more blocks of 6" in finding.text
+    assert examine(step, content=False).sound
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("inspect {}/none", "is not a folder"),
+        ("inspect {}", "holds no checkpoint"),
+        ("inspect {}/run --step 4", "no complete checkpoint of step 4; it has: 3, 6, 9"),
+        ("verify {}/run/step-00000003 --step 3", "Leave out --step"),
+        ("inspect {}/run/step-00000003/model", "is a part of a checkpoint. Give"),
+        ("inspect {}/model", "convert"),
+        ("prune {}/run/step-00000003 --keep 1", "is one checkpoint. Give"),
+    ],
+)
+def test_a_path_beside_the_mark(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, says: str
+):
+    shutil.copytree(folder / NEWEST / "model", tmp_path / "model")
+    code, _, err = _ask(capsys, *words.format(tmp_path).split())
+    assert code == 1 and says in err
+
+
+def test_inspect_says_what_there_is(folder: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = _ask(capsys, "inspect", folder, "--step", 6)
+    assert code == 0
+    for words in (
+        "step              6",
+        "tp 2, dp 2, optim sharded, 4 ranks",
+        "consumed samples  12",
+        "model.num_layers",
+    ):
+        assert words in out
+    assert "exp_avg_sq/" in out and "layers.0.mlp.up.weight" not in out
+    code, out, _ = _ask(capsys, "inspect", folder, "--tensors")
+    assert "exp_avg/layers.0.mlp.up.weight" in out and "[16, 8]" in out
+    code, out, _ = _ask(capsys, "inspect", folder, "--json")
+    found = json.loads(out)
+    assert (found["step"], found["config"]["model"]["hidden_size"], found["progress"]["iteration"]) == (9, 8, 3)
+    assert {"name": "model/embedding.weight", "shape": [32, 8], "dtype": "BF16", "bytes": 512} in found["tensors"]
+
+
+def _save_whole(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """The tensors in one piece each, by a program that is no training run."""
+    chunks = [Chunk(key, tuple(value.shape), (0,) * value.dim(), value) for key, value in tensors.items()]
+    CheckpointManager(folder, ParallelMesh.single().world).save(STEP, chunks, facts={}, same_layout_key="mine")
+    return folder / storage.step_name(STEP)
+
+
+def test_a_checkpoint_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    step = _save_whole(tmp_path, {"model/w": torch.ones(3)})
+    assert _ask(capsys, "verify", step)[0] == 0
+    code, out, _ = _ask(capsys, "inspect", step)
+    assert code == 0 and "mine" in out and "configuration" not in out
+
+
+def test_diff_across_layouts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setattr(compare, "_BATCH_ELEMENTS", 50)  # so that tensors are cut anywhere
+    tensors = read_checkpoint(folder / NEWEST)
+    whole = _save_whole(tmp_path / "whole", tensors)
+    code, out, _ = _ask(capsys, "diff", folder, whole)
+    assert code == 0 and f"{len(tensors)} of {len(tensors)} tensors are equal" in out and "only in" not in out
+    tensors["exp_avg/layers.1.mlp.down.weight"][3, 5] += 1.0
+    tensors["model/layers.0.attention.q.weight"][1, 1] = float("nan")
+    tensors["router/extra"] = torch.ones(2)
+    del tensors["exp_avg_sq/embedding.weight"]
+    tensors["model/position.weight"] = torch.ones(3, 3)
+    changed = _save_whole(tmp_path / "changed", tensors)
+    code, out, _ = _ask(capsys, "diff", folder, changed, "--json")
+    found = json.loads(out)
+    assert code == 1 and found["only_second"][0] == "router/extra"
+    assert "exp_avg_sq/embedding.weight" in found["only_first"]
+    first, second, third = found["tensors"][:3]
+    assert (first["key"], first["differing"]) == ("model/layers.0.attention.q.weight", 1)
+    assert first["relative"] is None, "JSON has no infinity"
+    assert (second["key"], second["differing"]) == ("exp_avg/layers.1.mlp.down.weight", 1)
+    assert second["largest"] == pytest.approx(1.0) and third["relative"] == 0
+    code, out, _ = _ask(capsys, "diff", folder, changed, "--top", 1)
+    assert code == 1 and "only in B: router/extra" in out and "and 1 more; --top 2 lists all" in out
+    assert "exp_avg/layers.1.mlp.down.weight" not in out
+
+
+def test_diff_bounds_settings_and_shapes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tensors = read_checkpoint(folder / NEWEST)
+    tensors["master/embedding.weight"] *= 1 + 1e-4
+    near = _save_whole(tmp_path / "near", tensors)
+    assert _ask(capsys, "diff", folder, near)[0] == 1
+    code, out, _ = _ask(capsys, "diff", folder, near, "--rtol", 1e-3)
+    assert code == 0 and "are equal within 0.001" in out and "progress.iteration" in out
+    tensors["master/embedding.weight"] = torch.ones(3)
+    tensors["exp_avg/embedding.weight"] = torch.ones(32, 8, dtype=torch.int64)
+    code, out, _ = _ask(capsys, "diff", _save_whole(tmp_path / "unlike", tensors), folder)
+    assert code == 1 and "master/embedding.weight is [3] in the first and [32, 8] in the second" in out
+    assert "exp_avg/embedding.weight is I64 in the first and F32 in the second" in out
+    assert _ask(capsys, "diff", folder, folder, "--rtol", -1)[0] == 2
+
+
+def test_diff_of_two_precisions_compares_the_wider_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    values = torch.randn(40, 3)
+    low = _save_whole(tmp_path / "low", {"model/w": values.bfloat16(), "master/w": values})
+    full = _save_whole(tmp_path / "full", {"model/w": values})
+    for pair in ((low, full), (full, low)):
+        code, out, _ = _ask(capsys, "diff", *pair, "--json")
+        found = {(t["key"], t["second_key"]): t["relative"] for t in json.loads(out)["tensors"]}
+        assert code == 1 and 0.0 in found.values() and found["model/w", "model/w"] > 1e-4
+        assert not json.loads(out)["only_first"] and not json.loads(out)["only_second"]
+
+
+def test_diff_of_a_damaged_checkpoint_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]):
+    _flip(STATE)(folder / NEWEST)
+    code, _, err = _ask(capsys, "diff", folder / "step-00000006", folder / NEWEST)
+    assert code == 1 and STATE in err and "digest differs" in err
+    _wrong_table(folder / "step-00000006")
+    code, _, err = _ask(capsys, "diff", folder / "step-00000006", folder / "step-00000003")
+    assert code == 1 and "does not describe all of" in err
+
+
+def test_prune(folder: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = _ask(capsys, "prune", folder, "--keep", 1, "--dry-run")
+    assert code == 0 and "would remove 3, 6 (" in out and "would keep 9" in out and len(storage.steps(folder)) == 3
+    code, out, _ = _ask(capsys, "prune", folder, "--keep", 1, "--retain-interval", 6)
+    assert code == 0 and "removed 3 (" in out and list(storage.steps(folder)) == [6, 9]
+    code, out, _ = _ask(capsys, "prune", folder, "--keep", 5)
+    assert code == 0 and "nothing to remove" in out
+    assert _ask(capsys, "verify", folder, "--all")[0] == 0
+
+
+def test_prune_refuses(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert _ask(capsys, "prune", folder, "--keep", 0)[0] == 2
+    assert _ask(capsys, "prune", folder, "--keep", 1, "--retain-interval", 0)[0] == 2
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, _, err = _ask(capsys, "prune", folder, "--keep", 1)
+    assert code == 1 and "Another run is writing" in err
+    _truncate(folder / NEWEST)
+    code, _, err = _ask(capsys, "prune", folder, "--keep", 1)
+    assert code == 1 and "Nothing was removed" in err and STATE in err and len(storage.steps(folder)) == 3
+
+
+def test_help_needs_no_torch():
+    program = """
+import sys
+from petatron.cli.main import main
+for verb in ([], ["inspect"], ["verify"], ["diff"], ["prune"], ["convert"]):
+    try:
+        main(["checkpoint", *verb, "--help"])
+    except SystemExit as error:
+        assert error.code == 0, verb
+sys.exit("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_bench_measures_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    output = tmp_path / "numbers.json"
+    assert main(["bench", "checkpoint", "--gigabytes", "0.02", "--folder", str(tmp_path), "--json", str(output)]) == 0
+    found = json.loads(output.read_text())
+    assert {"save", "torch.save", "torch.save + fsync", "stall", "load cold", "torch.load warm"} <= found[
+        "seconds"
+    ].keys()
+    assert all(len(times) == 3 and min(times) > 0 for times in found["seconds"].values())
+    assert found["stall_ratio"] > 0 and found["speed_ratio"]["save"] > 0
+    assert list(tmp_path.iterdir()) == [output], "nothing is left behind"
+    assert "speed: save" in capsys.readouterr().out
+
+
+def test_bench_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "checkpoint", "--gigabytes", "0"]) == 2
+    assert main(["bench", "checkpoint", "--folder", str(tmp_path / "none")]) == 1
+    assert "writable folder" in capsys.readouterr().err
+    assert main(["bench", "checkpoint", "--gigabytes", "1e6", "--folder", str(tmp_path)]) == 1
+    assert "smaller --gigabytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weights", [10_000, 70_000_000, 2_000_000_000])
+def test_the_model_of_the_bench_has_the_size_asked_for(weights: int):
+    total = sum(rows * columns for rows, columns in model_shapes(weights).values())
+    assert total < 2_500_000 if weights == 10_000 else 0.7 * weights < total <= weights

@@ -1,0 +1,70 @@
+"""A checkpoint of every format version must load for ever, bit by bit, and be readable from its documentation alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from petatron.checkpoint.inspect import examine, summarize
+from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.safetensors_file import DTYPES
+from petatron.checkpoint.state import Chunk
+from petatron.config import load_config
+from petatron.mesh.mesh import ParallelMesh
+from petatron.train.state import TrainState
+from tests.golden.make_checkpoint import LAYOUT, MODEL, RUN, STEP
+from tests.golden.reader import digests, read_checkpoint
+
+VERSIONS = sorted((Path(__file__).parents[2] / "golden").glob("checkpoint-v*"))
+
+
+def expected(folder: Path) -> dict[str, str]:
+    return json.loads((folder / "expected.json").read_text())
+
+
+def step_folder(folder: Path) -> Path:
+    return folder / f"step-{STEP:08d}"
+
+
+def test_there_is_one():
+    assert VERSIONS
+
+
+@pytest.mark.parametrize("folder", VERSIONS, ids=lambda p: p.name)
+def test_verification_accepts_it(folder: Path):
+    report = examine(step_folder(folder))
+    assert report.sound, report.findings
+    assert report.num_files == len([path for path in step_folder(folder).rglob("*") if path.is_file()]) - 1
+
+
+@pytest.mark.parametrize("folder", VERSIONS, ids=lambda p: p.name)
+def test_the_documentation_suffices_to_read_it(folder: Path):
+    assert digests(read_checkpoint(step_folder(folder))) == expected(folder)
+
+
+@pytest.mark.parametrize("folder", VERSIONS, ids=lambda p: p.name)
+def test_every_tensor_loads_bitwise_on_one_rank(folder: Path):
+    tensors = {
+        facts.key: torch.full(facts.shape, 7, dtype=DTYPES[facts.dtype])
+        for facts in summarize(step_folder(folder)).tensors
+    }
+    chunks = [Chunk(key, tuple(value.shape), (0,) * value.dim(), value) for key, value in tensors.items()]
+    loaded = CheckpointManager(folder, ParallelMesh.single().world).load(None, chunks)
+    assert digests(tensors) == expected(folder)
+    assert (loaded.step, loaded.local) == (STEP, None)
+
+
+@pytest.mark.parametrize("folder", VERSIONS, ids=lambda p: p.name)
+def test_a_run_in_another_layout_continues_from_it(folder: Path):
+    assert "--tp 2" in LAYOUT
+    run = load_config(f"{MODEL} {RUN}".split(), preset="tiny-gpt").config
+    state = TrainState.build(run, ParallelMesh.single())
+    assert state.load(str(folder))
+    assert (state.progress.iteration, state.progress.consumed_samples) == (STEP, 4 * STEP)
+    found = {f"master/{piece.name}": view for _, piece, view in state.optimizer.weights()}
+    found |= {f"{kind}/{piece.name}": view for kind, _, piece, view in state.optimizer.moments()}
+    wanted = {key: digest for key, digest in expected(folder).items() if not key.startswith("model/")}
+    assert digests(found) == wanted
