@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help quickstart test test-slow test-matrix test-gpu check format reference clean
+.PHONY: help quickstart test test-slow test-matrix test-crash test-gpu check format reference clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
@@ -23,13 +23,16 @@ quickstart: $(VENV)/core  ## install, then train a small model on this machine i
 	$(BIN)/petatron quickstart
 
 test: $(VENV)/dev  ## the whole default suite
-	$(BIN)/python -m pytest -m 'not gpu and not slow and not matrix'
+	$(BIN)/python -m pytest -m 'not gpu and not slow and not matrix and not crash'
 
 test-slow: $(VENV)/dev  ## the long forms
 	$(BIN)/python -m pytest -m slow
 
 test-matrix: $(VENV)/dev  ## the long forms of parity: the whole proof matrix, 20 steps in float32 and float64, and random models (an hour on 2 cores)
 	$(BIN)/python -m pytest -m matrix
+
+test-crash: $(VENV)/dev  ## the long form of the crash tests: training is killed some hundred times (ten minutes on 2 cores)
+	$(BIN)/python -m pytest -m crash tests/crash
 
 test-gpu:  ## GPU checks, with the Python and packages of the machine
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/gpu tests/kernels tests/unit/layers

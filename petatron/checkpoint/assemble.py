@@ -27,6 +27,7 @@ from petatron.mesh.spec import Shape
 from petatron.models.hf.entries import Entry, Region
 
 _ROUND_BYTES = 256 << 20
+_WORD = 8
 _MOST_FILE_BYTES = 4 << 30
 _LEAST_FILE_BYTES = 512 << 20
 
@@ -140,104 +141,131 @@ class _Transfer:
     to: int
 
 
-def assemble(
-    files: Sequence[FilePlan], weights: Mapping[str, Weight], chunks: Sequence[Chunk], world: Axis
-) -> dict[str, Tensor]:
-    """The whole entries of this rank's files, in host memory unless they are a local chunk's own."""
-    whole: dict[str, Tensor] = {}
-    for transfers in _rounds(files, weights):
-        _exchange(transfers, weights, chunks, world, whole)
-    return whole
+class Assembly:
+    """The transfers of a save, and the memory they need: once this is made on every rank, nothing of it should fail."""
+
+    def __init__(
+        self,
+        files: Sequence[FilePlan],
+        weights: Mapping[str, Weight],
+        chunks: Sequence[Chunk],
+        world: Axis,
+        device: torch.device,
+    ) -> None:
+        """`chunks` are this rank's boxes, on the device that the world's ranks talk over."""
+        self._weights, self._chunks, self._world = weights, chunks, world
+        self._rounds = list(_rounds(files, weights))
+        self._whole: dict[str, Tensor] = {}
+        for transfer in (transfer for transfers in self._rounds for transfer in transfers):
+            if transfer.to == world.rank and self._own_entry(transfer) is None:
+                self._entry(transfer.entry)
+        moves = [self._moves(transfers) for transfers in self._rounds]
+        self._outgoing = torch.empty(max((sum(m.sent) for m in moves), default=0), dtype=torch.uint8, device=device)
+        self._incoming = torch.empty(max((sum(m.received) for m in moves), default=0), dtype=torch.uint8)
+
+    def run(self) -> dict[str, Tensor]:
+        """The whole entries of this rank's files, in host memory unless they are a local chunk's own; every rank calls it."""
+        for transfers in self._rounds:
+            for transfer in transfers:
+                if transfer.held.rank == transfer.to == self._world.rank:
+                    self._take_own(transfer)
+            if self._world.size > 1:
+                self._exchange(self._moves(transfers))
+        return self._whole
+
+    def _moves(self, transfers: Sequence[_Transfer]) -> _Moves:
+        """What this rank sends and receives in a round; the order between two ranks is that of the round on both."""
+        rank, size = self._world.rank, self._world.size
+        sending = [t for t in transfers if t.held.rank == rank != t.to]
+        receiving = [t for t in transfers if t.to == rank != t.held.rank]
+        sending.sort(key=lambda transfer: transfer.to)
+        receiving.sort(key=lambda transfer: transfer.held.rank)
+        sent, received = [0] * size, [0] * size
+        for transfer in sending:
+            sent[transfer.to] += self._bytes(transfer)
+        for transfer in receiving:
+            received[transfer.held.rank] += self._bytes(transfer)
+        return _Moves(sending, receiving, sent, received)
+
+    def _exchange(self, moves: _Moves) -> None:
+        at = 0
+        for transfer in moves.sending:
+            self._values(self._outgoing, at, transfer).copy_(self._part(transfer))
+            at += self._bytes(transfer)
+        arrived = all_to_all(self._outgoing[:at], self._world, send=moves.sent, receive=moves.received)
+        self._incoming[: arrived.numel()].copy_(arrived)
+        at = 0
+        for transfer in moves.receiving:
+            _place(self._whole[transfer.entry.name], transfer, self._values(self._incoming, at, transfer))
+            at += self._bytes(transfer)
+
+    def _values(self, memory: Tensor, at: int, transfer: _Transfer) -> Tensor:
+        """The place of a transfer in packed memory, as the box it is."""
+        dtype = self._weights[transfer.region.name].dtype
+        return memory[at : at + transfer.common.volume * dtype.itemsize].view(dtype).view(transfer.common.shape)
+
+    def _take_own(self, transfer: _Transfer) -> None:
+        own = self._own_entry(transfer)
+        if own is not None:
+            self._whole[transfer.entry.name] = own
+        else:
+            _place(self._whole[transfer.entry.name], transfer, self._part(transfer))
+
+    def _own_entry(self, transfer: _Transfer) -> Tensor | None:
+        """This rank's own memory, where it is a whole entry."""
+        if transfer.held.rank != self._world.rank:
+            return None
+        region = transfer.region
+        part = in_entry(self._part(transfer), len(transfer.entry.shape), transposed=region.transposed)
+        return part if tuple(part.shape) == transfer.entry.shape else None
+
+    def _part(self, transfer: _Transfer) -> Tensor:
+        chunk = self._chunks[transfer.held.index]
+        return chunk.tensor.detach()[transfer.common.slices_in(chunk.box)]
+
+    def _entry(self, entry: Entry) -> None:
+        if entry.name not in self._whole:
+            self._whole[entry.name] = torch.empty(entry.shape, dtype=_dtype(entry, self._weights))
+
+    def _bytes(self, transfer: _Transfer) -> int:
+        """In whole words, so that what is packed one after another is aligned."""
+        size = transfer.common.volume * self._weights[transfer.region.name].dtype.itemsize
+        return -(-size // _WORD) * _WORD
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """A rank's part of a round, and the bytes that go to and come from each rank."""
+
+    sending: list[_Transfer]
+    receiving: list[_Transfer]
+    sent: list[int]
+    received: list[int]
 
 
 def _rounds(files: Sequence[FilePlan], weights: Mapping[str, Weight]) -> Iterator[list[_Transfer]]:
-    """The transfers of all files, side by side, so that in every round all writers receive."""
-    queues = [_file_rounds(file, weights) for file in files]
-    while queues:
-        parts = [part for queue in queues if (part := next(queue, None)) is not None]
-        if not parts:
-            return
+    """The transfers of all files; in every round each rank that writes gets about as much as a round may have."""
+    writers = sorted({file.rank for file in files})
+    queues = [_writer_rounds([file for file in files if file.rank == rank], weights) for rank in writers]
+    while parts := [part for queue in queues if (part := next(queue, None)) is not None]:
         yield [transfer for part in parts for transfer in part]
 
 
-def _file_rounds(file: FilePlan, weights: Mapping[str, Weight]) -> Iterator[list[_Transfer]]:
+def _writer_rounds(files: Sequence[FilePlan], weights: Mapping[str, Weight]) -> Iterator[list[_Transfer]]:
     waiting: list[_Transfer] = []
     size = 0
-    for entry in file.entries:
+    for writer, entry in ((file.rank, entry) for file in files for entry in file.entries):
         for region in entry.regions:
             for held in weights[region.name].held:
                 common = overlap(held.box, Box(region.start, region.shape))
                 if common is not None:
-                    waiting.append(_Transfer(entry, region, held, common, file.rank))
+                    waiting.append(_Transfer(entry, region, held, common, writer))
         size += _entry_bytes(entry, weights)
         if size >= _ROUND_BYTES:
             yield waiting
             waiting, size = [], 0
     if waiting:
         yield waiting
-
-
-def _exchange(
-    transfers: Sequence[_Transfer],
-    weights: Mapping[str, Weight],
-    chunks: Sequence[Chunk],
-    world: Axis,
-    whole: dict[str, Tensor],
-) -> None:
-    own = [transfer for transfer in transfers if transfer.held.rank == transfer.to == world.rank]
-    for transfer in own:
-        _take_local(transfer, weights, chunks, whole)
-    if world.size == 1:
-        return
-    sending = [t for t in transfers if t.held.rank == world.rank and t.to != world.rank]
-    receiving = [t for t in transfers if t.to == world.rank and t.held.rank != world.rank]
-    sending.sort(key=lambda transfer: transfer.to)  # stable: the order between two ranks stays that of the round
-    receiving.sort(key=lambda transfer: transfer.held.rank)
-    sent, received = [0] * world.size, [0] * world.size
-    for transfer in sending:
-        sent[transfer.to] += _size(transfer, weights)
-    for transfer in receiving:
-        received[transfer.held.rank] += _size(transfer, weights)
-    parts = [_flat_bytes(_part(chunks[t.held.index], t.common)) for t in sending]
-    device = chunks[0].tensor.device if chunks else torch.device("cpu")
-    outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-    incoming = all_to_all(outgoing, world, send=sent, receive=received).cpu()
-    at = 0
-    for transfer in receiving:
-        size = _size(transfer, weights)
-        values = incoming[at : at + size].clone().view(weights[transfer.region.name].dtype)
-        target = _entry_tensor(transfer.entry, weights, whole)
-        _place(target, transfer, values.view(transfer.common.shape))
-        at += size
-
-
-def _size(transfer: _Transfer, weights: Mapping[str, Weight]) -> int:
-    return transfer.common.volume * weights[transfer.region.name].dtype.itemsize
-
-
-def _flat_bytes(part: Tensor) -> Tensor:
-    return part.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _part(chunk: Chunk, common: Box) -> Tensor:
-    return chunk.tensor.detach()[common.slices_in(chunk.box)]
-
-
-def _take_local(
-    transfer: _Transfer, weights: Mapping[str, Weight], chunks: Sequence[Chunk], whole: dict[str, Tensor]
-) -> None:
-    part = _part(chunks[transfer.held.index], transfer.common)
-    as_entry = in_entry(part, len(transfer.entry.shape), transposed=transfer.region.transposed)
-    if tuple(as_entry.shape) == transfer.entry.shape:
-        whole[transfer.entry.name] = as_entry
-    else:
-        _place(_entry_tensor(transfer.entry, weights, whole), transfer, part)
-
-
-def _entry_tensor(entry: Entry, weights: Mapping[str, Weight], whole: dict[str, Tensor]) -> Tensor:
-    if entry.name not in whole:
-        whole[entry.name] = torch.empty(entry.shape, dtype=_dtype(entry, weights))
-    return whole[entry.name]
 
 
 def _place(target: Tensor, transfer: _Transfer, values: Tensor) -> None:

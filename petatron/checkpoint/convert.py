@@ -29,8 +29,8 @@ from petatron.checkpoint.huggingface import CONFIG
 from petatron.checkpoint.manifest import RankTable, StoredBox, StoredTensor
 from petatron.checkpoint.megatron import write_megatron
 from petatron.checkpoint.safetensors_file import DTYPE_CODES, file_parts
-from petatron.checkpoint.sources import ROUTERS, Source
-from petatron.checkpoint.state import WEIGHTS, Chunk
+from petatron.checkpoint.sources import Source
+from petatron.checkpoint.state import ROUTERS, WEIGHTS, Chunk
 from petatron.checkpoint.writing import index_document
 from petatron.mesh.boxes import Box
 from petatron.models.hf import Entry, Region, folder_entries, model_config_json

@@ -228,8 +228,11 @@ def read_ahead(descriptor: int, offset: int, num_bytes: int) -> None:
 
 def check_writable(folder: str | Path) -> None:
     """Raise now, rather than at the first save, if checkpoints cannot be written to a folder; makes the folder."""
+    folder = Path(folder)
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            Disk().sync_folder(folder.parent)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"petatron")
     except OSError as error:

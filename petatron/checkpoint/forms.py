@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.errors import CheckpointError
 from petatron.checkpoint import storage
 from petatron.checkpoint.huggingface import CONFIG, is_model_folder
 from petatron.config import Loaded, load_config
@@ -27,7 +27,7 @@ _LONGEST = 4096
 
 def detect(path: Path) -> Kind:
     """Which form a folder has."""
-    if (path / storage.MANIFEST).is_file() or _is_part_of_step(path) or storage.steps(path):
+    if storage.own_step(path) is not None or storage.steps(path):
         return "petatron"
     if any((path / name).is_file() for name in (".metadata", TRACKER)) or any(path.glob("mp_rank_*")):
         return "megatron"
@@ -41,24 +41,6 @@ def detect(path: Path) -> Kind:
         f"{path} holds no model: neither steps of Petatron ({storage.step_name(0)}/{storage.MANIFEST}), nor {CONFIG} of a "
         f"Hugging Face model, nor what Megatron-LM saves ({TRACKER}). Give the folder that has one of them."
     )
-
-
-def locate_step(path: Path, step: int | None = None) -> Path:
-    """The folder of one step from a folder of steps, that of the step itself, or that of its model."""
-    own = path.resolve().parent if _is_part_of_step(path) else path
-    if not (own / storage.MANIFEST).is_file():
-        return storage.choose(own, step)
-    if step is not None and own.name != storage.step_name(step):
-        found = f"{step}, but {own.name} is one step"
-        raise ConfigError(
-            [Problem("--step", found, "chooses among several", "Leave it out, or give the folder above.")]
-        )
-    return own
-
-
-def _is_part_of_step(path: Path) -> bool:
-    whole = path.resolve()
-    return whole.name == storage.MODEL and (whole.parent / storage.MANIFEST).is_file()
 
 
 def refuse_pickled(folder: Path) -> None:

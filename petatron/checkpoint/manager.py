@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
@@ -62,17 +63,18 @@ class CheckpointManager:
         *,
         world: Axis | None = None,
         background: Axis | None = None,
+        device: torch.device | None = None,
         disk: Disk | None = None,
         retention: Retention | None = None,
     ) -> None:
-        """`world` moves weights between devices; `background` is what ranks talk over while training goes on.
-
-        Both default to `control`, all ranks over host memory.
+        """`world` moves weights between devices, which are `device` on this rank; they default to `control`, all ranks over
+        host memory. `background` is what ranks talk over while training goes on, and needed only for that.
         """
         self._folder = Path(folder)
         self._control = control
         self._world = world or control
-        self._background_axis = background or control
+        self._device = device or torch.device("cpu")
+        self._background_axis = background
         self._leads = control.rank == 0
         self._disk = disk or Disk()
         self._retention = retention or Retention()
@@ -81,7 +83,7 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """The newest complete step as the first rank sees it, or None."""
-        return self._from_first(lambda: storage.latest_step(self._folder))
+        return self.from_first(lambda: storage.latest_step(self._folder))
 
     def save(
         self,
@@ -115,9 +117,11 @@ class CheckpointManager:
 
         How it went is known after `drain`.
         """
+        axis = self._background_axis or self._control
+        assert axis is not self._control or axis.size == 1, "ranks need an axis that the training loop does not use"
         job = self._prepare(step, chunks, facts=facts, layout=same_layout_key, local=local, model=model)
-        job = job.copied(self._staging)
-        self._background.start(lambda: self._finish(job, self._background_axis))
+        copied = self._together(lambda: job.copied(self._staging), *self._words_for(step))
+        self._background.start(lambda: self._finish(copied, axis))
 
     @property
     def writing(self) -> bool:
@@ -160,8 +164,14 @@ class CheckpointManager:
             fix,
         )
         needed = sum(gather_objects(job.bytes, self._control))
-        self._together(lambda: check_room(self._folder, needed) if self._leads else None, doing, fix)
-        return job.with_weights(self._world)
+        self._together(lambda: self._make_room(needed) if self._leads else None, doing, fix)
+        assembly = self._together(lambda: job.assembly(self._world, self._device), doing, fix)
+        return job.with_weights(assembly.run())
+
+    def _make_room(self, needed_bytes: int) -> None:
+        """What a crash left behind goes before the disk is called full."""
+        storage.recover(self._folder, self._disk)
+        check_room(self._folder, needed_bytes)
 
     def _words_for(self, step: int) -> tuple[str, str]:
         """What a failing save could not do, and what helps."""
@@ -212,54 +222,62 @@ class CheckpointManager:
         *,
         same_layout_key: str | None = None,
         strict: bool = True,
+        leaves: Callable[[str], bool] | None = None,
         fallback: bool = False,
     ) -> LoadedCheckpoint:
         """Fill every chunk from a step (None: the newest), whatever layout saved it.
 
         strict: every key must be there, and no key of the same kind may be left over; else keys that are missing keep
-        their values and are named in the result. fallback: if the step is damaged, say so and take the newest sound one
+        their values and are named in the result. leaves: which kinds of keys may be left in the checkpoint; all that nobody asks
+        for, unless it is given. fallback: if the step is damaged, say so and take the newest sound one
         before it. Nothing is changed unless the whole checkpoint fits; after an error about a damaged file, what the
         chunks hold is undefined.
         """
         self.drain()
         while True:
-            source = self._choose(step)
+            source = None
             try:
-                return self._load_from(source, chunks, same_layout_key=same_layout_key, strict=strict)
+                source = self._choose(step)
+                return self.fill(
+                    source,
+                    partial(storage.read_manifest, source),
+                    chunks,
+                    same_layout_key=same_layout_key,
+                    strict=strict,
+                    leaves=leaves,
+                )
             except DamagedCheckpoint as error:
-                step = self._from_first(partial(storage.step_before, source))
+                step = self.from_first(partial(storage.step_before, self._folder, source))
                 if not fallback or step is None:
                     raise
                 if self._leads:
                     _log.error("%s\nFalling back to step %d, as --load-fallback says.", error, step)
 
     def _choose(self, step: int | None) -> Path:
-        return self._from_first(lambda: storage.choose(self._folder, step))
+        return self.from_first(lambda: storage.choose(self._folder, step))
 
-    def _from_first(self, ask: Callable[[], Result]) -> Result:
+    def from_first(self, ask: Callable[[], Result]) -> Result:
         """What the first rank sees on disk, on every rank."""
         found = self._together(lambda: ask() if self._leads else None)
         return gather_objects(found, self._control)[0]
 
-    def _load_from(
-        self, source: Path, chunks: Sequence[Chunk], *, same_layout_key: str | None, strict: bool
-    ) -> LoadedCheckpoint:
-        manifest = self._together(lambda: storage.read_manifest(source))
-        return self.fill(source, manifest, chunks, same_layout_key=same_layout_key, strict=strict)
-
     def fill(
         self,
         source: Path,
-        manifest: Manifest,
+        describe: Callable[[], Manifest],
         chunks: Sequence[Chunk],
         *,
         same_layout_key: str | None = None,
         strict: bool = True,
+        leaves: Callable[[str], bool] | None = None,
     ) -> LoadedCheckpoint:
-        """Fill chunks from a folder that a manifest describes, be it of ours or of others."""
+        """Fill chunks from a folder that a manifest describes, be it of ours or of others. The first rank reads it."""
+        manifest = self.from_first(describe)
         mine = {reading.source_key(manifest.tensors, chunk) for chunk in chunks}
         wanted = set().union(*gather_objects(mine, self._control))
-        plan = self._together(lambda: reading.plan_reads(source, manifest, chunks, wanted=wanted, strict=strict))
+        plan = self._together(
+            lambda: reading.plan_reads(source, manifest, chunks, wanted=wanted, strict=strict, leaves=leaves)
+        )
         self._together(lambda: reading.fill(source, plan, manifest.files))
         same_layout = manifest.layout == same_layout_key
         rank = self._control.rank

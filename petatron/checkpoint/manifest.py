@@ -109,7 +109,10 @@ def to_json(manifest: Manifest) -> str:
 
 def from_json(text: str) -> Manifest:
     """Read manifest.json; ValueError says what is wrong with it."""
-    body = json.loads(text)
+    try:
+        body = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(body, dict) or body.get("format") != "petatron checkpoint":
         raise ValueError("it is not the manifest of a Petatron checkpoint")
     if body.get("version") != VERSION or body.get("block_bytes") != BLOCK_BYTES:
@@ -124,7 +127,7 @@ def from_json(text: str) -> Manifest:
             facts=body["facts"],
             tensors={key: _tensor_from_json(value) for key, value in body["tensors"].items()},
             local=body["local"],
-            files={name: StoredFile(size, tuple(blocks)) for name, (size, blocks) in body["files"].items()},
+            files={name: _file_from_json(size, blocks) for name, (size, blocks) in body["files"].items()},
         )
     except (KeyError, TypeError, AttributeError, AssertionError) as error:
         raise ValueError(f"it lacks or misstates a field: {error!r}") from error
@@ -132,6 +135,11 @@ def from_json(text: str) -> Manifest:
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(body).encode(), digest_size=32).hexdigest()
+
+
+def _file_from_json(size: int, blocks: Sequence[str]) -> StoredFile:
+    assert len(blocks) == -(-size // BLOCK_BYTES), f"{len(blocks)} digests for {size} bytes"
+    return StoredFile(size, tuple(blocks))
 
 
 def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,28 +51,40 @@ class Plan:
     missing: tuple[str, ...]
 
 
+def _twin(key: str) -> str | None:
+    """The same weights in the other precision."""
+    for kind, other in ((MASTERS, WEIGHTS), (WEIGHTS, MASTERS)):
+        if key.startswith(kind):
+            return other + key.removeprefix(kind)
+    return None
+
+
 def source_key(tensors: Mapping[str, StoredTensor], chunk: Chunk) -> str:
     """Which of a checkpoint's tensors a chunk is filled from.
 
     Weights may be there twice, in the model's precision and in the optimizer's. Whoever wants them in a wide precision
     gets the wide ones, whatever it calls them; a checkpoint of a run in full precision has them once, as the model's.
     """
-    for kind, other in ((MASTERS, WEIGHTS), (WEIGHTS, MASTERS)):
-        if chunk.key.startswith(kind):
-            swapped = other + chunk.key.removeprefix(kind)
-            wide = chunk.tensor.dtype.itemsize >= torch.float32.itemsize
-            if swapped in tensors and (chunk.key not in tensors or (other == MASTERS and wide)):
-                return swapped
+    twin = _twin(chunk.key)
+    wide = chunk.tensor.dtype.itemsize >= torch.float32.itemsize
+    if twin is not None and twin in tensors and (chunk.key not in tensors or (twin.startswith(MASTERS) and wide)):
+        return twin
     return chunk.key
 
 
 def plan_reads(
-    source: Path, manifest: Manifest, chunks: Sequence[Chunk], *, wanted: Collection[str], strict: bool
+    source: Path,
+    manifest: Manifest,
+    chunks: Sequence[Chunk],
+    *,
+    wanted: Collection[str],
+    strict: bool,
+    leaves: Callable[[str], bool] | None = None,
 ) -> Plan:
     """Decide every read of this rank; `wanted` are the keys of the checkpoint that any rank asks for.
 
-    A strict load wants the same keys on both sides. Kinds nobody asks for at all (optimizer state, when only weights are
-    loaded) are none of its business.
+    A strict load wants the same keys on both sides, but for the kinds that it says it `leaves`; without saying so, it leaves
+    those that nobody asks for at all (optimizer state, when only weights are loaded).
     """
     reads: list[Read] = []
     problems: list[str] = []
@@ -80,7 +92,12 @@ def plan_reads(
     missing = sorted({key for key, _ in named if key not in manifest.tensors})
     if strict:
         kinds = {key.split("/", 1)[0] for key in wanted}
-        surplus = [key for key in manifest.tensors if key.split("/", 1)[0] in kinds and key not in wanted]
+        left = leaves or (lambda kind: kind not in kinds)
+        surplus = [
+            key
+            for key in manifest.tensors
+            if key not in wanted and _twin(key) not in wanted and not left(key.split("/", 1)[0])
+        ]
         problems += [f"{key} is not in the checkpoint" for key in missing]
         problems += [f"{key} is in the checkpoint, but not in this run" for key in surplus]
     checked: set[str] = set()
@@ -181,9 +198,16 @@ def _fill_from(
         fills.append(_Fill(slot, box, in_entry(part, len(slot.shape), transposed=stored.transposed)))
     try:
         with path.open("rb", buffering=0) as file:
-            tasks = [pool.submit(_read_block, path, file.fileno(), block, spare) for block in _blocks(fills, expected)]
-            for task in tasks:
-                task.result()
+            header_end = min((slot.begin for slot in slots.values()), default=0)
+            blocks = _blocks(fills, expected, header_end)
+            tasks = [pool.submit(_read_block, path, file.fileno(), block, spare) for block in blocks]
+            try:
+                for task in tasks:
+                    task.result()
+            finally:  # no thread may read once the file is closed
+                for task in tasks:
+                    task.cancel()
+                wait(tasks)
     except OSError as error:
         raise damage(path, f"cannot be read: {error.strerror or error}") from error
 
@@ -210,14 +234,14 @@ class _Block:
     fills: Sequence[_Fill]
 
 
-def _blocks(fills: Sequence[_Fill], expected: StoredFile | None) -> Iterator[_Block]:
+def _blocks(fills: Sequence[_Fill], expected: StoredFile | None, header_end: int) -> Iterator[_Block]:
     """The ranges to read.
 
     Files with digests are read on the grid of their blocks, and the header is checked with the rest. Others are cut so that
     no element lies across two ranges.
     """
     if expected is not None:
-        wanted: dict[int, list[_Fill]] = {0: []}
+        wanted: dict[int, list[_Fill]] = {number: [] for number in range(max(1, -(-header_end // BLOCK_BYTES)))}
         for fill in fills:
             begin, end = fill.span
             for number in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):

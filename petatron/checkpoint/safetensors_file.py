@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, Slot]:
             raise ValueError(f"its header would be {length} bytes long")
         try:
             content = json.loads(file.read(length))
-        except UnicodeDecodeError as error:
+        except (UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"its header is no text: {error}") from error
     if not isinstance(content, dict):
         raise ValueError("its header is no table")

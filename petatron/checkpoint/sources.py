@@ -21,19 +21,17 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.checkpoint import reading, storage
-from petatron.checkpoint.forms import Kind, config_sections, configured, detect, locate_step, refuse_pickled
+from petatron.checkpoint.forms import Kind, config_sections, configured, detect, refuse_pickled
 from petatron.checkpoint.huggingface import CONFIG, folder_manifest, read_model_config
 from petatron.checkpoint.manifest import Manifest
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
 from petatron.checkpoint.safetensors_file import DTYPES
-from petatron.checkpoint.state import WEIGHTS, Chunk
+from petatron.checkpoint.state import ROUTERS, WEIGHTS, Chunk
 from petatron.config.layer_pattern import moe_layers
 from petatron.mesh.spec import Shape
 from petatron.models.base import Architecture
-from petatron.models.hf import logical_shapes, read_config_json
+from petatron.models.hf import read_config_json
 
-ROUTERS = "router/"
-"""Keys of what routers have learnt beside their weights begin with this."""
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -92,7 +90,7 @@ def open_source(
     if problems:
         raise ConfigError(problems)
     if found == "petatron":
-        return _open_petatron(locate_step(path, step))
+        return _open_petatron(storage.choose(path, step))
     if found == "huggingface":
         return _open_huggingface(path)
     return _open_megatron(path if step is None else path / f"iter_{step:07d}", vocab_size)
@@ -108,6 +106,7 @@ def _open_huggingface(path: Path) -> Source:
 
 def _open_petatron(step: Path) -> Source:
     manifest = storage.read_manifest(step)
+    storage.check_documents(step, manifest)
     folder = step / storage.MODEL
     if not (folder / CONFIG).is_file():
         raise CheckpointError(
@@ -115,18 +114,6 @@ def _open_petatron(step: Path) -> Source:
         )
     config = read_model_config(folder)
     values, architecture = _described(*read_config_json(config))
-    wanted = logical_shapes(architecture.model, architecture.moe, architecture.experts_in)
-    problems = [f"{name} is missing" for name in wanted if WEIGHTS + name not in manifest.tensors]
-    problems += [
-        f"{name} is {list(stored.shape)}, but {CONFIG} makes it {list(shape)}"
-        for name, shape in wanted.items()
-        if (stored := manifest.tensors.get(WEIGHTS + name)) is not None and stored.shape != shape
-    ]
-    surplus = [key for key in manifest.tensors if key.startswith(WEIGHTS) and key.removeprefix(WEIGHTS) not in wanted]
-    problems += [f"{key.removeprefix(WEIGHTS)} is not a tensor of this model" for key in surplus]
-    if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise CheckpointError(f"{step} is not the model of its {CONFIG}:\n{lines}\nRestore it from a copy.")
     return _manifest_source("petatron", step, folder, manifest, values, architecture, config)
 
 

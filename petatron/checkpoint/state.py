@@ -19,6 +19,8 @@ WEIGHTS = "model/"
 """Keys of the model's weights begin with this; they are what the model folder holds."""
 MASTERS = "master/"
 """Keys of the same weights in the optimizer's wider precision, where it has them apart."""
+ROUTERS = "router/"
+"""Keys of what routers have learnt beside their weights begin with this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from petatron.checkpoint.manifest import Manifest, RankTable, UnknownVersion, fr
 MANIFEST = "manifest.json"
 LATEST = "latest"
 MODEL, STATE = "model", "state"
+_SEEN_WITHIN_S = 10.0
 _STEP = re.compile(r"step-(\d{8,})(\.tmp|\.replaced|\.pruned)?")
 
 
@@ -38,7 +40,9 @@ def step_name(step: int) -> str:
 
 def begin(folder: Path, step: int, disk: Disk) -> None:
     """Clear what an interrupted save left behind, and open the draft of a step."""
-    disk.make_folder(folder)
+    if not folder.exists():
+        disk.make_folder(folder)
+        disk.sync_folder(folder.parent)
     recover(folder, disk)
     draft = folder / f"{step_name(step)}.tmp"
     if draft.exists():
@@ -91,6 +95,7 @@ def publish(
     )
     final = folder / step_name(step)
     draft, replaced = folder / f"{final.name}.tmp", folder / f"{final.name}.replaced"
+    _check_all_there(draft, manifest)
     for part in (MODEL, STATE):
         disk.sync_folder(draft / part)
     disk.write(draft / MANIFEST, [to_json(manifest).encode()])
@@ -106,16 +111,36 @@ def publish(
         disk.remove(replaced)
 
 
+def _check_all_there(draft: Path, manifest: Manifest) -> None:
+    """What other ranks have written must be seen here too; a network file system may need a moment for that."""
+    give_up_at = time.monotonic() + _SEEN_WITHIN_S
+    while missing := [name for name, file in manifest.files.items() if not _has_size(draft / name, file.size_bytes)]:
+        if time.monotonic() > give_up_at:
+            raise CheckpointError(
+                f"{draft / missing[0]} was written by another rank and is not seen by the first. Give --save a folder that all "
+                "machines share; earlier checkpoints are untouched."
+            )
+        time.sleep(0.2)
+
+
+def _has_size(path: Path, size_bytes: int) -> bool:
+    try:
+        return path.stat().st_size == size_bytes
+    except OSError:
+        return False
+
+
 def prune(folder: Path, *, keep: int | None, retain_interval: int | None, disk: Disk) -> list[int]:
-    """Remove old steps: all but the newest `keep`, those at a multiple of `retain_interval`, and the one `latest` names."""
+    """Remove old steps: all up to the one that `latest` names but the newest `keep` and the multiples of `retain_interval`.
+
+    What lies ahead of `latest` stays, and does not count: someone went back, and may want that branch or not trust it.
+    """
     found = steps(folder)
     current = latest_step(folder)
     if keep is None or current is None:
         return []
-    spared = set(sorted(found)[-keep:]) | {current}
-    if retain_interval:
-        spared |= {step for step in found if step % retain_interval == 0}
-    gone = [step for step in found if step not in spared and step < current]
+    behind = [step for step in found if step <= current]
+    gone = [step for step in behind[:-keep] if not (retain_interval and step % retain_interval == 0)]
     if not gone:
         return []
     doomed = [folder / f"{step_name(step)}.pruned" for step in gone]
@@ -143,18 +168,45 @@ def steps(folder: Path) -> dict[int, Path]:
 def latest_step(folder: Path) -> int | None:
     """The step that `latest` names if it is there, else the highest one."""
     found = steps(folder)
+    named = _named(folder)
+    return named if named in found else max(found, default=None)
+
+
+def _named(folder: Path) -> int | None:
     try:
         match = _STEP.fullmatch((folder / LATEST).read_text().strip())
     except (OSError, UnicodeDecodeError):
-        match = None
-    if match and int(match.group(1)) in found:
-        return int(match.group(1))
-    return max(found, default=None)
+        return None
+    return int(match.group(1)) if match else None
+
+
+def own_step(path: Path) -> Path | None:
+    """The step that a folder is, or whose `model/` it is."""
+    if (path / MANIFEST).is_file():
+        return path
+    whole = path.resolve()
+    return whole.parent if whole.name == MODEL and (whole.parent / MANIFEST).is_file() else None
 
 
 def choose(folder: Path, step: int | None) -> Path:
-    """The folder of a step, or of the newest one."""
+    """The folder of a step, or of the newest one; `DamagedCheckpoint` if `latest` names one that is not whole.
+
+    A folder that is one step, or the model of one, is that step.
+    """
+    own = own_step(folder)
+    if own is not None:
+        if step is not None and own.name != step_name(step):
+            raise CheckpointError(
+                f"{own} is one step, and not step {step}. Leave the step out, or give the folder above."
+            )
+        return own
     found = steps(folder)
+    named = _named(folder)
+    if step is None and found and named is not None and named not in found:
+        raise DamagedCheckpoint(
+            f"{folder / LATEST} names {step_name(named)}, which is not there or has no {MANIFEST}. Restore it from a copy, or "
+            f"resume from another step with --ckpt-step (there are: {', '.join(map(str, found))})."
+        )
     wanted = latest_step(folder) if step is None else step
     if wanted is None:
         raise CheckpointError(f"{folder} holds no checkpoint. Give --load a folder that --save wrote to.")
@@ -166,11 +218,11 @@ def choose(folder: Path, step: int | None) -> Path:
     return found[wanted]
 
 
-def step_before(source: Path) -> int | None:
-    """The newest step older than that of a checkpoint's folder."""
-    found = steps(source.parent)
+def step_before(folder: Path, source: Path | None) -> int | None:
+    """The newest step older than that of a checkpoint's folder; the newest of all for None."""
+    found = steps(folder)
     own = next((step for step, path in found.items() if path == source), None)
-    return max((step for step in found if own is not None and step < own), default=None)
+    return max((step for step in found if source is None or (own is not None and step < own)), default=None)
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -226,6 +278,13 @@ def check_content(path: Path, expected: StoredFile) -> None:
 
 def altered(path: Path) -> DamagedCheckpoint:
     return damage(path, "does not have the content that was saved (its digest differs)")
+
+
+def check_documents(source: Path, manifest: Manifest) -> None:
+    """Raise if a file of the model folder beside the weights is not what was saved; weights are checked as they are read."""
+    for name, stored in manifest.files.items():
+        if name.startswith(f"{MODEL}/") and not name.endswith(".safetensors"):
+            check_content(source / name, stored)
 
 
 def extra_files(source: Path, manifest: Manifest) -> list[Path]:

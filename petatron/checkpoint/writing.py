@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.assemble import FilePlan, Weight, assemble, check_covered, file_table, plan_files, weights_of
+from petatron.checkpoint.assemble import Assembly, FilePlan, Weight, check_covered, file_table, plan_files, weights_of
 from petatron.checkpoint.background import Staging
 from petatron.checkpoint.disk import Disk, free_bytes
 from petatron.checkpoint.manifest import RankTable, StoredBox, StoredTensor
@@ -51,9 +52,12 @@ class Job:
         held += [tensor for entries in self.tensors.values() for tensor in entries.values()]
         return sum(tensor.numel() * tensor.dtype.itemsize for tensor in held) + sum(map(len, self.documents.values()))
 
-    def with_weights(self, world: Axis) -> Job:
-        """The model folder's tensors brought to the ranks that write them; every rank calls it."""
-        whole = assemble(self.files, self.weights, self.chunks, world)
+    def assembly(self, world: Axis, device: torch.device) -> Assembly:
+        """What brings the model folder's tensors to the ranks that write them."""
+        return Assembly(self.files, self.weights, self.chunks, world, device)
+
+    def with_weights(self, whole: Mapping[str, Tensor]) -> Job:
+        """The same with the entries that this rank writes."""
         own = {
             f"{MODEL}/{file.name}": {entry.name: whole[entry.name] for entry in file.entries}
             for file in self.files

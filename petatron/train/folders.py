@@ -28,6 +28,10 @@ def check_folders(config: CheckpointConfig) -> None:
     if config.load is not None:
         _check_load(Path(config.load), config, may_be_empty=continues)
     if config.save is not None:
+        if is_model_folder(Path(config.save)):
+            raise CheckpointError(
+                f"--save {config.save} is the folder of a model. Give checkpoints a folder of their own."
+            )
         check_writable(config.save)
         found = steps(Path(config.save))
         if found and not (continues and not config.finetune):

@@ -9,6 +9,7 @@ import torch
 
 from petatron.base.device import DeviceFacts, memory_in_use
 from petatron.base.errors import CheckpointError, TrainError
+from petatron.base.log import get_logger
 from petatron.config.layer_pattern import moe_layers
 from petatron.data.loader import BatchLoader
 from petatron.models.base import Batch
@@ -19,6 +20,8 @@ from petatron.train.metrics import IntervalMeter, Record, Sink, StepMetrics, eve
 from petatron.train.state import TrainState
 from petatron.train.step import train_step
 from petatron.train.stopping import Stopping
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,15 @@ class Loop:
         try:
             return self._run_to_the_end()
         except Exception:
-            self._settle_save()  # what was being saved before the failure is what the next run begins with
+            self._keep_what_was_saved()
             raise
+
+    def _keep_what_was_saved(self) -> None:
+        """Finish the save that a failure came upon: it is what the next run begins with."""
+        try:
+            self._settle_save()
+        except Exception:  # ranks may be gone; the failure that brought us here is the one to tell
+            _log.exception("a checkpoint that was being written was lost")
 
     def _run_to_the_end(self) -> Outcome:
         state, config = self._state, self._run
@@ -171,12 +181,11 @@ class Loop:
         self._settle_save()
         try:
             if self._saved_at != iteration:
-                self._saving = iteration
                 self._state.save(wait=not self._run.checkpoint.async_save)
+                self._saving = iteration
             if last or not self._run.checkpoint.async_save:
                 self._finish_save()
         except CheckpointError as error:
-            self._saving = None
             if last:
                 raise
             self._report_failed_save(error)

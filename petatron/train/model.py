@@ -48,7 +48,7 @@ class Model(ParallelModel):
         _on_first(control, target, lambda: _check_target(target, draft, self.architecture))
         try:
             save_into(
-                CheckpointManager(draft, control, world=self.mesh.world),
+                CheckpointManager(draft, control, world=self.mesh.world, device=self.mesh.device),
                 step=0,
                 model=self,
                 optimizer=None,

@@ -8,15 +8,19 @@ so they come back only in the layout that saved them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.checkpoint import storage
 from petatron.checkpoint.huggingface import folder_manifest, is_model_folder
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import MASTERS, WEIGHTS, Chunk
+from petatron.checkpoint.state import MASTERS, ROUTERS, WEIGHTS, Chunk
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.rng import stable_seed
 from petatron.mesh.spec import Piece
@@ -52,7 +56,8 @@ def save_checkpoint(
     >>> petatron.load_checkpoint(folder, model=model)
     {'note': 'first'}
     """
-    manager = CheckpointManager(folder, model.mesh.control, world=model.mesh.world)
+    mesh = model.mesh
+    manager = CheckpointManager(folder, mesh.control, world=mesh.world, device=mesh.device)
     save_into(
         manager,
         step=step,
@@ -86,7 +91,7 @@ def save_into(
         facts={_UPDATES: updates, "facts": dict(facts or {})},
         same_layout_key=model.layout_key,
         local=model.streams.state() if random_states else {},
-        model=model_folder(model.architecture, model.dtype, tokenizer),
+        model=model_folder(model.architecture, _weight_dtype(model), tokenizer),
     )
 
 
@@ -111,44 +116,99 @@ def load_checkpoint(
     >>> petatron.load_checkpoint(tempfile.mkdtemp(), model=petatron.build_model(run, petatron.launch(run))) is None
     True
     """
-    manager = CheckpointManager(folder, model.mesh.control, world=model.mesh.world)
+    loaded = load_state(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        moments=moments,
+        step=step,
+        random_states=random_states,
+        fallback=fallback,
+    )
+    return None if loaded is None else loaded.facts
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """The facts of a checkpoint, and whether its random states went on."""
+
+    facts: dict[str, Any]
+    random_states: bool
+
+
+def load_state(
+    folder: str,
+    *,
+    model: ParallelModel,
+    optimizer: MasterOptimizer | None,
+    moments: bool,
+    step: int | None,
+    random_states: bool,
+    fallback: bool,
+) -> LoadedState | None:
+    """`load_checkpoint`, with word of what was found."""
+    path, mesh = Path(folder), model.mesh
+    manager = CheckpointManager(path, mesh.control, world=mesh.world, device=mesh.device)
+    whole = optimizer is not None and moments
     wanted = [*_wanted_weights(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
-    foreign = is_model_folder(Path(folder))
-    if foreign:
+    if manager.from_first(lambda: storage.own_step(path) is None and not storage.steps(path)):
+        if not manager.from_first(lambda: is_model_folder(path)):
+            if step is None:
+                return None
+            raise CheckpointError(
+                f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
+            )
         _check_no_routers(folder, model)
-        manager.fill(Path(folder), folder_manifest(Path(folder), model.architecture), wanted)
-        facts: dict[str, Any] = {_UPDATES: None, "facts": {}}
-        local = None
-    elif step is None and manager.latest() is None:
-        return None
+        found = manager.fill(path, partial(folder_manifest, path, model.architecture), wanted)
+        updates, facts = None, {}
     else:
         found = manager.load(
-            step, [*wanted, *_router_chunks(model)], same_layout_key=model.layout_key, fallback=fallback
+            step,
+            [*wanted, *_router_chunks(model)],
+            same_layout_key=model.layout_key,
+            leaves=_nothing if whole else _not_weights,
+            fallback=fallback,
         )
-        facts, local = found.facts, found.local
+        updates, facts = found.facts[_UPDATES], found.facts["facts"]
     if optimizer is not None:
         optimizer.write_back()
     else:
         model.publish()
     if optimizer is not None and moments:
-        if facts[_UPDATES] is None:
+        if updates is None:
             raise CheckpointError(
                 f"The checkpoint in {folder} was saved without optimizer state. Use --finetune to start a new run from its "
                 "weights, or --no-load-optim to go on without moments."
             )
-        optimizer.restore_facts(facts[_UPDATES])
-    if random_states and local:
-        model.streams.restore(local)
-    return facts["facts"]
+        optimizer.restore_facts(updates)
+    if random_states and found.local:
+        model.streams.restore(found.local)
+    return LoadedState(facts, random_states=bool(random_states and found.local))
 
 
 def _check_no_routers(folder: str, model: ParallelModel) -> None:
     """A model whose experts are chosen with a bias is another one without it, and a model's folder has no place for it."""
-    if any(model.routers.state()):
+    moe = model.architecture.moe
+    if moe is not None and moe.moe_router_enable_expert_bias:
         raise CheckpointError(
             f"This model chooses its experts with biases (--moe-router-enable-expert-bias), which {folder} cannot hold. Load the "
             "checkpoint that the folder came from, or start without the biases."
         )
+
+
+def _nothing(kind: str) -> bool:
+    """A run that goes on takes everything."""
+    return False
+
+
+def _not_weights(kind: str) -> bool:
+    """A run that starts from weights leaves the optimizer's state, whatever it is, but nothing that the model needs."""
+    return f"{kind}/" not in (WEIGHTS, MASTERS, ROUTERS)
+
+
+def _weight_dtype(model: ParallelModel) -> torch.dtype:
+    """What the weights are kept in; fully sharded ones in fp32, since they are the optimizer's own."""
+    return next((weight.dtype for group in model.groups for weight in group.weights()), model.dtype)
 
 
 def chunks(model: ParallelModel, optimizer: MasterOptimizer | None, *, moments: bool = True) -> Iterator[Chunk]:
@@ -193,7 +253,7 @@ def _wanted_weights(model: ParallelModel, optimizer: MasterOptimizer | None) -> 
 def _router_chunks(model: ParallelModel) -> Iterator[Chunk]:
     """What routers have learnt beside their weights."""
     for name, state in model.routers.state():
-        yield Chunk(f"router/{name}", tuple(state.shape), (0,) * state.dim(), state, model.mesh["stage"].rank == 0)
+        yield Chunk(f"{ROUTERS}{name}", tuple(state.shape), (0,) * state.dim(), state, model.mesh["stage"].rank == 0)
 
 
 def _chunk(kind: str, group: ParameterGroup, piece: Piece, view: Tensor) -> Chunk:

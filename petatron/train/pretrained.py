@@ -7,7 +7,6 @@ whatever else a run wants, and win over it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.checkpoint import storage
-from petatron.checkpoint.forms import config_sections, configured, detect, locate_step, refuse_pickled
+from petatron.checkpoint.forms import config_sections, configured, detect, refuse_pickled
 from petatron.checkpoint.huggingface import read_model_config
 from petatron.config import RunConfig
 from petatron.mesh.launch import read_environment
@@ -73,12 +72,10 @@ def from_pretrained(
     True
     """
     if isinstance(source, str | Path):
-        place = _find(Path(source))
-        content = read_model_config(place.model)
+        content = read_model_config(_model_folder(Path(source)))
         run = _run_config(content, mesh, flags, dtype, stored=content.get("dtype") or content.get("torch_dtype"))
-        _check_biases(place, run)
         model = build_model(run, mesh or launch(run))
-        load_checkpoint(str(place.folder), model=model, step=place.step, random_states=False)
+        load_checkpoint(str(source), model=model, random_states=False)
         return model
     content, tensors = source.config.to_dict(), source.state_dict()
     run = _run_config(content, mesh, flags, dtype, stored=next(iter(tensors.values())).dtype)
@@ -87,16 +84,8 @@ def from_pretrained(
     return model
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The folder of a model's config.json, and what `load_checkpoint` is asked for."""
-
-    model: Path
-    folder: Path
-    step: int | None
-
-
-def _find(path: Path) -> _Place:
+def _model_folder(path: Path) -> Path:
+    """The folder of a model's config.json, which is what was saved."""
     kind = detect(path)
     if kind == "megatron":
         raise CheckpointError(
@@ -104,17 +93,10 @@ def _find(path: Path) -> _Place:
         )
     if kind == "huggingface":
         refuse_pickled(path)
-        return _Place(path, path, None)
-    step = locate_step(path)
-    return _Place(step / storage.MODEL, step.parent, storage.read_manifest(step).step)
-
-
-def _check_biases(place: _Place, run: RunConfig) -> None:
-    if place.step is None and run.moe.num_experts is not None and run.moe.moe_router_enable_expert_bias:
-        raise CheckpointError(
-            f"The model in {place.model} chooses its experts with biases, which stand in the state of a checkpoint and not in a "
-            "model's folder. Give the checkpoint it came from."
-        )
+        return path
+    step = storage.choose(path, None)
+    storage.check_documents(step, storage.read_manifest(step))
+    return step / storage.MODEL
 
 
 def _run_config(

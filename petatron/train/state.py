@@ -19,7 +19,7 @@ from petatron.parallel.model import ParallelModel
 from petatron.train.batch_size import BatchSchedule
 from petatron.train.build import RunLength, build_model, build_optimizer
 from petatron.train.continuation import changes, plain
-from petatron.train.persist import load_checkpoint, save_into
+from petatron.train.persist import LoadedState, load_checkpoint, load_state, save_into
 
 _log = get_logger(__name__)
 _NOT_THE_MODEL = (
@@ -144,7 +144,7 @@ class TrainState:
         """Continue from a folder's checkpoint; False when it holds none and the run may start from scratch."""
         config = self.run.checkpoint
         weights_only = config.finetune or config.no_load_optim
-        facts = load_checkpoint(
+        loaded = load_state(
             folder,
             model=self.model,
             optimizer=self.optimizer,
@@ -153,12 +153,20 @@ class TrainState:
             random_states=not (config.finetune or config.no_load_rng),
             fallback=config.load_fallback,
         )
-        if facts is None:
+        if loaded is None:
             _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", folder)
             return False
         if not config.finetune:
-            self._continue(facts, folder)
+            self._continue(loaded.facts, folder)
+            self._note_random_states(loaded)
         return True
+
+    def _note_random_states(self, loaded: LoadedState) -> None:
+        """Say that random states start anew, unless another layout says so already."""
+        if loaded.random_states or any("random states" in change for change in self.changes):
+            return
+        why = "--no-load-rng" if self.run.checkpoint.no_load_rng else "the checkpoint has none"
+        self.changes.append(f"random states (dropout) start anew: {why}")
 
     def take_weights(self, folder: str) -> None:
         """Start from the weights of a folder's newest checkpoint, or of a Hugging Face model, and nothing else of it."""
@@ -225,6 +233,7 @@ def _build_saver(config: CheckpointConfig, mesh: ParallelMesh) -> CheckpointMana
         config.save,
         mesh.control,
         world=mesh.world,
+        device=mesh.device,
         background=mesh.another_control() if config.async_save else None,
         retention=Retention(config.save_total_limit, config.save_retain_interval),
     )

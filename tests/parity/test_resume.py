@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.device import detect
+from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
@@ -166,3 +167,35 @@ def test_other_experts_are_another_model(ranks: RankPool, tmp_path: Path):
     trained(ranks, f"{model} --load {tmp_path} --moe-aux-loss-coeff 0.1 --moe-token-dispatcher-type alltoall", 1)
     with pytest.raises(RankFailure, match="moe_router_topk: 2 then, 3 now"):
         trained(ranks, f"{model} --load {tmp_path} --moe-router-topk 3", 1)
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with", "refused"),
+    [
+        ("", "--optimizer sgd --sgd-momentum 0", r"exp_avg/.* is in the checkpoint, but not in this run"),
+        ("--optimizer sgd", "", r"exp_avg/.* is not in the checkpoint"),
+        (
+            "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+            "--num-experts 4 --moe-router-score-function sigmoid --finetune",
+            r"router/.*expert_bias is in the checkpoint, but not in this run",
+        ),
+    ],
+)
+def test_nothing_is_left_behind_silently(tmp_path: Path, saved_with: str, loaded_with: str, refused: str):
+    run_loop(tiny_run(f"{MODEL} {saved_with} --save {tmp_path} --exit-interval 1"))
+    with pytest.raises(CheckpointError, match=refused):
+        run_loop(tiny_run(f"{MODEL} {loaded_with} --load {tmp_path}"))
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with", "said"),
+    [("--no-save-rng", "", "the checkpoint has none"), ("", "--no-load-rng", "--no-load-rng"), ("", "", None)],
+)
+def test_random_states_that_start_anew_are_announced(
+    tmp_path: Path, saved_with: str, loaded_with: str, said: str | None
+):
+    run_loop(tiny_run(f"{MODEL} {saved_with} --save {tmp_path} --exit-interval 1"))
+    state = TrainState.build(tiny_run(f"{MODEL} {loaded_with} --load {tmp_path}"), ParallelMesh.single())
+    state.load(str(tmp_path))
+    words = [change for change in state.changes if "random states" in change]
+    assert words == ([] if said is None else [f"random states (dropout) start anew: {said}"])

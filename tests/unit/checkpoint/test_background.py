@@ -134,6 +134,16 @@ def test_a_step_that_cannot_be_removed_does_not_stop_the_run(tmp_path, caplog):
     assert "could not be removed: [Errno 30] Read-only file system" in caplog.text and manager.latest() == 2
 
 
+def test_steps_ahead_do_not_count_as_kept(tmp_path):
+    """After a fallback the newest step may be the damaged one; two sound ones are to be kept all the same."""
+    chunk = Chunk("model/w", (4,), (0,), torch.ones(4))
+    for step in (10, 20, 30):
+        CheckpointManager(tmp_path, ParallelMesh.single().world).save(step, [chunk], facts={}, same_layout_key="one")
+    manager = CheckpointManager(tmp_path, ParallelMesh.single().world, retention=Retention(keep=2))
+    manager.save(25, [chunk], facts={}, same_layout_key="one")
+    assert list(steps(tmp_path)) == [20, 25, 30]
+
+
 def test_going_back_to_an_older_step_prunes_no_newer_ones(tmp_path):
     manager = CheckpointManager(tmp_path, ParallelMesh.single().world, retention=Retention(keep=1))
     chunk = Chunk("model/w", (4,), (0,), torch.ones(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_expert_biases_go_along_or_stop_the_conversion(tmp_path: Path):
     (run / "step-00000003" / "model").rename(bare)
     with pytest.raises(CheckpointError, match="lacks the expert biases of layers 0, 1"):
         open_source(bare)
-    with pytest.raises(CheckpointError, match="Give the checkpoint it came from"):
+    with pytest.raises(CheckpointError, match="Load the checkpoint that the folder came from"):
         petatron.from_pretrained(bare)
 
 
@@ -201,7 +202,7 @@ def test_all_names_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(run / "step-00000003" / "model")
     assert open_source(Path(".")).step == 3
     assert petatron.from_pretrained(".").dtype == torch.float32
-    with pytest.raises(ConfigError, match="--step 5, but step-00000003 is one step chooses among several"):
+    with pytest.raises(CheckpointError, match=r"step-00000003 is one step, and not step 5\. Leave"):
         open_source(run / "step-00000003", step=5)
     with pytest.raises(CheckpointError, match="no checkpoint of step 4"):
         open_source(run, step=4)
@@ -289,16 +290,11 @@ def test_a_checkpoint_with_another_models_config(tmp_path: Path):
     run = saved("llama", tmp_path / "run")
     path = run / "step-00000003" / "model" / "config.json"
     path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
-    with pytest.raises(CheckpointError, match=r"layers.2.attention.q.weight is missing"):
-        open_source(run)
-    path.write_text(path.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 1'))
-    with pytest.raises(CheckpointError, match=r"layers.1.attention.q.weight is not a tensor of this model"):
-        open_source(run)
-    path.write_text(path.read_text().replace('"vocab_size": 37', '"vocab_size": 38'))
-    with pytest.raises(CheckpointError, match=r"embedding.weight is \[37, 16\], but config.json makes it \[38, 16\]"):
-        open_source(run)
+    for use in (open_source, petatron.from_pretrained):
+        with pytest.raises(CheckpointError, match=r"config.json does not have the content that was saved.*Restore it"):
+            use(run)
     path.unlink()
-    with pytest.raises(CheckpointError, match="says what its model is"):
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         open_source(run)
 
 
@@ -431,7 +427,8 @@ def test_save_pretrained_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_model_without_a_vocabulary(tmp_path: Path):
     run = saved("no family", tmp_path / "run")
-    path = run / "step-00000003" / "model" / "config.json"
+    model = Path(shutil.copytree(run / "step-00000003" / "model", tmp_path / "model"))
+    path = model / "config.json"
     path.write_text(path.read_text().replace('"vocab_size": 37', '"vocab_size": null'))
     with pytest.raises(ConfigError, match="--vocab-size is not known"):
-        open_source(run)
+        open_source(model)

@@ -329,7 +329,7 @@ def test_manifest_that_names_a_strange_file(manager, saved, name):
     rewrite_manifest(manager, lambda body: body["local"].update({"local/0/x": name}))
     with pytest.raises(CheckpointError, match="not one of the checkpoint's files"):
         manager.load(10, [])
-    rewrite_manifest(manager, lambda body: (body["local"].clear(), body["files"].update({"a/b": [1, ""]})))
+    rewrite_manifest(manager, lambda body: (body["local"].clear(), body["files"].update({"a/b": [1, ["00000000"]]})))
     with pytest.raises(CheckpointError, match="'a/b', which is not one of"):
         manager.load(10, [])
 

@@ -12,6 +12,7 @@ from petatron.base.errors import CheckpointError
 from petatron.checkpoint.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.storage import DamagedCheckpoint
 from petatron.mesh.mesh import ParallelMesh
 
 
@@ -164,3 +165,49 @@ def test_unrelated_files_are_left_alone(tmp_path):
         "step-00000010",
         "step-1.tmp",
     ]
+
+
+def test_a_folder_that_is_not_shared_is_noticed_before_anything_is_published(tmp_path, monkeypatch):
+    """Another machine wrote its file to a disk of its own: the manifest would name a file that is not there."""
+    save(manager_of(tmp_path), 10, 1.0)
+
+    class Elsewhere(Disk):
+        def write(self, path, parts):
+            stored = super().write(path, parts)
+            if path.suffix == ".safetensors":
+                path.unlink()
+            return stored
+
+    monkeypatch.setattr("petatron.checkpoint.storage._SEEN_WITHIN_S", 0.3)
+    with pytest.raises(
+        CheckpointError, match=r"rank-00000.safetensors was written by another rank.*all machines share"
+    ):
+        save(manager_of(tmp_path, Elsewhere()), 20, 2.0)
+    assert load(manager_of(tmp_path)) == (10, 1.0)
+
+
+def test_what_a_crash_left_behind_goes_before_the_disk_is_called_full(tmp_path, monkeypatch):
+    save(manager_of(tmp_path), 10, 1.0)
+    draft = tmp_path / "step-00000020.tmp"
+    draft.mkdir()
+    (draft / "half").write_bytes(bytes(1000))
+    monkeypatch.setattr("petatron.checkpoint.writing.free_bytes", lambda _: 10 if draft.exists() else 10_000)
+    save(manager_of(tmp_path), 20, 2.0)
+    assert load(manager_of(tmp_path)) == (20, 2.0)
+
+
+def test_latest_that_names_a_step_which_is_not_whole(tmp_path):
+    for step in (10, 20):
+        save(manager_of(tmp_path), step, float(step))
+    (tmp_path / "step-00000020" / "manifest.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"latest names step-00000020, which is not there.*there are: 10"):
+        load(manager_of(tmp_path))
+    weight = torch.zeros(3, 2)
+    found = manager_of(tmp_path).load(None, [Chunk("model/w", (3, 2), (0, 0), weight)], fallback=True)
+    assert (found.step, weight[0, 0]) == (10, 10.0)
+
+
+def test_a_step_that_was_copied_elsewhere_is_still_one(tmp_path):
+    save(manager_of(tmp_path / "run"), 10, 1.0)
+    shutil.copytree(tmp_path / "run" / "step-00000010", tmp_path / "best")
+    assert load(manager_of(tmp_path / "best")) == load(manager_of(tmp_path / "best" / "model")) == (10, 1.0)

@@ -1,0 +1,125 @@
+"""Boxes on many ranks become the whole tensors of a model folder, and any rank reads its boxes back from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from petatron.base.errors import CheckpointError
+from petatron.checkpoint import assemble
+from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.state import Chunk, ModelFolder
+from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.mesh.record import Record
+from petatron.models.hf.entries import Entry, Region
+from tests.dist import RankPool
+
+# Cut by rows, cut by columns, experts cut by both, one whole on the last rank, and an odd number of bytes.
+TENSORS = {"rows": (8, 6), "columns": (6, 8), "experts": (4, 4, 6), "bias": (7,), "q": (4, 6), "k": (4, 6)}
+ENTRIES = (
+    Entry("their.rows", (8, 6), (Region("rows", (0, 0), (8, 6), (0, 0)),)),
+    Entry("their.columns", (8, 6), (Region("columns", (0, 0), (6, 8), (0, 0), transposed=True),)),
+    *(Entry(f"their.expert.{n}", (4, 6), (Region("experts", (n, 0, 0), (1, 4, 6), (0, 0)),)) for n in range(4)),
+    Entry("their.bias", (7,), (Region("bias", (0,), (7,), (0,)),)),
+    Entry(
+        "their.qk",
+        (6, 8),
+        (
+            Region("q", (0, 0), (4, 6), (0, 0), transposed=True),
+            Region("k", (0, 0), (4, 6), (0, 4), transposed=True),
+        ),
+    ),
+)
+
+
+def _logical(name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randn(TENSORS[name], generator=generator).to(torch.bfloat16 if name == "bias" else torch.float32)
+
+
+def _world() -> Axis:
+    if not dist.is_initialized():
+        return ParallelMesh.single().world
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return Axis("world", size, rank, tuple(range(size)), dist.group.WORLD, Record())
+
+
+def _chunks(world: Axis, *, filled: bool) -> list[Chunk]:
+    """This rank's boxes. The second of four ranks has none at all, as may happen with many copies."""
+    holders = [rank for rank in range(world.size) if world.size < 4 or rank != 1]
+    if world.rank not in holders:
+        return []
+    part, parts = holders.index(world.rank), len(holders)
+    chunks = []
+    for name, dim in (("rows", 0), ("columns", 1), ("experts", 0), ("q", 0), ("k", 1)):
+        whole = _logical(name)
+        low, high = whole.shape[dim] * part // parts, whole.shape[dim] * (part + 1) // parts
+        start = tuple(low if d == dim else 0 for d in range(whole.dim()))
+        box = whole.narrow(dim, low, high - low).clone()
+        chunks.append(Chunk(f"model/{name}", whole.shape, start, box if filled else torch.zeros_like(box)))
+    bias = _logical("bias") if filled else torch.zeros(7, dtype=torch.bfloat16)
+    return [*chunks, Chunk("model/bias", (7,), (0,), bias, primary=part == parts - 1)]
+
+
+def _save(folder: str, round_bytes: int, file_bytes: int) -> None:
+    world = _world()
+    sizes = {"_ROUND_BYTES": round_bytes, "_MOST_FILE_BYTES": file_bytes}
+    with mock.patch.multiple(assemble, **sizes):
+        CheckpointManager(folder, world).save(
+            1,
+            _chunks(world, filled=True),
+            facts={},
+            same_layout_key="",
+            model=ModelFolder(ENTRIES, {"config.json": b"{}"}),
+        )
+
+
+def _load(folder: str) -> bool:
+    world = _world()
+    found, wanted = _chunks(world, filled=False), _chunks(world, filled=True)
+    CheckpointManager(folder, world).load(1, found)
+    return all(torch.equal(a.tensor, b.tensor) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("round_bytes", "file_bytes"), [(1 << 20, 1 << 20), (100, 1 << 20), (1, 200)])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_entry_is_whole(ranks: RankPool, tmp_path: Path, world_size: int, round_bytes: int, file_bytes: int):
+    run = (lambda fn, n, *args: [fn(*args)]) if world_size == 1 else ranks.run
+    run(_save, world_size, str(tmp_path), round_bytes, file_bytes)
+    folder = tmp_path / "step-00000001" / "model"
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) == (1 if file_bytes > 1000 else 5)
+    assert (folder / "model.safetensors.index.json").exists() == (len(files) > 1)
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert stored.keys() == {entry.name for entry in ENTRIES}
+    assert torch.equal(stored["their.rows"], _logical("rows"))
+    assert torch.equal(stored["their.columns"], _logical("columns").t())
+    assert all(torch.equal(stored[f"their.expert.{n}"], _logical("experts")[n]) for n in range(4))
+    assert torch.equal(stored["their.bias"], _logical("bias"))
+    assert torch.equal(stored["their.qk"], torch.cat((_logical("q"), _logical("k"))).t())
+    assert all(run(_load, world_size, str(tmp_path)))
+    other = 1 if world_size > 1 else 2
+    assert all([_load(str(tmp_path))] if other == 1 else ranks.run(_load, other, str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("drop", "why"), [("rows", "no rank holds rows"), ("their.rows", "not the whole model"), ("twice", "there twice")]
+)
+def test_a_folder_that_would_not_hold_the_model_is_refused(tmp_path: Path, drop: str, why: str):
+    chunks = [chunk for chunk in _chunks(_world(), filled=True) if chunk.key != f"model/{drop}"]
+    entries = tuple(entry for entry in ENTRIES if entry.name != drop)
+    if drop == "their.rows":
+        half = Entry("their.rows", (4, 6), (Region("rows", (0, 0), (4, 6), (0, 0)),))
+        entries = (*entries, half)
+    if drop == "twice":
+        entries = (*entries, Entry("again", (8, 6), ENTRIES[0].regions))
+    with pytest.raises(CheckpointError, match=why):
+        CheckpointManager(tmp_path, _world()).save(
+            1, chunks, facts={}, same_layout_key="", model=ModelFolder(entries, {})
+        )
+    assert not list(tmp_path.iterdir())
