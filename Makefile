@@ -23,7 +23,7 @@ quickstart: $(VENV)/core  ## install, then train a small model on this machine i
 	$(BIN)/petatron quickstart
 
 test: $(VENV)/dev  ## the whole default suite
-	$(BIN)/python -m pytest -m 'not gpu and not slow and not matrix and not crash'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow and not matrix and not crash'
 
 test-slow: $(VENV)/dev  ## the long forms
 	$(BIN)/python -m pytest -m slow

@@ -78,6 +78,8 @@ class CheckpointManager:
         self._leads = control.rank == 0
         self._disk = disk or Disk()
         self._retention = retention or Retention()
+        self.pruned: tuple[int, ...] = ()
+        """Steps that the last save let go of, as the first rank knows them."""
         self._background = Background()
         self._staging = Staging()
 
@@ -212,8 +214,7 @@ class CheckpointManager:
         except OSError as error:
             _log.warning("old checkpoints in %s could not be removed: %s", self._folder, error)
             return
-        if gone:
-            _log.info("removed the checkpoints of iterations %s", ", ".join(map(str, gone)))
+        self.pruned = tuple(gone)
 
     def load(
         self,
@@ -223,15 +224,16 @@ class CheckpointManager:
         same_layout_key: str | None = None,
         strict: bool = True,
         leaves: Callable[[str], bool] | None = None,
+        approve: Callable[[Mapping[str, Any]], None] | None = None,
         fallback: bool = False,
     ) -> LoadedCheckpoint:
         """Fill every chunk from a step (None: the newest), whatever layout saved it.
 
         strict: every key must be there, and no key of the same kind may be left over; else keys that are missing keep
-        their values and are named in the result. leaves: which kinds of keys may be left in the checkpoint; all that nobody asks
-        for, unless it is given. fallback: if the step is damaged, say so and take the newest sound one
-        before it. Nothing is changed unless the whole checkpoint fits; after an error about a damaged file, what the
-        chunks hold is undefined.
+        their values and are named in the result. leaves: which kinds of keys may be left in the checkpoint; all that nobody
+        asks for, unless it is given. approve: sees the facts before anything is filled, and may raise. fallback: if the step
+        is damaged, say so and take the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after
+        an error about a damaged file, what the chunks hold is undefined.
         """
         self.drain()
         while True:
@@ -240,16 +242,19 @@ class CheckpointManager:
                 source = self._choose(step)
                 return self.fill(
                     source,
-                    partial(storage.read_manifest, source),
+                    partial(storage.read_whole, source),
                     chunks,
                     same_layout_key=same_layout_key,
                     strict=strict,
                     leaves=leaves,
+                    approve=approve,
                 )
             except DamagedCheckpoint as error:
                 step = self.from_first(partial(storage.step_before, self._folder, source))
-                if not fallback or step is None:
+                if not fallback:
                     raise
+                if step is None:
+                    raise DamagedCheckpoint(f"{error}\nThere is no older step to fall back to.") from error
                 if self._leads:
                     _log.error("%s\nFalling back to step %d, as --load-fallback says.", error, step)
 
@@ -270,9 +275,12 @@ class CheckpointManager:
         same_layout_key: str | None = None,
         strict: bool = True,
         leaves: Callable[[str], bool] | None = None,
+        approve: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> LoadedCheckpoint:
         """Fill chunks from a folder that a manifest describes, be it of ours or of others. The first rank reads it."""
         manifest = self.from_first(describe)
+        if approve is not None:
+            self._together(lambda: approve(manifest.facts))
         mine = {reading.source_key(manifest.tensors, chunk) for chunk in chunks}
         wanted = set().union(*gather_objects(mine, self._control))
         plan = self._together(

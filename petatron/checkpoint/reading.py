@@ -135,7 +135,10 @@ def _does_not_fit(source: Path, problems: Sequence[str]) -> CheckpointError:
     lines = [f"  {problem}" for problem in unique[:_SHOWN]]
     if len(unique) > _SHOWN:
         lines.append(f"  and {len(unique) - _SHOWN} more")
-    fix = "Use the model and optimizer flags it was saved with, or --finetune or --no-load-optim to load less of it."
+    fix = (
+        "Use the model and optimizer flags it was saved with (petatron checkpoint inspect shows them); --no-load-optim leaves the "
+        "optimizer's state, but all weights must fit."
+    )
     return CheckpointError("\n".join([f"{source} does not fit this run:", *lines, fix]))
 
 

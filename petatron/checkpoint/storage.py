@@ -212,9 +212,7 @@ def choose(folder: Path, step: int | None) -> Path:
         raise CheckpointError(f"{folder} holds no checkpoint. Give --load a folder that --save wrote to.")
     if wanted not in found:
         have = ", ".join(map(str, found)) or "none"
-        raise CheckpointError(
-            f"{folder} has no checkpoint of step {wanted}; it has: {have}. Choose one with --ckpt-step."
-        )
+        raise CheckpointError(f"{folder} has no checkpoint of step {wanted}; it has: {have}. Choose one of these.")
     return found[wanted]
 
 
@@ -251,6 +249,17 @@ def read_manifest(source: Path) -> Manifest:
     strange = (named - manifest.files.keys()) | {name for name in manifest.files if not _inside(name)}
     if strange:
         raise damage(path, f"names the file {min(strange)!r}, which is not one of the checkpoint's files")
+    return manifest
+
+
+def read_whole(source: Path) -> Manifest:
+    """The manifest of a step that is to be loaded: its own, with every file there in its size, read or not."""
+    manifest = read_manifest(source)
+    match = _STEP.fullmatch(source.name)
+    if match and int(match.group(1)) != manifest.step:
+        raise damage(source / MANIFEST, f"is that of step {manifest.step}: the folder was renamed")
+    for name, stored in manifest.files.items():
+        check_size(source / name, stored)
     return manifest
 
 

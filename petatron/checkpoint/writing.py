@@ -142,7 +142,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     free = free_bytes(existing)
     if free < needed_bytes:
         raise CheckpointError(
-            f"a checkpoint needs {needed_bytes / 1e9:.2f} GB, and the disk of {folder} has {free / 1e9:.2f} GB left. Free space "
+            f"a checkpoint needs {needed_bytes / 1e6:,.1f} MB, and the disk of {folder} has {free / 1e6:,.1f} MB left. Free space "
             "there, keep fewer steps (--save-total-limit), or give --save another disk; earlier checkpoints are untouched."
         )
 

@@ -16,7 +16,11 @@ _YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim
 _STRETCH = ("rope_scaling_factor", "original_max_position_embeddings")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _MTP = ("mtp_num_layers", "mtp_loss_scaling_factor")
-_LOAD = ("no_load_optim", "no_load_rng")  # what cannot do without --load is a problem, see check_files.py
+_LOAD = (
+    "no_load_optim",
+    "no_load_rng",
+    "load_fallback",
+)  # what cannot do without --load is a problem, see check_files.py
 _SAVE = ("no_save_optim", "no_save_rng", "async_save", "save_total_limit")
 
 _CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes")

@@ -210,6 +210,8 @@ class Loop:
         saver.drain()
         self._saved_at = saving
         self._event(f"saved checkpoint of iteration {saving} to {self._run.checkpoint.save}")
+        if saver.pruned:
+            self._event(f"removed the checkpoints of iterations {', '.join(map(str, saver.pruned))}")
 
     def _report_failed_save(self, error: CheckpointError) -> None:
         self._event(f"WARNING: a checkpoint was not saved; training goes on, and the next save tries again. {error}")

@@ -7,7 +7,7 @@ so they come back only in the layout that saved them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,12 +145,23 @@ def load_state(
     step: int | None,
     random_states: bool,
     fallback: bool,
+    approve: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> LoadedState | None:
-    """`load_checkpoint`, with word of what was found."""
+    """`load_checkpoint`, with word of what was found. `approve` sees the facts before anything is changed, and may raise."""
     path, mesh = Path(folder), model.mesh
     manager = CheckpointManager(path, mesh.control, world=mesh.world, device=mesh.device)
     whole = optimizer is not None and moments
     wanted = [*_wanted_weights(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
+
+    def check(facts: Mapping[str, Any]) -> None:
+        if whole and facts[_UPDATES] is None:
+            raise CheckpointError(
+                f"The checkpoint in {folder} was saved without optimizer state. Use --finetune to start a new run from its "
+                "weights, or --no-load-optim to go on without moments."
+            )
+        if approve is not None:
+            approve(facts["facts"])
+
     if manager.from_first(lambda: storage.own_step(path) is None and not storage.steps(path)):
         if not manager.from_first(lambda: is_model_folder(path)):
             if step is None:
@@ -167,6 +178,7 @@ def load_state(
             [*wanted, *_router_chunks(model)],
             same_layout_key=model.layout_key,
             leaves=_nothing if whole else _not_weights,
+            approve=check,
             fallback=fallback,
         )
         updates, facts = found.facts[_UPDATES], found.facts["facts"]
@@ -175,11 +187,7 @@ def load_state(
     else:
         model.publish()
     if optimizer is not None and moments:
-        if updates is None:
-            raise CheckpointError(
-                f"The checkpoint in {folder} was saved without optimizer state. Use --finetune to start a new run from its "
-                "weights, or --no-load-optim to go on without moments."
-            )
+        assert updates is not None, "only weights can come from a model's folder"
         optimizer.restore_facts(updates)
     if random_states and found.local:
         model.streams.restore(found.local)

@@ -72,7 +72,8 @@ def _build_and_run(loaded: Loaded, tokenizer: Tokenizer | None, *, started_s: fl
     loaders = _rank_zero_first(mesh.control, lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples))
     headline = [_headline(run, length, mesh, tokenizer)]
     if resumed:
-        headline.append(f"resumed at iteration {state.progress.iteration} from {run.checkpoint.load}")
+        how = "weights" if run.checkpoint.finetune else f"resumed at iteration {state.progress.iteration}"
+        headline.append(f"{how} from {run.checkpoint.load}")
         headline += [f"changed since the checkpoint: {change}" for change in state.changes]
     if pretrained is not None:
         headline.append(f"first weights from {pretrained}")

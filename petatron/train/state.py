@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -143,30 +144,36 @@ class TrainState:
     def load(self, folder: str) -> bool:
         """Continue from a folder's checkpoint; False when it holds none and the run may start from scratch."""
         config = self.run.checkpoint
-        weights_only = config.finetune or config.no_load_optim
-        loaded = load_state(
-            folder,
-            model=self.model,
-            optimizer=self.optimizer,
-            moments=not weights_only,
-            step=config.ckpt_step,
-            random_states=not (config.finetune or config.no_load_rng),
-            fallback=config.load_fallback,
-        )
+        differing: list[str] = []
+
+        def approve(facts: Mapping[str, Any]) -> None:
+            if config.finetune:
+                differing.extend(self._model_changes(facts.get("model", {})))
+            else:
+                self._check(facts, folder)
+
+        try:
+            loaded = load_state(
+                folder,
+                model=self.model,
+                optimizer=self.optimizer,
+                moments=not (config.finetune or config.no_load_optim),
+                step=config.ckpt_step,
+                random_states=not (config.finetune or config.no_load_rng),
+                fallback=config.load_fallback,
+                approve=approve,
+            )
+        except CheckpointError as error:
+            if not differing:
+                raise
+            raise type(error)(f"{error}\nSettings of the model that differ: {'; '.join(differing)}.") from error
         if loaded is None:
             _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", folder)
             return False
+        self.changes = [f"{setting}: the weights are used in another model" for setting in differing]
         if not config.finetune:
-            self._continue(loaded.facts, folder)
-            self._note_random_states(loaded)
+            self._continue(loaded)
         return True
-
-    def _note_random_states(self, loaded: LoadedState) -> None:
-        """Say that random states start anew, unless another layout says so already."""
-        if loaded.random_states or any("random states" in change for change in self.changes):
-            return
-        why = "--no-load-rng" if self.run.checkpoint.no_load_rng else "the checkpoint has none"
-        self.changes.append(f"random states (dropout) start anew: {why}")
 
     def take_weights(self, folder: str) -> None:
         """Start from the weights of a folder's newest checkpoint, or of a Hugging Face model, and nothing else of it."""
@@ -177,31 +184,35 @@ class TrainState:
                 "Hugging Face model."
             )
 
-    def _continue(self, facts: dict[str, Any], folder: str) -> None:
+    def _check(self, facts: Mapping[str, Any], folder: str) -> None:
+        """Refuse a checkpoint that this run does not continue."""
         missing = {"progress", "scaler", "schedule", "model", "data", "config"} - facts.keys()
         if missing:
             raise CheckpointError(
                 f"The checkpoint in {folder} was not saved by a training run (it lacks its {', '.join(sorted(missing))}). "
                 "Use --finetune to start a run from its weights."
             )
-        now = self._model_facts()
-        # A setting that came later than the checkpoint had its default then.
-        then = {**{name: by_name()[name].default for name in now}, **facts["model"]}
-        names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
-        if names:
-            changed = [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in names]
+        changed = self._model_changes(facts["model"])
+        if changed:
             raise CheckpointError(
                 f"The checkpoint in {folder} is of another model ({'; '.join(changed)}). Restore those values, or use "
                 "--finetune to start a new run of the changed model from its weights."
             )
-        saved, ours = facts["schedule"], self._schedule_facts()
-        if saved != ours and not self.run.checkpoint.override_opt_param_scheduler:
-            names = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
-            changed = [f"{name}: {saved.get(name)} then, {ours.get(name)} now" for name in names]
+        changed = _differences(facts["schedule"], self._schedule_facts())
+        if changed and not self.run.checkpoint.override_opt_param_scheduler:
             raise CheckpointError(
                 f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}). Restore those "
                 "values, or say --override-opt-param-scheduler to go on with the new ones."
             )
+
+    def _model_changes(self, saved: Mapping[str, Any]) -> list[str]:
+        now = self._model_facts()
+        # A setting that came later than the checkpoint had its default then.
+        then = {**{name: by_name()[name].default for name in now}, **saved}
+        return _differences(then, now)
+
+    def _continue(self, loaded: LoadedState) -> None:
+        facts = loaded.facts
         known = {field.name for field in fields(Progress)}
         self.progress = progress = Progress(**{k: v for k, v in facts["progress"].items() if k in known})
         self.changes = changes(
@@ -209,6 +220,14 @@ class TrainState:
         )
         self.data = facts["data"]
         self.scaler.restore(facts["scaler"])
+        self._note_random_states(loaded)
+
+    def _note_random_states(self, loaded: LoadedState) -> None:
+        """Say that random states start anew, unless another layout says so already."""
+        if loaded.random_states or any("random states" in change for change in self.changes):
+            return
+        why = "--no-load-rng" if self.run.checkpoint.no_load_rng else "the checkpoint has none"
+        self.changes.append(f"random states (dropout) start anew: {why}")
 
     def _model_facts(self) -> dict[str, Any]:
         """What makes this the same function of its weights: all of the model but first values, dropout and lengths.
@@ -224,6 +243,11 @@ class TrainState:
         if self.decays.start == self.decays.end:  # the length of a ramp that is none does not matter
             del decays["length"]
         return {**{f"lr.{k}": v for k, v in rates.items()}, **{f"weight_decay.{k}": v for k, v in decays.items()}}
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+    return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in names]
 
 
 def _build_saver(config: CheckpointConfig, mesh: ParallelMesh) -> CheckpointManager | None:

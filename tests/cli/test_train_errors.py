@@ -248,7 +248,7 @@ def test_resume_with_another_schedule(tmp_path: Path, capsys):
 def test_resume_without_optimizer_state(tmp_path: Path, capsys):
     assert main([*MODEL, "--mock-data", "--save", str(tmp_path), "--no-save-optim"]) == 0
     capsys.readouterr()
-    assert "exp_avg" in _fails(capsys, "--mock-data", "--load", str(tmp_path))[1]
+    assert "was saved without optimizer state" in _fails(capsys, "--mock-data", "--load", str(tmp_path))[1]
     assert main([*MODEL, "--mock-data", "--load", str(tmp_path), "--finetune"]) == 0
 
 

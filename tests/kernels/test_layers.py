@@ -160,7 +160,7 @@ def test_activations_are_those_of_transformers():
     names = {"gelu_tanh": "gelu_new", "squared_relu": "relu2"}
     for name, activation in PLAIN.items():
         torch.testing.assert_close(activation(x), ACT2FN[names.get(name, name)](x))
-    gates = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+    gates = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh", "reglu": "relu"}
     assert gates.keys() == GATED.keys()
     for name, activation in GATED.items():
         torch.testing.assert_close(activation(x), ACT2FN[gates[name]](x))

@@ -199,3 +199,14 @@ def test_random_states_that_start_anew_are_announced(
     state.load(str(tmp_path))
     words = [change for change in state.changes if "random states" in change]
     assert words == ([] if said is None else [f"random states (dropout) start anew: {said}"])
+
+
+def test_weights_of_another_model_name_the_settings(tmp_path: Path):
+    run_loop(tiny_run(f"{MODEL} --save {tmp_path} --exit-interval 1"))
+    with pytest.raises(CheckpointError, match=r"(?s)does not fit this run.*that differ: num_layers: 2 then, 3 now"):
+        run_loop(tiny_run(f"{MODEL} --load {tmp_path} --finetune --num-layers 3"))
+    state = TrainState.build(
+        tiny_run(f"{MODEL} --load {tmp_path} --finetune --rotary-base 5000"), ParallelMesh.single()
+    )
+    assert state.load(str(tmp_path))
+    assert state.changes == ["rotary_base: 10000.0 then, 5000.0 now: the weights are used in another model"]

@@ -71,5 +71,7 @@ def test_every_trace_on_disk_is_announced(small_blocks, tmp_path):
 
 def test_room_is_asked_for_before_anything_is_written(tmp_path):
     check_room(tmp_path / "not" / "there" / "yet", 1000)
-    with pytest.raises(CheckpointError, match=r"needs 9000000\.00 GB, and the disk of .* has .* GB left\. Free space"):
+    with pytest.raises(
+        CheckpointError, match=r"needs 9,000,000,000\.0 MB, and the disk of .* has .* MB left\. Free space"
+    ):
         check_room(tmp_path, 9 * 10**15)

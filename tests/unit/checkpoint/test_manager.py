@@ -188,7 +188,7 @@ def test_no_checkpoint(manager, tmp_path):
 
 
 def test_no_such_step(manager, saved):
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 11; it has: 10\. Choose one with --ckpt-step"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 11; it has: 10\. Choose one of these"):
         manager.load(11, [])
 
 

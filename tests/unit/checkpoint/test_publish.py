@@ -11,9 +11,10 @@ import torch
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.checkpoint.storage import DamagedCheckpoint
 from petatron.mesh.mesh import ParallelMesh
+from petatron.models.hf.entries import Entry, Region
 
 
 class Killed(BaseException):
@@ -211,3 +212,30 @@ def test_a_step_that_was_copied_elsewhere_is_still_one(tmp_path):
     save(manager_of(tmp_path / "run"), 10, 1.0)
     shutil.copytree(tmp_path / "run" / "step-00000010", tmp_path / "best")
     assert load(manager_of(tmp_path / "best")) == load(manager_of(tmp_path / "best" / "model")) == (10, 1.0)
+
+
+def test_a_renamed_step_is_not_another_step(tmp_path):
+    save(manager_of(tmp_path), 10, 1.0)
+    (tmp_path / "step-00000010").rename(tmp_path / "step-00000011")
+    (tmp_path / "latest").write_text("step-00000011")
+    with pytest.raises(DamagedCheckpoint, match="is that of step 10: the folder was renamed"):
+        load(manager_of(tmp_path))
+
+
+def test_files_that_a_load_does_not_need_are_missed_all_the_same(tmp_path):
+    for step in (10, 20):
+        manager_of(tmp_path).save(
+            step,
+            [Chunk("model/w", (3, 2), (0, 0), torch.ones(3, 2)), Chunk("master/w", (3, 2), (0, 0), torch.ones(3, 2))],
+            facts={"value": 1.0},
+            same_layout_key="one",
+            model=ModelFolder((Entry("w", (3, 2), (Region("w", (0, 0), (3, 2), (0, 0)),)),), {"config.json": b"{}"}),
+        )
+    (tmp_path / "step-00000020" / "model" / "config.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"config\.json is missing"):
+        load(manager_of(tmp_path))
+    weight = torch.zeros(3, 2)
+    assert manager_of(tmp_path).load(None, [Chunk("master/w", (3, 2), (0, 0), weight)], fallback=True).step == 10
+    (tmp_path / "step-00000010" / "model" / "config.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match="There is no older step to fall back to"):
+        manager_of(tmp_path).load(None, [Chunk("master/w", (3, 2), (0, 0), weight)], fallback=True)
