@@ -1,6 +1,6 @@
 """`CheckpointManager`: all ranks save and load together, and fail together.
 
-`save`, `start_save` and `load` are collective: all ranks of the world call them, in the same order. Each stage runs
+`save` and `load` are collective: all ranks of the world call them, in the same order. Each stage runs
 locally, then the ranks exchange how it went; if any of them failed, all raise the same CheckpointError, so a full disk on
 one machine is an error message and never a hang. The folder must be shared by all ranks.
 """
@@ -96,32 +96,21 @@ class CheckpointManager:
         same_layout_key: str,
         local: Mapping[str, Tensor] | None = None,
         model: ModelFolder | None = None,
+        wait: bool = True,
     ) -> None:
         """Publish a checkpoint; when this returns it is on disk, and when it raises the earlier ones are untouched.
 
         facts: JSON values, the same on every rank. local: this rank's own tensors, which only a run with the same
         `same_layout_key` gets back. model: how the weights stand in the model folder; without it they are kept as boxes.
+        wait: else it returns as soon as everything is copied (a save that is still being written is waited for first), and
+        how it went is known after `drain`.
         """
         job = self._prepare(step, chunks, facts=facts, layout=same_layout_key, local=local, model=model)
-        self._finish(job, self._control)
-
-    def start_save(
-        self,
-        step: int,
-        chunks: Sequence[Chunk],
-        *,
-        facts: Mapping[str, Any],
-        same_layout_key: str,
-        local: Mapping[str, Tensor] | None = None,
-        model: ModelFolder | None = None,
-    ) -> None:
-        """The same, but returns as soon as everything is copied; waits first for a save that is still being written.
-
-        How it went is known after `drain`.
-        """
+        if wait:
+            self._finish(job, self._control)
+            return
         axis = self._background_axis or self._control
         assert axis is not self._control or axis.size == 1, "ranks need an axis that the training loop does not use"
-        job = self._prepare(step, chunks, facts=facts, layout=same_layout_key, local=local, model=model)
         copied = self._together(lambda: job.copied(self._staging), *self._words_for(step))
         self._background.start(lambda: self._finish(copied, axis))
 

@@ -109,7 +109,9 @@ class _Bench:
         theirs.unlink()
         with self._timed("background"):
             with self._timed("stall"):
-                self.manager.start_save(step + 1, self.chunks, facts={}, same_layout_key=_LAYOUT, model=self.model)
+                self.manager.save(
+                    step + 1, self.chunks, facts={}, same_layout_key=_LAYOUT, model=self.model, wait=False
+                )
             self.manager.drain()
         shutil.rmtree(self.folder / "ours")
 

@@ -27,7 +27,7 @@ from petatron.mesh.spec import Piece
 from petatron.mesh.stretch import ParameterGroup, group_pieces
 from petatron.optim.master import MasterOptimizer
 from petatron.parallel.model import ParallelModel
-from petatron.train.model_folder import model_folder
+from petatron.train.model_folder import Companions, model_folder
 
 _UPDATES = "optimizer"
 
@@ -79,19 +79,19 @@ def save_into(
     moments: bool,
     facts: Mapping[str, Any] | None,
     random_states: bool,
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer | Companions | None,
     wait: bool = True,
 ) -> None:
     """`save_checkpoint` with a manager that may write in the background."""
     updates = optimizer.facts() if optimizer is not None and moments else None
-    save = manager.save if wait else manager.start_save
-    save(
+    manager.save(
         step,
         list(chunks(model, optimizer, moments=moments)),
         facts={_UPDATES: updates, "facts": dict(facts or {})},
         same_layout_key=model.layout_key,
         local=model.streams.state() if random_states else {},
         model=model_folder(model.architecture, _weight_dtype(model), tokenizer),
+        wait=wait,
     )
 
 

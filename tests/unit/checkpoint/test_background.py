@@ -40,7 +40,7 @@ def manager(tmp_path, gate):
 
 def _start(manager, weight, step=1, facts=None):
     chunk = Chunk("model/w", tuple(weight.shape), (0,) * weight.dim(), weight)
-    manager.start_save(step, [chunk], facts={} if facts is None else facts, same_layout_key="one")
+    manager.save(step, [chunk], facts=facts or {}, same_layout_key="one", wait=False)
 
 
 def _loaded(manager, step):
