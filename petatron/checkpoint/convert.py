@@ -13,18 +13,19 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from petatron.base.errors import CheckpointError
+from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint import storage
 from petatron.checkpoint.assemble import FilePlan, Weight, file_table, plan_files
 from petatron.checkpoint.disk import Disk, free_bytes
-from petatron.checkpoint.forms import Kind, config_text
+from petatron.checkpoint.forms import Kind, config_text, refuse_inside_step
 from petatron.checkpoint.huggingface import CONFIG
 from petatron.checkpoint.manifest import RankTable, StoredBox, StoredTensor
 from petatron.checkpoint.megatron import write_megatron
@@ -33,7 +34,7 @@ from petatron.checkpoint.sources import Source
 from petatron.checkpoint.state import ROUTERS, WEIGHTS, Chunk
 from petatron.checkpoint.writing import index_document
 from petatron.mesh.boxes import Box
-from petatron.models.hf import Entry, Region, folder_entries, model_config_json
+from petatron.models.hf import Entry, Region, folder_entries, model_config_json, to_hf_config
 
 GENERATION = "generation_config.json"
 SETTINGS = "config.yaml"
@@ -99,6 +100,9 @@ def convert(
     model's settings; `huggingface` the folder of a model; `megatron` one that a Megatron-LM run loads.
     """
     disk = disk or Disk()
+    refuse_inside_step(target, str(target))
+    if conversion.to == "huggingface":
+        _check_expressible(source)
     writer = _Writer(source, conversion, disk, progress)
     with _drafted(target, disk) as draft:
         _check_room(draft, writer.total_bytes)
@@ -108,6 +112,23 @@ def convert(
             writer.write_step(draft)
         else:
             writer.write_megatron(draft)
+
+
+def _check_expressible(source: Source) -> None:
+    """A folder that other programs open needs a family that has all of the model."""
+    remedy = "Convert it with --to petatron instead; petatron.from_pretrained opens that."
+    if source.routers:
+        raise CheckpointError(
+            f"{source.path} has expert biases, and the folder of a model has no place for them. {remedy}"
+        )
+    architecture = source.architecture
+    try:
+        to_hf_config(architecture.model, architecture.moe, architecture.experts_in)
+    except ConfigError as error:
+        lines = "\n".join(f"  {problem.where} {problem.found} {problem.rule}" for problem in error.problems)
+        raise CheckpointError(
+            f"{source.path} is a model that no Hugging Face family can express:\n{lines}\n{remedy}"
+        ) from error
 
 
 @contextmanager
@@ -167,11 +188,6 @@ class _Writer:
 
     def write_folder(self, folder: Path, prefix: str = "") -> RankTable:
         """The folder of a model; `prefix` is what its files are called in a manifest."""
-        if not prefix and self._source.routers:
-            raise CheckpointError(
-                f"{self._source.path} has expert biases, and the folder of a model has no place for them. Convert it to petatron "
-                "or megatron, or load the checkpoint as it is."
-            )
         plans = plan_files(self._entries, self._weights, world_size=1)
         self._buffer = torch.empty(max(self._bytes(entry) for entry in self._entries), dtype=torch.uint8)
         stored = {prefix + plan.name: self._disk.write(folder / plan.name, self._parts(plan)) for plan in plans}
@@ -196,17 +212,21 @@ class _Writer:
     def write_megatron(self, folder: Path) -> None:
         """A folder that a Megatron-LM run loads."""
         layout, architecture = self._conversion.megatron, self._source.architecture
-        write_megatron(
-            folder,
-            iteration=self._source.step,
-            model=architecture.model,
-            moe=architecture.moe,
-            fetch=self._fetch,
-            tp=layout.tp,
-            pp=layout.pp,
-            ep=layout.ep,
-            format=layout.format,
-        )
+        try:
+            write_megatron(
+                folder,
+                iteration=self._source.step,
+                model=architecture.model,
+                moe=architecture.moe,
+                fetch=self._fetch,
+                tp=layout.tp,
+                pp=layout.pp,
+                ep=layout.ep,
+                format=layout.format,
+            )
+        except CheckpointException as error:  # torch puts into it whatever `_fetch` raises, an interrupt included
+            cause, _ = next(iter(error.failures.values()))
+            raise cause from None
 
     def _fetch(self, name: str) -> Tensor:
         """A logical tensor in memory of its own."""
@@ -215,8 +235,19 @@ class _Writer:
         weight = self._weights[name]
         self._report(name, weight.num_bytes)
         tensor = torch.empty(weight.shape, dtype=weight.dtype)
-        self._source.fill([Chunk(WEIGHTS + name, weight.shape, (0,) * len(weight.shape), tensor)])
+        self._fill(name, [Chunk(WEIGHTS + name, weight.shape, (0,) * len(weight.shape), tensor)])
         return tensor
+
+    def _fill(self, called: str, chunks: Sequence[Chunk]) -> None:
+        """Read chunks; a value that its new dtype cannot hold is an error."""
+        source = self._source
+        source.fill(chunks)
+        for chunk in chunks:
+            stored = source.dtypes[chunk.key]
+            if _may_overflow(stored, chunk.tensor.dtype) and not _all_finite(chunk.tensor):
+                before = torch.empty(chunk.tensor.shape, dtype=stored)
+                source.fill([replace(chunk, tensor=before)])
+                _check_finite(called, before, chunk.tensor)
 
     def _parts(self, plan: FilePlan) -> Iterator[bytes | memoryview]:
         """The bytes of a file; each tensor overwrites the one before it in the buffer."""
@@ -228,7 +259,7 @@ class _Writer:
             size = self._bytes(entry)
             self._report(entry.name, size)
             values = self._buffer[:size].view(self._dtype(entry)).view(entry.shape)
-            self._source.fill([_chunk(region, values, self._weights) for region in entry.regions])
+            self._fill(entry.name, [_chunk(region, values, self._weights) for region in entry.regions])
             yield memory[:size]
 
     def _write_routers(self, draft: Path) -> RankTable:
@@ -294,6 +325,25 @@ def _chunk(region: Region, values: Tensor, weights: Mapping[str, Weight]) -> Chu
     while part.dim() < len(region.shape):
         part = part.unsqueeze(0)
     return Chunk(WEIGHTS + region.name, weights[region.name].shape, region.start, part)
+
+
+def _may_overflow(before: torch.dtype, after: torch.dtype) -> bool:
+    return before.is_floating_point and torch.finfo(after).max < torch.finfo(before).max
+
+
+def _all_finite(values: Tensor) -> bool:
+    """Without memory of the tensor's size, which `isfinite` would need several times."""
+    return not values.numel() or all(bound.isfinite() for bound in values.aminmax())
+
+
+def _check_finite(name: str, before: Tensor, after: Tensor) -> None:
+    lost = before[before.isfinite() & ~after.isfinite()]
+    if lost.numel():
+        dtype = str(after.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name} has values up to {lost.abs().max().item():.4g}, and {dtype} ends at {torch.finfo(after.dtype).max:.4g}: "
+            "they would become infinite. Use a wider --dtype, bf16 or fp32, or leave it out."
+        )
 
 
 def _main_dtype(weights: Mapping[str, Weight]) -> torch.dtype:

@@ -21,6 +21,19 @@ from petatron.config import Loaded, load_config
 Kind = Literal["petatron", "huggingface", "megatron"]
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file in which Megatron-LM names its newest step; its own package is slow to import."""
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""The files of a model's folder that go with the weights wherever they go."""
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _LONGEST = 4096
 
@@ -29,7 +42,7 @@ def detect(path: Path) -> Kind:
     """Which form a folder has."""
     if storage.own_step(path) is not None or storage.steps(path):
         return "petatron"
-    if any((path / name).is_file() for name in (".metadata", TRACKER)) or any(path.glob("mp_rank_*")):
+    if is_megatron(path):
         return "megatron"
     if (path / CONFIG).is_file():
         return "huggingface"
@@ -41,6 +54,36 @@ def detect(path: Path) -> Kind:
         f"{path} holds no model: neither steps of Petatron ({storage.step_name(0)}/{storage.MANIFEST}), nor {CONFIG} of a "
         f"Hugging Face model, nor what Megatron-LM saves ({TRACKER}). Give the folder that has one of them."
     )
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether Megatron-LM saved this: a folder of steps, or one of them."""
+    return any((path / name).is_file() for name in (".metadata", TRACKER)) or any(path.glob("mp_rank_*"))
+
+
+def refuse_inside_step(path: Path, called: str) -> None:
+    """Raise for a place inside a checkpoint, which would no longer be what was saved."""
+    whole = path.resolve()
+    for folder in (whole, *whole.parents):
+        if _is_step(folder):
+            raise CheckpointError(
+                f"{called} is inside the checkpoint {folder}, where nothing else may be. Choose a place beside it, such as "
+                f"{folder.parent / (whole.name if whole != folder else 'new')}."
+            )
+
+
+def _is_step(folder: Path) -> bool:
+    """Many programs have a manifest.json; ours says so in its first words."""
+    try:
+        with (folder / storage.MANIFEST).open("rb") as file:
+            return b'"petatron checkpoint"' in file.read(64)
+    except OSError:
+        return False
+
+
+def companions(folder: Path) -> dict[str, Path]:
+    """The files beside the weights that a folder has."""
+    return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
 
 
 def refuse_pickled(folder: Path) -> None:

@@ -34,6 +34,7 @@ from petatron.models.hf import (
 )
 
 CONFIG = "config.json"
+_INDEX = "model.safetensors.index.json"
 
 
 def is_model_folder(path: Path) -> bool:
@@ -71,7 +72,7 @@ def folder_manifest(path: Path, architecture: Architecture) -> Manifest:
             continue
         file, slot = slots[stored[entry.name]]
         if slot.shape != entry.shape:
-            problems.append(f"{stored[entry.name]} is {list(slot.shape)} there and {list(entry.shape)} in this run")
+            problems.append(f"{stored[entry.name]} is {list(slot.shape)} there, and should be {list(entry.shape)}")
             continue
         for region in entry.regions:
             box = StoredBox(
@@ -82,8 +83,8 @@ def folder_manifest(path: Path, architecture: Architecture) -> Manifest:
         lines = "\n".join(f"  {problem}" for problem in problems[:8])
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
-            f"{path} does not hold this run's model:\n{lines}{more}\nUse the model flags of that folder's {CONFIG}, and all "
-            "its files."
+            f"{path} does not hold the tensors that the model should have:\n{lines}{more}\nCopy all files of the model there, "
+            f"and use the settings of its {CONFIG}."
         )
     return Manifest(step=0, layout="", facts={}, tensors=tensors, local={}, files={})
 
@@ -144,7 +145,8 @@ def _check_config(path: Path, architecture: Architecture) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"{path / CONFIG} is of another model ({'; '.join(differing)}). Give this run the settings of that folder."
+            f"{path / CONFIG} is of another model ({'; '.join(differing)}). Give this run the settings of that folder: "
+            f"`petatron checkpoint convert {path} NEW --to petatron` writes them to NEW/config.yaml, for --config."
         )
 
 
@@ -162,8 +164,27 @@ _TRAINING_CHOICES = (
 )
 
 
+def _check_shards(path: Path) -> None:
+    """Every file that the index names must be there; beside one file for all, an index is a leftover."""
+    if not (path / _INDEX).is_file() or (path / "model.safetensors").is_file():
+        return
+    try:
+        files = set(json.loads((path / _INDEX).read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path / _INDEX} cannot be understood ({error!r}). Take it from the model's own folder."
+        ) from error
+    missing = sorted(str(name) for name in files if not (path / str(name)).is_file())
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise CheckpointError(
+            f"{path} lacks {', '.join(missing[:4])}{more}, which {_INDEX} names. Copy all files of the model there."
+        )
+
+
 def _slots(path: Path) -> dict[str, tuple[str, Slot]]:
     """Every tensor of the folder's files, and its file."""
+    _check_shards(path)
     found: dict[str, tuple[str, Slot]] = {}
     for file in sorted(path.glob("*.safetensors")):
         if any(fnmatch.fnmatch(file.name, pattern) for pattern in ("consolidated*", "adapter*")):

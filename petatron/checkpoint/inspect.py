@@ -97,11 +97,14 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A checkpoint without its tensors' values. `run` are the facts of the training run, if one saved it."""
+    """A checkpoint without its tensors' values. `run` are the facts of the training run, if one saved it.
+
+    file_time_s: when its manifest was last written, which a copy may have made later than the save.
+    """
 
     source: Path
     step: int
-    saved_at_s: float
+    file_time_s: float
     layout: str
     run: Mapping[str, Any]
     tensors: tuple[TensorFacts, ...]
@@ -123,7 +126,7 @@ def summarize(source: Path) -> Summary:
     return Summary(
         source=source,
         step=manifest.step,
-        saved_at_s=(source / storage.MANIFEST).stat().st_mtime,
+        file_time_s=(source / storage.MANIFEST).stat().st_mtime,
         layout=manifest.layout,
         run=run_facts(manifest),
         tensors=tuple(

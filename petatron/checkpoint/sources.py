@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
 from petatron.checkpoint import reading, storage
-from petatron.checkpoint.forms import Kind, config_sections, configured, detect, refuse_pickled
+from petatron.checkpoint.forms import Kind, companions, config_sections, configured, detect, refuse_pickled
 from petatron.checkpoint.huggingface import CONFIG, folder_manifest, read_model_config
 from petatron.checkpoint.manifest import Manifest
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
@@ -31,19 +31,6 @@ from petatron.config.layer_pattern import moe_layers
 from petatron.mesh.spec import Shape
 from petatron.models.base import Architecture
 from petatron.models.hf import read_config_json
-
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +126,7 @@ def _manifest_source(
         values=values,
         architecture=architecture,
         config=config,
-        companions={name: folder / name for name in COMPANIONS if (folder / name).is_file()},
+        companions=companions(folder),
         shapes={key: tensor.shape for key, tensor in kept.items()},
         dtypes={key: DTYPES[tensor.dtype] for key, tensor in kept.items()},
         fill=fill,
@@ -163,7 +150,7 @@ def _check_routers(source: Source) -> None:
 
 
 def _open_megatron(path: Path, vocab_size: int | None) -> Source:
-    checkpoint = open_megatron(path, vocab_size=vocab_size)
+    checkpoint = open_megatron(path) if vocab_size is None else _open_with_vocabulary(path, vocab_size)
     values, architecture = _described(checkpoint.model, checkpoint.moe)
     keys = {_key(name): tensor for name, tensor in checkpoint.tensors.items()}
     return Source(
@@ -178,6 +165,19 @@ def _open_megatron(path: Path, vocab_size: int | None) -> Source:
         dtypes={key: tensor.dtype for key, tensor in keys.items()},
         fill=_MegatronReader(checkpoint).fill,
     )
+
+
+def _open_with_vocabulary(path: Path, vocab_size: int) -> MegatronCheckpoint:
+    """A checkpoint that says its vocabulary is believed; one that cannot be opened without the number is opened with it."""
+    try:
+        checkpoint = open_megatron(path)
+    except PetatronError:
+        return open_megatron(path, vocab_size=vocab_size)
+    known = checkpoint.model["vocab_size"]
+    if known != vocab_size:
+        rule = f"contradicts the checkpoint, whose arguments say {known}"
+        raise ConfigError([Problem("--vocab-size", str(vocab_size), rule, "Leave it out.")])
+    return checkpoint
 
 
 def _key(name: str) -> str:

@@ -97,7 +97,7 @@ def _inspect(options: argparse.Namespace) -> int:
     rows = [
         ("checkpoint", str(summary.source)),
         ("step", str(summary.step)),
-        ("saved", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.saved_at_s))),
+        ("time of files", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.file_time_s))),
         ("layout", _layout(summary)),
         ("weights", _size(summary.bytes_in("model"))),
         ("state", _size(summary.bytes_in("state"))),
@@ -116,7 +116,7 @@ def _summary_values(summary: Summary) -> dict[str, Any]:
     return {
         "checkpoint": str(summary.source),
         "step": summary.step,
-        "saved_at_s": summary.saved_at_s,
+        "file_time_s": summary.file_time_s,
         "layout": summary.layout,
         "weights_bytes": summary.bytes_in("model"),
         "state_bytes": summary.bytes_in("state"),
@@ -190,7 +190,7 @@ def _verify(options: argparse.Namespace) -> int:
         reports = [examine(source, progress) for source in [*lost, *chosen]]
         broken = [report for report in reports if not report.sound]
         known = {report.source: report.sound for report in reports}
-        newest = newest_sound(broken[-1].source.parent, known, progress) if broken else None
+        newest = newest_sound(reports[-1].source.parent, known, progress) if broken or options.json else None
     if options.json:
         print(json.dumps(_report_values(reports, newest), indent=1))
     else:
@@ -341,13 +341,17 @@ def _prune(options: argparse.Namespace) -> int:
     if findings:
         raise CheckpointError(f"Nothing was removed, because the newest step is not whole: {findings[0].text}")
     sizes = {step: _folder_bytes(path) for step, path in storage.steps(folder).items()}
-    with claimed(None if options.dry_run else str(folder), rank=0):
-        gone = storage.prune(
-            folder,
-            keep=options.keep,
-            retain_interval=options.retain_interval,
-            disk=Rehearsal() if options.dry_run else Disk(),
-        )
+    try:
+        with claimed(None if options.dry_run else str(folder), rank=0):
+            gone = storage.prune(
+                folder,
+                keep=options.keep,
+                retain_interval=options.retain_interval,
+                disk=Rehearsal() if options.dry_run else Disk(),
+            )
+    except OSError as error:
+        why = error.strerror or error
+        raise CheckpointError(f"{folder} cannot be pruned: {why}. Make it writable, or ask its owner.") from error
     doing = "would remove" if options.dry_run else "removed"
     if gone:
         print(f"{doing} {', '.join(map(str, gone))} ({_size(sum(sizes[step] for step in gone))})")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step", type=int, metavar="N", help="which step of the source (default: the newest)")
     add("--dtype", choices=tuple(_DTYPES), help="dtype of the weights (default: as they are)")
     add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder, to put beside the weights")
-    add("--vocab-size", type=int, metavar="N", help="token ids of a Megatron model, if its checkpoint does not say")
+    add("--vocab-size", type=int, metavar="N", help="token ids of a Megatron model whose checkpoint does not say")
     add("--megatron-format", choices=("legacy", "torch_dist"), help="how to write for Megatron (default: torch_dist)")
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks of the Megatron files (default: 1)")
     add("--pp", type=int, metavar="N", help="pipeline ranks of the Megatron files (default: 1)")
@@ -60,13 +63,49 @@ def run(options: argparse.Namespace) -> int:
             ep=options.ep or 1,
         ),
     )
-    convert(source, options.target, conversion, progress=_progress())
+    with _ended_by_sigterm():
+        convert(source, options.target, conversion, progress=_progress())
     print(f"{options.source} ({source.kind}, step {source.step}) is now {options.target} ({options.to})")
     if options.to == "petatron":
         print(
             f"start from it: petatron train --config {options.target}/config.yaml --load {options.target} --finetune ..."
         )
+    for note in _megatron_notes(options, source) if options.to == "megatron" else ():
+        print(f"note: {note}")
     return 0
+
+
+def _megatron_notes(options: argparse.Namespace, source: Source) -> Iterator[str]:
+    """What of the source or the flags is not in the files."""
+    layout = [f"--{name} {size}" for name in ("tp", "pp", "ep") if (size := getattr(options, name)) is not None]
+    if layout and options.megatron_format != "legacy":
+        yield (
+            f"torch_dist files have no layout and load in any. {', '.join(layout)} stands in the checkpoint's arguments, and the "
+            "vocabulary is padded for it. --megatron-format legacy writes files that are cut that way."
+        )
+    tokenizer = [name for name in source.companions if name != "generation_config.json"]
+    if tokenizer:
+        yield (
+            f"{', '.join(tokenizer)} stay behind: a Megatron checkpoint has no place for a tokenizer, which its flags name "
+            "(--tokenizer-model)."
+        )
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Make SIGTERM an exception, as Ctrl-C is, so that what was begun is removed. Only the main thread may listen."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def _check(options: argparse.Namespace) -> None:

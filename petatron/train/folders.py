@@ -10,9 +10,9 @@ from pathlib import Path
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
 from petatron.checkpoint.disk import check_writable
-from petatron.checkpoint.forms import TRACKER, refuse_pickled
+from petatron.checkpoint.forms import is_megatron, refuse_inside_step, refuse_pickled
 from petatron.checkpoint.huggingface import CONFIG, is_model_folder
-from petatron.checkpoint.storage import MANIFEST, steps
+from petatron.checkpoint.storage import MANIFEST, own_step, steps
 from petatron.config import CheckpointConfig
 
 _log = get_logger(__name__)
@@ -27,7 +27,10 @@ def check_folders(config: CheckpointConfig) -> None:
     continues = config.load is not None and config.save is not None and _same(config.load, config.save)
     if config.load is not None:
         _check_load(Path(config.load), config, may_be_empty=continues)
+    if config.pretrained_checkpoint is not None and not (config.load is not None and steps(Path(config.load))):
+        _refuse_foreign(Path(config.pretrained_checkpoint), "--pretrained-checkpoint")
     if config.save is not None:
+        refuse_inside_step(Path(config.save), f"--save {config.save}")
         if is_model_folder(Path(config.save)):
             raise CheckpointError(
                 f"--save {config.save} is the folder of a model. Give checkpoints a folder of their own."
@@ -54,13 +57,7 @@ def _check_load(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -
     if is_model_folder(folder):
         _check_model_load(folder, config)
         return
-    if (folder / TRACKER).is_file():
-        raise CheckpointError(
-            f"--load {folder} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {folder} NEW_FOLDER --to "
-            "petatron"
-        )
-    if (folder / CONFIG).is_file():
-        refuse_pickled(folder)
+    _refuse_foreign(folder, "--load")
     broken = (
         sorted(path.name for path in folder.glob("step-*") if not path.name.endswith(".tmp")) if folder.is_dir() else []
     )
@@ -85,6 +82,19 @@ def _check_load(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -
             f"--load {folder} holds no checkpoint{because}. Give a folder that --save wrote to. (A run that loads from the "
             "folder it saves to may start with an empty one.)"
         )
+
+
+def _refuse_foreign(folder: Path, flag: str) -> None:
+    """Raise for what other programs saved and only a conversion can read."""
+    if own_step(folder) is not None or steps(folder):
+        return
+    if is_megatron(folder):
+        raise CheckpointError(
+            f"{flag} {folder} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {folder} NEW_FOLDER --to "
+            "petatron"
+        )
+    if (folder / CONFIG).is_file():
+        refuse_pickled(folder)
 
 
 def _check_model_load(folder: Path, config: CheckpointConfig) -> None:

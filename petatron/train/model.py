@@ -9,12 +9,14 @@ from pathlib import Path
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint import storage
 from petatron.checkpoint.disk import Disk
+from petatron.checkpoint.forms import refuse_inside_step
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from petatron.mesh.collectives import gather_objects
 from petatron.mesh.mesh import Axis
 from petatron.models.base import Architecture
 from petatron.parallel.model import ParallelModel
+from petatron.train.model_folder import Companions
 from petatron.train.persist import save_into
 
 
@@ -28,11 +30,16 @@ class Model(ParallelModel):
     True
     """
 
+    companions: Companions | None = None
+    """What came with the weights that `from_pretrained` read."""
+
     def save_pretrained(self, path: str | Path, *, tokenizer: Tokenizer | str | Path | None = None) -> None:
         """Write the model as a Hugging Face folder, which transformers opens as it is; every rank calls it.
 
-        The folder appears when it is complete, and must not exist before, or be empty. A tokenizer is put beside the weights: one of
-        ours, or the path of a tokenizer.json or its folder.
+        The folder appears when it is complete, and must not exist before, or be empty. Beside the weights go the tokenizer's files,
+        generation_config.json and token ids that came with the model, if `from_pretrained` made it; `tokenizer`, one of ours or
+        the path of a tokenizer.json or its folder, takes their place. A model that no Hugging Face family can express is written
+        with the `model_type` petatron, which `from_pretrained` opens and transformers does not.
 
         >>> import petatron, tempfile
         >>> from pathlib import Path
@@ -55,7 +62,7 @@ class Model(ParallelModel):
                 moments=False,
                 facts=None,
                 random_states=False,
-                tokenizer=opened,
+                tokenizer=opened if opened is not None else self.companions,
             )
             _on_first(control, target, lambda: _take_model(draft, target, Disk()))
         finally:
@@ -64,6 +71,7 @@ class Model(ParallelModel):
 
 
 def _check_target(target: Path, draft: Path, architecture: Architecture) -> None:
+    refuse_inside_step(target, str(target))
     if architecture.moe is not None and architecture.moe.moe_router_enable_expert_bias:
         raise CheckpointError(
             "This model chooses its experts with biases, and the folder of a model has no place for them. Use save_checkpoint."

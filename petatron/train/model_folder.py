@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +14,41 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.models.base import Architecture
 from petatron.models.hf import folder_entries, model_config_json
 
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-def model_folder(architecture: Architecture, dtype: torch.dtype, tokenizer: Tokenizer | None) -> ModelFolder:
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """What a model that came from elsewhere brought along: files beside the weights, and the token ids of its config.json.
+
+    An id that its config.json does not name is none: readers have a default for it, which None would replace.
+    """
+
+    token_ids: Mapping[str, Any]
+    files: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], files: Mapping[str, bytes]) -> Companions:
+        return cls({key: config[key] for key in _TOKEN_IDS if key in config}, files)
+
+
+def model_folder(
+    architecture: Architecture, dtype: torch.dtype, tokenizer: Tokenizer | Companions | None
+) -> ModelFolder:
     """How a model is kept so that other programs open it; without a tokenizer the folder has none."""
     model, moe, experts_in = architecture.model, architecture.moe, architecture.experts_in
-    end = None if tokenizer is None else tokenizer.eod
-    config = model_config_json(model, moe, experts_in, dtype) | {"eos_token_id": end, "bos_token_id": None}
-    generation = {"_from_model_config": True, "bos_token_id": None, "eos_token_id": end}
-    documents = {"config.json": _json(config), "generation_config.json": _json(generation)}
-    if tokenizer is not None:
-        documents |= tokenizer.files()
+    config = model_config_json(model, moe, experts_in, dtype)
+    beside = tokenizer if isinstance(tokenizer, Companions) else _made_for(tokenizer)
+    config = {key: value for key, value in config.items() if key not in _TOKEN_IDS} | dict(beside.token_ids)
+    generation = {"_from_model_config": True, **beside.token_ids}
+    documents = {"config.json": _json(config), "generation_config.json": _json(generation), **beside.files}
     return ModelFolder(folder_entries(model, moe, experts_in), documents)
+
+
+def _made_for(tokenizer: Tokenizer | None) -> Companions:
+    """A run's tokenizer ends documents and begins none."""
+    ids = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eod}
+    return Companions(ids, {} if tokenizer is None else tokenizer.files())
 
 
 def _json(content: dict[str, Any]) -> bytes:

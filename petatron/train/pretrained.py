@@ -15,7 +15,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.checkpoint import storage
-from petatron.checkpoint.forms import config_sections, configured, detect, refuse_pickled
+from petatron.checkpoint.forms import companions, config_sections, configured, detect, refuse_pickled
 from petatron.checkpoint.huggingface import read_model_config
 from petatron.config import RunConfig
 from petatron.mesh.launch import read_environment
@@ -25,9 +25,10 @@ from petatron.mesh.stretch import group_pieces
 from petatron.models.hf import family_of, read_config_json, to_logical
 from petatron.train.build import build_model, launch
 from petatron.train.model import Model
+from petatron.train.model_folder import Companions
 from petatron.train.persist import load_checkpoint
 
-_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
 _SIZES = {
     "tensor_model_parallel_size": "tp",
@@ -55,12 +56,13 @@ def from_pretrained(
     mesh: ParallelMesh | None = None,
     *,
     flags: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> Model:
     """The model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
 
     The folder is that of a Hugging Face model, of checkpoints, or of one checkpoint. Without a mesh one is made, for the layout
-    that the flags say. `dtype` None takes what the flags say, else the dtype of the weights.
+    that the flags say. `dtype` is one of torch's, or its name (bfloat16 or bf16 and so on); None takes what the flags say, else
+    the dtype of the weights. What lies beside the weights (tokenizer, token ids) is kept for `save_pretrained`.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -71,17 +73,32 @@ def from_pretrained(
     >>> bool((again.module.norm.weight == model.module.norm.weight).all())
     True
     """
+    precision = None if dtype is None else _precision(dtype)
     if isinstance(source, str | Path):
-        content = read_model_config(_model_folder(Path(source)))
-        run = _run_config(content, mesh, flags, dtype, stored=content.get("dtype") or content.get("torch_dtype"))
+        folder = _model_folder(Path(source))
+        content = read_model_config(folder)
+        run = _run_config(content, mesh, flags, precision, stored=content.get("dtype") or content.get("torch_dtype"))
         model = build_model(run, mesh or launch(run))
         load_checkpoint(str(source), model=model, random_states=False)
+        beside = {name: path.read_bytes() for name, path in companions(folder).items()}
+        model.companions = Companions.of(content, beside)
         return model
     content, tensors = source.config.to_dict(), source.state_dict()
-    run = _run_config(content, mesh, flags, dtype, stored=next(iter(tensors.values())).dtype)
+    run = _run_config(content, mesh, flags, precision, stored=next(iter(tensors.values())).dtype)
     model = build_model(run, mesh or launch(run))
     _fill(model, content, tensors)
+    model.companions = Companions.of(content, {})
     return model
+
+
+def _precision(dtype: torch.dtype | str) -> str:
+    """What the flags call a dtype."""
+    name = str(dtype).removeprefix("torch.")
+    found = name if name in _PRECISIONS.values() else _PRECISIONS.get(name)
+    if found is None:
+        rule = "is not a dtype that a model can be computed in"
+        raise ConfigError([Problem("dtype", str(dtype), rule, f"Use one of torch's {', '.join(_PRECISIONS)}.")])
+    return found
 
 
 def _model_folder(path: Path) -> Path:
@@ -103,16 +120,16 @@ def _run_config(
     content: Mapping[str, Any],
     mesh: ParallelMesh | None,
     flags: Sequence[str],
-    dtype: torch.dtype | None,
+    precision: str | None,
     *,
     stored: torch.dtype | str | None,
 ) -> RunConfig:
     """The settings of a config.json, the layout of the mesh, then the flags."""
     sections = config_sections(*read_config_json(content))
     said = any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in flags)
-    if dtype is not None or not said:
-        name = _PRECISIONS.get(str(dtype or stored).removeprefix("torch."))
-        sections["precision"] = {name: True} if name is not None else {}
+    if precision is not None or not said:
+        name = precision or _PRECISIONS.get(str(stored).removeprefix("torch."), "fp32")
+        sections["precision"] = {name: True} if name != "fp32" else {}
     if mesh is None:
         return configured(sections, flags, world_size=read_environment().world_size).config
     sizes = {**_SIZES, **_EXPERT_SIZES} if "moe" in sections else _SIZES

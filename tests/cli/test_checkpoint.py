@@ -17,7 +17,7 @@ import torch
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint import compare, manifest, storage
-from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, digest_file
+from petatron.checkpoint.disk import BLOCK_BYTES, Disk, StoredFile, digest_file
 from petatron.checkpoint.inspect import examine
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
@@ -155,7 +155,7 @@ DAMAGE = {
         lambda step: (step / "model/config.json").unlink(),
         "model/config.json",
         "is missing",
-        None,
+        "is missing",
     ),
     "extra file": (
         lambda step: (step / "model/extra.safetensors").write_bytes(b""),
@@ -208,6 +208,7 @@ def test_verify_of_sound_steps(folder: Path, capsys: pytest.CaptureFixture[str])
     assert code == 0 and out.count("good: 7 files") == 3
     code, out, _ = _ask(capsys, "verify", folder, "--step", 6, "--json")
     assert code == 0 and json.loads(out)["sound"] and "step-00000006" in json.loads(out)["checkpoints"][0]["checkpoint"]
+    assert json.loads(out)["newest_good"] == str(folder / NEWEST), "of the folder, whichever was asked for"
     assert _ask(capsys, "verify", folder / NEWEST)[0] == 0
 
 
@@ -283,6 +284,7 @@ def test_inspect_says_what_there_is(folder: Path, capsys: pytest.CaptureFixture[
     assert code == 0
     for words in (
         "step              6",
+        "time of files     2",
         "tp 2, dp 2, optim sharded, 4 ranks",
         "consumed samples  12",
         "model.num_layers",
@@ -392,6 +394,21 @@ def test_prune_refuses(folder: Path, capsys: pytest.CaptureFixture[str]):
     _truncate(folder / NEWEST)
     code, _, err = _ask(capsys, "prune", folder, "--keep", 1)
     assert code == 1 and "Nothing was removed" in err and STATE in err and len(storage.steps(folder)) == 3
+
+
+def test_prune_of_a_folder_that_cannot_be_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def fail(self: Disk, old: Path, new: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Disk, "rename", fail)
+    code, _, err = _ask(capsys, "prune", folder, "--keep", 1)
+    assert code == 1 and f"{folder} cannot be pruned: Read-only file system. Make it writable" in err
+    (folder / ".lock").unlink()
+    (folder / ".lock").mkdir()  # cannot be opened for writing, by anyone
+    code, _, err = _ask(capsys, "prune", folder, "--keep", 1)
+    assert code == 1 and "cannot be pruned: Is a directory" in err and len(storage.steps(folder)) == 3
 
 
 def test_help_needs_no_torch():

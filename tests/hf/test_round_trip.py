@@ -114,9 +114,14 @@ def test_transformers_opens_what_the_trainer_saved(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", later("qwen3-head-norm"), later("qwen2-moe")])
-def test_a_transformers_model_in_memory(name: str):
-    true = truth(name)
-    model = petatron.from_pretrained(build(name))
+def test_a_transformers_model_in_memory(name: str, tmp_path: Path):
+    true, theirs = truth(name), build(name)
+    theirs.config.bos_token_id, theirs.config.eos_token_id = 3, 5
+    model = petatron.from_pretrained(theirs)
+    model.save_pretrained(tmp_path / "ours")
+    again = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(again, key) == getattr(theirs.config, key)
     model.module.eval()
     with torch.no_grad():
         close(model.module.logits(true.tokens), true.logits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -76,7 +77,7 @@ def same(one: Path, other: Path) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "no family", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_to_a_model_folder_and_back(tmp_path: Path, name: str):
     run = saved(name, tmp_path / "run")
     convert(open_source(run), tmp_path / "model", Conversion(to="huggingface"))
@@ -89,6 +90,19 @@ def test_to_a_model_folder_and_back(tmp_path: Path, name: str):
     again = petatron.from_pretrained(tmp_path / "again")
     assert again.architecture.model.activation == run_of(name).model.activation
     petatron.load_checkpoint(str(tmp_path / "again"), model=again)
+
+
+def test_a_model_of_no_family_stays_ours(tmp_path: Path):
+    run = saved("no family", tmp_path / "run")
+    with pytest.raises(CheckpointError) as caught:
+        convert(open_source(run), tmp_path / "model", Conversion(to="huggingface"))
+    assert "no Hugging Face family can express:" in str(caught.value) and "--to petatron" in str(caught.value)
+    assert "--activation squared_relu" in str(caught.value) and not (tmp_path / "model").exists()
+    petatron.from_pretrained(run).save_pretrained(tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "petatron"
+    convert(open_source(tmp_path / "model"), tmp_path / "again", Conversion(to="petatron"))
+    same(run, tmp_path / "again")
+    assert petatron.from_pretrained(tmp_path / "again").architecture.model.activation == "squared_relu"
 
 
 @pytest.mark.parametrize("form", ["legacy", "torch_dist"])
@@ -143,6 +157,23 @@ def test_wide_weights_come_from_the_optimizer(tmp_path: Path):
     )
     assert all(torch.equal(half[key], value.half()) for key, value in narrow.items())
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("to", ["huggingface", "megatron"])
+def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path, to: Any):
+    folder = model_folder(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = -1e5
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"layers.1.mlp.down.* has values up to 1e\+05, and float16 ends at 6.55e\+04"
+    ):
+        convert(open_source(folder), tmp_path / "half", Conversion(to=to, dtype=torch.float16))
+    assert not (tmp_path / "half").exists() and not (tmp_path / "half.tmp").exists()
+    convert(open_source(folder), tmp_path / "brain", Conversion(to=to, dtype=torch.bfloat16))
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = math.inf  # was there before, and is nobody's loss
+    save_file(tensors, folder / "model.safetensors")
+    convert(open_source(folder), tmp_path / "half", Conversion(to=to, dtype=torch.float16))
 
 
 def test_one_tensor_at_a_time(tmp_path: Path):
@@ -265,6 +296,24 @@ def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.tmp").exists()
 
 
+def test_nothing_is_put_into_a_checkpoint(tmp_path: Path):
+    run = saved("llama", tmp_path / "run")
+    step = run / "step-00000003"
+    for inside in (step / "hf", step / "model" / "deeper" / "hf"):
+        with pytest.raises(
+            CheckpointError, match=r"is inside the checkpoint .*step-00000003, where nothing else may be"
+        ):
+            convert(open_source(run), inside, Conversion(to="huggingface"))
+        with pytest.raises(CheckpointError, match="is inside the checkpoint"):
+            petatron.from_pretrained(run).save_pretrained(inside)
+    for save in (step, step / "run"):
+        with pytest.raises(CheckpointError, match=r"--save .* is inside the checkpoint"):
+            check_folders(CheckpointConfig(save=str(save)))
+    assert sorted(path.name for path in step.iterdir()) == ["manifest.json", "model", "state"]
+    (tmp_path / "manifest.json").write_text('{"name": "an app"}')  # a stranger's
+    convert(open_source(run), run / "hf", Conversion(to="huggingface"))
+
+
 def model_folder(tmp_path: Path) -> Path:
     convert(open_source(saved("llama", tmp_path / "run")), tmp_path / "model", Conversion(to="huggingface"))
     return tmp_path / "model"
@@ -284,6 +333,26 @@ def test_all_tensors_that_do_not_fit_are_named(tmp_path: Path):
         "model.norm.weight is [17]",
     ):
         assert part in str(caught.value)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(assemble, "_MOST_FILE_BYTES", 4000)
+    folder = model_folder(tmp_path)
+    gone = sorted(folder.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=rf"lacks {gone.name}, which model.safetensors.index.json names"):
+        open_source(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    with pytest.raises(CheckpointError, match=r"index.json cannot be understood"):
+        open_source(folder)
+
+
+def test_a_run_of_other_settings_is_told_where_to_get_them(tmp_path: Path):
+    model = petatron.build_model(run_of("gpt2"), ParallelMesh.single())
+    with pytest.raises(
+        CheckpointError, match=r"another model.*convert .*/model NEW --to petatron` writes them to NEW/con"
+    ):
+        petatron.load_checkpoint(str(model_folder(tmp_path)), model=model)
 
 
 def test_a_checkpoint_with_another_models_config(tmp_path: Path):
@@ -317,6 +386,8 @@ def test_pickles_are_refused(tmp_path: Path):
             attempt(folder)
     with pytest.raises(CheckpointError, match="Save it again as safetensors"):
         check_folders(CheckpointConfig(load=str(folder), finetune=True))
+    with pytest.raises(CheckpointError, match="Save it again as safetensors"):
+        check_folders(CheckpointConfig(pretrained_checkpoint=str(folder)))
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match=r"has config.json and no safetensors"):
         open_source(folder)
@@ -334,6 +405,10 @@ def test_what_holds_no_model(tmp_path: Path):
         petatron.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"petatron checkpoint convert .* --to petatron"):
         check_folders(CheckpointConfig(load=str(tmp_path), finetune=True))
+    with pytest.raises(CheckpointError, match=r"--pretrained-checkpoint .* was saved by Megatron-LM. Convert it first"):
+        check_folders(CheckpointConfig(pretrained_checkpoint=str(tmp_path)))
+    run = saved("llama", tmp_path / "run")
+    check_folders(CheckpointConfig(pretrained_checkpoint=str(tmp_path), load=str(run)))  # is not asked
 
 
 def test_a_run_starts_from_a_model_only_when_told(tmp_path: Path):
@@ -368,6 +443,38 @@ def test_a_tokenizer_goes_along(tmp_path: Path):
         assert json.loads((tmp_path / "back" / name).read_text())["eos_token_id"] == 7
 
 
+def test_what_came_with_a_model_goes_along(tmp_path: Path):
+    folder = model_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["bos_token_id"]
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, 5], "pad_token_id": 4}))
+    beside = {"tokenizer.json": "{}", "generation_config.json": '{"temperature": 0.5}', "chat_template.jinja": "hi"}
+    for name, text in beside.items():
+        (folder / name).write_text(text)
+    model = petatron.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "copy")
+    assert {name: (tmp_path / "copy" / name).read_text() for name in beside} == beside
+    written = json.loads((tmp_path / "copy" / "config.json").read_text())
+    assert (written["eos_token_id"], written["pad_token_id"], "bos_token_id" in written) == ([3, 5], 4, False)
+    train_bpe(["some text"], 300, tmp_path / "tokenizer.json")
+    model.save_pretrained(tmp_path / "other", tokenizer=tmp_path / "tokenizer.json")
+    assert (tmp_path / "other" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    assert not (tmp_path / "other" / "chat_template.jinja").exists()
+    assert "temperature" not in (tmp_path / "other" / "generation_config.json").read_text()
+    assert "pad_token_id" not in (tmp_path / "other" / "config.json").read_text()
+
+
+def test_dtypes_by_name(tmp_path: Path):
+    folder = model_folder(tmp_path)
+    for name in ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert petatron.from_pretrained(folder, dtype=name).dtype == torch.bfloat16
+    for wrong in ("auto", "bf-16", torch.int8):
+        with pytest.raises(
+            ConfigError, match=r"dtype .* can be computed in. Use one of torch's bfloat16, float16, float32"
+        ):
+            petatron.from_pretrained(folder, dtype=wrong)
+
+
 def cli(*words: object) -> int:
     return main(["checkpoint", "convert", *map(str, words)])
 
@@ -386,6 +493,46 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli(tmp_path / "theirs", tmp_path / "back", "--to", "huggingface", "--vocab-size", "37") == 0
     run_again = petatron.load_config(["--lr", "1"], files=[ours / "config.yaml"], require_training=False).config
     assert run_again.model.num_layers == 2 and run_again.model.vocab_size == 37
+
+
+def test_command_line_to_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = model_folder(tmp_path)
+    assert cli(folder, tmp_path / "plain", "--to", "megatron") == 0
+    assert "note:" not in capsys.readouterr().out
+    (folder / "tokenizer.json").write_text("{}")
+    assert cli(folder, tmp_path / "dist", "--to", "megatron", "--tp", 2) == 0
+    text = capsys.readouterr().out
+    assert "torch_dist files have no layout and load in any. --tp 2 stands in" in text
+    assert "note: tokenizer.json stay behind" in text
+    assert cli(folder, tmp_path / "legacy", "--to", "megatron", "--tp", 2, "--megatron-format", "legacy") == 0
+    assert "have no layout" not in capsys.readouterr().out
+    assert cli(tmp_path / "dist", tmp_path / "back", "--to", "petatron", "--vocab-size", 30) == 2
+    assert "--vocab-size 30 contradicts the checkpoint, whose arguments say 37" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_sigterm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = saved("llama", tmp_path / "run")
+    drafts = []
+
+    def reach(self: Disk, moment: str, path: Path) -> None:
+        if moment == "written":
+            drafts.append((tmp_path / "out.tmp").exists())
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Disk, "reach", reach)
+
+    def ignore(number: int, frame: object) -> None:
+        """Or a failure would end the whole session."""
+
+    before = signal.signal(signal.SIGTERM, ignore)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            cli(run, tmp_path / "out", "--to", "huggingface")
+        assert drafts == [True] and not any(tmp_path.glob("out*"))
+        assert signal.getsignal(signal.SIGTERM) is ignore, "as it was before"
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
