@@ -18,6 +18,7 @@ from petatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.reading import open_header
 from petatron.checkpoint.safetensors_file import Slot
 from petatron.checkpoint.state import WEIGHTS
+from petatron.config.identity import SPELLINGS, is_identity
 from petatron.mesh.boxes import Box
 from petatron.mesh.spec import Shape
 from petatron.models.base import Architecture
@@ -141,27 +142,13 @@ def _check_config(path: Path, architecture: Architecture) -> None:
     differing = [
         f"{name}: {value} there, {ours.get(name)} in this run"
         for name, value in sorted(theirs.items())
-        if name not in _TRAINING_CHOICES and ours.get(name) != value
+        if is_identity(name) and name not in SPELLINGS and ours.get(name) != value
     ]
     if differing:
         raise CheckpointError(
             f"{path / CONFIG} is of another model ({'; '.join(differing)}). Give this run the settings of that folder: "
             f"`petatron checkpoint convert {path} NEW --to petatron` writes them to NEW/config.yaml, for --config."
         )
-
-
-_TRAINING_CHOICES = (
-    "max_position_embeddings",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_load_balancing_type",
-    "moe_input_jitter_eps",
-    "moe_layer_freq",
-    "group_query_attention",
-)
 
 
 def _check_shards(path: Path) -> None:

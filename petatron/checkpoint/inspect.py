@@ -25,6 +25,7 @@ from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read
 from petatron.checkpoint.manifest import Manifest, StoredBox
 from petatron.checkpoint.placing import entry_box
 from petatron.checkpoint.safetensors_file import DTYPES, Slot, read_header
+from petatron.config.identity import SPELLINGS
 from petatron.mesh.boxes import tiling_problem
 from petatron.models.hf import read_config_json
 
@@ -32,8 +33,6 @@ Note = Callable[[int, int], None]
 """Told how much of how much work is done."""
 
 _CONFIG = f"{storage.MODEL}/config.json"
-_SPELLINGS = ("group_query_attention", "moe_layer_freq")
-"""Settings that can be written in several ways; what they mean shows in others."""
 _SHOWN = 3
 _THREADS = 4
 
@@ -307,7 +306,7 @@ def _config_findings(path: Path, run: Mapping[str, Any]) -> Iterator[Finding]:
     differing = [
         f"{name} is {value} there and {saved[name]} in the manifest"
         for name, value in sorted(json.loads(json.dumps(model | moe)).items())  # tuples as the lists that were saved
-        if name in saved and name not in _SPELLINGS and saved[name] != value
+        if name in saved and name not in SPELLINGS and saved[name] != value
     ]
     if differing:
         yield _damaged(path, f"is of another model: {'; '.join(differing)}")

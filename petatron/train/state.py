@@ -11,6 +11,7 @@ from petatron.base.log import get_logger
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.config.fields import by_name
+from petatron.config.identity import is_identity
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.master import MasterOptimizer
@@ -23,25 +24,6 @@ from petatron.train.continuation import changes, plain
 from petatron.train.persist import LoadedState, load_checkpoint, load_state, save_into
 
 _log = get_logger(__name__)
-_NOT_THE_MODEL = (
-    "seq_length",
-    "max_position_embeddings",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "embedding_init_method_std",
-    "make_vocab_size_divisible_by",
-    # How experts are trained and run, not what they compute.
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_bias_update_rate",
-    "moe_router_force_load_balancing",
-    "moe_input_jitter_eps",
-    "moe_grouped_gemm",
-    "moe_token_dispatcher_type",
-    "moe_pad_expert_input_to_capacity",
-)
 
 
 @dataclass(slots=True)
@@ -235,7 +217,7 @@ class TrainState:
         A dense model says nothing of experts, so that a checkpoint from before there were any is still its own.
         """
         facts = asdict(self.run.model) | (asdict(self.run.moe) if self.run.moe.num_experts is not None else {})
-        return {name: value for name, value in facts.items() if name not in _NOT_THE_MODEL}
+        return {name: value for name, value in facts.items() if is_identity(name)}
 
     def _schedule_facts(self) -> dict[str, Any]:
         """What would change the course of a run if it changed on resume."""

@@ -14,19 +14,13 @@ from typing import Any
 import torch
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.config.identity import RUN_CHOICES
 from petatron.config.schema import ModelConfig, MoEConfig
 from petatron.models.hf.config import family_or_none, from_hf_config, to_hf_config
 from petatron.models.hf.moe_config import layer_pattern
 
 OWN_TYPE = "petatron"
 _OWN_ARCHITECTURE = "PetatronForCausalLM"
-_RUNS_CHOICE = {
-    "seq_length",
-    "make_vocab_size_divisible_by",
-    "moe_grouped_gemm",
-    "moe_token_dispatcher_type",
-    "moe_router_force_load_balancing",
-}
 _FIX = "Take config.json from the folder as it was saved, or use a newer Petatron."
 
 
@@ -69,9 +63,9 @@ def _own_problems(section: str, values: Any, known: Collection[str]) -> list[Pro
     return [
         Problem(f"{section}.{name}", str(values[name]), "is not a setting this version has", _FIX)
         for name in values
-        if name not in known or name in _RUNS_CHOICE
+        if name not in known or name in RUN_CHOICES
     ]
 
 
 def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in _RUNS_CHOICE}
+    return {name: value for name, value in values.items() if name not in RUN_CHOICES}
