@@ -51,6 +51,7 @@ def _serve(rank: int, connection: Connection, port: int, stack_file: str) -> Non
                 if world_size > 1:
                     prefix = dist.PrefixStore(f"task{task}", store)
                     dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size)
+                    dist.barrier()  # a rank with nothing to do must not be gone before the others have connected
                 answer = (True, fn(*args))
             except BaseException:
                 answer = (False, traceback.format_exc())
