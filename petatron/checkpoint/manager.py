@@ -27,7 +27,7 @@ from petatron.checkpoint.manifest import Manifest
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
 from petatron.checkpoint.storage import DamagedCheckpoint
 from petatron.checkpoint.writing import Job, check_room, folder_chunks, plan_job, write_job
-from petatron.mesh.collectives import gather_objects, gather_objects_to_first
+from petatron.mesh.collectives import broadcast_object, gather_objects, gather_objects_to_first
 from petatron.mesh.mesh import Axis
 
 _log = get_logger(__name__)
@@ -253,7 +253,7 @@ class CheckpointManager:
     def from_first(self, ask: Callable[[], Result]) -> Result:
         """What the first rank sees on disk, on every rank."""
         found = self._together(lambda: ask() if self._leads else None)
-        return gather_objects(found, self._control)[0]
+        return broadcast_object(found, self._control)
 
     def fill(
         self,

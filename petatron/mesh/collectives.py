@@ -197,6 +197,16 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return out
 
 
+def broadcast_object(value: Any, axis: Axis) -> Any:
+    """The axis's first rank's value on every rank: for what only one knows and may be large."""
+    if axis.size == 1:
+        return value
+    axis.record.add(axis.name, "broadcast_object", elements=0, dtype=torch.uint8)
+    held = [value]
+    dist.broadcast_object_list(held, src=axis.ranks[0], group=axis.group)
+    return held[0]
+
+
 def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
     """Every rank's value on the axis's first rank, None on the others: for what may be large and only one needs."""
     if axis.size == 1:

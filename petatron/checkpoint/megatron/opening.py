@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError
+from petatron.checkpoint.forms import TRACKER
 from petatron.checkpoint.megatron.arguments import read_arguments
 from petatron.checkpoint.megatron.dist import read_dist
 from petatron.checkpoint.megatron.layouts import unpack
@@ -24,7 +25,6 @@ from petatron.config.schema import ModelConfig, MoEConfig
 from petatron.mesh.spec import Shape
 from petatron.models.hf.listing import some
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _HEAD = "output_layer.weight"
 
 
