@@ -26,6 +26,7 @@ ROWS = (
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
 CORE = ("torch", "numpy", "safetensors", "yaml", "tokenizers")
+TRITON = PACKAGE / "kernels" / "triton"  # loaded by name, and only where Triton is there
 
 
 def _folder(path: Path) -> str | None:
@@ -90,13 +91,25 @@ def test_imports_inside_functions_have_a_reason(path: Path):
                 assert allowed, f"{relative}:{line} imports {name} inside a function"
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_triton_stays_in_its_folder(path: Path):
+    """Its kernels import it at the top, as they must; nobody else does, and nobody else imports them."""
+    if path.is_relative_to(TRITON):
+        return
+    for line, name in _imports(_tree(path)):
+        assert name.split(".")[0] != "triton", f"{path}:{line} imports {name}"
+        assert not name.startswith("petatron.kernels.triton"), f"{path}:{line} imports {name}: ask the registry for it"
+
+
 def test_no_file_outgrows_a_screenful():
     long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > 450}
     assert set(long) <= {"petatron/config/schema.py"}, f"what are these really two of? {long}"
 
 
 def test_every_module_imports_with_the_core_alone():
-    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in SOURCES if p.name != "__main__.py"]
+    """And every operation has an implementation then."""
+    sources = [path for path in SOURCES if path.name != "__main__.py" and not path.is_relative_to(TRITON)]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
     program = f"""
 import importlib, sys
 for name in ("rich", "tensorboard", "wandb", "transformers", "zstandard", "triton", "fastapi", "uvicorn", "pytest",
@@ -104,6 +117,13 @@ for name in ("rich", "tensorboard", "wandb", "transformers", "zstandard", "trito
     sys.modules[name] = None  # as if it were not installed
 for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))
+import torch
+from petatron.kernels.registry import OPERATIONS, Situation, survey
+here = Situation.of(torch.device("cpu"), torch.bfloat16, compiles=True)
+for situation in (here, Situation("cuda", (9, 0), torch.bfloat16, True, here.tools)):
+    choices = survey(situation)
+    assert [choice.operation for choice in choices] == list(OPERATIONS)
+    assert {{choice.name for choice in choices}} == {{"reference", "emulation", "torch fused"}}, choices
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """`petatron bench`: measurements that compare two ways of doing the same work in one run, on this machine.
 
-A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES.
+A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES. One that sets
+TAKES_RUN_FLAGS also gets the flags it did not ask for, as `run(args, flags)`: they are those of a training run.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class BenchResult:
 BENCHES: Mapping[str, tuple[str, str]] = {
     "data": ("petatron.cli.bench_data", "preprocessing against a bare tokenizer loop, and index building"),
     "checkpoint": ("petatron.cli.bench_checkpoint", "saving and loading against torch.save and torch.load"),
+    "optimizer": ("petatron.cli.bench_optimizer", "one optimizer step against torch's fused AdamW, clipping and cast"),
+    "train": ("petatron.cli.bench_train", "the training step: speed, MFU and memory, alone or against a peer"),
+    "generate": ("petatron.cli.bench_generate", "continuing text, against transformers"),
 }
 
 
@@ -41,9 +45,13 @@ def main(argv: Sequence[str]) -> int:
         one = names.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         one.add_argument("--json", metavar="FILE", help="write all numbers here")
         importlib.import_module(module).add_arguments(one)
-    args = parser.parse_args(argv)
+    args, flags = parser.parse_known_args(argv)
+    module = importlib.import_module(BENCHES[args.bench][0])
+    takes_flags = getattr(module, "TAKES_RUN_FLAGS", False)
+    if flags and not takes_flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     configure()
-    result: BenchResult = importlib.import_module(BENCHES[args.bench][0]).run(args)
+    result: BenchResult = module.run(args, flags) if takes_flags else module.run(args)
     width = max(len(label) for label, _ in result.rows)
     for label, value in result.rows:
         print(f"{label:<{width}}  {value}")

@@ -30,7 +30,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "log": (("rich", "tensorboard", "wandb"), "the live terminal view, TensorBoard and Weights & Biases"),
     "hf": (("transformers",), "comparing with Hugging Face models"),
     "data": (("zstandard",), "reading .zst corpora"),
-    "triton": (("triton",), "nothing in this version; fused GPU kernels will use it"),
+    "triton": (("triton",), "fused GPU kernels; what they do is then done with plain operations, in more passes over memory"),
     "serve": (("fastapi", "uvicorn"), "nothing in this version; the text-generation server will use it"),
 }
 
@@ -47,6 +47,8 @@ class Device:
     attention: tuple[str, ...]
     """Scaled-dot-product backends that ran, in torch's order of preference."""
     fused_adamw: bool
+    kernels: tuple[str, ...]
+    """What training in bf16 would use for each operation, and why nothing better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,7 @@ def _devices() -> tuple[Device, ...]:
                 reason="always there; its peak is unknown, so no MFU" if fact.kind == "cpu" else fact.reason,
                 attention=_attention_backends(device),
                 fused_adamw=_works(lambda device=device: _fused_adamw(device)),
+                kernels=_kernels(device),
             )
         )
     return tuple(found)
@@ -178,6 +181,14 @@ def _attention_backends(device: torch.device) -> tuple[str, ...]:
             torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
     return tuple(name for name, backend in preferred.items() if _works(lambda backend=backend: attend(backend)))
+
+
+def _kernels(device: torch.device) -> tuple[str, ...]:
+    import torch
+
+    from petatron.kernels.registry import Situation, survey
+
+    return tuple(map(str, survey(Situation.of(device, torch.bfloat16, compiles=True))))
 
 
 def _fused_adamw(device: torch.device) -> None:
@@ -210,7 +221,8 @@ def render(found: Diagnosis) -> str:
         peak = "" if device.peak_bf16_tflops is None else f", {device.peak_bf16_tflops:.0f} bf16 TFLOP/s"
         lines.append(f"  {device.kind}: {device.name}, {device.memory_gb} GB{peak} ({device.reason})")
         lines.append(f"      attention: {', '.join(device.attention) or 'none ran'}")
-        lines.append(f"      AdamW: {'fused' if device.fused_adamw else 'one kernel per operation'}")
+        lines.append(f"      AdamW of torch: {'fused' if device.fused_adamw else 'one kernel per operation'}")
+        lines += [f"      {kernel}" for kernel in device.kernels]
     backends = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.backends.items())
     lines += ["", f"Communication: {backends}", f"Started by: {found.launched_by}"]
     lines.append(f"Working folder: {found.working_folder}, {found.working_folder_free_gb} GB free")

@@ -1,6 +1,7 @@
 """`petatron plan`: what a layout will cost, before it is started.
 
 `plan schedule` simulates a pipeline schedule and draws it, compares all schedules, or draws what a run has measured.
+`plan memory` predicts what every rank will hold, in `plan_memory.py`.
 """
 
 from __future__ import annotations
@@ -49,10 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--measured", metavar="FILE.json", type=Path, help="draw the timeline a run wrote, not a simulated one"
     )
+    verbs.add_parser("memory", help="predict what every rank will hold, and what would make it fit", add_help=False)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["memory"]:  # its flags are those of `petatron train`
+        from petatron.cli.plan_memory import main as plan_memory
+
+        return plan_memory(argv[1:])
     options = _parser().parse_args(argv)
     if options.measured is not None:
         return _measured(options)

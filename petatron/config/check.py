@@ -16,6 +16,7 @@ from petatron.config.check_layout import check_layout
 from petatron.config.check_model import check_model
 from petatron.config.check_moe import check_moe
 from petatron.config.check_pipeline import check_pipeline
+from petatron.config.check_precision import check_precision
 from petatron.config.check_run import check_run
 from petatron.config.check_sharding import check_sharding
 from petatron.config.fields import by_path
@@ -26,8 +27,6 @@ from petatron.config.schema import RunConfig
 NOT_IN_THIS_VERSION: Mapping[str, str] = {
     "latent.multi_latent_attention": "multi-latent attention",
     "latent.mtp_num_layers": "multi-token prediction",
-    "precision.fp8_format": "FP8 training",
-    "memory.optimizer_cpu_offload": "optimizer CPU offload",
 }
 
 
@@ -44,6 +43,7 @@ def check(config: RunConfig, *, require_training: bool = True) -> list[Problem]:
         check_layout(config),
         check_pipeline(config),
         check_sharding(config),
+        check_precision(config),
         check_run(config, require_training=require_training),
         check_files(config, require_training=require_training),
     )

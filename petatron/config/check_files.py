@@ -19,6 +19,7 @@ def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Proble
     yield from at_least("log_interval", config.log.log_interval, 1)
     yield from at_least("num_workers", config.data.num_workers, 0)
     yield from _timeline(config)
+    yield from _profile(config)
     if config.log.wandb_exp_name is not None and config.log.wandb_project is None:
         yield Problem("--wandb-exp-name", config.log.wandb_exp_name, "needs --wandb-project", "Give the project too.")
 
@@ -29,6 +30,24 @@ def _timeline(config: RunConfig) -> Iterator[Problem]:
     if config.log.pipeline_timeline is not None and last is not None and step > last >= 1:
         rule = f"is after the last of --train-iters {last}, so nothing would be written"
         yield Problem("--pipeline-timeline-step", str(step), rule, f"Use {last} or less.")
+
+
+def _profile(config: RunConfig) -> Iterator[Problem]:
+    log, last, ranks = config.log, config.train.train_iters, config.parallel.world_size
+    yield from at_least("profile_step_start", log.profile_step_start, 1)
+    if not log.profile:
+        return
+    start, end = log.profile_step_start, log.profile_step_end
+    if end <= start:
+        rule = f"is not after --profile-step-start {start}, so nothing would be traced"
+        yield Problem("--profile-step-end", str(end), rule, f"Use {start + 1} or more.")
+    if last is not None and start > last >= 1:
+        rule = f"is after the last of --train-iters {last}, so nothing would be traced"
+        yield Problem("--profile-step-start", str(start), rule, f"Use {last} or less.")
+    beyond = [str(rank) for rank in log.profile_ranks if rank < 0 or (ranks is not None and rank >= ranks)]
+    if beyond:
+        rule = "is no rank of this run" if ranks is None else f"is not among the {ranks} ranks of this run"
+        yield Problem("--profile-ranks", " ".join(beyond), rule, "Ranks count from 0.")
 
 
 def _sources(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.check_pipeline import splits_backward
+from petatron.config.check_sharding import FSDP
+from petatron.config.fields import flag_of
 from petatron.config.schema import RunConfig
 from petatron.config.stages import largest_stage
 from petatron.config.wording import above, at_least, multiples_near, within
@@ -57,7 +59,11 @@ def _memory(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--recompute-memory-budget-gb", f"{budget:g}", rule, "Use 1f1b or interleaved.")
     yield from above("recompute_memory_budget_gb", budget, 0)
     yield from _recompute_layers(config)
+    yield from _offloaded_layers(config)
     yield from within("optimizer_offload_fraction", memory.optimizer_offload_fraction, 0, 1, closed=True)
+    if memory.optimizer_cpu_offload and memory.optimizer_nvme_offload is not None:
+        rule = "and --optimizer-nvme-offload are two places for the same state"
+        yield Problem("--optimizer-cpu-offload", "", rule, "Keep one of them.")
 
 
 def _recompute_layers(config: RunConfig) -> Iterator[Problem]:
@@ -67,6 +73,20 @@ def _recompute_layers(config: RunConfig) -> Iterator[Problem]:
     if number is not None and largest is not None and number > largest:
         rule = f"is more than the {largest} layers of a pipeline stage"
         yield Problem("--recompute-num-layers", str(number), rule, f"Use {largest} or less.")
+
+
+def _offloaded_layers(config: RunConfig) -> Iterator[Problem]:
+    where, number = "--cpu-offloading-num-layers", config.memory.cpu_offloading_num_layers
+    yield from at_least("cpu_offloading_num_layers", number, 0)
+    largest = largest_stage(config)
+    if largest is not None and number > largest:
+        rule = f"is more than the {largest} layers of a pipeline stage"
+        yield Problem(where, str(number), rule, f"Use {largest} or less; a quarter of them is a good start.")
+    if number > 0 and config.memory.recompute_memory_budget_gb is not None:
+        rule = "cannot be combined with --recompute-memory-budget-gb, which counts on nothing leaving the device"
+        yield Problem(
+            where, str(number), rule, "Say what to recompute with --recompute-granularity, or keep one of them."
+        )
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
@@ -221,3 +241,22 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
     yield from above("adam_eps", optim.adam_eps, 0)
     yield from within("sgd_momentum", optim.sgd_momentum, 0, 1)
     yield from at_least("clip_grad", optim.clip_grad, 0)
+    yield from _formats(config)
+
+
+def _formats(config: RunConfig) -> Iterator[Problem]:
+    """Narrow state beside a model that is not narrower itself."""
+    optim, precision = config.optim, config.precision
+    if precision.fp64:
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(optim, name) == "bf16":
+                yield Problem(flag_of(name), "bf16", "cannot be combined with --fp64", "Leave one of them out.")
+    if optim.main_grads_dtype == "bf16":
+        if not precision.bf16:
+            yield Problem("--main-grads-dtype", "bf16", "needs --bf16", "Give it, or use fp32.")
+        if config.parallel.data_parallel_sharding_strategy in FSDP:
+            strategy = config.parallel.data_parallel_sharding_strategy
+            rule = (
+                f"cannot be had with --data-parallel-sharding-strategy {strategy}, where fully_shard adds gradients up"
+            )
+            yield Problem("--main-grads-dtype", "bf16", rule, "Use fp32, or the strategy optim.")

@@ -10,11 +10,13 @@ from petatron.config.origins import Origin
 from petatron.config.schema import RunConfig
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_HISTORY = ("fp8_amax_history_len", "fp8_amax_compute_algo")
+_LAYERS_BF16 = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _ROTARY = ("rotary_base", "rotary_percent")
 _LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
 _YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
 _STRETCH = ("rope_scaling_factor", "original_max_position_embeddings")
-_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+_ADAM = ("adam_beta1", "adam_beta2", "adam_eps", "exp_avg_dtype", "exp_avg_sq_dtype")
 _MTP = ("mtp_num_layers", "mtp_loss_scaling_factor")
 _LOAD = (
     "no_load_optim",
@@ -42,6 +44,8 @@ def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[s
         asked = origins[info.path].kind in ("flag", "file")
         if asked and values[info.path] != info.default:
             yield f"{info.flag} has no effect: {reason}"
+    if config.precision.fp8_format == "hybrid" and config.precision.fp8_recipe == "blockwise":
+        yield "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2"
     if origins["memory.recompute_modules"].kind in ("flag", "file"):
         yield from _idle_modules(config)
 
@@ -50,8 +54,7 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
     if not config.precision.fp16:
         yield from ((name, "it is for --fp16") for name in _LOSS_SCALE)
-    if config.precision.fp8_format is None:
-        yield "fp8_recipe", "it is for --fp8-format"
+    yield from _idle_fp8(config)
     if positions not in ("rope", "yarn"):
         yield from ((name, f"positions are {positions}") for name in _ROTARY)
     if not config.model.use_rope_scaling:
@@ -77,6 +80,20 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "split", "there is no --data-path to split"
     if config.log.pipeline_timeline is None:
         yield "pipeline_timeline_step", "it is for --pipeline-timeline"
+    if not config.log.profile:
+        names = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
+        yield from ((name, "it is for --profile") for name in names)
+
+
+def _idle_fp8(config: RunConfig) -> Iterator[tuple[str, str]]:
+    precision = config.precision
+    if precision.fp8_format is None:
+        yield from ((name, "it is for --fp8-format") for name in ("fp8_recipe", *_HISTORY, *_LAYERS_BF16))
+        return
+    if precision.fp8_recipe != "delayed":
+        yield from ((name, "it is for --fp8-recipe delayed") for name in _HISTORY)
+    if not precision.first_last_layers_bf16:
+        yield from ((name, "it is for --first-last-layers-bf16") for name in _LAYERS_BF16[1:])
 
 
 def _idle_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -132,6 +149,8 @@ def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "moe_grouped_gemm", "inputs padded to capacity are one batched product anyway"
     elif not config.precision.bf16:
         yield "moe_grouped_gemm", "the grouped kernel takes bfloat16 (--bf16)"
+    elif config.precision.fp8_format is not None and not config.precision.first_last_layers_bf16:
+        yield "moe_grouped_gemm", "experts in FP8 are one product anyway"
     if moe.moe_expert_capacity_factor is None:
         yield "moe_token_drop_policy", "no token is dropped without --moe-expert-capacity-factor"
     if moe.moe_router_group_topk is None:
@@ -150,21 +169,36 @@ def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _idle_memory(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if not config.memory.optimizer_cpu_offload:
-        yield "optimizer_offload_fraction", "it is for --optimizer-cpu-offload"
+    if not config.memory.optimizer_cpu_offload and config.memory.optimizer_nvme_offload is None:
+        yield "optimizer_offload_fraction", "it is for --optimizer-cpu-offload and --optimizer-nvme-offload"
+    elif config.train.device == "cpu":
+        yield "optimizer_cpu_offload", "the CPU computes, and its memory is the host's"
     if config.memory.recompute_granularity != "selective":
         yield "recompute_modules", "it is for --recompute-granularity selective"
 
 
 def _idle_modules(config: RunConfig) -> Iterator[str]:
-    """Modules to recompute that the model does not have."""
+    """Modules to recompute that the model does not have, or of which nothing is kept anyway."""
     if config.memory.recompute_granularity != "selective":
         return
-    lacking: dict[str, str] = {}
+    lacking = {"moe_act": "what an activation function makes is never kept"}
+    if not _keeps_norms(config):
+        lacking["layernorm"] = "what a norm makes is not kept here"
     if config.moe.num_experts is None:
-        lacking = {"moe": "the model has no experts", "moe_act": "the model has no experts"}
+        lacking |= {"moe": "the model has no experts", "moe_act": "the model has no experts"}
     if config.moe.num_experts is None or config.moe.moe_shared_expert_intermediate_size is None:
         lacking["shared_experts"] = "there is no shared expert"
     for module in config.memory.recompute_modules:
         if module in lacking:
             yield f"--recompute-modules {module} has no effect: {lacking[module]}"
+
+
+def _keeps_norms(config: RunConfig) -> bool:
+    """Whether what a norm makes is kept: by products that had to gather it, or by a router that multiplies it as it is."""
+    parallel, precision, moe = config.parallel, config.precision, config.moe
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 and precision.fp8_format is None:
+        return True
+    if moe.num_experts is None or moe.moe_input_jitter_eps:
+        return False
+    short = precision.bf16 or precision.fp16
+    return moe.moe_router_dtype is None or precision.fp64 or (moe.moe_router_dtype == "fp32" and not short)

@@ -121,8 +121,8 @@ class MoEConfig:
     """Weight of the balancing loss."""
     moe_z_loss_coeff: float | None = None
     """Weight of the router z-loss; unset means none."""
-    moe_grouped_gemm: bool = False
-    """Run all local experts in one grouped matrix product."""
+    moe_grouped_gemm: bool = True
+    """Run all local experts in one grouped matrix product where there is one; off: one expert after the other."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
     """How tokens reach their experts."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -271,7 +271,17 @@ class PrecisionConfig:
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Run matrix products in FP8; hybrid uses e5m2 for gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
-    """How FP8 scales are chosen."""
+    """How FP8 scales are chosen: by tensor, by tensor from past steps, by row, or by block of 128."""
+    fp8_amax_history_len: int = 1
+    """Steps whose largest magnitudes the delayed recipe remembers."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """Which of the remembered magnitudes the delayed recipe goes by: the last, or the largest."""
+    first_last_layers_bf16: bool = False
+    """Keep some of the first and last layers out of FP8."""
+    num_layers_at_start_in_bf16: int = 1
+    """How many of the first, with `--first-last-layers-bf16`."""
+    num_layers_at_end_in_bf16: int = 1
+    """How many of the last, with `--first-last-layers-bf16`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,10 +298,14 @@ class MemoryConfig:
     """With selective recompute: which modules."""
     recompute_memory_budget_gb: float | None = None
     """Activation memory per rank in GB; what to recompute is chosen to fit it."""
+    cpu_offloading_num_layers: int = 0
+    """Layers of every pipeline stage, evenly spread, whose activations wait in host memory for the backward pass."""
     optimizer_cpu_offload: bool = False
-    """Keep optimizer state in host memory."""
+    """Keep master weights and moments in host memory; they visit the device for every update, and no number changes."""
+    optimizer_nvme_offload: str | None = None
+    """Folder on a fast disk for the same; what is there ends with the run, checkpoints are what lasts."""
     optimizer_offload_fraction: float = 1.0
-    """How much of it."""
+    """How much of the optimizer state is offloaded; the rest stays on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +334,12 @@ class OptimizerConfig:
     """Momentum of sgd."""
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of the first moment of adam; bf16 is rounded up or down at random, which is right on average."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of the second moment of adam; bf16 is rounded like the first."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are accumulated; bf16 takes half the memory and loses small contributions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,6 +374,8 @@ class ScheduleConfig:
 class TrainConfig:
     """How long, how much at a time, when to look and when to stop."""
 
+    compile: bool = True
+    """Fuse what has no kernel of its own with torch.compile, on GPUs."""
     micro_batch_size: int = 1
     """Samples per forward pass on one rank."""
     global_batch_size: int | None = None
@@ -495,6 +517,16 @@ class LogConfig:
     """File to write the measured timeline of one step to; `petatron plan schedule --measured` draws it."""
     pipeline_timeline_step: int = 3
     """Which iteration `--pipeline-timeline` measures."""
+    profile: bool = False
+    """Write a Chrome trace of some iterations (PyTorch's profiler), to be opened in Perfetto or chrome://tracing."""
+    profile_step_start: int = 10
+    """First iteration that `--profile` traces."""
+    profile_step_end: int = 12
+    """Iteration before which `--profile` stops."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that `--profile` traces."""
+    profile_dir: str | None = None
+    """Folder for the traces, made if need be; unset means `profile` in the TensorBoard, log or save folder, else in runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

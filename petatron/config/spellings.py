@@ -39,6 +39,7 @@ ALIASES: Mapping[str, str] = {
     "--dp": "data_parallel_size",
     "--sp": "sequence_parallel",
     "--cpu-optimizer": "optimizer_cpu_offload",
+    "--optimizer-nvme-path": "optimizer_nvme_offload",
     "--dataloader-inter-document-masking": "reset_attention_mask",
     "--layernorm-epsilon": "norm_epsilon",
     "--persistent-save-interval": "save_interval",
@@ -107,10 +108,13 @@ IMPLIED: Mapping[str, Implied] = {
     "--ckpt-assume-constant-structure": Implied("saving needs no plan that could be kept"),
     "--dist-ckpt-strictness": Implied("everything must fit, always", takes_value=True),
     "--use-persistent-ckpt-worker": Implied("--async-save needs no other process"),
+    "--use-precision-aware-optimizer": Implied("formats of optimizer state need no other optimizer"),
+    "--overlap-cpu-optimizer-d2h-h2d": Implied("copies in both directions and updates always overlap"),
     "--cpu-optimizer-type": Implied("the optimizer is the one named by --optimizer", takes_value=True),
     "--log-loss-scale-to-tensorboard": Implied(_SINKS),
     "--log-validation-ppl-to-tensorboard": Implied(_SINKS),
     "--log-learning-rate-to-tensorboard": Implied(_SINKS),
+    "--use-pytorch-profiler": Implied("--profile always uses PyTorch's profiler"),
     "--local-rank": Implied("the rank is read from the launcher's environment", takes_value=True),
 }
 
@@ -153,15 +157,13 @@ _T5 = "encoder-decoder models (T5)"
 _VISION = "multimodal models"
 _MOE = "this option of mixture of experts"
 _FP8 = "this option of FP8 training"
-_OFFLOAD = "activation offload"
+_OFFLOAD = "activation offload by module (--cpu-offloading-num-layers offloads by layer)"
 _TASKS = "zero-shot evaluation"
 _SERVER = "text generation"
-_PROFILE = "profiling by flag"
 _RETRY = "fault tolerance beyond save and resume"
 _RL = "reinforcement learning"
 _CHECKPOINT = "this checkpoint option"
 _ATTN = "this attention variant"
-_PRECISION = "low-precision optimizer state"
 _SFT = "fine-tuning on conversations"
 _DATA = "this data option"
 
@@ -232,22 +234,13 @@ LATER: Mapping[str, str] = {
     "--fp8-param-gather": _FP8,
     "--fp8-margin": _FP8,
     "--fp8-interval": _FP8,
-    "--fp8-amax-history-len": _FP8,
-    "--fp8-amax-compute-algo": _FP8,
     "--no-fp8-wgrad": _FP8,
-    "--first-last-layers-bf16": _FP8,
     "--fp4-format": "FP4 training",
     "--fp4-recipe": "FP4 training",
-    "--use-precision-aware-optimizer": _PRECISION,
-    "--main-grads-dtype": _PRECISION,
-    "--main-params-dtype": _PRECISION,
-    "--exp-avg-dtype": _PRECISION,
-    "--exp-avg-sq-dtype": _PRECISION,
+    "--main-params-dtype": "master weights in half precision",
     "--distribute-saved-activations": "saved activations spread over the tensor-parallel ranks",
-    "--cpu-offloading-num-layers": _OFFLOAD,
     "--fine-grained-activation-offloading": _OFFLOAD,
     "--offload-modules": _OFFLOAD,
-    "--overlap-cpu-optimizer-d2h-h2d": "optimizer CPU offload",
     "--overlap-param-gather-with-optimizer-step": "gathering parameters during the optimizer step",
     "--ddp-average-in-collective": "averaging inside the gradient collective",
     "--use-nccl-ub": "NCCL tuning by flag",
@@ -275,12 +268,7 @@ LATER: Mapping[str, str] = {
     "--manual-gc": "control of garbage collection",
     "--manual-gc-interval": "control of garbage collection",
     "--empty-unused-memory-level": "emptying the device memory cache",
-    "--profile": _PROFILE,
-    "--profile-step-start": _PROFILE,
-    "--profile-step-end": _PROFILE,
-    "--profile-ranks": _PROFILE,
-    "--use-pytorch-profiler": _PROFILE,
-    "--record-memory-history": _PROFILE,
+    "--record-memory-history": "a record of every memory allocation",
     "--timing-log-level": "timers by level",
     "--timing-log-option": "timers by level",
     "--log-timers-to-tensorboard": "timers by level",

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.data.dataset import SampleDataset
 from petatron.data.sampling import frozen_random
+from petatron.kernels.attention.documents import Documents
 from petatron.models.base import Batch
 
 
@@ -144,7 +145,7 @@ def epoch_permutation(seed: int, epoch: int, total: int) -> NDArray[np.integer]:
 
 
 def make_batch(samples: NDArray[np.int64], options: LoaderOptions) -> Batch:
-    """[batch, seq_length + 1] ids as a batch: inputs, labels one token later, loss mask and positions."""
+    """[batch, seq_length + 1] ids as a batch: inputs, labels one token later, loss mask, positions and documents."""
     tokens = samples[:, :-1]
     mask = np.ones(tokens.shape, np.float32)
     if options.eod_mask_loss:
@@ -152,14 +153,20 @@ def make_batch(samples: NDArray[np.int64], options: LoaderOptions) -> Batch:
     starts = _document_starts(tokens == options.eod) if options.knows_documents else None
     positions = None if starts is None or not options.reset_position_ids else np.arange(starts.shape[1]) - starts
 
-    def tensor(array: NDArray | None) -> torch.Tensor | None:
-        if array is None:
-            return None
+    def tensor(array: NDArray) -> torch.Tensor:
         made = torch.from_numpy(np.ascontiguousarray(array))
         return made.pin_memory() if options.pin_memory else made
 
-    parts = (tokens, samples[:, 1:], mask, positions, starts if options.reset_attention_mask else None)
-    return Batch(*map(tensor, parts))  # pyright: ignore[reportArgumentType]
+    documents = Documents.build(starts) if starts is not None and options.reset_attention_mask else None
+    if documents is not None and options.pin_memory:
+        documents = documents.pin_memory()
+    return Batch(
+        tensor(tokens),
+        tensor(samples[:, 1:]),
+        tensor(mask),
+        None if positions is None else tensor(positions),
+        documents,
+    )
 
 
 def _document_starts(is_eod: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -8,11 +8,16 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from petatron.config.schema import ModelConfig
-from petatron.kernels.attention import causal_attention
+from petatron.kernels import rotate as reference
+from petatron.kernels.attention import causal_attention, rows
+from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.padded import RowMoves
+from petatron.kernels.rotate import turn
+from petatron.layers.heads import RotateKernels, split_rotate
 from petatron.layers.linear import Linear
 from petatron.layers.norm import build_norm
 from petatron.layers.passing import Pass
-from petatron.layers.rope import rotate
+from petatron.layers.remade import Remade
 
 
 class CoreAttention(nn.Module):
@@ -22,17 +27,17 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.window = window
         self.dropout = dropout
+        self.moves: RowMoves = rows
 
-    def forward(
-        self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, document_starts_BS: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, documents: Documents | None = None) -> Tensor:
         return causal_attention(
             q_SBHE,
             k_SBKE,
             v_SBKE,
             window=self.window,
             dropout=self.dropout if self.training else 0.0,
-            document_starts_BS=document_starts_BS,
+            documents=documents,
+            moves=self.moves,
         )
 
 
@@ -51,14 +56,21 @@ class Attention(nn.Module):
         self.q_norm = build_norm(config, self.head_width) if config.qk_layernorm else None
         self.k_norm = build_norm(config, self.head_width) if config.qk_layernorm else None
         self.core = CoreAttention(window=config.window_size, dropout=config.attention_dropout)
+        self.kernels: RotateKernels = reference
         self.out = Linear(q_width, (config.hidden_size,), bias=config.add_bias_linear)
 
-    def forward(self, x_SBD: Tensor, passing: Pass) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_width)) for part in self.qkv(x_SBD).split(self.qkv.sections, dim=-1)
-        )
+    def forward(self, x_SBD: Tensor | Remade, passing: Pass) -> Tensor:
+        q, k, v = self._heads(self.qkv(x_SBD), passing)
+        return self.out(self.core(q, k, v, passing.documents).flatten(-2))
+
+    def _heads(self, qkv: Tensor, passing: Pass) -> tuple[Tensor, Tensor, Tensor]:
+        heads, groups, _ = (width // self.head_width for width in self.qkv.sections)
+        normed = self.q_norm is not None and self.k_norm is not None
+        if passing.rotation is not None and not normed:
+            return split_rotate(qkv, passing.rotation, heads=heads, groups=groups, kernels=self.kernels)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_width)).split((heads, groups, groups), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if passing.rotation is not None:
-            q, k = rotate(q, *passing.rotation), rotate(k, *passing.rotation)
-        return self.out(self.core(q, k, v, passing.document_starts_BS).flatten(-2))
+            q, k = turn(q, *passing.rotation), turn(k, *passing.rotation)
+        return q, k, v

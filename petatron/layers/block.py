@@ -26,5 +26,6 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x_SBD: Tensor, passing: Pass) -> Tensor:
-        x_SBD = x_SBD + self.attention_dropout(self.attention(self.attention_norm(x_SBD), passing))
-        return x_SBD + self.mlp_dropout(self.mlp(self.mlp_norm(x_SBD), passing))
+        x_SBD, normal = self.attention_norm.join(x_SBD)
+        x_SBD, normal = self.mlp_norm.join(x_SBD, self.attention_dropout(self.attention(normal, passing)))
+        return x_SBD + self.mlp_dropout(self.mlp(normal, passing))

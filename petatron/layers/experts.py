@@ -1,35 +1,44 @@
 """The experts of a layer: as many MLPs as there are, each product done for all of them at once.
 
+The router's weight of a row may be applied in the middle, W (w a) instead of w (W a), where it costs nothing: see
+`kernels/moe.py`.
+
 R rows in the order of their experts, D width, O output width, E experts, as many as lie on this device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from petatron.config.schema import GATED_ACTIVATIONS, ModelConfig, MoEConfig
-from petatron.kernels.moe import Counts, GroupedProduct, grouped_linear, looped_linear
-from petatron.layers.mlp import GATED, PLAIN
+from petatron.kernels.moe import Counts, GroupedMultiplication, row_kernels
+from petatron.kernels.multiplication import Multiplication
+from petatron.layers.mlp import Activation
+from petatron.layers.product import Multiply, TakesWeightGrads
+from petatron.layers.remade import MaybeTensors, Remade, Tensors, make, remade
 
 
 class GroupedLinear(nn.Module):
-    """x W^T + b with a W and b per expert; `product` is the slot for other kernels.
+    """x W^T + b with a W and b per expert; `multiplication` and `weight_grads` are slots.
 
     `bias_share` is what the bias is multiplied by: 0 on all but one of the ranks whose outputs are summands of one result.
     """
 
-    def __init__(
-        self, experts: int, in_features: int, out_features: int, *, bias: bool, product: GroupedProduct
-    ) -> None:
+    def __init__(self, experts: int, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(experts, out_features)) if bias else None
         self.bias_share = 1.0
-        self.product = product
+        self.multiplication: Callable[[Counts], Multiplication] = GroupedMultiplication
+        self.weight_grads: TakesWeightGrads | None = None
 
-    def forward(self, x_RD: Tensor, counts: Counts) -> Tensor:
-        y_RO = self.product(x_RD, self.weight, counts)
+    def forward(self, x_RD: Tensor | Remade, counts: Counts) -> Tensor:
+        y_RO = Multiply(self.multiplication(counts), self.weight_grads)(remade(x_RD), self.weight)
         if self.bias is None:
             return y_RO
         bias = self.bias if self.bias_share == 1.0 else self.bias * self.bias_share
@@ -38,41 +47,55 @@ class GroupedLinear(nn.Module):
         return y_RO + bias.repeat_interleave(counts, dim=0, output_size=y_RO.shape[0])
 
 
-class Experts(nn.Module):
-    """down(act(up(x))) of every row's expert."""
+@dataclass(frozen=True, slots=True)
+class _MakeWeighted:
+    """(inner, weight of each row) to the weighted activation."""
+
+    name: str
+
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
+        inner, weight = inputs
+        assert inner is not None and weight is not None
+        return (self.again((inner, weight)),), (inner, weight)
+
+    def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
+        (inner, weight), (grad,) = kept, grads
+        assert grad is not None
+        kernels = row_kernels(inner)
+        inner_grad, weight_grad, made = kernels.weighted_activation_backward(
+            grad.contiguous(), inner, weight, self.name, again=again
+        )
+        return (inner_grad, weight_grad), made
+
+    def again(self, kept: Tensors) -> Tensor:
+        inner, weight = kept
+        return row_kernels(inner).weighted_activation(inner, weight, self.name)
+
+
+class RoutedExperts(nn.Module):
+    """down(act(up(x))) of every row's expert; for a gated activation gate and up are one product, `gate_up`."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, width: int) -> None:
         super().__init__()
-        self.act = PLAIN[config.activation]
-        self.up, self.down = _pair(config, moe, width, fused=1)
+        experts, inner, bias = moe.num_experts, moe.moe_ffn_hidden_size, config.add_bias_linear
+        assert experts is not None and inner is not None, "the config is not derived"
+        self.act = Activation(config.activation)
+        gated = config.activation in GATED_ACTIVATIONS
+        self.first = "gate_up" if gated else "up"
+        self.add_module(self.first, GroupedLinear(experts, width, 2 * inner if gated else inner, bias=bias))
+        self.down = GroupedLinear(experts, inner, width, bias=bias)
+        if not moe.moe_grouped_gemm:
+            for product in (self.get_submodule(self.first), self.down):
+                product.multiplication = partial(GroupedMultiplication, looped=True)
 
-    def forward(self, x_RD: Tensor, counts: Counts) -> Tensor:
-        return self.down(self.act(self.up(x_RD, counts)), counts)
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the weight of a row may be applied inside; a bias of the last product would escape it."""
+        return self.down.bias is None
 
-
-class GatedExperts(nn.Module):
-    """down(act(gate(x)) * up(x)) of every row's expert; gate and up are one product."""
-
-    def __init__(self, config: ModelConfig, moe: MoEConfig, width: int) -> None:
-        super().__init__()
-        self.act = GATED[config.activation]
-        self.gate_up, self.down = _pair(config, moe, width, fused=2)
-
-    def forward(self, x_RD: Tensor, counts: Counts) -> Tensor:
-        gate, up = self.gate_up(x_RD, counts).chunk(2, dim=-1)
-        return self.down(self.act(gate) * up, counts)
-
-
-def _pair(config: ModelConfig, moe: MoEConfig, width: int, *, fused: int) -> tuple[GroupedLinear, GroupedLinear]:
-    experts, inner = moe.num_experts, moe.moe_ffn_hidden_size
-    assert experts is not None and inner is not None, "the config is not derived"
-    product = grouped_linear if moe.moe_grouped_gemm else looped_linear
-    bias = config.add_bias_linear
-    up = GroupedLinear(experts, width, fused * inner, bias=bias, product=product)
-    return up, GroupedLinear(experts, inner, width, bias=bias, product=product)
-
-
-def build_experts(config: ModelConfig, moe: MoEConfig, width: int) -> Experts | GatedExperts:
-    """The routed experts of a layer, over inputs of a width."""
-    kind = GatedExperts if config.activation in GATED_ACTIVATIONS else Experts
-    return kind(config, moe, width)
+    def forward(self, x_RD: Tensor, counts: Counts, weight_R: Tensor | None = None) -> Tensor:
+        inner = self.get_submodule(self.first)(x_RD, counts)
+        if weight_R is None:
+            return self.down(self.act(inner), counts)
+        (value,), source = make(_MakeWeighted(self.act.name), inner, weight_R)
+        return self.down(Remade(value, source), counts)

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""(x, weight) to x W^T: the slot for tensor parallelism, low precision and fused gradients."""
+from petatron.layers.product import multiply_here
+from petatron.layers.remade import Remade
+
+Product = Callable[[Tensor | Remade, Tensor], Tensor]
+"""(x, weight) to x W^T: the slot for tensor parallelism, low precision and where weight gradients go."""
 
 
 class Linear(nn.Module):
@@ -24,8 +26,8 @@ class Linear(nn.Module):
         self.sections = tuple(sections)
         self.weight = nn.Parameter(torch.empty(sum(sections), in_features))
         self.bias = nn.Parameter(torch.empty(sum(sections))) if bias else None
-        self.product: Product = F.linear
+        self.product: Product = multiply_here
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Remade) -> Tensor:
         y = self.product(x, self.weight)
         return y if self.bias is None else y + self.bias

@@ -17,19 +17,26 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from petatron.config.schema import ModelConfig, MoEConfig
-from petatron.kernels.moe import Counts, arrange, combine, take
+from petatron.kernels.moe import Counts, arrange, combine, take, weight_of_rows
 from petatron.layers.balance import attach
-from petatron.layers.experts import build_experts
+from petatron.layers.experts import RoutedExperts
 from petatron.layers.linear import Linear
 from petatron.layers.mlp import build_mlp
 from petatron.layers.passing import Pass
+from petatron.layers.remade import Remade, remade
 from petatron.layers.router import Router, Routing
 
 
 class RunExperts(Protocol):
-    """Rows in the order of the experts held here, and how many each has, to what the experts make of them."""
+    """Rows in the order of the experts held here, and how many each has, to what the experts make of them.
 
-    def __call__(self, x_RD: Tensor, counts: Counts, /) -> Tensor: ...
+    Where it `takes_weights`, the router's weight of each row may be given too.
+    """
+
+    @property
+    def takes_weights(self) -> bool: ...
+
+    def __call__(self, x_RD: Tensor, counts: Counts, weight_R: Tensor | None = None, /) -> Tensor: ...
 
 
 class Dispatcher(Protocol):
@@ -43,8 +50,11 @@ def dispatch_here(x_TD: Tensor, routing: Routing, experts: RunExperts) -> Tensor
     arrangement = arrange(
         routing.experts_TK, routing.num_experts, incomplete=routing.incomplete, capacity=routing.capacity
     )
-    rows = experts(take(x_TD, arrangement), arrangement.counts)
-    return combine(rows, routing.weights_TK, arrangement)
+    rows = take(x_TD, arrangement)
+    if not experts.takes_weights:
+        return combine(experts(rows, arrangement.counts), routing.weights_TK, arrangement)
+    weight_R = weight_of_rows(routing.weights_TK, arrangement)
+    return combine(experts(rows, arrangement.counts, weight_R), None, arrangement)
 
 
 class MoE(nn.Module):
@@ -55,25 +65,27 @@ class MoE(nn.Module):
         hidden, latent, shared = config.hidden_size, moe.moe_latent_size, moe.moe_shared_expert_intermediate_size
         self.number = number
         self.router = Router(hidden, moe)
-        self.experts = build_experts(config, moe, latent or hidden)
+        self.experts = RoutedExperts(config, moe, latent or hidden)
         self.latent_down = Linear(hidden, (latent,), bias=config.add_bias_linear) if latent else None
         self.latent_up = Linear(latent, (hidden,), bias=config.add_bias_linear) if latent else None
         self.shared = build_mlp(config, shared) if shared else None
         self.shared_gate = Linear(hidden, (1,), bias=False) if shared and moe.moe_shared_expert_gate else None
         self.dispatcher: Dispatcher = dispatch_here
 
-    def forward(self, x_SBD: Tensor, passing: Pass) -> Tensor:
+    def forward(self, x: Tensor | Remade, passing: Pass) -> Tensor:
+        normal = remade(x)
+        x_SBD = normal.value
         routing, extra_loss, report = self.router(x_SBD, with_loss=passing.extra_loss_scale is not None)
         passing.reports[self.number] = report
-        inner = x_SBD if self.latent_down is None else self.latent_down(x_SBD)
+        inner = x_SBD if self.latent_down is None else self.latent_down(normal)
         y_TD = self.dispatcher(inner.flatten(0, 1), routing, self.experts)
         y_SBD = y_TD.unflatten(0, x_SBD.shape[:2])
         if self.latent_up is not None:
             y_SBD = self.latent_up(y_SBD)
         if self.shared is not None:
-            together = self.shared(x_SBD)
+            together = self.shared(normal)
             if self.shared_gate is not None:
-                together = self.shared_gate(x_SBD).sigmoid() * together
+                together = self.shared_gate(normal).sigmoid() * together
             y_SBD = y_SBD + together
         if extra_loss is None or passing.extra_loss_scale is None:
             return y_SBD

@@ -1,12 +1,143 @@
-"""Normalisation over the last dimension."""
+"""Normalisation over the last dimension, with the residual sum in front of it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.schema import ModelConfig
+from petatron.kernels import norm as reference
+from petatron.layers.remade import MaybeTensors, Remade, Tensors, make
+from petatron.layers.rows import batch_first, from_rows, to_rows
+
+
+class RMSNormKernels(Protocol):
+    """`kernels/norm.py` or a faster twin."""
+
+    def rms_norm(
+        self, x_RD: Tensor, weight_D: Tensor, *, eps: float, from_one: bool, branch: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def rms_norm_backward(
+        self,
+        grad_RD: Tensor,
+        total_RD: Tensor,
+        rstd_R: Tensor,
+        weight_D: Tensor,
+        *,
+        from_one: bool,
+        grad_total: Tensor | None = None,
+        again: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
+
+
+class LayerNormKernels(Protocol):
+    """`kernels/norm.py` or a faster twin."""
+
+    def layer_norm(
+        self,
+        x_RD: Tensor,
+        weight_D: Tensor,
+        bias_D: Tensor,
+        *,
+        eps: float,
+        from_one: bool,
+        branch: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def layer_norm_backward(
+        self,
+        grad_RD: Tensor,
+        total_RD: Tensor,
+        statistics: Tensor,
+        weight_D: Tensor,
+        bias_D: Tensor,
+        *,
+        from_one: bool,
+        grad_total: Tensor | None = None,
+        again: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _MakeRMSNorm:
+    """(x, branch, weight) to (x + branch, its norm)."""
+
+    kernels: RMSNormKernels
+    eps: float
+    from_one: bool
+
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
+        x, branch, weight = inputs
+        assert x is not None and weight is not None
+        by_batch = batch_first(x)
+        rows, added = to_rows(x, by_batch=by_batch), None if branch is None else to_rows(branch, by_batch=by_batch)
+        total, normal, rstd = self.kernels.rms_norm(rows, weight, eps=self.eps, from_one=self.from_one, branch=added)
+        total = x.view_as(x) if branch is None else from_rows(total, x, by_batch=by_batch)
+        return (total, from_rows(normal, x, by_batch=by_batch)), (total, rstd, weight)
+
+    def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
+        total, rstd, weight = kept
+        by_batch = batch_first(total)
+        grad_total, grad = (None if grad is None else to_rows(grad, by_batch=by_batch) for grad in grads)
+        rows = to_rows(total, by_batch=by_batch)
+        grad = torch.zeros_like(rows) if grad is None else grad
+        x_grad, weight_grad, normal = self.kernels.rms_norm_backward(
+            grad, rows, rstd, weight, from_one=self.from_one, grad_total=grad_total, again=again
+        )
+        x_grad = from_rows(x_grad, total, by_batch=by_batch)
+        made = None if normal is None else from_rows(normal, total, by_batch=by_batch)
+        return (x_grad, x_grad, weight_grad.to(weight.dtype)), made
+
+    def again(self, kept: Tensors) -> Tensor:
+        total, _, weight = kept
+        by_batch = batch_first(total)
+        rows = to_rows(total, by_batch=by_batch)
+        _, normal, _ = self.kernels.rms_norm(rows, weight, eps=self.eps, from_one=self.from_one)
+        return from_rows(normal, total, by_batch=by_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _MakeLayerNorm:
+    """(x, branch, weight, bias) to (x + branch, its norm)."""
+
+    kernels: LayerNormKernels
+    eps: float
+    from_one: bool
+
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
+        x, branch, weight, bias = inputs
+        assert x is not None and weight is not None and bias is not None
+        by_batch = batch_first(x)
+        rows, added = to_rows(x, by_batch=by_batch), None if branch is None else to_rows(branch, by_batch=by_batch)
+        total, normal, statistics = self.kernels.layer_norm(
+            rows, weight, bias, eps=self.eps, from_one=self.from_one, branch=added
+        )
+        total = x.view_as(x) if branch is None else from_rows(total, x, by_batch=by_batch)
+        return (total, from_rows(normal, x, by_batch=by_batch)), (total, statistics, weight, bias)
+
+    def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
+        total, statistics, weight, bias = kept
+        by_batch = batch_first(total)
+        grad_total, grad = (None if grad is None else to_rows(grad, by_batch=by_batch) for grad in grads)
+        rows = to_rows(total, by_batch=by_batch)
+        grad = torch.zeros_like(rows) if grad is None else grad
+        x_grad, weight_grad, bias_grad, normal = self.kernels.layer_norm_backward(
+            grad, rows, statistics, weight, bias, from_one=self.from_one, grad_total=grad_total, again=again
+        )
+        x_grad = from_rows(x_grad, total, by_batch=by_batch)
+        made = None if normal is None else from_rows(normal, total, by_batch=by_batch)
+        return (x_grad, x_grad, weight_grad.to(weight.dtype), bias_grad.to(bias.dtype)), made
+
+    def again(self, kept: Tensors) -> Tensor:
+        total, _, weight, bias = kept
+        by_batch = batch_first(total)
+        rows = to_rows(total, by_batch=by_batch)
+        _, normal, _ = self.kernels.layer_norm(rows, weight, bias, eps=self.eps, from_one=self.from_one)
+        return from_rows(normal, total, by_batch=by_batch)
 
 
 class RMSNorm(nn.Module):
@@ -16,13 +147,16 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.from_one = eps, from_one
         self.weight = nn.Parameter(torch.empty(width))
+        self.kernels: RMSNormKernels = reference
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normal = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        if self.from_one:  # in float32 up to here, since one and a small offset need the digits
-            return (normal * (1.0 + self.weight.to(normal.dtype))).to(x.dtype)
-        return normal.to(x.dtype) * self.weight
+        return self.join(x)[1].value
+
+    def join(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Remade]:
+        """x + branch, and its norm."""
+        maker = _MakeRMSNorm(self.kernels, self.eps, self.from_one)
+        (total, value), source = make(maker, x, branch, self.weight)
+        return total, Remade(value, source)
 
 
 class LayerNorm(nn.Module):
@@ -33,10 +167,16 @@ class LayerNorm(nn.Module):
         self.eps, self.from_one = eps, from_one
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width))
+        self.kernels: LayerNormKernels = reference
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1.0 + self.weight if self.from_one else self.weight
-        return F.layer_norm(x, self.weight.shape, weight, self.bias, self.eps)
+        return self.join(x)[1].value
+
+    def join(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Remade]:
+        """x + branch, and its norm."""
+        maker = _MakeLayerNorm(self.kernels, self.eps, self.from_one)
+        (total, value), source = make(maker, x, branch, self.weight, self.bias)
+        return total, Remade(value, source)
 
 
 def build_norm(config: ModelConfig, width: int) -> RMSNorm | LayerNorm:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from petatron.kernels.attention.documents import Documents
+
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -14,8 +16,8 @@ class Pass:
     """One forward pass of one micro-batch through some layers.
 
     rotation: cos and sin of the positions held here, for rotary embedding.
-    document_starts_BS: for every position of the *whole* sequence, on every context-parallel rank, the first position of
-        its document, which attention must not look behind; None when a row is one document.
+    documents: where the documents of the *whole* sequence lie, on every context-parallel rank, behind whose starts attention
+        must not look; None when a row is one document.
     extra_loss_scale: what a layer's own loss (router balance) is multiplied by before it joins the gradient; None when no
         gradient is wanted.
     reports: what layers have to say of this pass, one vector under each layer's number, to be added up over micro-batches
@@ -23,6 +25,6 @@ class Pass:
     """
 
     rotation: Rotation | None = None
-    document_starts_BS: Tensor | None = None
+    documents: Documents | None = None
     extra_loss_scale: Tensor | None = None
     reports: dict[int, Tensor] = field(default_factory=dict)

@@ -73,12 +73,3 @@ class Rotary(nn.Module):
         angles = rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-1) * self.inverse
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
         return (angles.cos() * self.temperature).to(dtype), (angles.sin() * self.temperature).to(dtype)
-
-
-def rotate(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first `cos.shape[-1]` elements of each head."""
-    width = cos.shape[-1]
-    turned, rest = x_SBHE[..., :width], x_SBHE[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)

@@ -13,7 +13,7 @@ weights, so it changes no gradient.
 With a capacity, an expert takes at most ceil(capacity factor x T K / E) of this rank's T tokens; what is beyond is dropped and
 gets no output from it. T depends on the layout, so what is dropped does too.
 
-S sequence, B batch, T = S x B tokens, D hidden, E experts, K choices per token, G groups of experts.
+S sequence, B batch, T = S x B tokens (R: in the order of memory), D hidden, E experts, K choices per token, G groups of experts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from petatron.config.schema import MoEConfig
 from petatron.kernels.moe import sort_by_expert
 from petatron.layers.balance import ALONE, Together, balance_loss, choices_BE, router_report, sinkhorn, z_loss
+from petatron.layers.rows import batch_first, from_rows, to_rows
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -77,7 +78,9 @@ class Router(nn.Module):
     def forward(self, x_SBD: Tensor, *, with_loss: bool) -> tuple[Routing, Tensor | None, Tensor]:
         """The routing, this rank's share of the router's losses if wanted, and the report of `balance.router_report`."""
         moe, experts = self.moe, self.weight.shape[0]
-        logits_TE = self._logits(x_SBD.flatten(0, 1))
+        by_batch = batch_first(x_SBD)  # rows as they lie: a copy in another order would have to be kept
+        logits_RE = self._logits(to_rows(x_SBD, by_batch=by_batch))
+        logits_TE = from_rows(logits_RE, x_SBD, by_batch=by_batch).flatten(0, 1)
         scores_TE = self._scores(logits_TE)
         chosen_TK, weights_TK = self._choose(logits_TE, scores_TE)
         z_T = logits_TE.logsumexp(dim=-1)
@@ -98,15 +101,15 @@ class Router(nn.Module):
         )
         return routing, loss, report
 
-    def _logits(self, x_TD: Tensor) -> Tensor:
+    def _logits(self, x_RD: Tensor) -> Tensor:
         """In the precision asked for; what follows is in at least float32."""
-        moe, dtype = self.moe, x_TD.dtype
+        moe, dtype = self.moe, x_RD.dtype
         if moe.moe_router_dtype is not None:
             dtype = torch.promote_types(dtype, _DTYPES[moe.moe_router_dtype])
-        x_TD = x_TD.to(dtype)
+        x_RD = x_RD.to(dtype)
         if self.training and moe.moe_input_jitter_eps:
-            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - moe.moe_input_jitter_eps, 1 + moe.moe_input_jitter_eps)
-        logits = F.linear(x_TD, self.weight.to(dtype))
+            x_RD = x_RD * torch.empty_like(x_RD).uniform_(1 - moe.moe_input_jitter_eps, 1 + moe.moe_input_jitter_eps)
+        logits = F.linear(x_RD, self.weight.to(dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if moe.moe_router_force_load_balancing:
             # Random values, but the gradient still flows, so that the backward pass costs what it always does.

@@ -8,6 +8,7 @@ updated weights are gathered bucket by bucket. So buckets are padded to a multip
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,7 @@ _ALIGNMENT = 64
 class Slot:
     """One parameter's place in its group; `arrival` is its turn among the gradients of its stage's backward pass.
 
-    `uses` is how many gradients it gets per micro-batch: 2 for a tied embedding whose two ends are separate stages of
-    one rank.
+    `uses` is how many gradients it gets per micro-batch: 2 for a tied embedding with both its ends on one rank.
     """
 
     name: str
@@ -72,9 +72,16 @@ class FlatGroup:
     """Parameters that share a dtype, an update rule and the ranks they are reduced over, in the order of their gradients."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], axes: DataAxes, *, decay: bool, stage: int = 0, overlap_gather: bool = False
+        self,
+        buckets: Sequence[Bucket],
+        axes: DataAxes,
+        *,
+        decay: bool,
+        stage: int = 0,
+        overlap_gather: bool = False,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
-        """`stage` counts the stages of this rank."""
+        """`stage` counts the stages of this rank; `grad_dtype` None means at least float32."""
         first, size = buckets[0].slots[0].parameter, buckets[-1].end
         self.buckets = buckets
         self.axes = axes
@@ -82,7 +89,8 @@ class FlatGroup:
         self.stage = stage
         self.copies = axes.outer if axes.sharded else axes.whole
         self.flat_weights = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.flat_grads = torch.zeros(size, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
+        grad_dtype = grad_dtype or torch.promote_types(first.dtype, torch.float32)
+        self.flat_grads = torch.zeros(size, dtype=grad_dtype, device=first.device)
         self.stretches = [self._stretch(begin, end) for begin, end in self._owned_ranges()]
         self._overlap_gather = overlap_gather
         self._gathers: dict[int, Handle] = {}
@@ -149,11 +157,15 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatOptions:
-    """How buffers are cut: bucket size in elements, whether optimizer state is sharded, whether gathers overlap."""
+    """How buffers are cut: bucket size in elements, whether optimizer state is sharded, whether gathers overlap.
+
+    grad_dtype: what gradients add up in; None means at least float32.
+    """
 
     bucket_size: int
     sharded: bool = False
     overlap_gather: bool = False
+    grad_dtype: torch.dtype | None = None
 
 
 def flatten_parameters(
@@ -162,18 +174,19 @@ def flatten_parameters(
     decays: Callable[[str, nn.Parameter], bool],
     mesh: ParallelMesh,
     options: FlatOptions,
+    *,
+    uses: Mapping[nn.Parameter, int] | None = None,
 ) -> list[FlatGroup]:
     """Move the parameters of a rank's stages into flat buffers.
+
+    `uses` is how many gradients each gets per micro-batch; by default as many as there are stages that have it.
 
     A buffer holds one dtype, one answer of `decays` (does weight decay touch it?), one stage, and dense or expert
     parameters. The order inside is that of the backward pass, last layer first. What is added up with another stage (a
     tied embedding) lies in a buffer of its own, so that both stages cut it alike.
     """
     members: dict[tuple, list[tuple[str, nn.Parameter, int, int]]] = {}
-    uses: dict[nn.Parameter, int] = {}
-    for stage in stages:
-        for parameter in stage.parameters():
-            uses[parameter] = uses.get(parameter, 0) + 1
+    uses = uses or Counter(parameter for stage in stages for parameter in stage.parameters())
     seen: set[nn.Parameter] = set()
     for number, stage in enumerate(stages):
         for turn, (name, parameter) in enumerate(reversed(list(stage.named_parameters()))):
@@ -188,7 +201,16 @@ def flatten_parameters(
     for (number, _, decay, expert, _), entries in members.items():
         axes = DataAxes.of(mesh, expert=expert, sharded=options.sharded)
         buckets = _cut(entries, placements, options.bucket_size, axes.shard.size if options.sharded else 1)
-        groups.append(FlatGroup(buckets, axes, decay=decay, stage=number, overlap_gather=options.overlap_gather))
+        groups.append(
+            FlatGroup(
+                buckets,
+                axes,
+                decay=decay,
+                stage=number,
+                overlap_gather=options.overlap_gather,
+                grad_dtype=options.grad_dtype,
+            )
+        )
     return groups
 
 

@@ -1,25 +1,29 @@
 """How many bytes a stage keeps for the backward pass, and what to recompute so that they fit.
 
 Counted is every tensor that the forward pass of one micro-batch makes and that lives until its backward pass, each memory
-once: what autograd saves, and what is kept alive because it lies in the same memory. Weights and the batch itself are not
-counted. The formulas follow the layers term by term and are tested for equality, so they change with them.
+once: what autograd saves, and what is kept alive because it lies in the same memory. Weights, their gradients and the batch
+itself are not counted. The formulas follow the layers term by term and are tested for equality, so they change with them.
 
 With e bytes per element (w where a norm or softmax computes in at least float32), t tokens of the residual stream on this
 rank, g tokens that a split matrix sees (g = t unless the sequence is split over tensor-parallel ranks), hidden width D, and q,
 k, f the widths of queries, keys and MLP on this rank, a dense layer keeps
 
-    norm        input, normalised input and statistics (RMSNorm)                      2 t D e + t w
-                float32 copy, normalised input and statistics, in half precision      t D (w + e) + t w
-                input and statistics (LayerNorm)                                      t D e + 2 t w
-    its output  as the operand of the product that follows, gathered                  g D e
-    attention   queries, keys and values, and those rotated                           g (q + 2k) e + g (q + k) e
+    norms       input and statistics of both (two numbers per token for LayerNorm)    2 (t D e + t w)
+    attention   queries, keys and values, rotated if they are                         g (q + 2k) e
+                with normalised queries and keys, those and statistics too            g (q + k) e + g (heads of both) w
                 output and log-sum-exp                                                g q e + g heads w
-    MLP         gate and up, activated gate, product of both (gated)                  4 g f e
-                input and output of the activation (gelu, silu)                       2 g f e
+    MLP         gate and up, or up alone                                              2 g f e, g f e
     dropout     a mask per branch                                                     t D (e, or 1 on CUDA)
+    both        what their first product sees, if it had to be gathered               2 g D e
 
-and, recomputed, `layernorm` the norm's input alone, `core_attn` everything but the log-sum-exp, `attention` and `mlp` nothing
-but their input (which `layernorm` frees as well), a whole layer its input.
+Outputs of norms and activation functions are not there: products have them made again (`layers/remade.py`). The loss keeps
+the gradient of its input, since it is known in the forward pass, and no logits.
+
+Recomputed, `layernorm` frees what a product gathered and what a router keeps of its norm, `core_attn` the log-sum-exp, `attention`
+and `mlp` all they have, a whole layer all but its input.
+
+In eight bits (FP8), the products of attention, MLP and shared expert keep what they multiply themselves, one byte an element and
+its scales, in place of anything gathered; all layers are counted as if they did.
 
 Mixtures of experts are counted for an even load; then a rank's experts get as many rows as its own tokens make choices.
 """
@@ -30,6 +34,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from petatron.config.check_sharding import FSDP
 from petatron.config.layer_pattern import moe_layers
 from petatron.config.schema import GATED_ACTIVATIONS, ModelConfig, MoEConfig, RunConfig
 from petatron.config.stages import Stage
@@ -37,9 +42,6 @@ from petatron.models.flops import padded_vocabulary
 
 FULL = "full"
 """Stands in a set of recomputed modules for the whole layer."""
-
-# Tensors of the MLP's inner width that are kept from the first product to the second.
-_KEPT_BY_ACTIVATION = {"gelu": 2, "gelu_tanh": 2, "quick_gelu": 3, "relu": 1, "squared_relu": 2, "silu": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,9 @@ class ActivationShape:
     element: bytes of an activation. batch and sequence are those of the rank's tokens where they are gathered.
     byte_masks: dropout keeps a byte per element, as CUDA's kernel does, and not a number.
     mixed: for every layer of the whole model whether it is a mixture of experts.
+    ep, etp: over how many ranks the experts of a layer are spread, and over how many each of them is cut.
+    fully_sharded: autograd takes the gradients of the weights, the last product's between the two passes.
+    eight_bits: the recipe of products in FP8; None where there are none.
     """
 
     model: ModelConfig
@@ -58,9 +63,12 @@ class ActivationShape:
     batch: int
     sequence: int
     tp: int
+    ep: int
     etp: int
     sequence_parallel: bool
     byte_masks: bool
+    fully_sharded: bool
+    eight_bits: str | None = None
 
     @classmethod
     def of(cls, run: RunConfig, *, device: Literal["cpu", "cuda"]) -> ActivationShape:
@@ -75,10 +83,13 @@ class ActivationShape:
             batch=run.train.micro_batch_size,
             sequence=run.model.seq_length // parallel.context_parallel_size,
             tp=parallel.tensor_model_parallel_size,
+            ep=parallel.expert_model_parallel_size,
             etp=parallel.expert_tensor_parallel_size or 1,
             sequence_parallel=split,
             # Ranks that hold the same activation draw from a generator of their own, which makes masks of numbers.
             byte_masks=device == "cuda" and (split or parallel.tensor_model_parallel_size == 1),
+            fully_sharded=parallel.data_parallel_sharding_strategy in FSDP and (parallel.world_size or 1) > 1,
+            eight_bits=None if precision.fp8_format is None else precision.fp8_recipe,
         )
 
     @property
@@ -111,6 +122,11 @@ class ActivationShape:
     def gated(self) -> bool:
         return self.model.activation in GATED_ACTIVATIONS
 
+    @property
+    def weighs_inside(self) -> bool:
+        """Whether experts apply the router's weights: all are here and no bias would escape. Else their outputs are kept."""
+        return self.ep * self.etp == 1 and not self.model.add_bias_linear
+
     def stream(self, tokens: int) -> int:
         """Bytes of hidden vectors."""
         return tokens * self.model.hidden_size * self.element
@@ -120,19 +136,31 @@ def layer_bytes(shape: ActivationShape, modules: Collection[str] = (), *, mixed:
     """Bytes that one layer keeps of one micro-batch while `modules` are recomputed."""
     if FULL in modules:
         return shape.stream(shape.tokens)
-    norms = 2 * (shape.stream(shape.tokens) if "layernorm" in modules else _norm(shape, shape.tokens))
     branches = _attention(shape, modules) + (_mixture(shape, modules) if mixed else _dense(shape, modules))
-    return norms + branches + 2 * _dropout_mask(shape)
+    branches += 0 if "layernorm" in modules else sum(kept_outputs(shape, modules, mixed=mixed))
+    return 2 * _norm(shape, shape.tokens) + branches + 2 * _dropout_mask(shape)
 
 
-def _norm(shape: ActivationShape, tokens: int, width: int | None = None, *, input_is_kept: bool = False) -> int:
-    """What a norm keeps: without its output, and without its input if that is kept for another reason."""
-    elements = tokens * (width or shape.model.hidden_size)
-    if shape.model.normalization == "LayerNorm":
-        return (0 if input_is_kept else elements * shape.element) + 2 * tokens * shape.wide
-    copied = shape.wide > shape.element
-    input_bytes = elements * shape.wide if copied else 0 if input_is_kept else elements * shape.element
-    return input_bytes + elements * shape.element + tokens * shape.wide
+def kept_outputs(shape: ActivationShape, modules: Collection[str], *, mixed: bool) -> tuple[int, int]:
+    """Bytes of what the two norms make that are kept unless `layernorm` is recomputed, before attention and before the MLP."""
+    gathered = shape.stream(shape.gathered) if shape.sequence_parallel and shape.eight_bits is None else 0
+    attention = 0 if "attention" in modules else gathered
+    if not mixed:
+        return attention, 0 if "mlp" in modules else gathered
+    if "moe" in modules:
+        return attention, 0
+    shared = shape.moe.moe_shared_expert_intermediate_size and "shared_experts" not in modules
+    router = 0 if _router_copies(shape) else shape.stream(shape.tokens)
+    return attention, router + (gathered if shared else 0)
+
+
+def _norm(shape: ActivationShape, rows: int) -> int:
+    """Input and statistics."""
+    return shape.stream(rows) + _statistics(shape, rows)
+
+
+def _statistics(shape: ActivationShape, rows: int) -> int:
+    return (2 if shape.model.normalization == "LayerNorm" else 1) * rows * shape.wide
 
 
 def _dropout_mask(shape: ActivationShape) -> int:
@@ -141,72 +169,68 @@ def _dropout_mask(shape: ActivationShape) -> int:
     return shape.tokens * shape.model.hidden_size * (1 if shape.byte_masks else shape.element)
 
 
-def _operand(shape: ActivationShape, modules: Collection[str], owner: str) -> int:
-    """What a branch's first product keeps of the norm's output, or the whole branch if that is recomputed."""
-    if "layernorm" in modules:
+def _operands(shape: ActivationShape, *widths: int) -> int:
+    """What products in eight bits keep of inputs of these widths; others have it made again."""
+    if shape.eight_bits is None:
         return 0
-    return shape.stream(shape.tokens if owner in modules else shape.gathered)
+    scales = {"rowwise": 1, "blockwise": -(-shape.gathered // 128)}.get(shape.eight_bits)
+    return sum(shape.gathered * width + 4 * (1 if scales is None else scales * width) for width in widths)
 
 
 def _attention(shape: ActivationShape, modules: Collection[str]) -> int:
-    kept = _operand(shape, modules, "attention")
     if "attention" in modules:
-        return kept
+        return 0
     model, rows, both = shape.model, shape.gathered, shape.queries + shape.keys
-    rotary = model.position_embedding_type in ("rope", "yarn")
     assert model.kv_channels is not None
-    kept += rows * (both + shape.keys) * shape.element
-    kept += rows * both * shape.element if rotary else 0
+    kept = rows * (both + shape.keys) * shape.element
     if model.qk_layernorm:
-        heads = both // model.kv_channels
-        kept += _norm(shape, rows * heads, model.kv_channels, input_is_kept=True)
-        kept += 0 if rotary else rows * both * shape.element
-    kept += rows * shape.queries * shape.element
+        kept += rows * both * shape.element + _statistics(shape, rows * both // model.kv_channels)
+    kept += rows * shape.queries * shape.element + _operands(shape, model.hidden_size, shape.queries)
     return kept + (0 if "core_attn" in modules else rows * shape.queries // model.kv_channels * shape.wide)
 
 
-def _inside_mlp(shape: ActivationShape, rows: int, width: int, *, activated: bool = True) -> int:
-    """What lies between the products; without what the activation makes, if that is recomputed."""
-    tensors = 4 if shape.gated else _KEPT_BY_ACTIVATION[shape.model.activation]
-    if not activated:
-        tensors = 2 if shape.gated else 1
-    return tensors * rows * width * shape.element
+def _inside_mlp(shape: ActivationShape, rows: int, width: int) -> int:
+    """What the first product makes."""
+    return (2 if shape.gated else 1) * rows * width * shape.element
 
 
 def _dense(shape: ActivationShape, modules: Collection[str]) -> int:
     assert shape.model.ffn_hidden_size is not None
-    kept = _operand(shape, modules, "mlp")
-    return (
-        kept if "mlp" in modules else kept + _inside_mlp(shape, shape.gathered, shape.model.ffn_hidden_size // shape.tp)
-    )
+    return 0 if "mlp" in modules else _whole_mlp(shape, shape.model.ffn_hidden_size // shape.tp)
+
+
+def _whole_mlp(shape: ActivationShape, width: int) -> int:
+    return _inside_mlp(shape, shape.gathered, width) + _operands(shape, shape.model.hidden_size, width)
 
 
 def _mixture(shape: ActivationShape, modules: Collection[str]) -> int:
     """Without the few numbers per token and choice that routing keeps."""
     moe = shape.moe
-    kept = 0 if "layernorm" in modules else shape.stream(shape.tokens)
     if "moe" in modules:
-        return kept
-    copy = {None: 0, "fp32": 4, "fp64": 8}[moe.moe_router_dtype]
-    if copy > shape.element:  # the router multiplies a wider copy of its input
-        kept = kept if _takes_norm(shape, modules) else 0
-        kept += shape.tokens * shape.model.hidden_size * copy
+        return 0
     assert moe.moe_ffn_hidden_size is not None
     width = moe.moe_latent_size or shape.model.hidden_size
-    choices = shape.tokens * moe.moe_router_topk
-    rows = choices * shape.etp
-    kept += (rows + choices) * width * shape.element
-    kept += _inside_mlp(shape, rows, moe.moe_ffn_hidden_size // shape.etp, activated="moe_act" not in modules)
+    rows = shape.tokens * moe.moe_router_topk * shape.etp
+    kept = rows * width * shape.element
+    kept += 0 if shape.weighs_inside else rows * width * shape.element
+    kept += _inside_mlp(shape, rows, moe.moe_ffn_hidden_size // shape.etp)
     kept += shape.tokens * (moe.moe_latent_size or 0) * shape.element
-    return kept + _shared_expert(shape, modules)
+    return kept + _router(shape) + _shared_expert(shape, modules)
 
 
-def _takes_norm(shape: ActivationShape, modules: Collection[str]) -> bool:
-    """Whether something besides the router keeps the norm's output as it is on this rank."""
-    moe = shape.moe
-    shared = bool(moe.moe_shared_expert_intermediate_size)
-    as_it_is = not shape.sequence_parallel or "shared_experts" in modules
-    return moe.moe_latent_size is not None or (shared and (as_it_is or moe.moe_shared_expert_gate))
+def _router_copies(shape: ActivationShape) -> bool:
+    """Whether the router multiplies a tensor of its own, instead of what the norm makes."""
+    return bool(shape.moe.moe_input_jitter_eps) or _router_element(shape) > shape.element
+
+
+def _router_element(shape: ActivationShape) -> int:
+    return max(shape.element, {None: 0, "fp32": 4, "fp64": 8}[shape.moe.moe_router_dtype])
+
+
+def _router(shape: ActivationShape) -> int:
+    """Its input, if that is a tensor of its own, and the noise it was multiplied with."""
+    tensors = (2 if shape.moe.moe_input_jitter_eps else 1) if _router_copies(shape) else 0
+    return tensors * shape.tokens * shape.model.hidden_size * _router_element(shape)
 
 
 def _shared_expert(shape: ActivationShape, modules: Collection[str]) -> int:
@@ -216,15 +240,13 @@ def _shared_expert(shape: ActivationShape, modules: Collection[str]) -> int:
     kept = shape.stream(shape.tokens) if moe.moe_shared_expert_gate else 0
     if "shared_experts" in modules:
         return kept
-    if shape.sequence_parallel and "layernorm" not in modules:
-        kept += shape.stream(shape.gathered)
-    return kept + _inside_mlp(shape, shape.gathered, moe.moe_shared_expert_intermediate_size // shape.tp)
+    return kept + _whole_mlp(shape, moe.moe_shared_expert_intermediate_size // shape.tp)
 
 
 def ends_bytes(shape: ActivationShape, stage: Stage) -> int:
     """What a stage keeps of a micro-batch outside its layers: positions, embedding, last norm, loss."""
     model, kept = shape.model, 0
-    assert model.kv_channels is not None and model.vocab_size is not None
+    assert model.kv_channels is not None
     if model.position_embedding_type in ("rope", "yarn"):
         kept += 2 * shape.sequence * int(model.kv_channels * model.rotary_percent) * shape.element
     if stage.embedding:
@@ -232,7 +254,9 @@ def ends_bytes(shape: ActivationShape, stage: Stage) -> int:
         kept += 8 * shape.sequence if model.position_embedding_type == "learned_absolute" else 0
         kept += 9 * shape.gathered if shape.tp > 1 else 0  # row (8 bytes) and whether it lies elsewhere (1)
     if stage.loss:
-        columns = min(padded_vocabulary(model, tensor_parallel=shape.tp) // shape.tp, model.vocab_size)
-        kept += _norm(shape, shape.tokens) + shape.stream(shape.gathered)
-        kept += shape.gathered * (columns * shape.wide + 9)  # softmax; target (8) and whether it lies here (1)
+        kept += _norm(shape, shape.tokens)
+        kept += shape.stream(shape.gathered)  # the gradient of what the last product saw
+        if shape.fully_sharded:
+            rows = padded_vocabulary(model, tensor_parallel=shape.tp) // shape.tp
+            kept += rows * model.hidden_size * shape.wide
     return kept

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.kernels.attention.documents import Documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +17,8 @@ class Batch:
 
     tokens, labels and loss_mask are [batch, sequence]; labels are the tokens shifted by one, and loss_mask is 1.0 where
     a position counts. positions is None when they are 0, 1, 2, ... in every row; else [sequence] or [batch, sequence].
-    document_starts is None when a row is one document; else it holds, for every position of the whole sequence, the first
-    position of its document. It stays whole where context parallelism splits the others.
+    documents is None when a row is one document; else it says where they lie in the whole sequence. It stays whole where
+    context parallelism splits the others.
 
     >>> text = torch.tensor([[5, 6, 7, 8]])
     >>> Batch(text[:, :-1], text[:, 1:], torch.ones(1, 3)).labels
@@ -28,7 +29,7 @@ class Batch:
     labels: Tensor
     loss_mask: Tensor
     positions: Tensor | None = None
-    document_starts: Tensor | None = None
+    documents: Documents | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; the copy from pinned memory does not wait."""

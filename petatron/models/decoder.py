@@ -83,24 +83,31 @@ class Decoder(nn.Module):
         *,
         extra_loss_scale: Tensor | None = None,
         reports: dict[int, Tensor] | None = None,
+        loss_weights_SB: Tensor | None = None,
     ) -> Tensor:
         """Token losses [S, B] from the last stage, else what the next stage takes; `x_SBD` is the stage before's.
 
-        `extra_loss_scale` and `reports` are those of `Pass`.
+        `extra_loss_scale` and `reports` are those of `Pass`. `loss_weights_SB` are the gradients of the token losses, where
+        they are known beforehand: that saves a product.
         """
-        out = self._run(batch, x_SBD, extra_loss_scale, {} if reports is None else reports)
-        return out if self.head is None else self.head.vocabulary.token_losses(out, batch.labels.t())
+        x_SBD = self._run(batch, x_SBD, extra_loss_scale, {} if reports is None else reports)
+        if self.head is None or self.norm is None:
+            return x_SBD
+        return self.head.losses(self.norm(x_SBD), self._table(), batch.labels.t(), weights_SB=loss_weights_SB)
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits [B, S, vocabulary], whole on every rank; needs both ends of the model."""
-        assert self.embedding is not None and self.head is not None
-        out = self._run(Batch(tokens_BS, tokens_BS, tokens_BS, positions), None, None, {})
-        return self.head.vocabulary.whole_logits(out).transpose(0, 1)
+        assert self.embedding is not None and self.head is not None and self.norm is not None
+        x_SBD = self._run(Batch(tokens_BS, tokens_BS, tokens_BS, positions), None, None, {})
+        return self.head.vocabulary.whole_logits(self.head(self.norm(x_SBD), self._table())).transpose(0, 1)
+
+    def _table(self) -> Tensor | None:
+        return None if self.embedding is None else self.embedding.weight
 
     def _run(
         self, batch: Batch, x_SBD: Tensor | None, extra_loss_scale: Tensor | None, reports: dict[int, Tensor]
     ) -> Tensor:
-        """Logits [S, B, this rank's part of the vocabulary] from the last stage, else activations."""
+        """Activations behind the last block."""
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -108,11 +115,8 @@ class Decoder(nn.Module):
             x_SBD = self._embed(batch.tokens, positions)
         assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
         rotation = None if self.rotary is None else self.rotary(positions, x_SBD.dtype)
-        passing = Pass(rotation, batch.document_starts, extra_loss_scale, reports)
-        x_SBD = self.run_layers(list(self.layers.values()), x_SBD, passing)
-        if self.head is None or self.norm is None:
-            return x_SBD
-        return self.head(self.norm(x_SBD), None if self.embedding is None else self.embedding.weight)
+        passing = Pass(rotation, batch.documents, extra_loss_scale, reports)
+        return self.run_layers(list(self.layers.values()), x_SBD, passing)
 
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None

@@ -5,10 +5,12 @@ A stage that holds m micro-batches at a time needs, at the worst moment of a bac
     m x (kept by all layers and ends)  +  what the largest recomputed group of layers makes again
 
 The budget is met step by step. A step recomputes one more module of one layer, or that layer as a whole; the one that frees
-most bytes per operation repeated comes next. So norms, which cost next to nothing, go first, then activation functions, then
-the branches, and whole layers last; with fused attention `core_attn` frees almost nothing and is rarely worth its price. What
-later steps have made unnecessary is undone at the end. Repeated communication (expert dispatch; the gather of a split
-sequence) is not priced.
+most bytes per operation repeated comes next. So norms, which cost next to nothing, go first where something keeps what they
+make (routers, and products that had to gather it), then the branches, and whole layers last; with fused attention `core_attn`
+frees almost nothing and is rarely worth its price. What later steps have made unnecessary is undone at the end. Repeated
+communication (expert dispatch; the gather of a split sequence) is not priced.
+
+`moe_act` may be asked for and is always so: no activation function's output is kept. That is why it stands in no plan.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from dataclasses import dataclass, replace
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema import MemoryConfig
 from petatron.config.stages import Stage
-from petatron.models.activations import FULL, ActivationShape, ends_bytes, layer_bytes
+from petatron.models.activations import FULL, ActivationShape, ends_bytes, kept_outputs, layer_bytes
 
 Modules = frozenset[str]
 NOTHING: Modules = frozenset()
 DENSE = ("core_attn", "layernorm", "mlp", "attention")
-MIXED = ("core_attn", "layernorm", "moe_act", "shared_experts", "moe", "attention")
-_INSIDE = {"attention": {"core_attn"}, "moe": {"moe_act", "shared_experts"}}
+MIXED = ("core_attn", "layernorm", "shared_experts", "moe", "attention")
+_INSIDE = {"attention": {"core_attn"}, "moe": {"shared_experts"}}
 _ELEMENTWISE = 12  # operations per element of a norm or activation: little beside a product, but not nothing
 
 
@@ -84,12 +86,17 @@ def gigabytes(count: int) -> str:
     return f"{-(-count // step) * step / 1e9:.{digits}f}"
 
 
-def effective(modules: Sequence[str] | Modules, *, mixed: bool) -> Modules:
-    """Of the modules asked for those that a layer of this kind has, without those inside others of them."""
+def effective(shape: ActivationShape, modules: Sequence[str] | Modules, *, mixed: bool) -> Modules:
+    """Of the modules asked for those that a layer of this kind has, without those inside others of them.
+
+    Norms are among them only if they free something beside the others.
+    """
     if FULL in modules:
         return frozenset((FULL,))
     present = set(modules).intersection(MIXED if mixed else DENSE)
     inside = {name for outer in present for name in _INSIDE.get(outer, ())}
+    if not any(kept_outputs(shape, present, mixed=mixed)):
+        present.discard("layernorm")
     return frozenset(present - inside)
 
 
@@ -115,10 +122,10 @@ def plan_recompute(
     number = memory.recompute_num_layers or 1
     if memory.recompute_granularity == "full":
         uniform = memory.recompute_method == "uniform"
-        chosen = [effective((FULL,) if uniform or at < number else (), mixed=kind) for at, kind in enumerate(mixed)]
+        chosen = [frozenset((FULL,)) if uniform or at < number else NOTHING for at in range(len(mixed))]
         return costs.plan(chosen, group=number if uniform else 1)
     asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    return costs.plan([effective(asked, mixed=kind) for kind in mixed])
+    return costs.plan([effective(shape, asked, mixed=kind) for kind in mixed])
 
 
 class _Costs:
@@ -157,7 +164,7 @@ class _Costs:
             return []
         kind = self.mixed[at]
         names = (name for name in (*(MIXED if kind else DENSE), FULL) if name not in now)
-        return [following for name in names if (following := effective((*now, name), mixed=kind)) != now]
+        return [following for name in names if (following := effective(self.shape, (*now, name), mixed=kind)) != now]
 
     def price(self, at: int, now: Modules, following: Modules) -> float:
         """Operations per byte freed by a step; a step that frees nothing is priceless."""
@@ -212,28 +219,56 @@ def _too_small(plan: RecomputePlan, budget_gb: float, stages_here: int) -> Budge
 
 
 def recompute_flops(shape: ActivationShape, modules: Modules, *, mixed: bool = False) -> float:
-    """Operations that one layer repeats for one micro-batch. The last product of a dense branch is never repeated."""
+    """Operations that one layer repeats for one micro-batch.
+
+    The last product of a branch is not repeated, unless something behind it is kept too; in eight bits, that is its operand.
+    """
     model, rows, hidden = shape.model, shape.gathered, shape.model.hidden_size
     seen = min(model.window_size or model.seq_length, model.seq_length)
     core = 2.0 * rows * shape.queries * seen
-    attention = 2.0 * rows * hidden * (shape.queries + 2 * shape.keys) + core
-    norms = 2.0 * _ELEMENTWISE * shape.tokens * hidden
+    norm = float(_ELEMENTWISE * shape.tokens * hidden)
+    attention = norm + 2.0 * rows * hidden * (shape.queries + 2 * shape.keys) + core
+    norms = norm * sum(map(bool, kept_outputs(shape, modules, mixed=mixed)))
     assert model.ffn_hidden_size is not None
-    first, between, second = _products(shape, rows, hidden, model.ffn_hidden_size // shape.tp)
-    prices = {"core_attn": core, "attention": attention, "layernorm": norms, "mlp": first + between}
+    first, between, last = _products(shape, rows, hidden, model.ffn_hidden_size // shape.tp)
+    out = 2.0 * rows * shape.queries * hidden
+    prices = {"core_attn": core, "attention": attention, "layernorm": norms, "mlp": norm + first + between}
+    if shape.eight_bits is not None:
+        prices["attention"], prices["mlp"], last = attention + out, prices["mlp"] + last, 0.0
     if mixed:
-        moe = shape.moe
-        assert moe.moe_ffn_hidden_size is not None
-        routed = shape.tokens * moe.moe_router_topk * shape.etp
-        width = moe.moe_latent_size or hidden
-        first, between, second = _products(shape, routed, width, moe.moe_ffn_hidden_size // shape.etp)
-        shared = _products(shape, rows, hidden, (moe.moe_shared_expert_intermediate_size or 0) // shape.tp)
-        prices |= {"moe_act": between, "shared_experts": shared[0] + shared[1]}
-        prices["moe"] = first + between + second + shared[0] + shared[1]
+        prices["shared_experts"] = norm + sum(_shared(shape)[: 2 if shape.eight_bits is None else 3])
+        prices["moe"], last = _mixture(shape)
+        prices["moe"] += norm
     if FULL in modules:
-        last = 0.0 if mixed or model.hidden_dropout == 0.0 else second  # repeated for the dropout behind it
-        return attention + norms + 2.0 * rows * shape.queries * hidden + prices["moe" if mixed else "mlp"] + last
+        last = 0.0 if model.hidden_dropout == 0.0 else last  # repeated for the dropout behind it
+        return attention + out + prices["moe" if mixed else "mlp"] + last
     return sum(prices.get(name, 0.0) for name in modules)
+
+
+def _mixture(shape: ActivationShape) -> tuple[float, float]:
+    """Operations of a mixture of experts, up to the last tensor that it keeps; and those of a product beyond that."""
+    moe, hidden = shape.moe, shape.model.hidden_size
+    assert moe.moe_ffn_hidden_size is not None and moe.num_experts is not None
+    width = moe.moe_latent_size or hidden
+    routed = shape.tokens * moe.moe_router_topk * shape.etp
+    first, between, last = _products(shape, routed, width, moe.moe_ffn_hidden_size // shape.etp)
+    again = 2.0 * shape.tokens * hidden * moe.num_experts + first + between
+    if shape.weighs_inside and not moe.moe_latent_size and not moe.moe_shared_expert_intermediate_size:
+        return again, last
+    again += last
+    if moe.moe_latent_size:
+        way_out = (
+            1 if moe.moe_shared_expert_intermediate_size else 0
+        )  # the last product, unless a shared expert follows
+        again += (1 + way_out) * 2.0 * shape.tokens * hidden * moe.moe_latent_size
+    first, between, last = _shared(shape)
+    keeps_last = moe.moe_shared_expert_gate or shape.eight_bits is not None
+    return again + first + between + (last if keeps_last else 0.0), 0.0
+
+
+def _shared(shape: ActivationShape) -> tuple[float, float, float]:
+    width = (shape.moe.moe_shared_expert_intermediate_size or 0) // shape.tp
+    return _products(shape, shape.gathered, shape.model.hidden_size, width)
 
 
 def _products(shape: ActivationShape, rows: int, width: int, inner: int) -> tuple[float, float, float]:

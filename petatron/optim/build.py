@@ -1,27 +1,28 @@
-"""Which torch optimizer updates the flat master weights."""
+"""Which rule updates the master weights, and with which kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from petatron.config.schema import OptimizerConfig
+from petatron.kernels.adam import AdamKernel, SquaresKernel, adamw_fused, sum_of_squares
+from petatron.optim.rules import AdamRule, SgdRule, UpdateRule
 
 
-def build_rule(
-    config: OptimizerConfig, masters: Sequence[nn.Parameter], decays: Sequence[bool]
-) -> torch.optim.Optimizer:
-    """AdamW or SGD over whole buffers, one parameter group per buffer; `decays` says which of them weight decay touches.
+@dataclass(frozen=True, slots=True)
+class OptimizerKernels:
+    """The implementations that an optimizer works with."""
 
-    The fused kernels skip the update on the device when `found_inf` is set, so no step needs the host to decide.
-    """
-    groups = [
-        {"params": [master], "decay": decay, "weight_decay": config.weight_decay if decay else 0.0}
-        for master, decay in zip(masters, decays)
-    ]
-    if config.optimizer == "adam":
-        betas = (config.adam_beta1, config.adam_beta2)
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
-    return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
+    adamw: AdamKernel = adamw_fused
+    sum_of_squares: SquaresKernel = sum_of_squares
+
+
+PLAIN = OptimizerKernels()
+"""torch's own: for every device and precision."""
+
+
+def build_rule(config: OptimizerConfig, kernels: OptimizerKernels, device: torch.device) -> UpdateRule:
+    """AdamW or SGD. Both leave an update out on the device, so no step needs the host to decide."""
+    return AdamRule(config, kernels.adamw, device) if config.optimizer == "adam" else SgdRule(config)

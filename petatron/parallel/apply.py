@@ -1,11 +1,12 @@
 """The one ordered recipe that turns stages of a model on the meta device into this rank's part, with real first weights.
 
-Order: stage cut (the caller builds only this rank's stages) -> precision -> tensor/sequence parallel -> context parallel ->
-expert parallel -> recompute -> materialise -> data parallel.
+Order: stage cut (the caller builds only this rank's stages) -> precision -> tensor/sequence parallel -> kernels and FP8 ->
+context parallel -> expert parallel -> recompute -> materialise -> data parallel.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from petatron.base.log import get_logger
-from petatron.config.check_pipeline import splits_backward
 from petatron.config.check_sharding import FSDP
 from petatron.config.schema import RunConfig
+from petatron.kernels.registry import Situation
 from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams, normal_piece
@@ -25,12 +26,14 @@ from petatron.mesh.stretch import ParameterGroup, group_pieces
 from petatron.models.activations import ActivationShape
 from petatron.models.decoder import Decoder
 from petatron.parallel.context import connect_context
-from petatron.parallel.deferred import WeightGradQueue, defer_weight_gradients
+from petatron.parallel.deferred import WeightGradQueue
 from petatron.parallel.expert import connect_experts
 from petatron.parallel.gather import wait_before_use
 from petatron.parallel.gradients import GradientSync
+from petatron.parallel.kernels import EightBits, fill_kernels, multiply_in_eight_bits
+from petatron.parallel.offload import HostLink, apply_activation_offload
 from petatron.parallel.recompute import apply_recompute
-from petatron.parallel.tensor import connect, split_vocabulary, split_weights
+from petatron.parallel.tensor import connect, split_vocabulary, split_weights, take_weight_gradients
 
 if TYPE_CHECKING:
     from petatron.parallel.fsdp import ShardedGradients, ShardedGroup
@@ -56,6 +59,7 @@ class Parallelized:
     groups: Sequence[ParameterGroup]
     gradients: GradientSync | ShardedGradients
     weight_grads: WeightGradQueue
+    eight_bits: EightBits
 
 
 def parallelize(
@@ -67,10 +71,11 @@ def parallelize(
     dtype: torch.dtype,
     streams: RandomStreams,
     in_flight: Mapping[int, int],
+    draw: bool = True,
 ) -> Parallelized:
     """Apply every kind of parallelism the mesh has.
 
-    `in_flight` is how many micro-batches' activations each stage holds at most.
+    `in_flight` is how many micro-batches' activations each stage holds at most. Without `draw` all weights are zero.
     """
     parallel = run.parallel
     # One process has nobody to share with, and no process group to do it over.
@@ -80,22 +85,33 @@ def parallelize(
     for stage in stages.values():
         # Fully sharded parameters are the master weights; the precision of the run is that of their gathered copies.
         stage.to(torch.promote_types(dtype, torch.float32) if fully_sharded else dtype)
-        placements |= _split(stage, recipe, mesh, run, streams, weight_grads)
+        placements |= _split(stage, recipe, mesh, run, streams)
+        if not fully_sharded:  # fully_shard takes gradients from autograd
+            take_weight_gradients(stage, weight_grads)
     _tie(stages, run)
+    situation = Situation.of(mesh.device, dtype, compiles=run.train.compile)
+    for choice in {str(c) for stage in stages.values() for c in fill_kernels(stage, situation)}:
+        _log.debug("%s", choice)
+    eight_bits = multiply_in_eight_bits(list(stages.values()), run.precision, situation, keep_weights=not fully_sharded)
     shape = ActivationShape.of(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
+    link = HostLink(mesh.device)
     for number, stage in stages.items():
         connect_context(
             stage, mesh, comm_type=parallel.cp_comm_type, sizes=parallel.hierarchical_context_parallel_sizes
         )
         connect_experts(stage, mesh, run.moe)
         apply_recompute(stage, run.memory, streams, shape=shape, in_flight=in_flight[number], stages_here=len(stages))
+        offloaded = apply_activation_offload(stage, run.memory, link)
+        if offloaded is not None:
+            _log.info("%s", offloaded)
     if fully_sharded:
-        groups, gradients = _shard_fully(stages, placements, recipe, mesh, run, dtype)
+        groups, gradients = _shard_fully(stages, placements, recipe, mesh, run, dtype, draw=draw)
     else:
-        groups, gradients = _flatten(stages, placements, recipe, mesh, run)
+        groups, gradients = _flatten(stages, placements, recipe, mesh, run, draw=draw)
+        weight_grads.deliver = gradients.write
     held = sum(stretch.length for group in groups for stretch in group.stretches)
     _log.info("rank %d updates %s elements of parameters, padding included, %s", mesh.rank, f"{held:,}", str(dtype)[6:])
-    return Parallelized(placements, groups, gradients, weight_grads)
+    return Parallelized(placements, groups, gradients, weight_grads, eight_bits)
 
 
 def _split(
@@ -104,7 +120,6 @@ def _split(
     mesh: ParallelMesh,
     run: RunConfig,
     streams: RandomStreams,
-    weight_grads: WeightGradQueue,
 ) -> dict[str, Placement]:
     sequence = run.parallel.sequence_parallel and mesh.tp.size > 1
     split = TensorSplit(
@@ -118,8 +133,6 @@ def _split(
     )
     placements = split_weights(stage, recipe.shards, split)
     connect(stage, recipe.shards, mesh.tp, sequence=sequence, shared=streams.shared)
-    if mesh.pp.size > 1 and splits_backward(run.parallel):
-        defer_weight_gradients(stage, weight_grads)
     split_vocabulary(stage, recipe.shards, mesh.tp)
     return placements
 
@@ -130,21 +143,34 @@ def _flatten(
     recipe: Recipe,
     mesh: ParallelMesh,
     run: RunConfig,
+    *,
+    draw: bool,
 ) -> tuple[Sequence[FlatGroup], GradientSync]:
     """Weights whole on every rank in flat buffers; the optimizer's state may be shared (ZeRO-1)."""
     parallel = run.parallel
     _materialise(stages, mesh)
-    _fill(_parameter_pieces(stages, placements), recipe, run.train.seed)
+    if draw:
+        _fill(_parameter_pieces(stages, placements), recipe, run.train.seed)
     assert parallel.ddp_bucket_size is not None
     options = FlatOptions(
         bucket_size=parallel.ddp_bucket_size,
         sharded=parallel.use_distributed_optimizer,
         overlap_gather=parallel.overlap_param_gather,
+        grad_dtype=torch.bfloat16 if run.optim.main_grads_dtype == "bf16" else None,
     )
-    groups = flatten_parameters(list(stages.values()), placements, recipe.decays, mesh, options)
+    groups = flatten_parameters(list(stages.values()), placements, recipe.decays, mesh, options, uses=_uses(stages))
     if parallel.overlap_param_gather:
         wait_before_use(list(stages.values()), groups)
     return groups, GradientSync(groups, mesh, overlap=parallel.overlap_grad_reduce, wire_dtype=_wire_dtype(run))
+
+
+def _uses(stages: Mapping[int, Decoder]) -> Counter[nn.Parameter]:
+    """How often each parameter is computed with; a head without a weight of its own takes the embedding's."""
+    uses = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
+    for stage in stages.values():
+        if stage.head is not None and stage.head.weight is None and stage.embedding is not None:
+            uses[stage.embedding.weight] += 1
+    return uses
 
 
 def _shard_fully(
@@ -154,6 +180,8 @@ def _shard_fully(
     mesh: ParallelMesh,
     run: RunConfig,
     dtype: torch.dtype,
+    *,
+    draw: bool,
 ) -> tuple[Sequence[ShardedGroup], ShardedGradients]:
     """Weights and gradients shared too (ZeRO-2 and 3), from the start: a rank never holds more than its part."""
     # torch's fully_shard takes longer to import than all of this package, and every process would wait for it.
@@ -169,7 +197,8 @@ def _shard_fully(
         wire_dtype=_wire_dtype(run),
     )
     _materialise(stages, mesh)
-    _fill((found for group in groups for found in group_pieces(group, group.weights())), recipe, run.train.seed)
+    if draw:
+        _fill((found for group in groups for found in group_pieces(group, group.weights())), recipe, run.train.seed)
     return groups, ShardedGradients(groups, mesh)
 
 

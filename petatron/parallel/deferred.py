@@ -1,38 +1,33 @@
 """Weight gradients that wait: the split backward of zero-bubble schedules.
 
 A backward pass owes the stage before it the gradient of its input, and the optimizer the gradients of its weights; only the
-first is urgent. The products here multiply like the ones they replace, but while a queue is collecting, their backward
-computes the input's gradient alone and leaves the weight's in the queue, with the two matrices it will be made of. What is
-not a matrix product (norms, biases, embeddings) costs little and is never deferred.
+first is urgent. Products give their weight gradients away as work to be done (`layers/product.py`). What takes them does it
+at once, or, while it is collecting, keeps it with the two matrices it will be made of. What is not a matrix product (norms,
+biases, embeddings) costs little and is never deferred.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from petatron.kernels.moe import Counts, GroupedProduct, grouped_weight_grad
-from petatron.layers.experts import GroupedLinear
-from petatron.layers.linear import Linear
-from petatron.layers.vocabulary import OutputHead
-from petatron.parallel.tensor import ColumnProduct, RowProduct
+from petatron.layers.product import Write
 
-Deliver = Callable[[nn.Parameter, Tensor], None]
-Make = Callable[[], Tensor]
+Deliver = Callable[[Tensor, Write], None]
+"""(weight, write): have a gradient written, or added, where the weight's gradients are accumulated."""
 
 
 class WeightGradQueue:
-    """Postponed weight gradients, by the backward pass they belong to."""
+    """Takes weight gradients, and postpones them by the backward pass they belong to."""
 
     def __init__(self) -> None:
-        self._held: dict[Hashable, list[tuple[nn.Parameter, Make]]] = {}
-        self._open: list[tuple[nn.Parameter, Make]] | None = None
+        self.deliver: Deliver | None = None
+        """Who accumulates them; there is nobody before the buffers exist."""
+        self._held: dict[Hashable, list[tuple[Tensor, Write]]] = {}
+        self._open: list[tuple[Tensor, Write]] | None = None
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
@@ -44,87 +39,20 @@ class WeightGradQueue:
         finally:
             self._open = None
 
-    def now_or_later(self, weight: nn.Parameter, make: Make) -> Tensor | None:
-        """A weight's gradient; None when it has been kept for later."""
-        if self._open is None:
-            return make()
-        self._open.append((weight, make))
-        return None
+    def take(self, weight: Tensor, write: Write, *, now: bool = False) -> None:
+        """Have a weight's gradient written: at once, or with the others of its backward pass."""
+        if self._open is None or now:
+            self._write(weight, write)
+        else:
+            self._open.append((weight, write))
 
-    @torch.no_grad()
-    def compute(self, key: Hashable, deliver: Deliver) -> None:
-        """Make the gradients kept under a key, and deliver each; what one is made of is let go at once."""
+    def compute(self, key: Hashable) -> None:
+        """Write the gradients kept under a key; what one is made of is let go at once."""
         waiting = self._held.pop(key)
         while waiting:
-            weight, make = waiting.pop()
-            deliver(weight, make())
+            self._write(*waiting.pop())
 
-
-class _Deferred(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, queue: WeightGradQueue) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.queue = weight, queue
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (x,) = ctx.saved_tensors
-        grad = grads[0]
-        later = ctx.queue.now_or_later(ctx.weight, lambda: grad.flatten(0, -2).t() @ x.flatten(0, -2))
-        return grad @ ctx.weight, later, None
-
-
-class _DeferredGrouped(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, counts: Counts, product: GroupedProduct, queue: WeightGradQueue
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.counts, ctx.product, ctx.queue = weight, counts, product, queue
-        return product(x, weight, counts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        (x,) = ctx.saved_tensors
-        grad, counts = grads[0], ctx.counts
-        later = ctx.queue.now_or_later(ctx.weight, lambda: grouped_weight_grad(x, grad, counts))
-        return ctx.product(grad, ctx.weight.transpose(1, 2), counts), later, None, None, None
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredProduct:
-    """A `Product` whose weight gradient may wait in a queue."""
-
-    queue: WeightGradQueue
-
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _Deferred.apply(x, weight, self.queue)  # pyright: ignore[reportReturnType]
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredGroupedProduct:
-    """A `GroupedProduct` (experts) whose weight gradients may wait in a queue."""
-
-    queue: WeightGradQueue
-    product: GroupedProduct
-
-    def __call__(self, x_RD: Tensor, weight_EOD: Tensor, counts: Counts) -> Tensor:
-        args = (x_RD, weight_EOD, counts, self.product, self.queue)
-        return _DeferredGrouped.apply(*args)  # pyright: ignore[reportReturnType]
-
-
-def defer_weight_gradients(model: nn.Module, queue: WeightGradQueue) -> None:
-    """Let every product of a model leave its weight gradient in a queue.
-
-    Comes after tensor parallelism, whose products keep their communication and multiply in another way, and before
-    recompute, which wraps the products it finds; a `Linear` that is not split gets another product.
-    """
-    later = DeferredProduct(queue)
-    for module in model.modules():
-        if isinstance(module, GroupedLinear):
-            module.product = DeferredGroupedProduct(queue, module.product)
-        elif isinstance(module, Linear | OutputHead) and isinstance(module.product, ColumnProduct | RowProduct):
-            module.product = replace(module.product, multiply=later)
-        elif isinstance(module, Linear):
-            module.product = later
+    @torch.no_grad()
+    def _write(self, weight: Tensor, write: Write) -> None:
+        assert self.deliver is not None, "nobody accumulates weight gradients"
+        self.deliver(weight, write)

@@ -139,10 +139,6 @@ class ShardedGradients:
         for stage in self._stages:
             stage.set_is_last_backward(False)
 
-    def add(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Postponed gradients cannot be taken."""
-        raise AssertionError("zero-bubble schedules do not go with fully sharded parameters")
-
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the reductions under way, then add up over the replicas of the shards and inside a replica."""

@@ -1,7 +1,8 @@
 """Gradient accumulation and reduction.
 
-Gradients of all micro-batches add up in the fp32 (or wider) flat buffers of `mesh/flat.py`. Every parameter gets one
-gradient per micro-batch; when a bucket has got all of a step's, it is summed over the ranks that saw other tokens, while the
+Gradients of all micro-batches add up in the fp32 (or wider) flat buffers of `mesh/flat.py`. Products write there themselves
+(`layers/product.py`), the rest comes through autograd; the first gradient of a step overwrites what the last step left, so
+nothing is set to zero but what gets no gradient. Every use of a parameter brings one gradient per micro-batch; when a bucket has got all of a step's, it is summed over the ranks that saw other tokens, while the
 backward pass goes on: an all-reduce, or with sharded optimizer state a reduce-scatter that leaves each rank the part it
 owns. A stage's buckets are sent in one fixed order on every rank, whatever order gradients arrive in, so ranks can never wait
 for each other crosswise. Losses are divided by the global token count before the backward pass, so the sum is the
@@ -13,7 +14,7 @@ Afterwards, gradients that several ranks of one replica hold as summands (see `P
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,8 +39,18 @@ class _Send:
     handles: list[Handle] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Main:
+    """Where a parameter's gradients add up; `fresh` while it holds nothing of this step."""
+
+    out: Tensor
+    send: _Send
+    queue: list[_Send]
+    fresh: bool = True
+
+
 class GradientSync:
-    """Takes gradients from autograd into the flat buffers and over the wire."""
+    """Takes gradients from products and autograd into the flat buffers and over the wire."""
 
     def __init__(
         self, groups: Sequence[FlatGroup], mesh: ParallelMesh, *, overlap: bool, wire_dtype: torch.dtype | None = None
@@ -50,7 +61,7 @@ class GradientSync:
         self._overlap = overlap
         self._wire_dtype = wire_dtype
         self._queues: list[list[_Send]] = []
-        self._main: dict[nn.Parameter, tuple[Tensor, _Send, list[_Send]]] = {}
+        self._main: dict[Tensor, _Main] = {}
         self._make_queues()
 
     def _make_queues(self) -> None:
@@ -70,7 +81,7 @@ class GradientSync:
                     self._watch(slot, send, queue)
 
     def _watch(self, slot: Slot, send: _Send, queue: list[_Send]) -> None:
-        self._main[slot.parameter] = (send.group.view(send.group.flat_grads, slot), send, queue)
+        self._main[slot.parameter] = _Main(send.group.view(send.group.flat_grads, slot), send, queue)
 
         # The parameter's hook lies where the garbage collector cannot see it: a strong reference would keep all of this,
         # process groups included, for ever.
@@ -79,27 +90,34 @@ class GradientSync:
         def arrived(parameter: nn.Parameter) -> None:
             grad, parameter.grad = parameter.grad, None
             owner = sync()
-            if owner is not None and grad is not None:  # a postponed one is delivered later
+            if owner is not None and grad is not None:
                 owner.add(parameter, grad)
 
         slot.parameter.register_post_accumulate_grad_hook(arrived)  # pyright: ignore[reportArgumentType]
 
     def begin(self, micro_batches: int) -> None:
-        """Forget the last step's gradients; every parameter will get one per micro-batch."""
-        for group in self._groups:
-            group.flat_grads.zero_()
+        """Forget the last step's gradients; every use of a parameter will bring one per micro-batch."""
+        for main in self._main.values():
+            main.fresh = True
         for queue in self._queues:
             for send in queue:
                 send.waiting = send.gradients * micro_batches
 
-    def add(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Take one micro-batch's gradient of a parameter."""
-        main, send, queue = self._main[parameter]
-        main.add_(grad)
+    def add(self, parameter: Tensor, grad: Tensor) -> None:
+        """Take a gradient that exists."""
+        self.write(parameter, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad))
+
+    @torch.no_grad()
+    def write(self, parameter: Tensor, write: Callable[[Tensor, bool], object]) -> None:
+        """Have one gradient of a parameter written where its gradients add up."""
+        main = self._main[parameter]
+        write(main.out, not main.fresh)
+        main.fresh = False
+        send = main.send
         send.waiting -= 1
         assert send.waiting >= 0, "a parameter got more gradients than the step has micro-batches"
         if send.waiting == 0 and self._overlap:
-            self._send_ready(queue)
+            self._send_ready(main.queue)
 
     def _send_ready(self, queue: list[_Send]) -> None:
         for send in queue:
@@ -130,6 +148,9 @@ class GradientSync:
     @torch.no_grad()
     def finish(self) -> None:
         """Send what has not gone yet, wait for all of it, and add up the summands inside a replica."""
+        for main in self._main.values():
+            if main.fresh:  # what got no gradient has one of zero; its bucket cannot have gone
+                main.out.zero_()
         for queue in self._queues:
             for send in queue:
                 if send.waiting >= 0:

@@ -88,13 +88,12 @@ class ParallelModel:
         self.placements = parts.placements
         self.groups = parts.groups
         self.gradients = parts.gradients
+        self.eight_bits = parts.eight_bits
         self.routers = routers
         self.dtype = dtype
         # NCCL wants every rank of a group in its first call, and the first transfers would come from two of them.
         collectives.barrier(mesh.pp)
-        self._pipeline = Pipeline(
-            stages, mesh.pp, activation=self._activation, weight_grads=parts.weight_grads, deliver=parts.gradients.add
-        )
+        self._pipeline = Pipeline(stages, mesh.pp, activation=self._activation, weight_grads=parts.weight_grads)
 
     @property
     def module(self) -> Decoder:
@@ -124,6 +123,7 @@ class ParallelModel:
             stage.train()
         batches = [split_batch(batch, self.mesh.cp) for batch in batches]
         self.gradients.begin(len(batches))
+        self.eight_bits.new_step()
         tokens = self._count_tokens(batches)
         extra = torch.full_like(tokens, loss_scale / (len(batches) * self.mesh.dp.size))
         scales = Scales(loss=loss_scale / tokens, extra=extra)
@@ -139,6 +139,7 @@ class ParallelModel:
         """Sum of the token losses of the global batch and the number of valid tokens, without gradients."""
         for stage in self.stages.values():
             stage.eval()
+        self.eight_bits.weights_changed()
         batches = [split_batch(batch, self.mesh.cp) for batch in batches]
         tokens = self._count_tokens(batches)
         outcome = self._pipeline.run(self.plan.evaluation(len(batches)), batches)

@@ -19,7 +19,7 @@ from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
 from petatron.models.base import Batch
-from petatron.parallel.deferred import Deliver, WeightGradQueue
+from petatron.parallel.deferred import WeightGradQueue
 from petatron.parallel.schedule import Schedule
 from petatron.parallel.schedule.actions import COMPUTE, SENDS, Action, Kind, TimedAction
 
@@ -55,14 +55,12 @@ class Pipeline:
         *,
         activation: Callable[[Batch], Tensor],
         weight_grads: WeightGradQueue,
-        deliver: Deliver,
     ) -> None:
-        """`activation` makes an empty tensor like those that pass between stages; `deliver` takes postponed gradients."""
+        """`activation` makes an empty tensor like those that pass between stages."""
         self._stages = stages
         self._axis = axis
         self._activation = activation
         self._weight_grads = weight_grads
-        self._deliver = deliver
 
     def run(
         self,
@@ -122,7 +120,7 @@ class _Walk:
                 with self._pipeline._weight_grads.collecting(key):
                     self._backward(key)
             case Kind.WEIGHT_GRAD:
-                self._pipeline._weight_grads.compute(key, self._pipeline._deliver)
+                self._pipeline._weight_grads.compute(key)
 
     def transfer(self, actions: Sequence[Action]) -> None:
         """Start transfers as one batch."""
@@ -158,11 +156,12 @@ class _Walk:
         reports: dict[int, Tensor] = {}
         with torch.set_grad_enabled(scales is not None):
             extra = None if scales is None else scales.extra
-            y = self._pipeline._stages[stage](batch, x, extra_loss_scale=extra, reports=reports)
+            weights = None if scales is None else batch.loss_mask.t().double() * scales.loss
+            run = self._pipeline._stages[stage]
+            y = run(batch, x, extra_loss_scale=extra, reports=reports, loss_weights_SB=weights)
             if stage == self._schedule.stages - 1:
-                y = (y * batch.loss_mask.t()).sum()
-                self.outcome.total += y.detach()
-                y = y if scales is None else y * scales.loss.to(y.dtype)
+                self.outcome.total += (y.detach() * batch.loss_mask.t()).sum()
+                y = y if weights is None else (y * weights).sum()
         if stage < self._schedule.stages - 1:
             self._hand_on(stage + 1, number, y.detach(), self._inputs, self._outputs, key)
         if scales is not None:

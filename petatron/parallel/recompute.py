@@ -14,11 +14,10 @@ second time and hand out the tensors that this run saves, in the same order. Wha
 - In a backward pass of two halves (zero-bubble schedules) the function runs in the first; operands that the second still
   needs stay until then.
 
-Norms and activation functions need more: the product that follows saves their *output*, so making their insides again
-frees little. `discard_output` runs the producer as a region and the consumer under a second hook, which recognises the
-output among the tensors that the consumer saves (by its memory) and stores "the output of that region" instead. Where the
-sequence is split over tensor-parallel ranks the consumer saves the gathered output, so its product becomes a region as
-well: it gathers once more in the backward pass.
+Norms and activation functions need none of this: products do not keep what those make (`layers/remade.py`). Two kinds of
+consumers do. A mixture of experts keeps its input in several places; under `layernorm` a second hook recognises it among the
+tensors that are saved (by its memory) and stores "what that norm makes" instead. And where the sequence is split over
+tensor-parallel ranks, a product keeps the gathered input; under `layernorm` it gathers once more in the backward pass.
 
 Regions nest: the arguments of an inner one are saved through autograd, where the hooks of the outer one see them.
 """
@@ -26,9 +25,8 @@ Regions nest: the arguments of an inner one are saved through autograd, where th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,11 +34,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from petatron.config.schema import MemoryConfig
-from petatron.kernels.moe import Counts
 from petatron.layers.block import Block
 from petatron.layers.linear import Linear
+from petatron.layers.mlp import MLP, GatedMLP
 from petatron.layers.moe import MoE
 from petatron.layers.passing import Pass
+from petatron.layers.remade import Remade, Source
 from petatron.mesh.rng import RandomStreams
 from petatron.models.activations import ActivationShape
 from petatron.models.decoder import Decoder, LayerRunner, one_by_one
@@ -48,8 +47,6 @@ from petatron.models.recompute_plan import Modules, plan_recompute
 from petatron.parallel.tensor import ColumnProduct
 
 Run = Callable[..., Tensor]
-_OUTPUT = -1  # the place of a region's output; what it saves inside has places from 0 on
-_MARK = "_made_by"  # on an output that will be discarded: the region that can make it again
 
 
 class _Enough(Exception):
@@ -72,32 +69,23 @@ class _Keep(torch.autograd.Function):
 class Region:
     """One call of a function, of which only the arguments are kept for the backward pass.
 
-    `whole`: the output is wanted a second time too, by a consumer that calls `expect_output` where it would save it.
+    An argument that its maker can make again is not kept either.
     """
 
-    __slots__ = (
-        "_expected",
-        "_holder",
-        "_left",
-        "_made",
-        "_others",
-        "_run",
-        "_shapes",
-        "_states",
-        "_streams",
-        "_whole",
-    )
+    __slots__ = ("_holder", "_made", "_others", "_run", "_shapes", "_sources", "_states", "_streams")
 
-    def __init__(self, run: Run, streams: RandomStreams, *, whole: bool = False) -> None:
-        self._run, self._streams, self._whole = run, streams, whole
+    def __init__(self, run: Run, streams: RandomStreams) -> None:
+        self._run, self._streams = run, streams
         self._shapes: list[torch.Size] = []  # of what the first run saved
         self._made: dict[int, Tensor] = {}  # by the second run, and not used yet
-        self._expected = self._left = 0  # uses of the output
 
     def __call__(self, *args: Any) -> Tensor:
         tensors = [value for value in args if isinstance(value, Tensor)]
-        self._others = {place: value for place, value in enumerate(args) if not isinstance(value, Tensor)}
-        anchor = torch.empty(0, device=tensors[0].device, requires_grad=True)
+        self._sources = {place: value.source for place, value in enumerate(args) if isinstance(value, Remade)}
+        self._others = {place: value for place, value in enumerate(args) if not isinstance(value, Tensor | Remade)}
+        device = next(value for value in args if isinstance(value, Tensor | Remade))
+        device = device.device if isinstance(device, Tensor) else device.value.device
+        anchor = torch.empty(0, device=device, requires_grad=True)
         # The node lives as long as its output: torch 2.11 lets go of what it saved when that dies.
         self._holder: Any = _Keep.apply(anchor, *tensors)
         self._states = self._streams.state()
@@ -114,38 +102,38 @@ class Region:
             self._run_again()
         return self._made.pop(place)
 
-    def expect_output(self) -> None:
-        self._expected += 1
-
-    def fetch_output(self) -> Tensor:
-        """The output, let go with the last of the uses that are expected."""
-        if _OUTPUT not in self._made:
-            self._run_again()
-        self._left -= 1
-        return self._made[_OUTPUT] if self._left else self._made.pop(_OUTPUT)
-
-    def _run_again(self) -> None:
+    def _arguments(self) -> list[Any]:
         kept = self._holder.grad_fn.saved_tensors  # asked for once: it may make other regions run
         tensors = iter([x.detach().requires_grad_(x.requires_grad) for x in kept])
-        places = range(len(kept) + len(self._others))
-        args = [self._others[place] if place in self._others else next(tensors) for place in places]
+        args = []
+        for place in range(len(kept) + len(self._others) + len(self._sources)):
+            if place in self._others:
+                args.append(self._others[place])
+            elif place in self._sources:
+                source = self._sources[place]
+                assert source is not None
+                args.append(Remade(source.again().detach().requires_grad_(), source))
+            else:
+                args.append(next(tensors))
+        return args
+
+    def _run_again(self) -> None:
+        args = self._arguments()
         made: list[Tensor] = []
 
         def collect(saved: Tensor) -> None:
             wanted = self._shapes[len(made)] if len(made) < len(self._shapes) else None
             assert saved.shape == wanted, f"the second run saved {saved.shape} where the first saved {wanted}"
             made.append(saved.detach())  # with its graph, the whole second run would stay in memory
-            if len(made) == len(self._shapes) and not self._whole:
+            if len(made) == len(self._shapes):
                 raise _Enough
 
         before = self._streams.state()
         self._streams.restore(self._states)
         try:
             with torch.enable_grad(), saved_tensors_hooks(collect, _never):
-                output = self._run(*args)
+                self._run(*args)
             assert len(made) == len(self._shapes), f"the second run saved {len(made)} of {len(self._shapes)} tensors"
-            if self._expected:
-                self._made[_OUTPUT], self._left = output.detach(), self._expected
         except _Enough:
             pass
         finally:
@@ -166,52 +154,42 @@ def recomputed(run: Run, streams: RandomStreams) -> Run:
     return forward
 
 
-def discard_output(producer: nn.Module, consumer: nn.Module, streams: RandomStreams) -> None:
-    """Keep neither the insides nor the output of a module whose output goes to one other module."""
-    produce, consume = producer.forward, consumer.forward
+def discard_input(consumer: nn.Module) -> None:
+    """Keep nothing of an input that its maker can make again."""
+    consume = consumer.forward
 
-    def forward_producer(x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return produce(x)
-        region = Region(produce, streams, whole=True)
-        output = region(x)
-        setattr(output, _MARK, region)
-        return output
-
-    def forward_consumer(x: Tensor, *args: Any) -> Tensor:
-        region = getattr(x, _MARK, None)
-        if region is None:
+    def forward(x: Tensor | Remade, *args: Any) -> Tensor:
+        if not isinstance(x, Remade) or x.source is None or not torch.is_grad_enabled():
             return consume(x, *args)
-        with _without(x, region):
+        with _without(x.value, x.source):
             return consume(x, *args)
 
-    producer.forward = forward_producer
-    consumer.forward = forward_consumer
+    consumer.forward = forward
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A view into the output of a region: what a consumer stores in its place."""
+    """A view into what a source makes: what a consumer stores in its place."""
 
-    region: Region
+    source: Source
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def fetch(self) -> Tensor:
-        output = self.region.fetch_output()
+        output = self.source.fetch_output()
         return output.as_strided(self.shape, self.stride, output.storage_offset() + self.offset)
 
 
-def _without(output: Tensor, region: Region) -> saved_tensors_hooks:
-    """Hooks under which nothing that lies in the output's memory is saved."""
-    memory, dtype, start = output.untyped_storage()._cdata, output.dtype, output.storage_offset()
+def _without(value: Tensor, source: Source) -> saved_tensors_hooks:
+    """Hooks under which nothing that lies in the value's memory is saved."""
+    memory, dtype, start = value.untyped_storage()._cdata, value.dtype, value.storage_offset()
 
     def pack(saved: Tensor) -> Tensor | _View:
         if saved.untyped_storage()._cdata != memory or saved.dtype != dtype:
             return saved.detach()  # a saved output with its graph would be a cycle
-        region.expect_output()
-        return _View(region, saved.shape, saved.stride(), saved.storage_offset() - start)
+        source.expect_output()
+        return _View(source, saved.shape, saved.stride(), saved.storage_offset() - start)
 
     def unpack(stored: Tensor | _View) -> Tensor:
         return stored if isinstance(stored, Tensor) else stored.fetch()
@@ -219,65 +197,35 @@ def _without(output: Tensor, region: Region) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, unpack)
 
 
-def discard_activation(experts: nn.Module, streams: RandomStreams) -> None:
-    """Keep of an expert layer what goes in and out of its products, but not what its activation makes."""
-    name = _first_of(experts)
-    first, last = experts.get_submodule(name), experts.get_submodule("down")
-    # The layer's own forward with nothing done in the place of its products: what is left is the activation.
-    bare = SimpleNamespace(**{"act": experts.act, name: _pass_on, "down": _pass_on})
-    activation = partial(type(experts).forward, bare)
-
-    def forward(x_RD: Tensor, counts: Counts) -> Tensor:
-        inner = first(x_RD, counts)
-        if not torch.is_grad_enabled():
-            return last(activation(inner, counts), counts)
-        region = Region(activation, streams, whole=True)
-        outer = region(inner, counts)
-        with _without(outer, region):
-            return last(outer, counts)
-
-    experts.forward = forward
-
-
-def _pass_on(x_RD: Tensor, counts: Counts) -> Tensor:
-    return x_RD
-
-
-def _first_of(mlp: nn.Module) -> str:
-    """The name of an MLP's first product: gated ones have two in one."""
-    return "gate_up" if hasattr(mlp, "gate_up") else "up"
-
-
 def _recompute_modules(block: Block, modules: Modules, streams: RandomStreams) -> None:
     """Inner ones first: what is wrapped later stands outside."""
     attention, mlp = block.attention, block.mlp
     parts: dict[str, nn.Module] = {"core_attn": attention.core, "attention": attention}
     if isinstance(mlp, MoE):
-        if "moe_act" in modules:
-            discard_activation(mlp.experts, streams)
         parts |= {"moe": mlp} | ({} if mlp.shared is None else {"shared_experts": mlp.shared})
     else:
         parts["mlp"] = mlp
+    if "layernorm" in modules:
+        for linear in _entrances(block, modules):
+            if isinstance(linear.product, ColumnProduct):
+                linear.product = replace(linear.product, regather=True)
     for name, part in parts.items():
         if name in modules:
             part.forward = recomputed(part.forward, streams)
-    if "layernorm" in modules:
-        _discard_norm(block.attention_norm, attention, None if "attention" in modules else attention.qkv, streams)
-        _discard_norm(block.mlp_norm, mlp, _entrance(mlp, modules), streams)
+    if "layernorm" in modules and isinstance(mlp, MoE):
+        discard_input(mlp)
 
 
-def _entrance(mlp: nn.Module, modules: Modules) -> nn.Module | None:
-    """The product that takes a norm's output into an MLP or shared expert; None if it is in a region already."""
-    shared = mlp.shared if isinstance(mlp, MoE) else mlp
-    if shared is None or modules & {"mlp", "moe", "shared_experts"}:
-        return None
-    return shared.get_submodule(_first_of(shared))
+def _entrances(block: Block, modules: Modules) -> list[Linear]:
+    """The products that take a norm's output into attention and into an MLP or shared expert, unless that is recomputed."""
+    mixed = isinstance(block.mlp, MoE)
+    mlp, names = (block.mlp.shared, {"shared_experts", "moe"}) if mixed else (block.mlp, {"mlp"})
+    inside = [] if mlp is None or names & modules else [_first_of(mlp)]
+    return inside if "attention" in modules else [block.attention.qkv, *inside]
 
 
-def _discard_norm(norm: nn.Module, consumer: nn.Module, entrance: nn.Module | None, streams: RandomStreams) -> None:
-    if isinstance(entrance, Linear) and isinstance(entrance.product, ColumnProduct) and entrance.product.sequence:
-        entrance.product = recomputed(entrance.product, streams)
-    discard_output(norm, consumer, streams)
+def _first_of(mlp: MLP | GatedMLP) -> Linear:
+    return mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
 
 
 def _in_groups(groups: Sequence[tuple[int, bool]], streams: RandomStreams) -> LayerRunner:

@@ -14,15 +14,18 @@ loss is computed where the logits are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.layers.dropout import Dropout
-from petatron.layers.linear import Linear, Product
+from petatron.layers.experts import GroupedLinear
+from petatron.layers.linear import Linear
+from petatron.layers.product import Multiply, TakesWeightGrads
+from petatron.layers.remade import Remade, remade
+from petatron.layers.seam import Seam
 from petatron.layers.vocabulary import OutputHead, PositionEmbedding, TokenEmbedding, Vocabulary
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
@@ -47,15 +50,26 @@ def split_weights(model: nn.Module, shards: Mapping[str, Shard], split: TensorSp
 
 @dataclass(frozen=True, slots=True)
 class ColumnProduct:
-    """A product with a weight split along its output: every rank needs the whole input."""
+    """A product with a weight split along its output: every rank needs the whole input.
+
+    `regather`: the gathered input is not kept but gathered a second time in the backward pass.
+    """
 
     axis: Axis
     sequence: bool
-    multiply: Product = F.linear
+    multiply: Multiply = Multiply()
+    regather: bool = False
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        whole = collectives.gather(x, self.axis) if self.sequence else collectives.copy(x, self.axis)
-        return self.multiply(whole, weight)
+    def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
+        here = remade(x) if self.regather or not self.gathers else _as_it_is(x)
+        if not self.gathers:
+            return self.multiply(Remade(collectives.copy(here.value, self.axis), here.source), weight)
+        whole = Remade(collectives.gather(here.value, self.axis), here.source if self.regather else None)
+        return self.multiply(whole, weight, enter=partial(collectives.all_gather, axis=self.axis))
+
+    @property
+    def gathers(self) -> bool:
+        return self.sequence and self.axis.size > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +78,28 @@ class RowProduct:
 
     axis: Axis
     sequence: bool
-    multiply: Product = F.linear
+    multiply: Multiply = Multiply()
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.after(self.multiply(x, weight))
+    def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
+        return self.after(self.multiply(remade(x), weight))
 
     def after(self, partial_sum: Tensor) -> Tensor:
         together = collectives.scatter if self.sequence else collectives.reduce
         return together(partial_sum, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeProduct:
+    """A product with a weight that is whole on every rank."""
+
+    multiply: Multiply = Multiply()
+
+    def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
+        return self.multiply(remade(x), weight)
+
+
+def _as_it_is(x: Tensor | Remade) -> Remade:
+    return x if isinstance(x, Remade) else Remade(x, None)
 
 
 def connect(
@@ -82,16 +110,30 @@ def connect(
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             tp = find(shards, name + ".weight").tp
-            if tp is not None:
-                module.product = column if tp == 0 else row
+            module.product = WholeProduct() if tp is None else column if tp == 0 else row
         elif isinstance(module, TokenEmbedding):
             module.leave = row.after
         elif isinstance(module, OutputHead):
             module.product = column
+            module.enter = partial(collectives.gather if sequence else collectives.copy, axis=axis)
         elif isinstance(module, PositionEmbedding) and sequence:
             module.leave = partial(collectives.local_part, axis=axis)
         elif isinstance(module, Dropout) and not sequence and axis.size > 1:
             module.generator = shared
+
+
+def take_weight_gradients(model: nn.Module, taker: TakesWeightGrads) -> None:
+    """Let every product, and the embedding, give its weight gradient to a taker instead of autograd.
+
+    Comes after `connect`, whose products keep their communication, and before recompute, which wraps what it finds.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear | OutputHead):
+            product = module.product
+            assert isinstance(product, ColumnProduct | RowProduct | WholeProduct)
+            module.product = replace(product, multiply=replace(product.multiply, weight_grads=taker))
+        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear):
+            module.weight_grads = taker
 
 
 def split_vocabulary(model: nn.Module, shards: Mapping[str, Shard], axis: Axis) -> None:
@@ -105,7 +147,10 @@ def split_vocabulary(model: nn.Module, shards: Mapping[str, Shard], axis: Axis) 
                 size=size,
                 first=pieces[0].start[0] if pieces else size,
                 rows=pieces[0].shape[0] if pieces else 0,
-                max_over=partial(collectives.all_reduce, axis=axis, op="max"),
-                sum_over=partial(collectives.all_reduce, axis=axis),
+                ranks=_combine(axis) if axis.size > 1 else None,
                 join=partial(collectives.all_gather, axis=axis),
             )
+
+
+def _combine(axis: Axis) -> tuple[Seam, Seam]:
+    return partial(collectives.all_reduce, axis=axis, op="max"), partial(collectives.all_reduce, axis=axis)

@@ -25,12 +25,14 @@ from petatron.config.stages import stages
 from petatron.data.build import Datasets, build_datasets
 from petatron.data.loader import BatchLoader, LoaderOptions
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
+from petatron.kernels.registry import Situation, choose
 from petatron.mesh.launch import read_environment, start_process_group
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.base import Architecture, Batch
 from petatron.models.decoder import Decoder, initial_constant, initial_std, shards, takes_weight_decay
+from petatron.optim.build import OptimizerKernels
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.precision import compute_dtype
 from petatron.parallel.apply import Recipe, parallelize
@@ -94,8 +96,8 @@ def launch(run: RunConfig) -> ParallelMesh:
     )
 
 
-def build_model(run: RunConfig, mesh: ParallelMesh) -> Model:
-    """This rank's part of the model, initialised; the same weights in every layout.
+def build_model(run: RunConfig, mesh: ParallelMesh, *, draw: bool = True) -> Model:
+    """This rank's part of the model, initialised; the same weights in every layout. Without `draw` they are zero.
 
     >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> model = build_model(run, launch(run))
@@ -121,6 +123,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh) -> Model:
         dtype=dtype,
         streams=streams,
         in_flight={number: in_flight[number] for number in own},
+        draw=draw,
     )
     mixed = [layer for layer, has_experts in enumerate(experts_in) if has_experts]
     routers = RouterTotals(modules, mixed, run.moe.num_experts or 0, mesh)
@@ -169,7 +172,15 @@ def build_optimizer(run: RunConfig, model: ParallelModel) -> MasterOptimizer:
     >>> optimizer.facts()
     {'updates': 0.0}
     """
-    return MasterOptimizer(run.optim, model.groups, model.mesh)
+    situation = Situation.of(model.mesh.device, model.dtype, compiles=run.train.compile)
+    return MasterOptimizer(
+        run.optim, model.groups, model.mesh, memory=run.memory, kernels=_optimizer_kernels(situation)
+    )
+
+
+def _optimizer_kernels(situation: Situation) -> OptimizerKernels:
+    functions = choose("adamw", situation).functions
+    return OptimizerKernels(functions.adamw, functions.sum_of_squares)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from petatron.base.device import DeviceFacts, memory_in_use
+from petatron.base.device import DeviceFacts, DeviceKind, memory_in_use
 from petatron.base.errors import CheckpointError, TrainError
 from petatron.base.log import get_logger
 from petatron.config.layer_pattern import moe_layers
@@ -16,7 +16,9 @@ from petatron.models.base import Batch
 from petatron.models.flops import model_flops_per_token
 from petatron.optim.precision import DynamicScale, compute_dtype
 from petatron.train.build import Loaders
+from petatron.train.memory import memory_line
 from petatron.train.metrics import IntervalMeter, Record, Sink, StepMetrics, event_record, validation_record
+from petatron.train.profile import StepProfile
 from petatron.train.state import TrainState
 from petatron.train.step import train_step
 from petatron.train.stopping import Stopping
@@ -55,6 +57,9 @@ class Loop:
         self._saved_at: int | None = None
         self._saving: int | None = None
         self._valid: tuple[int, float] | None = None
+        self._profile = StepProfile(self._run, rank=state.mesh.rank, device=state.mesh.device, tell=self._event)
+        self._device_kind: DeviceKind = device.kind
+        self._told_memory = False
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=state.mesh.device)
         self._meter = IntervalMeter(
             train_iters=self._length.iterations,
@@ -93,10 +98,12 @@ class Loop:
         began_at = state.progress.iteration
         if began_at >= self._length.iterations:
             self._event(f"nothing left to train: the run is at iteration {began_at} of {self._length.iterations}")
-        with Stopping(config.train, state.mesh.control, started_s=self._started_s) as stopping:
+        with Stopping(config.train, state.mesh.control, started_s=self._started_s) as stopping, self._profile as traced:
             while state.progress.iteration < self._length.iterations and stopped is None:
+                traced.begin(state.progress.iteration + 1)
                 batches = self._next_batches()
                 metrics = train_step(state, batches)
+                traced.end(metrics.iteration)
                 self._watch(metrics)
                 iteration = metrics.iteration
                 if iteration == 1 or iteration % config.log.log_interval == 0 or iteration == self._length.iterations:
@@ -137,6 +144,10 @@ class Loop:
     def _report(self) -> None:
         self._write(self._meter.report().as_record())
         self._check_finite()
+        if not self._told_memory:
+            self._told_memory = True
+            kind, rank = self._device_kind, self._state.mesh.pp.rank
+            self._event(memory_line(self._run, device=kind, pipeline_rank=rank, measured_bytes=memory_in_use(kind)))
 
     def _check_finite(self) -> None:
         if not self._run.train.check_for_nan_in_loss_and_grad or isinstance(self._state.scaler, DynamicScale):

@@ -1,17 +1,68 @@
-"""What every pipeline stage keeps for its backward passes: pure arithmetic, so it is known before any rank starts."""
+"""What a rank will hold at its worst moment: pure arithmetic, so it is known before any rank starts.
+
+    weights, gradients, optimizer   `models/state_bytes.py`
+    activations                     what micro-batches in flight keep, and the largest part that is made again
+    logits                          what a micro-batch in flight keeps outside its layers, most of it for the loss
+
+Not counted: what a kernel needs while it runs, buffers of communication, and the device's own share. The log has the
+prediction beside the measured peak.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from petatron.config import RunConfig
-from petatron.config.stages import stages
-from petatron.models.activations import ActivationShape
+from petatron.config.stages import Stage, stages
+from petatron.models.activations import ActivationShape, ends_bytes
+from petatron.models.offload_plan import freed_bytes
 from petatron.models.recompute_plan import BudgetError, RecomputePlan, plan_recompute
+from petatron.models.state_bytes import StateBytes, state_bytes
 from petatron.train.build import pipeline_plan, steps_micro_batches
 
+Device = Literal["cpu", "cuda"]
 
-def memory_plans(run: RunConfig, *, device: Literal["cpu", "cuda"]) -> list[RecomputePlan]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryForecast:
+    """Predicted bytes of one pipeline rank."""
+
+    pipeline_rank: int
+    state: StateBytes
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.state.total + self.activations + self.logits
+
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind, for people."""
+        return {
+            "weights": self.state.weights,
+            "gradients": self.state.gradients,
+            "optimizer": self.state.optimizer,
+            "activations": self.activations,
+            "logits": self.logits,
+        }
+
+    def describe(self) -> str:
+        kinds = ", ".join(f"{name} {as_gigabytes(size)}" for name, size in self.kinds().items())
+        return f"{as_gigabytes(self.total)} GB ({kinds})"
+
+
+def as_gigabytes(size: float) -> str:
+    """Three digits or so.
+
+    >>> as_gigabytes(134_217_728_000), as_gigabytes(1_500_000), as_gigabytes(0)
+    ('134.2', '0.0015', '0')
+    """
+    gigabytes = size / 1e9
+    return f"{gigabytes:.1f}" if gigabytes >= 10 else f"{gigabytes:.2f}" if gigabytes >= 1 else f"{gigabytes:.2g}"
+
+
+def memory_plans(run: RunConfig, *, device: Device) -> list[RecomputePlan]:
     """The plan of every stage in model order; a budget that some stage cannot keep is refused with what the largest needs."""
     shape = ActivationShape.of(run, device=device)
     pipeline = pipeline_plan(run)
@@ -26,3 +77,35 @@ def memory_plans(run: RunConfig, *, device: Literal["cpu", "cuda"]) -> list[Reco
     if refused:
         raise max(refused, key=lambda error: error.needed_bytes)
     return plans
+
+
+def forecasts(run: RunConfig, *, device: Device) -> list[MemoryForecast]:
+    """What every pipeline rank will hold at most; ranks that differ in other ways hold the same."""
+    shape = ActivationShape.of(run, device=device)
+    pipeline, every = pipeline_plan(run), stages(run)
+    plans = memory_plans(run, device=device)
+    found: list[MemoryForecast] = []
+    for rank in range(pipeline.ranks):
+        own = [number for number in range(len(every)) if pipeline.rank_of(number) == rank]
+        logits = sum(plans[number].in_flight * ends_bytes(shape, every[number]) for number in own)
+        peak = sum(_peak(run, plans[number], shape, every[number]) for number in own)
+        state = state_bytes(run, [every[number] for number in own])
+        found.append(MemoryForecast(pipeline_rank=rank, state=state, activations=peak - logits, logits=logits))
+    return found
+
+
+def heaviest(run: RunConfig, *, device: Device) -> MemoryForecast:
+    """The forecast of the pipeline rank that needs most."""
+    return max(forecasts(run, device=device), key=lambda forecast: forecast.total)
+
+
+def _peak(run: RunConfig, plan: RecomputePlan, shape: ActivationShape, stage: Stage) -> int:
+    mixed = tuple(shape.mixed[layer] for layer in stage.layers)
+    return plan.peak_bytes - freed_bytes(plan, shape, mixed, run.memory.cpu_offloading_num_layers)
+
+
+def memory_line(run: RunConfig, *, device: Device, pipeline_rank: int, measured_bytes: int) -> str:
+    """Prediction and measurement side by side, for the log."""
+    predicted = forecasts(run, device=device)[pipeline_rank].describe()
+    what = "measured peak" if device == "cuda" else "resident peak of the process"
+    return f"memory: predicted {predicted}, {what} {as_gigabytes(measured_bytes)} GB"

@@ -1,8 +1,8 @@
 """Saving and loading the state of a model and its optimizer, for the loop here and for loops of your own.
 
 A checkpoint holds, by logical tensor, the weights in the model's precision (as a Hugging Face folder), the same weights in the
-optimizer's precision where it has them apart, and the moments: the same for every layout. Random states belong to a rank,
-so they come back only in the layout that saved them.
+optimizer's precision where it has them apart, and the moments: the same for every layout. Random states and the histories of
+FP8's delayed scaling belong to a rank, so they come back only in the layout that saved them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from petatron.parallel.model import ParallelModel
 from petatron.train.model_folder import Companions, model_folder
 
 _UPDATES = "optimizer"
+_HISTORIES = "fp8/"
 
 
 def save_checkpoint(
@@ -84,12 +85,15 @@ def save_into(
 ) -> None:
     """`save_checkpoint` with a manager that may write in the background."""
     updates = optimizer.facts() if optimizer is not None and moments else None
+    local = model.streams.state() if random_states else {}
+    if updates is not None:
+        local |= {f"{_HISTORIES}{name}": histories for name, histories in model.eight_bits.state().items()}
     manager.save(
         step,
         list(chunks(model, optimizer, moments=moments)),
         facts={_UPDATES: updates, "facts": dict(facts or {})},
         same_layout_key=model.layout_key,
-        local=model.streams.state() if random_states else {},
+        local=local,
         model=model_folder(model.architecture, _weight_dtype(model), tokenizer),
         wait=wait,
     )
@@ -130,10 +134,11 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """The facts of a checkpoint, and whether its random states went on."""
+    """The facts of a checkpoint, and whether its random states and its FP8 histories went on, if the run has any."""
 
     facts: dict[str, Any]
     random_states: bool
+    fp8_histories: bool
 
 
 def load_state(
@@ -189,9 +194,13 @@ def load_state(
     if optimizer is not None and moments:
         assert updates is not None, "only weights can come from a model's folder"
         optimizer.restore_facts(updates)
-    if random_states and found.local:
-        model.streams.restore(found.local)
-    return LoadedState(facts, random_states=bool(random_states and found.local))
+    kept = found.local or {}
+    streams = {name: state for name, state in kept.items() if not name.startswith(_HISTORIES) and random_states}
+    if streams:
+        model.streams.restore(streams)
+    histories = {name.removeprefix(_HISTORIES): state for name, state in kept.items() if whole}
+    went_on = model.eight_bits.load_state(histories, model.mesh.device)
+    return LoadedState(facts, random_states=bool(streams), fp8_histories=went_on)
 
 
 def _check_no_routers(folder: str, model: ParallelModel) -> None:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.base.log import get_logger
@@ -26,6 +28,7 @@ from petatron.train.folders import check_folders, claimed
 from petatron.train.loop import Loop, Outcome
 from petatron.train.memory import memory_plans
 from petatron.train.metrics import event_record
+from petatron.train.out_of_memory import device_facts, out_of_memory
 from petatron.train.sinks import build_sinks
 from petatron.train.state import TrainState
 
@@ -63,7 +66,10 @@ def run_training(loaded: Loaded) -> Outcome:
 def _build_and_run(loaded: Loaded, tokenizer: Tokenizer | None, *, started_s: float) -> Outcome:
     run = loaded.config
     mesh = launch(run)
-    state = TrainState.build(run, mesh, tokenizer)
+    try:
+        state = TrainState.build(run, mesh, tokenizer)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error, run, device_facts(mesh.device), when="building the model") from error
     resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
     pretrained = None if resumed else run.checkpoint.pretrained_checkpoint
     if pretrained is not None:
@@ -94,7 +100,11 @@ def _run(state: TrainState, loaders: Loaders, *, settings: str, headline: list[s
             for text in headline:
                 sink.write(event_record(text, iteration=state.progress.iteration))
         device = detect(run.train.device, local_rank=read_environment().local_rank)
-        return Loop(state, loaders, sinks, device, started_s=started_s).run()
+        try:
+            return Loop(state, loaders, sinks, device, started_s=started_s).run()
+        except torch.OutOfMemoryError as error:
+            when = f"iteration {state.progress.iteration + 1}"
+            raise out_of_memory(error, run, device_facts(mesh.device), when=when) from error
     finally:
         for sink in sinks:
             sink.close()

@@ -203,6 +203,11 @@ class TrainState:
         self.data = facts["data"]
         self.scaler.restore(facts["scaler"])
         self._note_random_states(loaded)
+        if not loaded.fp8_histories:
+            why = (
+                "--no-load-optim" if self.run.checkpoint.no_load_optim else "the checkpoint has none for these products"
+            )
+            self.changes.append(f"FP8 histories start anew, and the next step scales by its own tensors: {why}")
 
     def _note_random_states(self, loaded: LoadedState) -> None:
         """Say that random states start anew, unless another layout says so already."""

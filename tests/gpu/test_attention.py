@@ -9,6 +9,7 @@ from torch import Tensor
 from petatron.kernels import reference
 from petatron.kernels.attention import block_attention, causal_attention, flash
 from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.mask import BlockMask, Bounds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -50,7 +51,8 @@ def assert_close(ours: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -
 def test_causal_attention(dtype: torch.dtype, heads: int, groups: int, window: int | None, documents: bool):
     rounded, exact = inputs(heads, groups, dtype)
     starts = starts_on_device() if documents else None
-    ours = with_gradients(causal_attention(*rounded, window=window, document_starts_BS=starts), rounded)
+    packed = None if starts is None else Documents.of(starts)
+    ours = with_gradients(causal_attention(*rounded, window=window, documents=packed), rounded)
     wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
     assert_close(ours, wanted, dtype)
 
@@ -102,6 +104,6 @@ def test_half_precision_has_kernels_and_others_have_tiles():
 def test_dropout_keeps_the_mean(dtype: torch.dtype):
     q, k, v = (x.detach() for x in inputs(4, 4, dtype)[0])
     torch.manual_seed(0)
-    sums = causal_attention(q, k, torch.ones_like(v), dropout=0.3, document_starts_BS=starts_on_device())
+    sums = causal_attention(q, k, torch.ones_like(v), dropout=0.3, documents=Documents.of(starts_on_device()))
     assert not torch.allclose(sums, torch.ones_like(sums))
     assert abs(sums.double().mean().item() - 1.0) < 0.02

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from petatron.kernels import reference
 from petatron.kernels.attention import block_attention, causal_attention, flash
 from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.mask import BlockMask, Bounds, Piece, pieces, tiles
 from petatron.kernels.attention.tiles import Dropout, tile_backward, tile_forward
 
@@ -145,7 +146,8 @@ def test_neighbouring_full_pieces_are_one_call():
 @pytest.mark.parametrize("window", [None, 1, 6, 40])
 def test_documents_and_windows_equal_reference(heads: int, groups: int, window: int | None, starts: Tensor | None):
     tensors = inputs(40, heads, groups)
-    ours = with_gradients(causal_attention(*tensors, window=window, document_starts_BS=starts), tensors)
+    documents = None if starts is None else Documents.of(starts)
+    ours = with_gradients(causal_attention(*tensors, window=window, documents=documents), tensors)
     wanted = with_gradients(reference.attention(*tensors, window=window, document_starts_BS=starts), tensors)
     assert_same(ours, wanted)
 
@@ -316,7 +318,7 @@ def _tensors(result: object) -> Iterator[Tensor]:
 def test_no_tensor_is_square_in_the_sequence(window: int | None, documents: bool):
     length = 4096
     tensors = [x.detach().to(torch.float32).requires_grad_() for x in inputs(length, 1, 1, 8, batch=1)]
-    starts = starts_of([1000, 96, 1500, 1500]) if documents else None
+    packed = Documents.of(starts_of([1000, 96, 1500, 1500])) if documents else None
     saved = 0
 
     def pack(tensor: Tensor) -> Tensor:
@@ -326,7 +328,7 @@ def test_no_tensor_is_square_in_the_sequence(window: int | None, documents: bool
 
     with Largest() as largest:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = causal_attention(*tensors, window=window, document_starts_BS=starts)
+            out = causal_attention(*tensors, window=window, documents=packed)
         out.sum().backward()
     assert largest.elements <= 512 * 512, "larger than a tile"
     assert saved <= 4 * length * 8 + length + 2 * length

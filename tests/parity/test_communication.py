@@ -199,7 +199,7 @@ def test_events_say_who_asked(ranks: RankPool):
     assert asked == {
         ("tp", "layers/linear.py"),
         ("tp", "layers/vocabulary.py"),
-        ("tp", "kernels/loss.py"),
+        ("tp", "kernels/linear_loss.py"),
         ("tp", "parallel/pipeline.py"),  # backward: autograd has no frame of the layer
         ("dp_cp", "parallel/model.py"),
         ("losses", "parallel/model.py"),

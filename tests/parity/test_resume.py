@@ -25,6 +25,7 @@ from tests.parity.harness import tiny_run
 
 ITERATIONS = 7
 MODEL = f"--train-iters {ITERATIONS} --hidden-dropout 0.1 --attention-dropout 0.1 --lr-decay-iters {ITERATIONS}"
+DELAYED = "--fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 
 
 class Losses:
@@ -77,6 +78,9 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
             "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
             2,
         ),
+        (f"--bf16 {DELAYED}", 1),
+        (f"--bf16 {DELAYED} --tp 2 --sequence-parallel --async-save", 2),
+        (f"--bf16 {DELAYED} --pp 2 --eval-interval 2 --eval-iters 1", 2),
     ],
 )
 def test_bitwise_after_a_stop_at_any_step(ranks: RankPool, tmp_path: Path, layout: str, world_size: int):
@@ -199,6 +203,58 @@ def test_random_states_that_start_anew_are_announced(
     state.load(str(tmp_path))
     words = [change for change in state.changes if "random states" in change]
     assert words == ([] if said is None else [f"random states (dropout) start anew: {said}"])
+
+
+_ANEW = "FP8 histories start anew, and the next step scales by its own tensors: "
+_NONE = "the checkpoint has none for these products"
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with", "said"),
+    [
+        (DELAYED, DELAYED, None),
+        (DELAYED, f"{DELAYED} --no-load-rng --fp8-amax-compute-algo most_recent", None),
+        (f"{DELAYED} --no-save-rng", DELAYED, None),
+        (DELAYED, "--fp8-hybrid --fp8-recipe rowwise", None),
+        (DELAYED, "", None),
+        (DELAYED, f"{DELAYED} --finetune", None),
+        ("", DELAYED, _NONE),
+        (DELAYED, f"{DELAYED} --fp8-amax-history-len 4", _NONE),
+        (DELAYED, f"{DELAYED} --fp8-format e4m3", _NONE),
+        (DELAYED, f"{DELAYED} --first-last-layers-bf16 --num-layers-at-end-in-bf16 0", _NONE),
+        (DELAYED, f"{DELAYED} --no-load-optim", "--no-load-optim"),
+    ],
+)
+def test_fp8_histories_that_start_anew_are_announced(
+    tmp_path: Path, saved_with: str, loaded_with: str, said: str | None
+):
+    base = f"{MODEL} --bf16"
+    run_loop(tiny_run(f"{base} {saved_with} --save {tmp_path} --exit-interval 2"))
+    state = TrainState.build(tiny_run(f"{base} {loaded_with} --load {tmp_path}"), ParallelMesh.single())
+    before = list(state.model.eight_bits.state().values())
+    state.load(str(tmp_path))
+    words = [change for change in state.changes if "FP8 histories" in change]
+    assert words == ([] if said is None else [f"{_ANEW}{said}"])
+    if DELAYED in loaded_with:
+        [now] = state.model.eight_bits.state().values()
+        assert torch.equal(now, before[0]) == (said is not None or "--finetune" in loaded_with)
+
+
+def test_fp8_histories_stay_behind_in_another_layout(ranks: RankPool, tmp_path: Path):
+    quiet = f"--bf16 --hidden-dropout 0 --attention-dropout 0 {DELAYED}"
+    whole, _ = trained(ranks, quiet, 1)[0]
+    trained(ranks, f"{quiet} --tp 2 --save {tmp_path} --exit-interval 3", 2)
+    state = TrainState.build(tiny_run(f"{MODEL} {quiet} --load {tmp_path}"), ParallelMesh.single())
+    assert state.load(str(tmp_path)) and f"{_ANEW}{_NONE}" in state.changes
+    after, _ = trained(ranks, f"{quiet} --load {tmp_path}", 1)[0]
+    for iteration, loss in after.items():
+        assert loss == pytest.approx(whole[iteration], rel=2e-2)
+
+
+def test_an_evaluation_leaves_no_trace_in_fp8_histories():
+    flags = f"{MODEL} --bf16 {DELAYED} --log-interval 1"
+    plain, often = (run_loop(tiny_run(f"{flags} {more}"))[0] for more in ("", "--eval-interval 2 --eval-iters 2"))
+    assert plain == often
 
 
 def test_weights_of_another_model_name_the_settings(tmp_path: Path):

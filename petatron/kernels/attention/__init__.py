@@ -1,8 +1,15 @@
-"""Causal attention on one device: PyTorch's scaled-dot-product kernels where they can, else blocks and tiles.
+"""Causal attention on one device: the fastest kernel that knows these tensors, else blocks and tiles.
 
-A token sees itself and the tokens before it, at most `window` of them, and none behind the start of its document. Without
-windows and documents that is what every kernel knows. With them, one kernel knows it on NVIDIA devices in half precision;
-everywhere else the sequence is cut into pieces (`mask.py`), so neither time nor memory is spent on what nobody sees.
+A token sees itself and the tokens before it, at most `window` of them, and none behind the start of its document.
+
+    neither window nor documents       cuDNN on Hopper, else what PyTorch chooses
+    documents                          cuDNN on Hopper for long ones (`documents.py`), else FlashAttention on NVIDIA GPUs
+    windows, with or without them      FlashAttention on NVIDIA GPUs
+    everything else                    the sequence is cut into pieces (`mask.py`), so neither time nor memory is spent on
+                                       what nobody sees
+
+The first three are for half precision. None of them asks the device for anything: what the host has to know of the
+documents was worked out when the batch was made.
 
 S sequence, B batch, H query heads, K key/value heads, E head width.
 """
@@ -16,9 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels.attention import flash
+from petatron.kernels.attention import cudnn, flash, rows
 from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.mask import BlockMask, Bounds
+from petatron.kernels.attention.padded import PaddedKernels, RowMoves, padded_attention
 from petatron.kernels.attention.tiles import Dropout
 
 
@@ -29,20 +38,26 @@ def causal_attention(
     *,
     window: int | None = None,
     dropout: float = 0.0,
-    document_starts_BS: Tensor | None = None,
+    documents: Documents | None = None,
+    moves: RowMoves = rows,
 ) -> Tensor:
     """Softmax attention in which a token sees itself and the tokens of its document before it, `window` of them at most.
 
-    `document_starts_BS` holds the first position of each token's document.
+    `moves` takes tokens to padded rows and back: `rows` or a faster twin.
     """
     length = q_SBHE.shape[0]
-    slides = window is not None and window < length
-    if not slides and document_starts_BS is None:
+    limit = window if window is not None and window < length else None
+    if limit is None and documents is None:
         return _plain(q_SBHE, k_SBKE, v_SBKE, dropout)
+    if documents is not None and limit is None and dropout == 0.0 and cudnn.why_not(q_SBHE, v_SBKE) is None:
+        if documents.equal is not None:
+            return _equal(q_SBHE, k_SBKE, v_SBKE, documents.equal)
+        if documents.rows is not None:
+            return padded_attention(q_SBHE, k_SBKE, v_SBKE, documents.rows, PaddedKernels(moves, cudnn, flash))
     if flash.serves_packed(q_SBHE, v_SBKE):
-        limit = window if slides else None
-        return flash.packed(q_SBHE, k_SBKE, v_SBKE, window=limit, starts_BS=document_starts_BS, dropout=dropout)
-    bounds = Bounds.build(length, window=window, document_starts_BS=document_starts_BS, device=q_SBHE.device)
+        return flash.packed(q_SBHE, k_SBKE, v_SBKE, window=limit, documents=documents, dropout=dropout)
+    starts = None if documents is None else documents.starts_BS
+    bounds = Bounds.build(length, window=window, document_starts_BS=starts, device=q_SBHE.device)
     whole = (range(length),)
     return block_attention(q_SBHE, k_SBKE, v_SBKE, BlockMask(whole, whole, bounds), dropout=dropout)
 
@@ -52,12 +67,38 @@ def block_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, mask: BlockM
     return _BlockAttention.apply(q_SBHE, k_SBKE, v_SBKE, mask, Dropout.draw(dropout))  # pyright: ignore[reportReturnType]
 
 
+def _equal(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, length: int) -> Tensor:
+    """Documents of one length are a larger batch of shorter sequences; where batches come first in memory, only a view."""
+    sequence, batch = q_SBHE.shape[:2]
+    q, k, v = (x.transpose(0, 1).reshape(-1, length, *x.shape[2:]).transpose(0, 1) for x in (q_SBHE, k_SBKE, v_SBKE))
+    return _plain(q, k, v, 0.0).transpose(0, 1).reshape(batch, sequence, *q_SBHE.shape[2:]).transpose(0, 1)
+
+
 def _plain(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, dropout: float) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHE, k_SBKE, v_SBKE))
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    if dropout == 0.0 and q.shape[2] >= cudnn.SHORTEST and cudnn.why_not(q, v) is None:
+        out: Tensor = _CudnnAttention.apply(q, k, v)  # pyright: ignore[reportAssignmentType]
+    else:
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out.permute(2, 0, 1, 3)
+
+
+class _CudnnAttention(torch.autograd.Function):
+    """One causal call; our own node because of the layout of the gradient (`cudnn.py`)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = cudnn.forward(q, k, v, causal=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return cudnn.backward(grads[0], q, k, v, out=out, lse=lse, causal=True)
 
 
 class _BlockAttention(torch.autograd.Function):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from petatron.kernels.attention.documents import Documents
+
 _aten = torch.ops.aten
 
 
@@ -25,11 +27,19 @@ def serves_packed(q: Tensor, v: Tensor) -> bool:
     return q.shape[-1] == v.shape[-1] and _on_cuda(q)
 
 
+def lacks(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """What a kind of device lacks for windows and documents, whatever the shapes; None: nothing."""
+    if device != "cuda" or torch.version.cuda is None:
+        return "the device is no NVIDIA GPU"
+    if capability < (8, 0):
+        return "the device is older than Ampere"
+    return None if dtype in (torch.float16, torch.bfloat16) else f"{dtype} is not half precision"
+
+
 def _on_cuda(q: Tensor) -> bool:
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.device.type != "cuda" or not half or q.shape[-1] % 8 != 0 or q.shape[-1] > 256:
+    if q.device.type != "cuda" or q.shape[-1] % 8 != 0 or q.shape[-1] > 256:
         return False
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return lacks("cuda", torch.cuda.get_device_capability(q.device), q.dtype) is None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -55,21 +65,36 @@ def backward(
     )
 
 
+def ragged_forward(q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, longest: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Causal attention of documents one behind the other, [R, H, E]: output, and what else the backward pass wants."""
+    out, lse, random, unused, _ = _aten._flash_attention_forward(
+        q, k, v, ends, ends, longest, longest, 0.0, True, False
+    )
+    return out, (lse, random, unused)
+
+
+def ragged_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, kept: tuple[Tensor, ...], ends: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    lse, random, unused = kept
+    return _aten._flash_attention_backward(
+        grad, q, k, v, out, lse, ends, ends, longest, longest, 0.0, True, random, unused
+    )
+
+
 def packed(
-    q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, *, window: int | None, starts_BS: Tensor | None, dropout: float
+    q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, *, window: int | None, documents: Documents | None, dropout: float
 ) -> Tensor:
     """Causal attention with windows and documents in one differentiable call."""
     length, batch = q_SBHE.shape[:2]
     q, k, v = (x.transpose(0, 1).contiguous() for x in (q_SBHE, k_SBKE, v_SBKE))
     left = -1 if window is None else window - 1
-    if starts_BS is None:
+    if documents is None:
         out = _flash(q, k, v, None, length, dropout, left)
     else:
-        begins = (starts_BS == torch.arange(length, device=q.device)).flatten().nonzero().flatten()
-        ends = torch.cat((begins, begins.new_tensor([batch * length]))).to(torch.int32)
-        longest = int(ends.diff().amax())
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        out = _flash(q, k, v, ends, longest, dropout, left).unflatten(0, (batch, length))
+        out = _flash(q, k, v, documents.ends, documents.longest, dropout, left).unflatten(0, (batch, length))
     return out.transpose(0, 1)
 
 

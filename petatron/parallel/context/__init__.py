@@ -27,6 +27,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from petatron.kernels.attention.documents import Documents
 from petatron.layers.attention import CoreAttention
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.base import Batch
@@ -36,7 +37,7 @@ from petatron.parallel.context.ring import Way, distributed_attention
 
 
 def split_batch(batch: Batch, axis: Axis) -> Batch:
-    """This rank's tokens, with explicit positions; document starts stay those of the whole sequence."""
+    """This rank's tokens, with explicit positions; documents stay those of the whole sequence."""
     if axis.size == 1:
         return batch
     runs = zigzag(axis.rank, axis.size, batch.tokens.shape[1])
@@ -54,16 +55,15 @@ class ContextAttention(CoreAttention):
 
     def __init__(self, core: CoreAttention, *, heads: Axis, keys: Axis, way: Way) -> None:
         super().__init__(window=core.window, dropout=core.dropout)
+        self.moves = core.moves
         self.exchange = HeadExchange(heads)
         self.keys = keys
         self.way: Way = way
 
-    def forward(
-        self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, document_starts_BS: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, documents: Documents | None = None) -> Tensor:
         q, k, v = self.exchange.to_sequence(q_SBHE, k_SBKE, v_SBKE)
         if self.keys.size == 1:
-            out = super().forward(q, k, v, document_starts_BS)
+            out = super().forward(q, k, v, documents)
         else:
             out = distributed_attention(
                 q,
@@ -73,7 +73,7 @@ class ContextAttention(CoreAttention):
                 way=self.way,
                 window=self.window,
                 dropout=self.dropout if self.training else 0.0,
-                document_starts_BS=document_starts_BS,
+                document_starts_BS=None if documents is None else documents.starts_BS,
             )
         return self.exchange.to_heads(out)
 

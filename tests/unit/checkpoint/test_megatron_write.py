@@ -39,10 +39,10 @@ MODELS: dict[str, tuple[ModelConfig, MoEConfig | None]] = {
     "gpt": (GPT, None),
     "gpt with exact gelu": (replace(GPT, activation="gelu"), None),
     "window": (replace(LLAMA, window_size=8, activation="squared_relu"), None),
-    "experts": (LLAMA, MOE),
-    "experts in one product": (LLAMA, replace(MOE, moe_grouped_gemm=True)),
+    "experts": (LLAMA, replace(MOE, moe_grouped_gemm=False)),
+    "experts in one product": (LLAMA, MOE),
     "experts in some layers": (LLAMA, replace(MOE, moe_layer_freq="([0]*1+[1]*3)")),
-    "experts with biases": (replace(GPT, activation="gelu"), replace(MOE, moe_grouped_gemm=True)),
+    "experts with biases": (replace(GPT, activation="gelu"), MOE),
 }
 LAYOUTS: list[tuple[Literal["legacy", "torch_dist"], int, int]] = [
     ("legacy", 1, 1),

@@ -19,7 +19,6 @@ LATER = "which is not in this version."
 # Rules about flags that are not themselves refused still speak, beside the refusals of others.
 WITH_REFUSALS = [
     ("--multi-latent-attention", "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. Leave one out."),
-    ("--optimizer-cpu-offload --optimizer-offload-fraction 2", "--optimizer-offload-fraction 2.0 is out of range. Use a number from 0 to 1."),
 ]  # fmt: skip
 
 

@@ -108,7 +108,9 @@ def test_rule(flags: str, message: str):
         "--pp 2 --pipeline-schedule zb-v --use-distributed-optimizer --overlap-param-gather --dp 2",
         "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1 --global-batch-size 3",
         "--pp 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-        "--recompute-activations --recompute-modules core_attn layernorm mlp",
+        "--recompute-activations --recompute-modules core_attn attention mlp",
+        "--recompute-activations --recompute-modules layernorm --tp 2 --sequence-parallel",
+        "--recompute-activations --recompute-modules layernorm --num-experts 8",
         "--recompute-memory-budget-gb 0.5",
         "--bf16 --grad-reduce-in-bf16",
     ],
@@ -155,6 +157,7 @@ def test_the_switch_for_fsdp_leaves_the_strategy_to_its_own_flag(switch: str):
 
 
 FULLY = "has no effect: fully_shard shares the optimizer state and gathers by itself"
+NORMS = "--recompute-modules layernorm has no effect: what a norm makes is not kept here"
 ALONE = "has no effect: no two ranks hold the same weights, as data-parallel ones do"
 IDLE = [
     ("--cp-comm-type a2a", "--cp-comm-type has no effect: the context-parallel size is 1"),
@@ -171,9 +174,10 @@ IDLE = [
     ("--ddp-bucket-size 1000", f"--ddp-bucket-size {ALONE}"),
     ("--use-torch-fsdp2", f"--data-parallel-sharding-strategy {ALONE}"),
     ("--tp 2 --etp 2", "--expert-tensor-parallel-size has no effect: the model has no experts"),
-    (f"{EXPERTS} --moe-grouped-gemm --bf16 --device cpu", "--moe-grouped-gemm has no effect: the CPU multiplies for one expert after the other"),
-    (f"{EXPERTS} --moe-grouped-gemm", "--moe-grouped-gemm has no effect: the grouped kernel takes bfloat16 (--bf16)"),
-    (f"{EXPERTS} --moe-grouped-gemm --bf16 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity", "--moe-grouped-gemm has no effect: inputs padded to capacity are one batched product anyway"),
+    (f"{EXPERTS} --no-moe-grouped-gemm --bf16 --device cpu", "--moe-grouped-gemm has no effect: the CPU multiplies for one expert after the other"),
+    (f"{EXPERTS} --no-moe-grouped-gemm", "--moe-grouped-gemm has no effect: the grouped kernel takes bfloat16 (--bf16)"),
+    (f"{EXPERTS} --no-moe-grouped-gemm --bf16 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity", "--moe-grouped-gemm has no effect: inputs padded to capacity are one batched product anyway"),
+    (f"{EXPERTS} --no-moe-grouped-gemm --bf16 --fp8-hybrid", "--moe-grouped-gemm has no effect: experts in FP8 are one product anyway"),
     ("--moe-latent-size 8", "--moe-latent-size has no effect: the model has no experts"),
     (f"{EXPERTS} --moe-token-drop-policy position", "--moe-token-drop-policy has no effect: no token is dropped without --moe-expert-capacity-factor"),
     (f"{EXPERTS} --moe-router-num-groups 2", "--moe-router-num-groups has no effect: it is for --moe-router-group-topk"),
@@ -183,6 +187,11 @@ IDLE = [
     (f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff has no effect: --moe-router-load-balancing-type is none"),
     ("--recompute-modules mlp", "--recompute-modules has no effect: it is for --recompute-granularity selective"),
     ("--recompute-activations --recompute-modules mlp moe_act", "--recompute-modules moe_act has no effect: the model has no experts"),
+    ("--recompute-activations --recompute-modules mlp layernorm", NORMS),
+    (f"{EXPERTS} --bf16 --moe-router-dtype fp32 --recompute-activations --recompute-modules layernorm", NORMS),
+    (f"{EXPERTS} --moe-router-dtype fp64 --recompute-activations --recompute-modules layernorm", NORMS),
+    (f"{EXPERTS} --moe-input-jitter-eps 0.1 --recompute-activations --recompute-modules layernorm", NORMS),
+    (f"{EXPERTS} --recompute-activations --recompute-modules moe_act", "--recompute-modules moe_act has no effect: what an activation function makes is never kept"),
     (f"{EXPERTS} --recompute-activations --recompute-modules moe shared_experts", "--recompute-modules shared_experts has no effect: there is no shared expert"),
     ("--pipeline-timeline-step 5", "--pipeline-timeline-step has no effect: it is for --pipeline-timeline"),
 ]  # fmt: skip
@@ -193,7 +202,7 @@ def test_settings_without_effect_are_said_aloud(flags: str, notice: str):
     assert load(flags).notices == (notice,)
 
 
-@pytest.mark.parametrize("flags", ["--dp 2", "--cp 2", f"{EXPERTS} --tp 2 --etp 1 --sp", f"{EXPERTS} --bf16 --moe-grouped-gemm --dp 2"])  # fmt: skip
+@pytest.mark.parametrize("flags", ["--dp 2", "--cp 2", f"{EXPERTS} --tp 2 --etp 1 --sp", f"{EXPERTS} --bf16 --no-moe-grouped-gemm --dp 2"])  # fmt: skip
 def test_settings_with_effect_are_not(flags: str):
     """Copies of the weights lie on data- and context-parallel ranks; copies of experts on others too."""
     assert load(f"{flags} --use-distributed-optimizer --no-overlap-grad-reduce --ddp-bucket-size 1000").notices == ()

@@ -63,7 +63,7 @@ def test_flops_are_what_torch_counts(moe: MoEConfig):
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        built(Batch(tokens, tokens, torch.ones(2, 12))).sum().backward()
+        built(Batch(tokens, tokens, torch.ones(2, 12)), loss_weights_SB=torch.ones(12, 2)).sum().backward()
     expected = model_flops_per_token(GATED, moe, experts_in=EXPERTS_IN, causal=False)
     assert counter.get_total_flops() == 2 * 12 * expected
 

@@ -52,6 +52,20 @@ def test_boxes_across_real_blocks_and_their_spread():
     assert not torch.equal(everything[:1000], everything[1498:2498]), "blocks repeat"
 
 
+@pytest.mark.parametrize("cores", [1, 2, 40])
+def test_the_number_of_cores_changes_nothing(cores: int):
+    """Every block is written once, to its own place, whoever draws it; 40 cores are more than there are threads."""
+    piece = box((3, 50, 33), (1, 7, 5), (2, 40, 28))
+    with patch.object(rng, "_BLOCK", 4), patch.object(rng.os, "sched_getaffinity", lambda pid: set(range(cores))):
+        found = normal_piece(piece, seed=1, std=0.1)
+        expected = torch.full((2, 40, 28), torch.nan)
+        for index, matrix in enumerate(expected):
+            for row in range(40):
+                line = box((50, 33), (7 + row, 5), (1, 28), f"layers.0.weight[{index + 1}]")
+                matrix[row] = normal_piece(line, seed=1, std=0.1)[0]
+    assert torch.equal(found, expected)
+
+
 def test_name_seed_and_spread_matter():
     base = whole((6, 5))
     assert not torch.equal(base, whole((6, 5), "layers.1.weight"))

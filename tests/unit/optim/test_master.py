@@ -1,6 +1,7 @@
 """MasterOptimizer against plain torch optimizers on an unsharded model."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -23,8 +24,8 @@ def small_model(dtype: torch.dtype) -> nn.Module:
 
 def flatten(model: nn.Module) -> list[FlatGroup]:
     placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
-    options = FlatOptions(bucket_size=10**9)
-    return flatten_parameters([model], placements, takes_weight_decay, ParallelMesh.single(), options)
+    options, uses = FlatOptions(bucket_size=10**9), Counter(model.parameters())
+    return flatten_parameters([model], placements, takes_weight_decay, ParallelMesh.single(), options, uses=uses)
 
 
 def collect(groups: list[FlatGroup], *, scale: float = 1.0) -> None:
@@ -218,3 +219,24 @@ def test_zeros_and_weight_norm():
     assert int(optimizer.zero_grad_elements()) == 7
     expected = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm()
     torch.testing.assert_close(optimizer.weight_norm(), expected)
+
+
+def test_gradients_in_bfloat16_are_taken_as_they_are():
+    values = torch.randn(1000).bfloat16()
+    found = []
+    for grad_dtype in (None, torch.bfloat16):
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.ones(10, 100, dtype=torch.bfloat16))
+        placements = {"weight": place("weight", (10, 100), Shard(), TensorSplit())}
+        options, uses = FlatOptions(bucket_size=1, grad_dtype=grad_dtype), Counter(model.parameters())
+        mesh = ParallelMesh.single()
+        [group] = flatten_parameters([model], placements, takes_weight_decay, mesh, options, uses=uses)
+        assert group.flat_grads.dtype == (grad_dtype or torch.float32)
+        group.flat_grads.copy_(values)
+        optimizer = MasterOptimizer(OptimizerConfig(lr=0.1, clip_grad=0.5), [group], mesh)
+        result = optimizer.step()
+        assert result.grad_norm.dtype == torch.float32
+        assert torch.equal(group.flat_grads, values.to(group.flat_grads.dtype)), "gradients are only read"
+        found.append((float(result.grad_norm), next(view.clone() for _, _, view in optimizer.weights())))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-7)

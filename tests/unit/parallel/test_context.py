@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from petatron.kernels import reference
 from petatron.kernels.attention.blocks import PartialAttention
+from petatron.kernels.attention.documents import Documents
 from petatron.layers.attention import CoreAttention
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import Axis, ParallelMesh
@@ -96,7 +97,7 @@ class TestOrder:
 
 
 class TestSplitBatch:
-    def batch(self, **changes: Tensor) -> Batch:
+    def batch(self, **changes: Any) -> Batch:
         tokens = torch.arange(32).view(2, 16)
         return Batch(tokens, tokens + 1, tokens.to(torch.float32), **changes)
 
@@ -105,14 +106,14 @@ class TestSplitBatch:
         assert part.tokens.tolist() == [[4, 5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26, 27]]
         assert torch.equal(part.labels, part.tokens + 1) and torch.equal(part.loss_mask, part.tokens.float())
         assert part.positions is not None and part.positions.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
-        assert part.document_starts is None
+        assert part.documents is None
 
     def test_positions_are_cut_and_documents_are_not(self):
         own = torch.arange(32).view(2, 16) % 5
-        starts = torch.arange(32).view(2, 16) // 5
-        part = split_batch(self.batch(positions=own, document_starts=starts), axis(4, 0))
+        documents = Documents.of(torch.arange(16).sub(torch.arange(16) % 5).expand(2, 16))
+        part = split_batch(self.batch(positions=own, documents=documents), axis(4, 0))
         assert part.positions is not None and torch.equal(part.positions, own[:, [0, 1, 14, 15]])
-        assert part.document_starts is starts
+        assert part.documents is documents
 
     def test_one_rank_keeps_the_batch(self):
         batch = self.batch()
@@ -130,7 +131,7 @@ def attend(comm_type: str, sizes: tuple[int, ...], case: tuple) -> dict[str, obj
     q, k, v, grad = (x[positions] for x in inputs(heads, groups))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     before = mesh.record.count
-    out = model.core(*leaves, starts)
+    out = model.core(*leaves, None if starts is None else Documents.of(starts))
     half = mesh.record.count
     found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     events = mesh.record.events(since=before)

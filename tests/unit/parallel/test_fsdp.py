@@ -401,9 +401,3 @@ def test_a_process_group_is_needed():
     stages, placements = build_stages(case, mesh, "meta")
     with pytest.raises(AssertionError, match="needs a process group"):
         shard(case, stages, placements, mesh)
-
-
-def test_postponed_gradients_are_refused():
-    gradients = ShardedGradients([], ParallelMesh.single())
-    with pytest.raises(AssertionError, match="zero-bubble"):
-        gradients.add(nn.Parameter(torch.zeros(1)), torch.zeros(1))

@@ -15,13 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from petatron.config import RunConfig
 from petatron.config.schema import MemoryConfig
 from petatron.config.stages import Stage
+from petatron.kernels import norm as reference_norm
 from petatron.layers.dropout import Dropout
+from petatron.layers.experts import GroupedLinear
 from petatron.layers.norm import RMSNorm
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.mesh.spec import TensorSplit
-from petatron.models.activations import ActivationShape
+from petatron.models.activations import FULL, ActivationShape
 from petatron.models.base import Batch
 from petatron.models.decoder import Decoder, shards
 from petatron.models.recompute_plan import effective, recompute_flops
@@ -29,7 +31,17 @@ from petatron.parallel.recompute import Region, apply_recompute, recomputed
 from petatron.parallel.tensor import connect, split_vocabulary, split_weights
 from tests.dist import RankPool
 from tests.unit.models.kept import alive_bytes
-from tests.unit.models.test_activations import BASE, LLAMA, RECOMPUTE, SELECTIVE, batch_of, build, filled, run_of
+from tests.unit.models.test_activations import (
+    BASE,
+    LLAMA,
+    RECOMPUTE,
+    SELECTIVE,
+    batch_of,
+    build,
+    filled,
+    run_of,
+    take_gradients,
+)
 
 MIXTURE = (
     "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 --moe-layer-freq 2 "
@@ -56,9 +68,13 @@ MIXED = {
 Bits = dict[str, Tensor]
 
 
-def train(run: RunConfig, memory: MemoryConfig, *, shared: bool = False) -> Bits:
-    """Everything a step leaves behind, with two micro-batches in flight as in a pipeline."""
+def train(run: RunConfig, memory: MemoryConfig, *, shared: bool = False, taken: bool = False) -> Bits:
+    """Everything a step leaves behind, with two micro-batches in flight as in a pipeline.
+
+    `taken`: weight gradients go to buffers and the weights of tokens are known beforehand, as in training.
+    """
     model, streams = build(run)
+    buffers = take_gradients(model) if taken else [None for _ in model.parameters()]
     if shared:
         for module in model.modules():
             if isinstance(module, Dropout):
@@ -70,10 +86,10 @@ def train(run: RunConfig, memory: MemoryConfig, *, shared: bool = False) -> Bits
     batch = batch_of(run)
     batches = [Batch(batch.tokens.roll(at, 1), batch.labels.roll(at, 1), batch.loss_mask) for at in range(3)]
     reports: list[dict[int, Tensor]] = [{} for _ in batches]
-    scale = torch.tensor(0.25)
+    options = {"extra_loss_scale": torch.tensor(0.25), "loss_weights_SB": torch.ones(16, 2) if taken else None}
     waiting, bits = [], {}
     for at, (batch, report) in enumerate(zip(batches, reports)):
-        waiting.append(model(batch, extra_loss_scale=scale, reports=report))
+        waiting.append(model(batch, reports=report, **options))
         bits[f"losses {at}"] = waiting[-1].detach()
         if len(waiting) == 2:
             waiting.pop(0).sum().backward()
@@ -81,9 +97,10 @@ def train(run: RunConfig, memory: MemoryConfig, *, shared: bool = False) -> Bits
         losses.sum().backward()
     bits |= {f"report {at} {number}": x for at, report in enumerate(reports) for number, x in report.items()}
     bits |= {f"random {name}": state for name, state in streams.state().items()}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        bits[f"gradient {name}"] = parameter.grad
+    for (name, parameter), buffer in zip(model.named_parameters(), buffers, strict=True):
+        parts = [part for part in (parameter.grad, buffer) if part is not None]
+        bits[f"gradient {name}"] = torch.stack(parts).sum(0)
+        assert bits[f"gradient {name}"].any(), name
     return bits
 
 
@@ -99,6 +116,17 @@ def test_no_bit_changes(model: str, shared: bool):
     assert any(name.startswith("report") for name in wanted) == model.startswith("moe")
     for memory in (MIXED if model.startswith("moe") else DENSE).values():
         assert_same(train(run, memory, shared=shared), wanted)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_bit_changes_where_gradients_are_taken(model: str):
+    run = run_of(MODELS[model])
+    wanted = train(run, MemoryConfig(), taken=True)
+    for name, through_autograd in train(run, MemoryConfig()).items():
+        torch.testing.assert_close(wanted[name], through_autograd, atol=1e-5, rtol=1e-4, msg=name)
+    kinds = MIXED if model.startswith("moe") else DENSE
+    for memory in list(kinds.values())[1::2]:
+        assert_same(train(run, memory, taken=True), wanted)
 
 
 def test_the_test_sees_a_stream_that_is_not_restored(monkeypatch: pytest.MonkeyPatch):
@@ -142,33 +170,88 @@ def test_the_last_product_of_a_branch_is_not_repeated(model: str, name: str):
     modules = {"all": ("attention", "mlp", "layernorm"), "uniform-1": ("full",), "uniform-2": ("full",)}.get(
         name, (name,)
     )
-    formula = 3 * recompute_flops(shape, effective(modules, mixed=False))
+    formula = 3 * recompute_flops(shape, effective(shape, modules, mixed=False))
     uncounted = 3 * tokens * (2 * 16 * hidden + 12 * (2 * hidden + inner))
     assert more - last <= formula <= more + uncounted
 
 
-@pytest.mark.parametrize("name", ["moe_act", "moe_act layernorm shared_experts core_attn"])
-def test_an_activation_repeats_no_expert_product(name: str):
+@pytest.mark.parametrize("name", ["layernorm", "moe_act", "moe_act layernorm shared_experts core_attn"])
+def test_norms_and_activations_repeat_no_product(name: str):
     run = run_of(f"{LLAMA} {MIXTURE}")
-    shared = replace(
-        SELECTIVE, recompute_modules=tuple(word for word in name.split() if word in ("shared_experts", "core_attn"))
-    )
-    assert _flops(run, MIXED[name]) == _flops(run, shared)
+    products = [word for word in name.split() if word in ("shared_experts", "core_attn")]
+    assert _flops(run, MIXED[name]) == _flops(run, replace(SELECTIVE, recompute_modules=tuple(products)))
+
+
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
+
+
+@pytest.mark.parametrize("name", ["moe", "uniform-1"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        EXPERTS,
+        f"{EXPERTS} --hidden-dropout 0.3",
+        f"{EXPERTS} --add-bias-linear",
+        f"{EXPERTS} --moe-latent-size 8",
+        f"{EXPERTS} --moe-shared-expert-intermediate-size 40",
+        f"{MIXTURE} --moe-latent-size 8",
+    ],
+)
+def test_what_experts_repeat(flags: str, name: str):
+    """Products are those of the formula, once; it has attention scores, norms and activations besides."""
+    run = run_of(f"{LLAMA} {flags} --num-layers 1")
+    shape, kind = ActivationShape.of(run, device="cpu"), "moe" if name == "moe" else FULL
+    more = _flops(run, (MIXED | RECOMPUTE)[name]) - _flops(run, MemoryConfig())
+    scores = 2 * 16 * 32 if kind == FULL else 0
+    elementwise = shape.tokens * (scores + 12 * (2 * 32 + 2 * 24 + 40))
+    gate = 2 * shape.tokens * 32
+    formula = recompute_flops(shape, effective(shape, (kind,), mixed=True), mixed=True)
+    assert more - gate <= formula <= more + elementwise
+
+
+class _CountingNorm:
+    """The reference kernels of a norm, with what they are asked for."""
+
+    def __init__(self) -> None:
+        self.forward: list[int] = []
+        self.again: list[int] = []
+
+    def rms_norm(self, x_RD: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self.forward.append(x_RD.shape[-1])
+        return reference_norm.rms_norm(x_RD, *args, **options)
+
+    def rms_norm_backward(self, grad_RD: Tensor, *args: Any, again: bool = True, **options: Any) -> Any:
+        self.again += [grad_RD.shape[-1]] * again
+        return reference_norm.rms_norm_backward(grad_RD, *args, again=again, **options)
 
 
 @pytest.mark.parametrize(
-    "name", ["layernorm", "all", "moe layernorm attention", "moe_act layernorm shared_experts core_attn"]
+    ("model", "name", "more"),
+    [
+        ("llama", "layernorm", 0),
+        ("llama", "mlp", 3),
+        ("llama", "all", 6),
+        ("moe", "layernorm", 2),
+        ("moe", "moe layernorm attention", 5),
+        ("moe", "moe_act layernorm shared_experts core_attn", 4),
+    ],
 )
-@pytest.mark.parametrize("model", ["llama", "moe"])
-def test_a_norm_runs_twice_however_many_use_it(model: str, name: str, monkeypatch: pytest.MonkeyPatch):
-    run = run_of(MODELS[model].replace("--qk-layernorm", ""))
-    decoder, streams = build(run)
-    widths: list[int] = []
-    forward = RMSNorm.forward
-    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: widths.append(x.shape[-1]) or forward(self, x))
-    apply_recompute(decoder, (MIXED | DENSE)[name], streams, shape=ActivationShape.of(run, device="cpu"))
-    decoder(batch_of(run), extra_loss_scale=torch.tensor(0.5)).sum().backward()
-    assert widths == [32] * (2 * 3 * 2 + 1), "two in each of three layers, twice; the last one is not recomputed"
+def test_a_norm_runs_again_for_a_branch_or_a_router(model: str, name: str, more: int):
+    """Never for a product, which has its operand made by the norm's own backward pass."""
+    run = run_of(MODELS[model].replace("--qk-layernorm", "").replace("--moe-input-jitter-eps 0.1", ""))
+    counts: list[tuple[int, int]] = []
+    for memory in (MemoryConfig(), (MIXED | DENSE)[name]):
+        kernels = _CountingNorm()
+        decoder, streams = build(run)
+        take_gradients(decoder)
+        for module in decoder.modules():
+            if isinstance(module, RMSNorm):
+                module.kernels = kernels
+        apply_recompute(decoder, memory, streams, shape=ActivationShape.of(run, device="cpu"))
+        decoder(batch_of(run), extra_loss_scale=torch.tensor(0.5)).sum().backward()
+        counts.append((len(kernels.forward), len(kernels.again)))
+    assert counts[0] == (7, 6), "two in each of three layers, and the last one, whose output no product keeps"
+    assert counts[1] == (7 + more, 6)
 
 
 def test_hooks_of_a_product_run_before_it():
@@ -176,25 +259,32 @@ def test_hooks_of_a_product_run_before_it():
     run = run_of(MODELS["moe"])
     decoder, streams = build(run)
     apply_recompute(decoder, (MIXED | DENSE)["moe_act"], streams, shape=ActivationShape.of(run, device="cpu"))
-    experts = decoder.get_submodule("layers.0.mlp.experts")
+    down = decoder.get_submodule("layers.0.mlp.experts.down")
+    assert isinstance(down, GroupedLinear)
     order: list[str] = []
-    product = experts.get_submodule("down").product
-    experts.get_submodule("down").register_forward_pre_hook(lambda *_: order.append("hook"))
-    experts.get_submodule("down").product = lambda *args: order.append("product") or product(*args)
+    multiplication = down.multiplication
+    down.register_forward_pre_hook(lambda *_: order.append("hook"))
+    down.multiplication = lambda counts: order.append("product") or multiplication(counts)
     decoder(batch_of(run)).sum().backward()
     assert order == ["hook", "product"]
 
 
 @pytest.mark.parametrize("name", [*MIXED, *DENSE])
-def test_nothing_is_left_after_the_backward_pass(name: str):
+@pytest.mark.parametrize("taken", [False, True])
+def test_nothing_is_left_after_the_backward_pass(name: str, taken: bool):
     run = run_of(MODELS["moe"])
     model, streams = build(run)
-    batch = batch_of(run)
+    batch, weights_SB = batch_of(run), torch.ones(16, 2) if taken else None
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    apply_recompute(model, (MIXED | DENSE)[name], streams, shape=ActivationShape.of(run, device="cpu"))
     known = [*model.parameters(), *(p.grad for p in model.parameters()), batch.tokens, batch.labels, batch.loss_mask]
-    assert alive_bytes(lambda: model(batch).sum().backward(), without=known) == 0
+    known += [weights_SB, *take_gradients(model)] if weights_SB is not None else []
+    apply_recompute(model, (MIXED | DENSE)[name], streams, shape=ActivationShape.of(run, device="cpu"))
+
+    def step() -> None:
+        model(batch, loss_weights_SB=weights_SB).sum().backward()
+
+    assert alive_bytes(step, without=known) == 0
 
 
 def test_without_gradients_nothing_is_kept_or_repeated():

@@ -1,0 +1,76 @@
+"""What a measurement was taken on: the device, its clocks and power while it worked, and the versions of the libraries."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
+
+
+@dataclass(slots=True)
+class Samples:
+    """Readings of nvidia-smi, one row per second: MHz, watts, degrees."""
+
+    readings: list[tuple[float, ...]] = field(default_factory=list)
+
+    def medians(self) -> dict[str, float]:
+        """Empty where nothing could be read."""
+        columns = zip(*self.readings) if self.readings else ()
+        return {name: statistics.median(values) for name, values in zip(_FIELDS, columns)}
+
+    def describe(self) -> str:
+        found = self.medians()
+        if not found:
+            return "clocks and power unknown: there is no nvidia-smi"
+        clock, power, heat = (found[name] for name in _FIELDS)
+        return f"{clock:,.0f} MHz, {power:.0f} W, {heat:.0f} °C (medians of {len(self.readings)} readings)"
+
+
+def parse_readings(text: str) -> list[tuple[float, ...]]:
+    """The lines of nvidia-smi's CSV that are numbers throughout; it writes [N/A] for what a device does not tell.
+
+    >>> parse_readings("1980, 120.5, 40\\n[N/A], 1, 2\\n")
+    [(1980.0, 120.5, 40.0)]
+    """
+    readings = []
+    for line in text.splitlines():
+        try:
+            values = tuple(float(word) for word in line.split(","))
+        except ValueError:
+            continue
+        if len(values) == len(_FIELDS):
+            readings.append(values)
+    return readings
+
+
+@contextmanager
+def sampled(device: torch.device) -> Iterator[Samples]:
+    """Read clocks and power once a second in another process, while the body runs."""
+    samples = Samples()
+    command = shutil.which("nvidia-smi") if device.type == "cuda" else None
+    if command is None:
+        yield samples
+        return
+    words = [command, f"--id={device.index or 0}", f"--query-gpu={','.join(_FIELDS)}"]
+    words += ["--format=csv,noheader,nounits", "--loop=1"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        yield samples
+    finally:
+        process.terminate()
+        samples.readings += parse_readings(process.communicate()[0] or "")
+
+
+def versions() -> dict[str, str | None]:
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None,
+    }

@@ -1,0 +1,150 @@
+"""Timing contenders against each other on one device.
+
+A device that has just been idle is cold and fast; one at its power cap is slow. So nothing is timed before a warm-up of real
+steps, and contenders alternate in short blocks, in both orders: ours, theirs, theirs, ours. Each pair of blocks gives a ratio, and
+the median of the ratios counts. Inside a block the host never waits: events are queued between steps and read at its end.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petatron.cli.bench_peers import Contender
+from petatron.models.base import Batch
+
+FIRST_STEPS, PEAK_STEPS = 3, 2
+
+
+@dataclass(slots=True)
+class Runner:
+    """A contender on the shared batches, with everything measured so far."""
+
+    name: str
+    contender: Contender
+    batches: Sequence[Batch]
+    device: torch.device
+    build_s: float = 0.0
+    first_steps_s: float = 0.0
+    peak_bytes: int | None = None
+    """The most a step takes, weights and optimizer state included; None where it cannot be told."""
+    held_bytes: int = 0
+    """What is held between steps."""
+    blocks_ms: list[list[float]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.losses.append(self.contender.step(self.batches[len(self.losses) % len(self.batches)]).detach())
+
+    def timed(self, steps: int) -> list[float]:
+        """Milliseconds of each step of a block."""
+        synchronize(self.device)
+        if self.device.type != "cuda":
+            return [_seconds(lambda: self.run(1)) * 1e3 for _ in range(steps)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            self.run(1)
+            mark.record()
+        synchronize(self.device)
+        return [before.elapsed_time(after) for before, after in pairwise(marks)]
+
+    def values(self) -> dict[str, Any]:
+        """Everything measured, as JSON has it."""
+        return {
+            "blocks_ms": [list(block) for block in self.blocks_ms],
+            "losses": [float(loss) for loss in self.losses],
+            "peak_bytes": self.peak_bytes,
+            "held_bytes": self.held_bytes,
+            "build_s": self.build_s,
+            "first_steps_s": self.first_steps_s,
+        }
+
+    def first_runs(self, *, held_before: int) -> None:
+        """Compile, and then look how much memory a step takes beyond what was held before this was built."""
+        self.first_steps_s = _seconds(lambda: (self.run(FIRST_STEPS), synchronize(self.device)))
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.run(PEAK_STEPS)
+            synchronize(self.device)
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - held_before
+            self.held_bytes = held(self.device) - held_before
+
+
+def held(device: torch.device) -> int:
+    """Bytes of tensors on the device now."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def release(device: torch.device) -> None:
+    """Give back what nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def alternate(runners: Sequence[Runner], *, steps: int, block: int, warmup_s: float) -> None:
+    """Warm up, then time at least `steps` steps of each, in blocks that alternate in both orders."""
+    with _collector_off():
+        started = time.perf_counter()
+        while time.perf_counter() - started < warmup_s:
+            for runner in runners:
+                runner.run(block)
+                synchronize(runner.device)
+        for order in orders(len(runners), rounds=-(-steps // block)):
+            for index in order:
+                runners[index].blocks_ms.append(runners[index].timed(min(block, steps)))
+
+
+def orders(count: int, *, rounds: int) -> Iterator[list[int]]:
+    """Forwards and backwards in turn, an even number of times, so that nobody always follows the same one.
+
+    >>> list(orders(2, rounds=3))
+    [[0, 1], [1, 0], [0, 1], [1, 0]]
+    """
+    forwards = list(range(count))
+    for number in range(rounds + rounds % 2 if count > 1 else rounds):
+        yield forwards if number % 2 == 0 else forwards[::-1]
+
+
+def paired_ratios(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
+    """How many times as fast as theirs each block of ours was; above 1 we are faster.
+
+    >>> paired_ratios([[1.0, 1.0, 9.0], [2.0]], [[1.5, 1.5, 1.5], [2.2]])
+    [1.5, 1.1]
+    """
+    return [statistics.median(other) / statistics.median(own) for own, other in zip(ours, theirs, strict=True)]
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Python's cyclic collector would stop the host for longer than a step is, at random."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

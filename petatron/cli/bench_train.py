@@ -1,0 +1,265 @@
+"""`petatron bench train`: the speed and memory of our training step, alone or against a peer's, in one run on one device.
+
+Everything a run could be told is a flag of its own (`--preset llama-1b --seq-length 4096 --micro-batch-size 8 --bf16` ...); the
+batch is one micro-batch per update, and tokens are random and lie on the device already. Contenders have the same shapes, tokens,
+first weights, fp32 master weights, AdamW and clipping (`bench_peers`), and alternate in one process (`bench_timing`), if the device
+holds them all. If not, each is measured in a process of its own, in the order ours, theirs, theirs, ours.
+
+Speed is tokens per second of the median step. MFU divides the model's arithmetic (`models/flops.py`) by the published peak in
+bfloat16, in both conventions: attention counted in full, as most tables do, and counted as the half that a causal model needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from petatron.base.errors import ConfigError, Problem, TrainError
+
+if TYPE_CHECKING:
+    from petatron.base.device import DeviceFacts
+    from petatron.cli.bench import BenchResult
+    from petatron.cli.bench_peers import BenchSpec
+    from petatron.cli.bench_report import Findings
+    from petatron.cli.bench_timing import Runner
+    from petatron.models.base import Batch
+
+TAKES_RUN_FLAGS = True
+PEERS = ("torchtitan", "hf")
+BATCHES = 4
+# A peer's activations, as a multiple of ours, and how much of the device can be filled before memory is given back and forth.
+_PEER_ACTIVATIONS, _USABLE = 1.6, 0.93
+TRAINING = "--mock-data --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --weight-decay 0.1 --adam-beta2 0.95"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Every other flag is one of the run's own: --preset, --seq-length, --micro-batch-size, --device ..."
+    parser.add_argument("--against", action="append", choices=PEERS, default=[], help="a peer; may be given again")
+    parser.add_argument(
+        "--peer-path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder with a peer's source; may be given again",
+    )
+    parser.add_argument("--only", choices=("petatron", *PEERS), help="measure this one alone")
+    parser.add_argument("--apart", action="store_true", help="a process of its own for each, one after the other")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of each (default: 20)")
+    parser.add_argument("--block", type=int, default=5, metavar="N", help="steps before the turn changes (default: 5)")
+    parser.add_argument(
+        "--warmup-seconds", type=float, default=20.0, metavar="S", help="real steps before timing (default: 20)"
+    )
+    parser.add_argument("--fp8-recipe", metavar="NAME", help="products in FP8 by this recipe, on both sides")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile, on both sides")
+    parser.add_argument(
+        "--peer-keeps-gathered", action="store_true", help="torchtitan: no second gathering of weights; more memory"
+    )
+    parser.add_argument("--breakdown", action="store_true", help="say where the time of a step goes (CUDA only)")
+
+
+def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
+    """Measure as asked; `flags` are the run's."""
+    from petatron.base.device import detect
+    from petatron.cli.bench_report import report
+    from petatron.cli.bench_timing import release
+
+    spec = _spec(args, flags)
+    names = [args.only] if args.only else ["petatron", *dict.fromkeys(args.against)]
+    device = detect(spec.run.train.device)
+    _check(args, spec, names, device)
+    found = None if args.apart else _together(args, spec, names, device)
+    if found is None:
+        release(spec.device)
+        found = _apart(args, flags, names)
+    return report(spec, device, found)
+
+
+def _spec(args: argparse.Namespace, flags: Sequence[str]) -> BenchSpec:
+    from petatron.config.fields import by_name
+
+    words = [*TRAINING.split(), *flags]
+    words += ["--no-compile"] if args.no_compile and "compile" in by_name() else []
+    if args.fp8_recipe is not None:
+        words += ["--fp8-format", "hybrid", "--fp8-recipe", args.fp8_recipe]
+    spec = model_spec(words)
+    return replace(
+        spec,
+        compile=not args.no_compile and spec.device.type == "cuda",
+        fp8_recipe=args.fp8_recipe,
+        peer_paths=tuple(Path(path) for path in args.peer_path),
+        keep_gathered=args.peer_keeps_gathered,
+    )
+
+
+def model_spec(flags: Sequence[str]) -> BenchSpec:
+    """The model and device that a run's flags name, for one rank."""
+    import torch
+
+    from petatron.base.device import detect
+    from petatron.cli.bench_peers import BenchSpec
+    from petatron.config import load_config
+
+    run = load_config([*_precision(flags), *flags], world_size=1).config
+    on_cuda = detect(run.train.device).kind == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return BenchSpec(run=run, device=device, compile=on_cuda, fp8_recipe=None)
+
+
+def _precision(flags: Sequence[str]) -> list[str]:
+    return [] if any(flag in ("--fp16", "--bf16", "--fp64", "--no-bf16") for flag in flags) else ["--bf16"]
+
+
+def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> None:
+    from petatron.cli.bench_peers import problems
+
+    found = [problem for name in names for problem in problems(name, spec)]
+    for flag, value, least in (("--steps", args.steps, 1), ("--block", args.block, 1)):
+        if value < least:
+            found.append(Problem(flag, str(value), f"is below {least}", f"Use {least} or more."))
+    if args.warmup_seconds < 0:
+        found.append(Problem("--warmup-seconds", str(args.warmup_seconds), "is negative", "Use 0 or more."))
+    if spec.micro_batches > 1 and (args.against or args.only not in (None, "petatron")):
+        rule = "makes steps of several micro-batches, and peers make an update after each"
+        found.append(Problem("--global-batch-size", str(spec.run.train.global_batch_size), rule, "Leave it out."))
+    if args.breakdown and device.kind != "cuda":
+        found.append(Problem("--breakdown", "", "needs a CUDA device", "Leave it out."))
+    if args.only and (args.against or args.apart):
+        found.append(
+            Problem("--only", args.only, "measures one alone, so there is nobody to compare", "Keep one of them.")
+        )
+    if found:
+        raise ConfigError(found)
+
+
+def _batches(spec: BenchSpec) -> list[Batch]:
+    """The same random tokens for everyone, seen again and again, so that the loss must fall."""
+    import torch
+
+    from petatron.models.base import Batch
+
+    model, size = spec.run.model, spec.run.train.micro_batch_size
+    assert model.vocab_size is not None
+    generator = torch.Generator().manual_seed(spec.run.train.seed)
+    batches = []
+    for _ in range(BATCHES):
+        text = torch.randint(model.vocab_size, (size, model.seq_length + 1), generator=generator).to(spec.device)
+        labels = text[:, 1:].contiguous()
+        mask = torch.ones(labels.shape, device=spec.device)
+        batches.append(Batch(text[:, :-1].contiguous(), labels, mask))
+    return batches
+
+
+def _together(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> Findings | None:
+    """All in this process, one peer after the other beside ours; None if the device does not hold two of them."""
+    from petatron.cli.bench_report import Findings
+
+    batches, found = _batches(spec), Findings()
+    first = _prepare(names[0], spec, batches)
+    if len(names) == 1:
+        if first is None:
+            found.contenders[names[0]] = {"out_of_memory": True}
+        else:
+            _duel(args, [first], found)
+        return found
+    for peer in names[1:]:
+        if first is None or not _fits_twice(first, device) or not _against(args, first, peer, spec, found):
+            return None
+    return found
+
+
+def _against(args: argparse.Namespace, first: Runner, peer: str, spec: BenchSpec, found: Findings) -> bool:
+    """Measure one peer beside ours and forget it; False if it does not fit."""
+    second = _prepare(peer, spec, list(first.batches))
+    if second is None:
+        return False
+    _duel(args, [first, second], found)
+    return True
+
+
+def _duel(args: argparse.Namespace, runners: list[Runner], found: Findings) -> None:
+    from petatron.cli.bench_breakdown import profile_steps
+    from petatron.cli.bench_machine import sampled
+    from petatron.cli.bench_timing import alternate, paired_ratios
+
+    runners[0].blocks_ms.clear()
+    with sampled(runners[0].device) as samples:
+        alternate(runners, steps=args.steps, block=args.block, warmup_s=args.warmup_seconds)
+    found.samples[runners[-1].name] = samples.describe()
+    for runner in runners:
+        breakdown = profile_steps(runner).as_json() if args.breakdown else None
+        found.contenders[runner.name] = {**runner.values(), "breakdown": breakdown}
+    if len(runners) > 1:
+        found.pairs[runners[1].name] = paired_ratios(runners[0].blocks_ms, runners[1].blocks_ms)
+
+
+def _fits_twice(first: Runner, device: DeviceFacts) -> bool:
+    """Whether a peer fits beside ours: as much state again, and the larger's activations, which both take turns to use."""
+    if first.peak_bytes is None:
+        return True
+    activations = first.peak_bytes - first.held_bytes
+    return 2 * first.held_bytes + _PEER_ACTIVATIONS * activations < _USABLE * device.memory_bytes
+
+
+def _prepare(name: str, spec: BenchSpec, batches: list[Batch]) -> Runner | None:
+    """Build one, compile it and see how much memory it takes; None if that is more than there is."""
+    import torch
+
+    from petatron.cli.bench_peers import build
+    from petatron.cli.bench_timing import Runner, held, release, synchronize
+
+    release(spec.device)
+    before = held(spec.device)
+    started = time.perf_counter()
+    try:
+        runner = Runner(name, build(name, spec), batches, spec.device)
+        synchronize(spec.device)
+        runner.build_s = time.perf_counter() - started
+        runner.first_runs(held_before=before)
+    except torch.OutOfMemoryError:
+        runner = None
+    release(spec.device)
+    return runner
+
+
+def _apart(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> Findings:
+    """Each in a process of its own, there and back again; what a visit timed is one block."""
+    from petatron.cli.bench_report import Findings, joined
+    from petatron.cli.bench_timing import paired_ratios
+
+    visits: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for name in [*names, *reversed(names)]:
+        if not any(values.get("out_of_memory") for values in visits[name]):
+            visits[name].append(_child(args, flags, name))
+    found = Findings(apart=True, contenders={name: joined(values) for name, values in visits.items()})
+    ours = found.contenders[names[0]]
+    for name in names[1:]:
+        if "blocks_ms" in ours and "blocks_ms" in found.contenders[name]:
+            found.pairs[name] = paired_ratios(ours["blocks_ms"], found.contenders[name]["blocks_ms"])
+    return found
+
+
+def _child(args: argparse.Namespace, flags: Sequence[str], name: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        words = [sys.executable, "-m", "petatron", "bench", "train", "--only", name, "--json", str(answer)]
+        words += ["--steps", str(args.steps), "--block", str(args.block), "--warmup-seconds", str(args.warmup_seconds)]
+        words += [word for path in args.peer_path for word in ("--peer-path", path)]
+        words += ["--fp8-recipe", args.fp8_recipe] if args.fp8_recipe else []
+        for given, flag in (
+            (args.no_compile, "--no-compile"),
+            (args.peer_keeps_gathered, "--peer-keeps-gathered"),
+            (args.breakdown, "--breakdown"),
+        ):
+            words += [flag] if given else []
+        done = subprocess.run([*words, *flags], capture_output=True, text=True)
+        if done.returncode != 0 or not answer.is_file():
+            raise TrainError(f"Measuring {name} in a process of its own failed:\n{done.stderr[-2000:].strip()}")
+        return json.loads(answer.read_text())["contenders"][name]

@@ -1,0 +1,81 @@
+"""`petatron plan memory`: what every pipeline rank of a run will hold, whether that fits a device, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from petatron.base.device import detect
+from petatron.base.errors import ConfigError, Problem
+from petatron.cli.train import with_preset
+from petatron.config import load_config
+from petatron.train.build import open_tokenizer
+from petatron.train.memory import MemoryForecast, as_gigabytes, forecasts
+from petatron.train.memory_changes import candidates
+from petatron.train.out_of_memory import RESERVE_BYTES, describe
+
+USAGE = """usage: petatron plan memory [PRESET] [--config FILE] [flags of petatron train] [--device-memory-gb N]
+
+Predicts what every pipeline rank will hold at its worst moment, by kind. With a device's memory (that of the GPU here, or
+--device-memory-gb) says whether it fits, and if not the three cheapest changes that would.
+
+For example: petatron plan memory llama3-8b --bf16 --vocab-size 128256 --tp 2 --dp 4 --device-memory-gb 80
+"""
+_SIZE = "--device-memory-gb"
+
+
+def main(argv: Sequence[str]) -> int:
+    if any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0
+    flags, capacity = _take_size(list(argv))
+    loaded, _ = open_tokenizer(load_config(with_preset(flags), require_training=False))
+    run = loaded.config
+    found = forecasts(run, device="cuda")
+    print(_table(found))
+    if capacity is None:
+        print(f"\nGive {_SIZE} N to be told whether that fits a device.")
+        return 0
+    most, room = max(forecast.total for forecast in found), capacity - RESERVE_BYTES
+    uncounted = f"of {as_gigabytes(capacity)} GB, with {as_gigabytes(RESERVE_BYTES)} GB left for what is not counted"
+    if most <= room:
+        print(f"\nfits: {as_gigabytes(most)} GB {uncounted}")
+        return 0
+    print(f"\ndoes not fit: {as_gigabytes(most)} GB {uncounted}")
+    changes = candidates(run, room)[:3]
+    if not changes:
+        print("No setting of this run is predicted to fit: use more ranks that split the model, or a smaller one.")
+    for number, change in enumerate(changes, start=1):
+        print(f"  {number}. {describe(change)}")
+    return 1
+
+
+def _take_size(argv: list[str]) -> tuple[list[str], int | None]:
+    """The other words, and the device's bytes, if they are known."""
+    flags: list[str] = []
+    given: str | None = None
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == _SIZE:
+            given = value if equals else next(words, "")
+        else:
+            flags.append(word)
+    if given is None:
+        device = detect()
+        return flags, device.memory_bytes if device.kind == "cuda" else None
+    try:
+        size = float(given)
+    except ValueError:
+        size = 0.0
+    if not 0.0 < size < float("inf"):
+        raise ConfigError([Problem(_SIZE, given, "is not a size above 0", f"Write, for example, {_SIZE} 80.")])
+    return flags, int(size * 1e9)
+
+
+def _table(found: Sequence[MemoryForecast]) -> str:
+    names = [*found[0].kinds(), "total"]
+    lines = [f"{'pipeline rank':<14}" + "".join(f"{name:>13}" for name in names) + "   GB"]
+    for forecast in found:
+        sizes = [*forecast.kinds().values(), forecast.total]
+        lines.append(f"{forecast.pipeline_rank:<14}" + "".join(f"{as_gigabytes(size):>13}" for size in sizes))
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+"""The activation between the two products of an MLP, plain or gated: the reference, which also runs on the CPU.
+
+A gated MLP's first product makes gate and up side by side, [R, 2F], and the activation makes act(gate) x up of them. The
+backward functions make the activation's output again on request: they have read what it is made of, and whoever multiplied
+with it does not have to keep it. All in at least float32, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_QUICK = 1.702
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * (_QUICK * x).sigmoid(),
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+}
+"""By name, what a plain MLP may do between its products."""
+
+_SLOPE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
+    "quick_gelu": lambda grad, x: grad * (_QUICK * x).sigmoid() * (1 + _QUICK * x * (1 - (_QUICK * x).sigmoid())),
+    "relu": lambda grad, x: grad * (x > 0),
+    "squared_relu": lambda grad, x: grad * 2 * F.relu(x),
+    "silu": torch.ops.aten.silu_backward,
+}
+
+GATED: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+"""By name of a gated activation, what is done to the gate."""
+
+
+def plain(x_RF: Tensor, name: str) -> Tensor:
+    return PLAIN[name](_wide(x_RF)).to(x_RF.dtype)
+
+
+def plain_backward(grad_RF: Tensor, x_RF: Tensor, name: str, *, again: bool) -> tuple[Tensor, Tensor | None]:
+    """The gradient of x, and the activation's output if it is wanted again."""
+    x = _wide(x_RF)
+    made = PLAIN[name](x).to(x_RF.dtype) if again else None
+    return _SLOPE[name](grad_RF.to(x.dtype), x).to(x_RF.dtype), made
+
+
+def gated(gate_up_RG: Tensor, name: str) -> Tensor:
+    gate, up = (_wide(part) for part in gate_up_RG.chunk(2, dim=-1))
+    return (PLAIN[GATED[name]](gate) * up).to(gate_up_RG.dtype)
+
+
+def gated_backward(grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, again: bool) -> tuple[Tensor, Tensor | None]:
+    """The gradient of gate and up side by side, and the activation's output if it is wanted again."""
+    gate, up = (_wide(part) for part in gate_up_RG.chunk(2, dim=-1))
+    grad, active = grad_RF.to(gate.dtype), PLAIN[GATED[name]](gate)
+    made = (active * up).to(gate_up_RG.dtype) if again else None
+    return torch.cat((_SLOPE[GATED[name]](grad * up, gate), grad * active), dim=-1).to(gate_up_RG.dtype), made
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

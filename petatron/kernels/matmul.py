@@ -1,0 +1,21 @@
+"""A product that lands in a buffer of another precision: how weight gradients are accumulated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
+    """out = a b, or out += a b, with a float32 `out` for half-precision operands: one kernel on CUDA, no temporary."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=1 if accumulate else 0, out=out)
+    elif a.device.type == "cuda":
+        if accumulate:
+            _aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+        else:
+            _aten.mm.dtype_out(a, b, out.dtype, out=out)
+    else:  # the CPU has no product of short operands with a long result
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=1 if accumulate else 0, out=out)

@@ -1,0 +1,179 @@
+"""Which implementation of an operation is used where, and why not another.
+
+Every operation has a reference in plain PyTorch, which runs anywhere and says what is meant. Faster twins have the same
+functions: `triton` ones are written by hand where they beat the compiler (a backward pass that makes its forward's output
+again, reductions over rows and columns in one pass, in-place work), `compiled` ones are the reference under torch.compile.
+Compiled are functions of tensors, not whole layers: between two of them stand matrix products, communication and weight
+gradients that go straight to their buffers, where a compiler has nothing to fuse. So each function is one graph for all
+layers, without graph breaks, and every kind of parallelism and recompute composes with it.
+
+A table lists the implementations of each operation, the best first; the first that lacks nothing is taken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the choice of an implementation depends on.
+
+    compiles: torch.compile may be used. tools: what just-in-time compilers need and this machine lacks; None: nothing.
+    """
+
+    device: str
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    compiles: bool
+    tools: str | None
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype, *, compiles: bool) -> Situation:
+        cuda = device.type == "cuda"
+        capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
+        return cls(device.type, capability, dtype, compiles, _missing_tools())
+
+
+def _missing_tools() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        return "there is no C compiler, which triton needs to start kernels"
+    return None
+
+
+Lacks = Callable[[Situation], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An implementation: its name, where its functions are, and what a situation lacks for it (None: nothing)."""
+
+    name: str
+    load: Callable[[], Any]
+    lacks: Lacks
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is used for an operation, and why each better one is not."""
+
+    operation: str
+    name: str
+    functions: Any
+    passed_over: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        why = "".join(f"; not {name}: {reason}" for name, reason in self.passed_over)
+        return f"{self.operation}: {self.name}{why}"
+
+
+def _anywhere(situation: Situation) -> str | None:
+    return None
+
+
+def _triton(situation: Situation) -> str | None:
+    if situation.device != "cuda":
+        return "the device is no GPU"
+    if situation.dtype == torch.float64:
+        return "it computes in float32"
+    return situation.tools
+
+
+def _compiles(situation: Situation) -> str | None:
+    if situation.device != "cuda":
+        return "the device is no GPU"
+    return situation.tools if situation.compiles else "--no-compile"
+
+
+def _eight_bits(situation: Situation) -> str | None:
+    if situation.capability < (8, 9):
+        return "the device has no FP8 units" if situation.device == "cuda" else "the device is no GPU"
+    if situation.dtype != torch.bfloat16:
+        return "its products give bfloat16"
+    return situation.tools
+
+
+def _module(name: str, attribute: str | None = None) -> Callable[[], Any]:
+    def load() -> Any:
+        module = importlib.import_module(f"petatron.kernels.{name}")
+        return module if attribute is None else getattr(module, attribute)
+
+    return load
+
+
+def _compiled(name: str, *functions: str) -> Kernel:
+    def load() -> Any:
+        module = importlib.import_module(f"petatron.kernels.{name}")
+        return SimpleNamespace(**{each: torch.compile(getattr(module, each), fullgraph=True) for each in functions})
+
+    return Kernel("compiled", load, _compiles)
+
+
+def _adam_of_torch() -> Any:
+    module = importlib.import_module("petatron.kernels.adam")
+    return SimpleNamespace(adamw=module.adamw_fused, sum_of_squares=module.sum_of_squares)
+
+
+def _twins(name: str, triton: str | None = None, plain: str | None = None) -> tuple[Kernel, Kernel]:
+    return (
+        Kernel("triton", _module(f"triton.{name}", triton), _triton),
+        Kernel("reference", _module(name, plain), _anywhere),
+    )
+
+
+OPERATIONS: Mapping[str, tuple[Kernel, ...]] = {
+    "rms_norm": _twins("norm"),
+    "layer_norm": (
+        _compiled("norm", "layer_norm", "layer_norm_backward"),
+        Kernel("reference", _module("norm"), _anywhere),
+    ),
+    "gated activation": _twins("activation"),
+    "plain activation": (
+        _compiled("activation", "plain", "plain_backward"),
+        Kernel("reference", _module("activation"), _anywhere),
+    ),
+    "rotary embedding": _twins("rotate"),
+    "softmax and loss": (
+        Kernel("triton", _module("triton.loss", "TRITON"), _triton),
+        Kernel("reference", _module("linear_loss", "REFERENCE"), _anywhere),
+    ),
+    "embedding gradient": _twins("embedding"),
+    "adamw": (
+        Kernel("triton", _module("triton.adam"), _triton),
+        Kernel("torch fused", _adam_of_torch, _anywhere),
+    ),
+    "packed rows": (
+        Kernel("triton", _module("triton.rows"), _triton),
+        Kernel("reference", _module("attention.rows"), _anywhere),
+    ),
+    "fp8": (
+        Kernel("triton", _module("triton.quantise", "KERNELS"), _eight_bits),
+        Kernel("emulation", _module("fp8", "REFERENCE"), _anywhere),
+    ),
+}
+
+
+def choose(operation: str, situation: Situation) -> Choice:
+    """The first implementation that lacks nothing."""
+    passed_over: list[tuple[str, str]] = []
+    for kernel in OPERATIONS[operation]:
+        reason = kernel.lacks(situation)
+        if reason is None:
+            return Choice(operation, kernel.name, kernel.load(), tuple(passed_over))
+        passed_over.append((kernel.name, reason))
+    raise AssertionError(f"{operation} has no implementation that runs everywhere")
+
+
+def survey(situation: Situation) -> list[Choice]:
+    """What would be used for every operation."""
+    return [choose(operation, situation) for operation in OPERATIONS]

@@ -1,0 +1,185 @@
+"""Gated activations, forward and backward, each in one pass.
+
+With gate a, up b and activation f the output is y = f(a) b, and from its gradient g
+
+    gradient of a = g b f'(a),        gradient of b = g f(a)
+
+f and f' come from one evaluation. With s the logistic function and n, N the normal density and distribution:
+
+    swiglu      f = a s(a)            f' = s(a) (1 + a (1 - s(a)))
+    geglu       f = a N(a)            f' = N(a) + a n(a)
+    geglu_tanh  f = a s(z(a))         f' = s(z) (1 + a z'(a) (1 - s(z))),    z = 2 sqrt(2 / pi) (a + 0.044715 a^3)
+    reglu       f = max(a, 0)         f' = 1 where a > 0
+
+(geglu_tanh usually appears as a (1 + tanh(z / 2)) / 2, which is the same.) The backward pass writes y too on request: it has
+everything at hand, and so y need not be kept from the forward pass.
+
+Device memory traffic in bf16, Llama-1B (R 32768, F 8192), at 4.0 TB/s:
+
+| kernel                 | tensors of [R, F] | bytes per element | ms    |
+|------------------------|-------------------|-------------------|-------|
+| gated                  | 3                 | 6                 | 0.403 |
+| gated_backward         | 5                 | 10                | 0.671 |
+| gated_backward, again  | 6                 | 12                | 0.805 |
+
+R rows, F width of the output.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NAMES = ("swiglu", "geglu", "geglu_tanh", "reglu")
+_TILE = 2048
+_WARPS = 4  # 16 elements per thread: of bf16 two loads of 16 bytes from every tensor
+
+
+@triton.jit
+def _activate(gate, NAME: tl.constexpr):
+    """f and f' of the gate."""
+    if NAME == "swiglu":
+        share = tl.sigmoid(gate)
+        slope = share * (1.0 + gate * (1.0 - share))
+    elif NAME == "geglu":
+        share = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)
+        slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    elif NAME == "geglu_tanh":
+        square = gate * gate
+        share = tl.sigmoid(gate * (1.5957691216057308 + 0.07135481627260025 * square))
+        slope = share * (1.0 + gate * (1.5957691216057308 + 0.21406444881780073 * square) * (1.0 - share))
+    else:
+        share = tl.where(gate > 0.0, 1.0, 0.0)
+        slope = share
+    return gate * share, slope
+
+
+@triton.jit
+def _place(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows (as 64-bit numbers), columns and mask of this program's tile."""
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    row = (program // across) * ROWS + tl.arange(0, ROWS)
+    column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
+    return row.to(tl.int64)[:, None], column[None, :], (row < rows)[:, None] & (column < WIDTH)[None, :]
+
+
+@triton.jit
+def _forward(
+    gate_up_RG,
+    act_RF,
+    rows,
+    stride,
+    NAME: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row, column, mask = _place(rows, WIDTH, ROWS, COLUMNS)
+    at = gate_up_RG + row * stride + column
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    value, _ = _activate(gate, NAME)
+    tl.store(act_RF + row * WIDTH + column, (value * up).to(act_RF.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward(
+    grad_RF,
+    gate_up_RG,
+    grad_gate_up_RG,
+    act_RF,
+    rows,
+    grad_stride,
+    stride,
+    NAME: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AGAIN: tl.constexpr,
+):
+    row, column, mask = _place(rows, WIDTH, ROWS, COLUMNS)
+    at = gate_up_RG + row * stride + column
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_RF + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = grad_gate_up_RG.dtype.element_ty
+    value, slope = _activate(gate, NAME)
+    into = grad_gate_up_RG + row * (2 * WIDTH) + column
+    tl.store(into, (grad * up * slope).to(dtype), mask=mask)
+    tl.store(into + WIDTH, (grad * value).to(dtype), mask=mask)
+    if AGAIN:
+        tl.store(act_RF + row * WIDTH + column, (value * up).to(dtype), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Columns that divide the width, if a warp still reads 512 bytes in a row, and rows to fill the tile."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, width: int) -> _Tile:
+        dividing = width & -width
+        columns = min(dividing if dividing >= 256 else triton.next_power_of_2(width), _TILE)
+        return cls(rows=_TILE // columns, columns=columns)
+
+    def programs(self, rows: int, width: int) -> int:
+        return triton.cdiv(rows, self.rows) * triton.cdiv(width, self.columns)
+
+
+def _rows_whole(x: Tensor) -> Tensor:
+    """Rows may lie apart; the elements of one must not."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def gated(gate_up_RG: Tensor, name: str) -> Tensor:
+    """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half."""
+    assert name in NAMES, name
+    rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
+    tile, source = _Tile.of(width), _rows_whole(gate_up_RG)
+    act = torch.empty((rows, width), dtype=source.dtype, device=source.device)
+    _forward[(tile.programs(rows, width),)](
+        source,
+        act,
+        rows,
+        source.stride(0),
+        NAME=name,
+        WIDTH=width,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=_WARPS,
+    )
+    return act
+
+
+def gated_backward(grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, again: bool) -> tuple[Tensor, Tensor | None]:
+    """The gradient of gate and up side by side, and the output done `again`."""
+    assert name in NAMES, name
+    rows, width = grad_RF.shape
+    tile, grad, source = _Tile.of(width), _rows_whole(grad_RF), _rows_whole(gate_up_RG)
+    grad_gate_up = torch.empty((rows, 2 * width), dtype=source.dtype, device=source.device)
+    act = torch.empty((rows, width), dtype=source.dtype, device=source.device) if again else grad_gate_up
+    _backward[(tile.programs(rows, width),)](
+        grad,
+        source,
+        grad_gate_up,
+        act,
+        rows,
+        grad.stride(0),
+        source.stride(0),
+        NAME=name,
+        WIDTH=width,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        AGAIN=again,
+        num_warps=_WARPS,
+    )
+    return grad_gate_up, act if again else None

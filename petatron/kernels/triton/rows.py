@@ -1,0 +1,101 @@
+"""Moving tokens to the rows of a layout and back: one program copies one row of up to three tensors.
+
+Bytes are the bound: every value is read once and written once. For queries, keys and values of 16384 tokens with 32 and 8
+heads of 128 in half precision these are 403 MB, 0.10 ms at 4 TB/s.
+
+The heads of a token lie next to each other in memory, whatever the order of batch and sequence, so a row is one vector.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _copy(tokens, rows, row, number, length, batch_stride, sequence_stride, WIDTH: tl.constexpr, GATHER: tl.constexpr):
+    BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    # Numbers of rows fit in 32 bits, in which division is cheap; addresses do not.
+    batch, position = (number // length).to(tl.int64), (number % length).to(tl.int64)
+    token = tokens + batch * batch_stride + position * sequence_stride + column
+    place = rows + row.to(tl.int64) * WIDTH + column
+    if GATHER:
+        tl.store(place, tl.load(token, mask=inside & (number >= 0), other=0.0), mask=inside)
+    elif number >= 0:
+        tl.store(token, tl.load(place, mask=inside), mask=inside)
+
+
+@triton.jit
+def _move(
+    source,
+    length,
+    tokens_0,
+    tokens_1,
+    tokens_2,
+    rows_0,
+    rows_1,
+    rows_2,
+    batch_0,
+    batch_1,
+    batch_2,
+    sequence_0,
+    sequence_1,
+    sequence_2,
+    WIDTH_0: tl.constexpr,
+    WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    row = tl.program_id(0)
+    number = tl.load(source + row)
+    _copy(tokens_0, rows_0, row, number, length, batch_0, sequence_0, WIDTH_0, GATHER)
+    if WIDTH_1 > 0:
+        _copy(tokens_1, rows_1, row, number, length, batch_1, sequence_1, WIDTH_1, GATHER)
+    if WIDTH_2 > 0:
+        _copy(tokens_2, rows_2, row, number, length, batch_2, sequence_2, WIDTH_2, GATHER)
+
+
+def gather_rows(tensors_SBHE: Sequence[Tensor], source_R: Tensor) -> list[Tensor]:
+    """[R, H, E] of each: the token that a row asks for, zeros where it asks for none."""
+    tokens = [x if _row_is_dense(x) else x.contiguous() for x in tensors_SBHE]
+    rows = [torch.empty((source_R.shape[0], *x.shape[2:]), dtype=x.dtype, device=x.device) for x in tokens]
+    _launch(tokens, rows, source_R, gather=True)
+    return rows
+
+
+def scatter_rows(rows_RHE: Sequence[Tensor], source_R: Tensor, *, into_SBHE: Sequence[Tensor]) -> None:
+    """Write rows to their tokens, as many tensors as there are to write into; padding goes nowhere."""
+    assert all(_row_is_dense(x) for x in into_SBHE), "the heads of a token are to lie next to each other"
+    _launch(into_SBHE, [x.contiguous() for x in rows_RHE], source_R, gather=False)
+
+
+def _row_is_dense(x_SBHE: Tensor) -> bool:
+    return x_SBHE.stride(3) == 1 and x_SBHE.stride(2) == x_SBHE.shape[3]
+
+
+def _launch(tokens: Sequence[Tensor], rows: Sequence[Tensor], source_R: Tensor, *, gather: bool) -> None:
+    count = len(tokens)
+    assert 1 <= count == len(rows) <= 3, "one to three tensors at once"
+    numbers = [min(number, count - 1) for number in range(3)]  # a tensor that is not there stands for nothing
+    widths = [x.shape[2] * x.shape[3] for x in tokens] + [0, 0]
+    _move[(source_R.shape[0],)](
+        source_R,
+        tokens[0].shape[0],
+        *(tokens[number] for number in numbers),
+        *(rows[number] for number in numbers),
+        *(tokens[number].stride(1) for number in numbers),
+        *(tokens[number].stride(0) for number in numbers),
+        WIDTH_0=widths[0],
+        WIDTH_1=widths[1],
+        WIDTH_2=widths[2],
+        GATHER=gather,
+        num_warps=4,
+    )

@@ -1,0 +1,39 @@
+"""Which layers of a stage keep their activations in host memory, and what that frees.
+
+The layers are spread evenly over the stage, and not its first ones, because the link to the host works all the time only
+then: what one of them keeps has the time of all layers up to the next one to leave, and in the backward pass to come back.
+"""
+
+from __future__ import annotations
+
+from petatron.models.activations import ActivationShape, layer_bytes
+from petatron.models.recompute_plan import RecomputePlan
+
+AT_ONCE = 2
+"""Layers whose activations are on the device while they leave or come back: the one that runs and one on the way."""
+
+
+def offloaded_layers(layers: int, number: int) -> tuple[int, ...]:
+    """Places of the offloaded layers among a stage's; a stage that has fewer than `number` offloads all it has.
+
+    >>> offloaded_layers(8, 3), offloaded_layers(2, 3), offloaded_layers(8, 0)
+    ((0, 2, 5), (0, 1), ())
+    """
+    number = min(number, layers)
+    return tuple(at * layers // number for at in range(number))
+
+
+def offloaded_bytes(plan: RecomputePlan, shape: ActivationShape, mixed: tuple[bool, ...], number: int) -> int:
+    """Bytes of one micro-batch that wait in host memory; `mixed` says which of the stage's layers are mixtures of experts."""
+    return sum(_kept(plan, shape, mixed, at) for at in offloaded_layers(len(mixed), number))
+
+
+def freed_bytes(plan: RecomputePlan, shape: ActivationShape, mixed: tuple[bool, ...], number: int) -> int:
+    """Bytes that offload takes from a stage's peak: all that waits, less what is on its way at a time."""
+    places = offloaded_layers(len(mixed), number)
+    largest = max((_kept(plan, shape, mixed, at) for at in places), default=0)
+    return max(0, plan.in_flight * offloaded_bytes(plan, shape, mixed, number) - AT_ONCE * largest)
+
+
+def _kept(plan: RecomputePlan, shape: ActivationShape, mixed: tuple[bool, ...], at: int) -> int:
+    return layer_bytes(shape, plan.modules[at], mixed=mixed[at])

@@ -1,0 +1,87 @@
+"""Where optimizer state lives: on the device, in page-locked host memory, or in a file on disk."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import TrainError
+
+_ALIGNMENT = 4096  # bytes; a page
+
+
+class Home(Protocol):
+    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of this length that lives here."""
+        ...
+
+
+class DeviceHome:
+    """Memory of the device that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(length, dtype=dtype, device=self._device)
+
+
+class HostHome:
+    """Host memory; page-locked where a CUDA device copies from it, since only then copies run beside other work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+
+    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(length, dtype=dtype, pin_memory=self._pinned)
+
+
+class DiskHome:
+    """One file of a fixed size, mapped into memory.
+
+    The file has no name any more once it is mapped, so the disk space is free again when the process ends, however it ends;
+    what has to outlive a run is in its checkpoints. The space is claimed at the start: a full disk is an error here rather than
+    a crash in the middle of a step.
+    """
+
+    def __init__(self, folder: str, num_bytes: int, *, rank: int) -> None:
+        self._at = 0
+        try:
+            self._memory = _mapped(Path(folder), max(num_bytes, 1), rank)
+        except (OSError, RuntimeError) as error:
+            raise TrainError(
+                f"Cannot keep {num_bytes / 1e9:.2f} GB of optimizer state in {folder}: {error}. Give --optimizer-nvme-offload a "
+                "writable folder with more space, or use --optimizer-cpu-offload."
+            ) from error
+
+    @staticmethod
+    def size_of(lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
+        """The bytes that so many tensors of all these dtypes need."""
+        return sum(_padded(length * dtype.itemsize) for length in lengths for dtype in dtypes)
+
+    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
+        begin = self._at
+        self._at += _padded(length * dtype.itemsize)
+        assert self._at <= self._memory.numel(), "the file was made for less"
+        return self._memory[begin : begin + length * dtype.itemsize].view(dtype)
+
+
+def _padded(num_bytes: int) -> int:
+    return math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT
+
+
+def _mapped(folder: Path, num_bytes: int, rank: int) -> Tensor:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"optimizer-state-{os.getpid()}-{rank}.bin"
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+        finally:
+            path.unlink()

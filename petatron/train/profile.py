@@ -1,0 +1,98 @@
+"""`--profile`: a Chrome trace of some iterations, written by the ranks that were asked for one.
+
+The profiler runs only between `--profile-step-start` and `--profile-step-end`, so the rest of the run costs nothing. It waits
+for the device at both ends: work queued by an earlier iteration is not in the trace, and the last iteration is in it whole.
+A run that ends or fails in between leaves what was traced so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config.schema import RunConfig
+
+
+def profile_directory(run: RunConfig) -> Path:
+    """Where traces go: the same folder on every rank, so no part of it may depend on the time."""
+    log = run.log
+    if log.profile_dir is not None:
+        return Path(log.profile_dir)
+    return Path(log.tensorboard_dir or log.log_dir or run.checkpoint.save or "runs") / "profile"
+
+
+class StepProfile:
+    """Traces the chosen iterations of one rank; does nothing on the others, and nothing without `--profile`.
+
+    Used as a context around the loop, with `begin` and `end` called around every iteration.
+    """
+
+    def __init__(self, run: RunConfig, *, rank: int, device: torch.device, tell: Callable[[str], None]) -> None:
+        """`tell` hears where a trace was written, or why it could not be."""
+        log = run.log
+        self._wanted = log.profile and rank in log.profile_ranks
+        self._first, self._stop = log.profile_step_start, log.profile_step_end
+        self._rank, self._device, self._tell = rank, device, tell
+        self._folder = profile_directory(run)
+        self._running: profile | None = None
+        self._last = 0
+        if self._wanted:
+            _make(self._folder)
+
+    def __enter__(self) -> StepProfile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._finish()
+
+    def begin(self, iteration: int) -> None:
+        """Called before an iteration; a resumed run may begin between first and stop."""
+        if not self._wanted or self._running is not None or not self._first <= iteration < self._stop:
+            return
+        self._wait()
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+        profiler = profile(activities=activities)
+        profiler.start()
+        self._running, self._first, self._last = profiler, iteration, iteration
+
+    def end(self, iteration: int) -> None:
+        """Called after an iteration."""
+        self._last = iteration
+        if iteration >= self._stop - 1:
+            self._finish()
+
+    def _finish(self) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        self._wanted = False
+        try:
+            self._wait()
+        finally:  # a profiler that is left running spoils every later one of this process
+            running.stop()
+        path = self._folder / f"iterations-{self._first}-{self._last}-rank-{self._rank}.json.gz"
+        try:
+            running.export_chrome_trace(str(path))
+        except OSError as error:
+            self._tell(f"WARNING: the trace could not be written to {path}: {error}")
+        else:
+            self._tell(f"wrote the trace of iterations {self._first} to {self._last} to {path}")
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"cannot be made: {error.strerror or error}"
+        raise ConfigError(
+            [Problem("--profile-dir", str(folder), rule, "Give a folder that can be written.")]
+        ) from error

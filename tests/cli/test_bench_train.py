@@ -1,0 +1,296 @@
+"""`petatron bench train` and `bench generate` on a CPU: what is measured, how it is attributed, what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petatron.base.device import DeviceFacts
+from petatron.base.errors import ConfigError, TrainError
+from petatron.cli import bench_train
+from petatron.cli.bench import main
+from petatron.cli.bench_breakdown import CLASSES, break_down, kernel_class
+from petatron.cli.bench_machine import parse_readings, sampled
+from petatron.cli.bench_peers import BenchSpec, Contender, build, problems
+from petatron.cli.bench_report import Findings, joined, report
+from petatron.cli.bench_timing import Runner, alternate, orders
+from petatron.cli.bench_train import TRAINING, model_spec
+from petatron.models.base import Batch
+
+SMALL = (
+    "--preset tiny-llama --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
+    "--seq-length 16 --vocab-size 67 --micro-batch-size 2"
+).split()
+QUICK = "--warmup-seconds 0 --steps 4 --block 2".split()
+
+
+def spec_of(*flags: str) -> BenchSpec:
+    return model_spec([*TRAINING.split(), *SMALL, *flags])
+
+
+def bench(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    path = tmp_path / "found.json"
+    assert main(["train", *QUICK, *SMALL, "--json", str(path), *flags]) == 0
+    return json.loads(path.read_text())
+
+
+def test_our_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = bench(tmp_path)
+    ours = found["contenders"]["petatron"]
+    assert [len(block) for block in ours["blocks_ms"]] == [2, 2]
+    assert ours["tokens_per_s"] == pytest.approx(2 * 16 / ours["step_ms"] * 1e3)
+    assert ours["loss"]["falls"] and ours["mfu_full"] is None and ours["peak_bytes"] is None
+    attention = 12 * 2 * 32 * 16
+    assert found["flops_per_token"]["full"] - found["flops_per_token"]["causal"] == attention / 2
+    shown = capsys.readouterr().out
+    assert "12 L q (T/s) s^2/2" in shown and "12 L q (T/s) s^2 " in shown and "tok/s" in shown
+
+
+def test_against_transformers_from_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = bench(tmp_path, "--against", "hf")
+    assert found["ratio"]["hf"]["speed"] > 0 and len(found["ratio"]["hf"]["pairs"]) == 2
+    assert found["ratio"]["hf"]["largest_loss_difference"] < 1e-3
+    assert "the same: at most" in capsys.readouterr().out
+
+
+def test_each_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The children are told everything, and visited there and back; one that ran out of memory is not visited again."""
+    visited: list[list[str]] = []
+
+    def child(words: list[str], **_: object) -> Any:
+        visited.append(words)
+        name = words[words.index("--only") + 1]
+        values = {
+            "blocks_ms": [[2.0, 2.0], [2.0]],
+            "peak_bytes": 5,
+            "losses": [1.0, 0.5],
+            "build_s": 0,
+            "first_steps_s": 0,
+        }
+        content = {"contenders": {name: {"out_of_memory": True} if name == "torchtitan" else values}}
+        Path(words[words.index("--json") + 1]).write_text(json.dumps(content))
+        return type("Done", (), {"returncode": 0, "stderr": ""})
+
+    monkeypatch.setattr(bench_train.subprocess, "run", child)
+    package = tmp_path / "torchtitan"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    flags = ["--apart", "--against", "hf", "--against", "torchtitan", "--no-compile", "--peer-path", str(tmp_path)]
+    found = bench(tmp_path, *flags)
+    assert [words[words.index("--only") + 1] for words in visited] == ["petatron", "hf", "torchtitan", "hf", "petatron"]
+    assert all({"--no-compile", "--peer-path", "--hidden-size"} <= set(words) for words in visited)
+    assert found["apart"] and found["contenders"]["torchtitan"] == {"out_of_memory": True}
+    assert found["ratio"]["hf"]["pairs"] == [1.0, 1.0] and "torchtitan" not in found["ratio"]
+
+
+def test_a_child_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    done = type("Done", (), {"returncode": 3, "stderr": "no such kernel"})
+    monkeypatch.setattr(bench_train.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(TrainError, match="no such kernel"):
+        bench(tmp_path, "--apart")
+
+
+def test_a_peer_that_does_not_fit_beside_ours_is_measured_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def build_or_fail(name: str, spec: BenchSpec) -> Contender:
+        if name == "hf":
+            raise torch.OutOfMemoryError("too much")
+        return build(name, spec)
+
+    answer = {"blocks_ms": [[1.0]], "peak_bytes": None, "losses": [1.0], "build_s": 0, "first_steps_s": 0}
+    monkeypatch.setattr("petatron.cli.bench_peers.build", build_or_fail)
+    monkeypatch.setattr(bench_train, "_child", lambda args, flags, name: answer)
+    assert bench(tmp_path, "--against", "hf")["apart"]
+    monkeypatch.setattr("petatron.cli.bench_peers.build", lambda *_: build_or_fail("hf", spec_of()))
+    assert bench(tmp_path, "--only", "petatron")["contenders"]["petatron"] == {"out_of_memory": True}
+
+
+def test_room_for_two():
+    device = DeviceFacts(kind="cuda", name="H200", memory_bytes=150 * 10**9, peak_flops=None, reason="")
+    runner = Runner("petatron", build("petatron", spec_of()), [], torch.device("cpu"))
+    for held, peak, fits in ((27, 60, True), (50, 65, True), (72, 90, False), (20, 95, False)):
+        runner.held_bytes, runner.peak_bytes = held * 10**9, peak * 10**9
+        assert bench_train._fits_twice(runner, device) == fits
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--steps 0", "--steps 0 is below 1. Use 1 or more."),
+        ("--block 0", "--block 0 is below 1. Use 1 or more."),
+        ("--warmup-seconds -1", "--warmup-seconds -1.0 is negative. Use 0 or more."),
+        ("--breakdown", "--breakdown needs a CUDA device. Leave it out."),
+        ("--only hf --apart", "--only hf measures one alone"),
+        ("--global-batch-size 8", "--global-batch-size 8 is not --micro-batch-size 2"),
+        ("--against torchtitan", "--against torchtitan needs its source. Give --peer-path"),
+        ("--against torchtitan --qk-layernorm", "--against torchtitan has no normalised query and key heads."),
+        ("--no-such-flag", "--no-such-flag"),
+    ],
+)
+def test_what_cannot_be_measured(flags: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        main(["train", *QUICK, *SMALL, *flags.split()])
+    assert message in str(error.value)
+
+
+def test_other_benches_take_no_run_flags(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["data", "--hidden-size", "8"])
+    assert "unrecognized arguments: --hidden-size 8" in capsys.readouterr().err
+
+
+def test_fp8_against_peers_that_have_no_such_recipe(tmp_path: Path):
+    spec = replace(spec_of(), fp8_recipe="blockwise")
+    told = [str(problem) for name in ("torchtitan", "hf") for problem in problems(name, spec)]
+    assert any("blockwise is no recipe of torchtitan's" in text for text in told)
+    assert any("needs torchao for FP8" in text for text in told)
+    assert any("hf has no FP8 training" in text for text in told)
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").touch()
+    told = [str(problem) for problem in problems("torchtitan", replace(spec, peer_paths=(tmp_path,)))]
+    assert not any("torchao" in text for text in told)
+
+
+def test_a_model_transformers_cannot_express_is_refused():
+    assert problems("hf", spec_of("--position-embedding-type", "none"))
+
+
+class Scripted:
+    """A contender that only says that it was called."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        self.calls.append(self.name)
+        return torch.zeros(())
+
+
+def test_contenders_alternate_in_both_orders():
+    calls: list[str] = []
+    batch = Batch(*[torch.zeros(1, 1)] * 3)
+    runners = [Runner(name, Scripted(name, calls), [batch], torch.device("cpu")) for name in "ab"]
+    alternate(runners, steps=6, block=2, warmup_s=0.0)
+    assert "".join(calls) == "aabbbbaa" * 2  # three rounds become four, so that both orders come as often
+    assert [len(runner.blocks_ms) for runner in runners] == [4, 4]
+    calls.clear()
+    alternate(runners[:1], steps=3, block=5, warmup_s=0.01)
+    assert len(calls) >= 5 + 3 and len(runners[0].blocks_ms[-1]) == 3
+    assert list(orders(1, rounds=3)) == [[0]] * 3
+
+
+def test_a_slow_outlier_does_not_change_the_ratio():
+    spec, device = (
+        spec_of(),
+        DeviceFacts(kind="cuda", name="x", memory_bytes=1, peak_flops={"bfloat16": 1e9}, reason=""),
+    )
+    values = {"losses": [2.0, 1.0], "peak_bytes": 10, "build_s": 0.0, "first_steps_s": 0.0, "breakdown": None}
+    found = Findings(
+        contenders={
+            "petatron": {**values, "blocks_ms": [[1.0, 1.0, 50.0]]},
+            "hf": {**values, "blocks_ms": [[1.5, 1.5, 1.5]], "peak_bytes": 20, "losses": [2.0, 1.5]},
+        },
+        pairs={"hf": [1.5]},
+    )
+    result = report(spec, device, found)
+    contenders, ratio = result.values["contenders"], result.values["ratio"]
+    assert contenders["petatron"]["tokens_per_s"] == 32_000  # type: ignore[index]
+    flops = result.values["flops_per_token"]["full"]  # type: ignore[index]
+    assert contenders["petatron"]["mfu_full"] == pytest.approx(32_000 * flops / 1e9)  # type: ignore[index]
+    assert ratio["hf"]["speed"] == 1.5 and ratio["hf"]["memory"] == 0.5  # type: ignore[index]
+    rows = dict(result.rows)
+    assert rows["loss / hf"].startswith("NOT the same: at most 33.33% apart")
+    assert joined([{"out_of_memory": True}]) == {"out_of_memory": True}
+
+
+KERNELS = {
+    "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT": "GEMM",
+    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<GroupedGemm>>": "GEMM",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "GEMM",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "GEMM",
+    "triton_tem_fused_mm_4": "GEMM",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_31_64x64x128": "attention",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>": "attention",
+    "fmha_cutlassF_bf16_aligned_64x128_rf_sm80": "attention",
+    "triton_poi_fused__scaled_dot_product_cudnn_attention_mm_2": "elementwise",
+    "triton_red_fused__fused_rms_norm_add_5": "elementwise",
+    "_rms_norm_backward_kernel": "elementwise",
+    "_swiglu_forward": "elementwise",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",
+    "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>": "copies",
+    "Memcpy DtoD (Device -> Device)": "copies",
+    "Memset (Device)": "copies",
+    "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",
+    "void at::native::multi_tensor_apply_kernel<LpNormFunctor<float>>": "optimizer",
+    "void at::native::multi_tensor_apply_kernel<Copy<float, c10::BFloat16>>": "copies",
+    "_adamw_kernel": "optimizer",
+    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": "communication",
+    "something_nobody_has_heard_of": "other",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), KERNELS.items())
+def test_kernels_are_told_apart_by_name(name: str, kind: str):
+    assert kernel_class(name) == kind
+
+
+def kernel(name: str, start: float, duration: float, category: str = "kernel") -> dict[str, object]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
+
+
+def test_breakdown_of_a_made_up_trace():
+    """Two steps of 10 ms in microseconds: overlap counts once as busy, gaps are idle, what the host does is left out."""
+    step = [
+        kernel("nvjet_a", 0, 4000),
+        kernel("cudnn_sdpa", 3000, 2000),  # runs beside the product for one millisecond
+        kernel("Memcpy DtoD", 6000, 1000, "gpu_memcpy"),
+        kernel("_adamw_kernel", 8000, 2000),
+        kernel("aten::mm", 0, 9000, "cpu_op"),
+        kernel("ProfilerStep#1", 0, 10_000, "gpu_user_annotation"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    events = step + [{**event, "ts": event["ts"] + 10_000} for event in step if "ts" in event]  # type: ignore[operator]
+    found = break_down(events, steps=2, top=2)
+    assert found.step_ms == 10.0
+    busy = {"GEMM": 4.0, "attention": 2.0, "copies": 1.0, "optimizer": 2.0}
+    assert found.classes == {**dict.fromkeys(CLASSES, 0.0), **busy, "idle": 2.0}
+    assert found.top[0] == ("nvjet_a", "GEMM", 4.0, 1) and len(found.top) == 2
+    assert json.loads(json.dumps(found.as_json()))["top"][0]["name"] == "nvjet_a"
+    assert break_down([], steps=1).step_ms == 0.0
+
+
+def test_clocks_are_read_where_there_is_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with sampled(torch.device("cpu")) as samples:
+        pass
+    assert "unknown" in samples.describe()
+    told, fake = tmp_path / "told", tmp_path / "nvidia-smi"
+    fake.write_text(
+        f"#!/bin/sh\necho '1500, 650.5, 60'; echo '[N/A], 1, 1'; echo '1600, 661.5, 62'; touch {told}; exec sleep 60\n"
+    )
+    fake.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda _: str(fake))
+    with sampled(torch.device("cuda", 0)) as samples:
+        until = time.monotonic() + 20
+        while not told.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+    assert samples.describe() == "1,550 MHz, 656 W, 61 °C (medians of 2 readings)"
+    assert parse_readings("1, 2\n1, 2, 3") == [(1.0, 2.0, 3.0)]
+
+
+def test_generation_says_what_transformers_says(tmp_path: Path):
+    path = tmp_path / "found.json"
+    flags = "--prompt-tokens 6 --new-tokens 4 --repeat 2 --against hf".split()
+    assert main(["generate", *flags, *SMALL, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["same_tokens"] == 4 and found["tokens_per_s"].keys() == {"petatron", "hf"}
+
+
+def test_generation_refuses_what_it_cannot_time():
+    with pytest.raises(ConfigError) as error:
+        main(["generate", "--new-tokens", "1", "--repeat", "0", *SMALL])
+    assert [problem.where for problem in error.value.problems] == ["--new-tokens", "--repeat"]

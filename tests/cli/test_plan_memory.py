@@ -1,0 +1,55 @@
+"""`petatron plan memory`: the table, the verdict, what would fit, and clear errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from petatron.cli.main import main
+
+EIGHT = "llama3-8b --bf16 --vocab-size 128256 --seq-length 4096"
+
+
+def plan(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str, str]:
+    code = main(["plan", "memory", *words.split()])
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return code, captured.out, captured.err
+
+
+def test_every_pipeline_rank_has_a_row(capsys: pytest.CaptureFixture[str]):
+    code, text, _ = plan(capsys, f"{EIGHT} --pp 2 --global-batch-size 8")
+    head, first, second, _, hint = text.splitlines()
+    assert code == 0
+    assert head.split() == [
+        *("pipeline", "rank", "weights", "gradients", "optimizer", "activations", "logits", "total", "GB")
+    ]
+    for rank, line in enumerate((first, second)):
+        number, *sizes, total = (float(word) for word in line.split())
+        assert number == rank and total == pytest.approx(sum(sizes), abs=0.3)
+    assert "--device-memory-gb N" in hint
+
+
+def test_a_run_that_fits(capsys: pytest.CaptureFixture[str]):
+    code, text, _ = plan(capsys, f"{EIGHT} --device-memory-gb=400")
+    assert code == 0 and "\nfits: " in text and "of 400.0 GB" in text
+
+
+def test_a_run_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]):
+    code, text, _ = plan(capsys, f"{EIGHT} --device-memory-gb 150")
+    assert code == 1 and "\ndoes not fit: " in text
+    assert [line.split(".")[0] for line in text.splitlines()[-3:]] == ["  1", "  2", "  3"]
+    code, text, _ = plan(capsys, f"{EIGHT} --device-memory-gb 10")
+    assert code == 1 and "No setting of this run is predicted to fit" in text
+
+
+@pytest.mark.parametrize("size", ["much", "0", "-3", "inf", "nan", ""])
+def test_sizes_that_are_none(capsys: pytest.CaptureFixture[str], size: str):
+    code, _, errors = plan(capsys, f"{EIGHT} --device-memory-gb={size}")
+    assert code == 2 and "is not a size above 0. Write, for example, --device-memory-gb 80." in errors
+
+
+def test_other_flags_are_those_of_a_run(capsys: pytest.CaptureFixture[str]):
+    code, _, errors = plan(capsys, f"{EIGHT} --tensor-model-paralel-size 2")
+    assert code == 2 and "--tensor-model-parallel-size" in errors
+    code, text, _ = plan(capsys, "--help")
+    assert code == 0 and "usage: petatron plan memory" in text

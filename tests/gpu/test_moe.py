@@ -1,0 +1,134 @@
+"""Experts on a CUDA device: one kernel for all products, Triton for the rows, and no waiting for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from petatron.cli.bench_moe import ROUTINGS, Layer, Shape, build, ours
+from petatron.kernels import moe
+from petatron.kernels.moe import Arrangement, GroupedMultiplication, arrange, looped_linear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CUDA = torch.device("cuda")
+
+
+def apart(mine: Tensor, true: Tensor) -> float:
+    assert mine.isfinite().all()
+    return float((mine.double() - true.double()).norm() / true.double().norm())
+
+
+@pytest.mark.parametrize("rest", [0, 100])
+@pytest.mark.parametrize("counts", [[300, 0, 4, 208], [0, 0, 0, 512], [1, 2, 3, 506], [512, 0, 0, 0], [128] * 4])
+def test_grouped_products(counts: list[int], rest: int):
+    """All three products against the loop in float64; experts without rows get zeros, rows of no expert reach nothing."""
+    x, grad = (torch.randn(512 + rest, width, device=CUDA).bfloat16() for width in (64, 96))
+    x[512:], grad[512:] = torch.nan, torch.nan
+    weight, sizes = torch.randn(4, 96, 64, device=CUDA).bfloat16(), torch.tensor(counts, device=CUDA)
+    multiply = GroupedMultiplication(sizes)
+    assert apart(multiply.forward(x, weight)[0][:512], looped_linear(x[:512].double(), weight.double(), sizes)) < 4e-3
+    x_grad, job = multiply.backward(grad, weight, ())
+    transposed = weight.double().transpose(1, 2)
+    assert apart(x_grad[:512], looped_linear(grad[:512].double(), transposed, sizes)) < 4e-3
+    true = torch.stack([g.t() @ h for g, h in zip(*(t[:512].double().split(counts) for t in (grad, x)), strict=True)])
+    out = torch.full((4, 96, 64), torch.nan, device=CUDA)
+    job.write(x, out, accumulate=False)
+    assert apart(out, true) < 4e-3
+    assert not out[[expert for expert, count in enumerate(counts) if count == 0]].any()
+    job.write(x, out, accumulate=True)
+    assert apart(out, 2 * true) < 4e-3
+
+
+def test_a_weight_that_begins_anywhere():
+    """A weight in the middle of a larger buffer need not begin where the kernel wants it to."""
+    buffer, sizes = torch.randn(1 + 2 * 64 * 64, device=CUDA).bfloat16(), torch.tensor([40, 24], device=CUDA)
+    weight, x = buffer[1:].view(2, 64, 64), torch.randn(64, 64, device=CUDA).bfloat16()
+    made = GroupedMultiplication(sizes).forward(x, weight)[0]
+    assert apart(made, looped_linear(x.double(), weight.double(), sizes)) < 4e-3
+
+
+def arrangements(tokens: int, k: int, experts: int) -> dict[str, Arrangement]:
+    chosen = torch.rand(tokens, experts, device=CUDA).topk(k, dim=1).indices
+    some = chosen.masked_fill(torch.rand(tokens, k, device=CUDA) < 0.3, experts)
+    return {
+        "all": arrange(chosen, experts),
+        "padded": arrange(chosen, experts, capacity=tokens),
+        "dropped": arrange(some, experts, incomplete=True),
+        "dropped, padded": arrange(some, experts, incomplete=True, capacity=tokens),
+        "rest kept": arrange(some, experts, incomplete=True, keep_rest=True),
+    }
+
+
+@pytest.mark.parametrize("kind", ["all", "padded", "dropped", "dropped, padded", "rest kept"])
+@pytest.mark.parametrize(("width", "k", "experts"), [(2048, 8, 128), (4096, 2, 8), (2880, 4, 32), (20, 3, 300)])
+def test_rows(kind: str, width: int, k: int, experts: int):
+    found = arrangements(200, k, experts)[kind]
+    x, weights = torch.randn(200, width, device=CUDA).bfloat16(), torch.rand(200, k, device=CUDA)
+    rows = torch.randn(found.choice_R.shape[0], width, device=CUDA).bfloat16()
+    if isinstance(found.counts, Tensor):
+        rows[int(found.counts.sum()) :] = torch.nan
+    kernels = moe.row_kernels(x)
+    assert kernels is not moe.REFERENCE
+    assert torch.equal(kernels.take_rows(x, found), moe.take_rows(x, found))
+    for given in (None, weights):
+        true = moe.sum_rows(rows.double(), found, weights_TK=None if given is None else given.double())
+        assert apart(kernels.sum_rows(rows, found, weights_TK=given), true) < 4e-3
+    grad_rows, grad_weights = kernels.combine_backward(x, rows, weights, found)
+    true_rows, true_weights = moe.combine_backward(x.double(), rows.double(), weights.double(), found)
+    assert apart(grad_rows, true_rows) < 4e-3
+    assert apart(grad_weights, true_weights) < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1000, 768), (333, 14336), (77, 300), (1, 8)])
+def test_weighted_activation(rows: int, width: int):
+    inner, grad = (torch.randn(rows, n, device=CUDA).bfloat16() for n in (2 * width, width))
+    weight, kernels = torch.rand(rows, device=CUDA), moe.row_kernels(inner)
+    made = kernels.weighted_activation(inner, weight, "swiglu")
+    assert apart(made, moe.weighted_activation(inner.double(), weight.double(), "swiglu")) < 4e-3
+    found = kernels.weighted_activation_backward(grad, inner, weight, "swiglu", again=True)
+    true = moe.weighted_activation_backward(grad.double(), inner.double(), weight.double(), "swiglu", again=False)
+    assert apart(found[0], true[0]) < 4e-3 and apart(found[1], true[1]) < 1e-5
+    assert found[2] is not None and torch.equal(found[2], made)
+
+
+def in_float64(layer: Layer) -> list[Tensor]:
+    leaves = [t.double().requires_grad_() for t in (layer.x_TD, layer.weights_TK, layer.gate_up, layer.down)]
+    x, weights, gate_up, down = leaves
+    y = torch.zeros_like(x)
+    for expert in range(layer.shape.experts):
+        token, place = torch.where(layer.experts_TK == expert)
+        gate, up = (x[token] @ gate_up[expert].t()).chunk(2, dim=-1)
+        y = y.index_add(0, token, (F.silu(gate) * up) @ down[expert].t() * weights[token, place, None])
+    return [y, *torch.autograd.grad(y, leaves, layer.grad_TD.double())]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("shape", [Shape("mixtral", 8, 2, 256, 512, 1000), Shape("qwen3_moe", 64, 4, 128, 96, 333)])
+def test_layer(shape: Shape, routing: str):
+    layer = build(shape, routing, CUDA)
+    first, second = ours(layer), ours(layer)
+    assert torch.equal(first.y_TD, second.y_TD) and torch.equal(first.grad_x_TD, second.grad_x_TD)
+    found = [first.y_TD, first.grad_x_TD, first.grad_weights_TK, layer.gate_up_grad, layer.down_grad]
+    for mine, true in zip(found, in_float64(layer), strict=True):
+        assert apart(mine, true) < 1e-2
+
+
+def test_the_host_never_waits():
+    layer = build(Shape("qwen3_moe", 64, 4, 128, 96, 333), "skewed", CUDA)
+    some = layer.experts_TK.masked_fill(layer.experts_TK == 3, 64)
+
+    def run() -> None:
+        ours(layer)
+        arrange(some, 64, incomplete=True, keep_rest=True)
+        arrange(some, 64, incomplete=True, capacity=333)
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

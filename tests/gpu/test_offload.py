@@ -1,0 +1,92 @@
+"""Activation offload on a CUDA device: the same bits, less memory, and copies that nobody overtakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.config import RunConfig, load_config
+from petatron.config.schema import MemoryConfig
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rng import RandomStreams
+from petatron.models.activations import ActivationShape
+from petatron.models.base import Batch
+from petatron.models.decoder import Decoder
+from petatron.parallel.offload import HostLink, apply_activation_offload
+from petatron.parallel.recompute import apply_recompute
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+MODEL = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --num-query-groups 4 --seq-length 1024 --vocab-size 512 "
+    "--mock-data --train-iters 1 --lr 1e-3 --micro-batch-size 4 --bf16 --position-embedding-type rope --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --hidden-dropout 0.1 --attention-dropout 0"
+)
+DEVICE = torch.device("cuda", 0)
+
+
+def offloading(run: RunConfig, memory: MemoryConfig) -> tuple[Decoder, HostLink]:
+    torch.manual_seed(3)
+    with DEVICE:
+        model = Decoder(run.model).to(torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.data.normal_(0.0, 0.02)
+    streams = RandomStreams.start(7, ParallelMesh.single(device=DEVICE))
+    link = HostLink(DEVICE)
+    apply_recompute(model, memory, streams, shape=ActivationShape.of(run, device="cuda"))
+    apply_activation_offload(model, memory, link)
+    return model, link
+
+
+def train(model: Decoder, run: RunConfig, steps: int) -> tuple[dict[str, Tensor], int]:
+    """Gradients over some steps with two micro-batches in flight, and the most memory that was allocated."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (run.train.micro_batch_size, run.model.seq_length + 1)
+    torch.cuda.manual_seed(5)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    for _ in range(steps):
+        waiting: list[Tensor] = []
+        for _ in range(3):
+            text = torch.randint(0, 512, shape, generator=generator).to(DEVICE)
+            waiting.append(model(Batch(text[:, :-1], text[:, 1:], torch.ones_like(text[:, 1:]))).sum())
+            if len(waiting) == 2:
+                waiting.pop(0).backward()
+        waiting.pop().backward()
+    grads = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    torch.cuda.synchronize(DEVICE)
+    return grads, torch.cuda.max_memory_allocated(DEVICE)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Attention's backward pass adds in any order otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+KEEP = MemoryConfig()
+WHOLE = MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("recompute", [KEEP, WHOLE], ids=["keep", "whole"])
+def test_the_same_bits_with_less_memory(recompute: MemoryConfig):
+    run = load_config(MODEL.split()).config
+    peaks: list[int] = []
+    wanted: dict[str, Tensor] = {}
+    for number in (0, 2, 8):
+        model, link = offloading(run, replace(recompute, cpu_offloading_num_layers=number))
+        grads, peak = train(model, run, steps=3)
+        wanted = wanted or grads
+        assert [name for name, grad in grads.items() if not torch.equal(grad, wanted[name])] == []
+        assert (link.sent_bytes > 0) == (number > 0)
+        assert all(slab.is_pinned() for slab in link.memory.slabs)
+        peaks.append(peak)
+        del model
+    if recompute is KEEP:
+        assert peaks[0] > peaks[1] > peaks[2]

@@ -1,0 +1,114 @@
+"""The Triton twins of the row kernels against the plain functions, which are tested against loops in `test_moe.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.kernels import moe
+from petatron.kernels.moe import Arrangement, arrange
+
+pytest.importorskip("triton")
+from petatron.kernels.triton import moe as twins
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter cuts off what bfloat16 cannot hold, where a device rounds.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 4e-3 if DEVICE == "cuda" else 8e-3}
+KINDS = ["all", "padded", "dropped", "dropped, padded", "rest kept", "copies", "no rows"]
+
+
+def arrangement(kind: str, tokens: int = 9, k: int = 3, experts: int = 5) -> Arrangement:
+    chosen = torch.rand(tokens, experts).topk(k, dim=1).indices.to(DEVICE)
+    some = chosen.masked_fill(torch.rand(tokens, k, device=DEVICE) < 0.4, experts)
+    some[0, 0] = experts
+    if kind == "all":
+        return arrange(chosen, experts)
+    if kind == "padded":
+        return arrange(chosen, experts, capacity=tokens)
+    if kind == "dropped, padded":
+        return arrange(some, experts, incomplete=True, capacity=tokens)
+    if kind == "no rows":
+        return arrange(torch.full_like(chosen, experts), experts, incomplete=True)
+    found = arrange(some, experts, incomplete=True, keep_rest=kind == "rest kept")
+    if kind == "copies":  # choices without a row name one that belongs to another, as expert parallelism makes them
+        row_TK = found.row_TK.clamp(max=found.choice_R.shape[0] - 1)
+        return Arrangement(found.choice_R, row_TK, found.counts, None, found.kept_TK)
+    return found
+
+
+def rows_for(found: Arrangement, width: int, dtype: torch.dtype) -> Tensor:
+    """Random rows, NaN where no product writes and no sum may look."""
+    rows = torch.randn(found.choice_R.shape[0], width, device=DEVICE)
+    if isinstance(found.counts, Tensor):
+        rows[int(found.counts.sum()) :] = torch.nan
+    return rows.to(dtype)
+
+
+def assert_close(ours: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert ours.dtype == wanted.dtype and ours.shape == wanted.shape
+    assert ours.isfinite().all()
+    assert (ours.double() - wanted.double()).norm() <= BOUNDS[dtype] * wanted.double().norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 20), (torch.bfloat16, 64)])
+def test_rows(kind: str, dtype: torch.dtype, width: int):
+    found = arrangement(kind)
+    x = torch.randn(9, width, device=DEVICE).to(dtype)
+    assert torch.equal(twins.take_rows(x, found), moe.take_rows(x, found))
+    rows, weights = rows_for(found, width, dtype), torch.rand(9, 3, device=DEVICE)
+    for given in (None, weights):
+        assert_close(twins.sum_rows(rows, found, weights_TK=given), moe.sum_rows(rows, found, weights_TK=given), dtype)
+    ours = twins.combine_backward(x, rows, weights, found)
+    for mine, true in zip(ours, moe.combine_backward(x, rows, weights, found), strict=True):
+        assert_close(mine, true, dtype)
+
+
+def test_inputs_that_do_not_lie_in_order():
+    found = arrangement("all")
+    x, weights = torch.randn(16, 9, device=DEVICE).t(), torch.rand(3, 9, device=DEVICE).t()
+    rows = torch.randn(16, 27, device=DEVICE).t()
+    assert torch.equal(twins.take_rows(x, found), moe.take_rows(x, found))
+    assert_close(
+        twins.sum_rows(rows, found, weights_TK=weights), moe.sum_rows(rows, found, weights_TK=weights), torch.float32
+    )
+    ours = twins.combine_backward(x, rows, weights, found)
+    for mine, true in zip(ours, moe.combine_backward(x, rows, weights, found), strict=True):
+        assert_close(mine, true, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "squared_relu"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (9, 256), (5, 300), (3, 1024), (0, 8)])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_weighted_activation(name: str, rows: int, width: int, dtype: torch.dtype):
+    inner = torch.randn(rows, width if name == "squared_relu" else 2 * width, device=DEVICE).to(dtype)
+    weight, grad = torch.rand(rows, device=DEVICE), torch.randn(rows, width, device=DEVICE).to(dtype)
+    made = twins.weighted_activation(inner, weight, name)
+    assert_close(made, moe.weighted_activation(inner, weight, name), dtype)
+    ours = twins.weighted_activation_backward(grad, inner, weight, name, again=True)
+    wanted = moe.weighted_activation_backward(grad, inner, weight, name, again=True)
+    assert ours[2] is not None and torch.equal(ours[2], made), "what is made again has the same bits"
+    assert_close(ours[0], wanted[0], dtype)
+    assert_close(ours[1], wanted[1], torch.float32)
+    assert twins.weighted_activation_backward(grad, inner, weight, name, again=False)[2] is None
+
+
+def test_which_kernels_are_used():
+    """Triton only for tensors on a CUDA device, of a type it computes in."""
+    assert moe.row_kernels(torch.empty(1, 8)) is moe.REFERENCE
+    if DEVICE == "cuda":
+        assert moe.row_kernels(torch.empty(1, 8, device=DEVICE)).take_rows is twins.take_rows
+        assert moe.row_kernels(torch.empty(1, 8, device=DEVICE, dtype=torch.float64)) is moe.REFERENCE
+
+
+def test_rows_too_wide_for_registers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(twins, "WIDEST", 8)
+    found, x, weights = arrangement("all"), torch.randn(9, 20, device=DEVICE), torch.rand(9, 3, device=DEVICE)
+    rows = twins.take_rows(x, found)
+    assert torch.equal(rows, moe.take_rows(x, found))
+    ours, wanted = (
+        (kind.sum_rows(rows, found, weights_TK=weights), *kind.combine_backward(x, rows, weights, found))
+        for kind in (twins, moe)
+    )
+    assert all(torch.equal(mine, true) for mine, true in zip(ours, wanted, strict=True))

@@ -1,0 +1,242 @@
+"""The reference kernels of norms, activations and rotation: what they compute, and their derivatives, against autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from petatron.kernels import activation, norm, rotate
+
+WIDE = torch.float64
+SHORT = [torch.bfloat16, torch.float16]
+
+
+def rows(*shape: int, dtype: torch.dtype = WIDE) -> Tensor:
+    return torch.randn(shape, dtype=WIDE).mul_(1.5).to(dtype)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def far(found: Tensor, wanted: Tensor) -> float:
+    return float((found.to(WIDE) - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+def whole(weight: Tensor, from_one: bool) -> Tensor:
+    return weight + 1 if from_one else weight
+
+
+NORM_CASES = {
+    "plain": (False, False, False),
+    "joined": (True, True, False),
+    "from-one": (False, False, True),
+    "joined-from-one": (True, True, True),
+    "stream-unused": (True, False, False),
+}
+"""By name: with a branch, with a gradient of the total, weights as an offset from one."""
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 8), (33, 7)])
+@pytest.mark.parametrize("case", NORM_CASES)
+def test_rms_norm(case: str, shape: tuple[int, int]):
+    branched, streamed, from_one = NORM_CASES[case]
+    x, branch, weight = leaf(rows(*shape)), leaf(rows(*shape)), leaf(rows(shape[1]))
+    grad, grad_total = rows(*shape), rows(*shape) if streamed else None
+    total = x + branch if branched else x * 1.0
+    wanted = F.rms_norm(total, (shape[1],), whole(weight, from_one), eps=1e-5)
+    loss = (wanted * grad).sum() + (0 if grad_total is None else (total * grad_total).sum())
+    grads = torch.autograd.grad(loss, [total, weight])
+    options = {"eps": 1e-5, "from_one": from_one}
+    with torch.no_grad():
+        made, normal, rstd = norm.rms_norm(x, weight, branch=branch if branched else None, **options)
+        assert (made is x) == (not branched)
+        for again in (True, False):
+            found = norm.rms_norm_backward(
+                grad, made, rstd, weight, from_one=from_one, grad_total=grad_total, again=again
+            )
+            close(found[0], grads[0])
+            close(found[1], grads[1])
+            assert found[2] is None if not again else torch.equal(found[2], normal)
+    close(made, total)
+    close(normal, wanted)
+    close(rstd, (total.square().mean(-1) + 1e-5).rsqrt())
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (5, 8), (33, 7)])
+@pytest.mark.parametrize("case", NORM_CASES)
+def test_layer_norm(case: str, shape: tuple[int, int]):
+    branched, streamed, from_one = NORM_CASES[case]
+    x, branch = leaf(rows(*shape) + 3.0), leaf(rows(*shape))
+    weight, bias = leaf(rows(shape[1])), leaf(rows(shape[1]))
+    grad, grad_total = rows(*shape), rows(*shape) if streamed else None
+    total = x + branch if branched else x * 1.0
+    wanted = F.layer_norm(total, (shape[1],), whole(weight, from_one), bias, eps=1e-5)
+    loss = (wanted * grad).sum() + (0 if grad_total is None else (total * grad_total).sum())
+    grads = torch.autograd.grad(loss, [total, weight, bias])
+    options = {"eps": 1e-5, "from_one": from_one}
+    with torch.no_grad():
+        made, normal, statistics = norm.layer_norm(x, weight, bias, branch=branch if branched else None, **options)
+        for again in (True, False):
+            found = norm.layer_norm_backward(
+                grad, made, statistics, weight, bias, from_one=from_one, grad_total=grad_total, again=again
+            )
+            for ours, true in zip(found[:3], grads, strict=True):
+                close(ours, true)
+            assert found[3] is None if not again else torch.equal(found[3], normal)
+    assert statistics.shape == (2, shape[0])
+    close(normal, wanted)
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norms_in_half_precision(kind: str, dtype: torch.dtype):
+    """Statistics and weight gradients are in float32, and what is made again is made bit for bit."""
+    x, branch, grad, grad_total = (rows(40, 96, dtype=dtype) for _ in range(4))
+    weight, bias = rows(96, dtype=dtype), rows(96, dtype=dtype)
+    parameters = (weight,) if kind == "rms" else (weight, bias)
+    forward, backward = (getattr(norm, f"{kind}_norm{end}") for end in ("", "_backward"))
+    total, normal, statistics = forward(x, *parameters, eps=1e-5, from_one=False, branch=branch)
+    assert total.dtype == normal.dtype == dtype and statistics.dtype == torch.float32
+    *found, made = backward(grad, total, statistics, *parameters, from_one=False, grad_total=grad_total)
+    assert torch.equal(made, normal) and found[0].dtype == dtype and found[1].dtype == torch.float32
+    wide = [tensor.to(WIDE) for tensor in parameters]
+    _, true_normal, true_statistics = forward(total.to(WIDE), *wide, eps=1e-5, from_one=False)
+    wanted = backward(
+        grad.to(WIDE), total.to(WIDE), true_statistics, *wide, from_one=False, grad_total=grad_total.to(WIDE)
+    )
+    rounding = torch.finfo(dtype).eps
+    assert far(normal, true_normal) < 2 * rounding and far(found[0], wanted[0]) < 2 * rounding
+    assert all(far(ours, true) < 1e-5 for ours, true in zip(found[1:], wanted[1:-1], strict=True))
+
+
+def slope_of(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
+    x = leaf(x)
+    return torch.autograd.grad((function(x) * grad).sum(), x)[0]
+
+
+@pytest.mark.parametrize("name", activation.PLAIN)
+def test_plain_activations(name: str):
+    x, grad = rows(9, 11), rows(9, 11)
+    x[0, :3] = torch.tensor([0.0, 30.0, -30.0])  # a corner, and where exponentials are large
+    value = activation.plain(x, name)
+    close(value, activation.PLAIN[name](x))
+    found, made = activation.plain_backward(grad, x, name, again=True)
+    close(found, slope_of(activation.PLAIN[name], x, grad))
+    assert made is not None and torch.equal(made, value)
+    alone, nothing = activation.plain_backward(grad, x, name, again=False)
+    assert torch.equal(alone, found) and nothing is None
+
+
+def test_activations_are_what_their_names_say():
+    x = torch.tensor([[-2.0, -0.5, 0.0, 0.5, 2.0]], dtype=WIDE)
+    sigmoid = 1 / (1 + (-x).exp())
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    wanted = {
+        "gelu": x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+        "gelu_tanh": x * 0.5 * (1 + tanh),
+        "quick_gelu": x / (1 + (-1.702 * x).exp()),
+        "relu": x.clamp(min=0),
+        "squared_relu": x.clamp(min=0) ** 2,
+        "silu": x * sigmoid,
+    }
+    assert wanted.keys() == activation.PLAIN.keys()
+    for name, value in wanted.items():
+        close(activation.plain(x, name), value)
+    up = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]], dtype=WIDE)
+    for name, inner in activation.GATED.items():
+        close(activation.gated(torch.cat((x, up), -1), name), wanted[inner] * up)
+
+
+@pytest.mark.parametrize("name", activation.GATED)
+def test_gated_activations(name: str):
+    gate_up, grad = rows(9, 14), rows(9, 7)
+    inner = activation.PLAIN[activation.GATED[name]]
+
+    def whole_function(both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return inner(gate) * up
+
+    value = activation.gated(gate_up, name)
+    close(value, whole_function(gate_up))
+    found, made = activation.gated_backward(grad, gate_up, name, again=True)
+    close(found, slope_of(whole_function, gate_up, grad))
+    assert made is not None and torch.equal(made, value)
+    alone, nothing = activation.gated_backward(grad, gate_up, name, again=False)
+    assert torch.equal(alone, found) and nothing is None
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("name", [*activation.PLAIN, *activation.GATED])
+def test_activations_in_half_precision_are_rounded_once(name: str, dtype: torch.dtype):
+    gated = name in activation.GATED
+    forward = activation.gated if gated else activation.plain
+    backward = activation.gated_backward if gated else activation.plain_backward
+    x, grad = rows(50, 32, dtype=dtype), rows(50, 16 if gated else 32, dtype=dtype)
+    value = forward(x, name)
+    found, made = backward(grad, x, name, again=True)
+    assert made is not None and torch.equal(made, value) and found.dtype == value.dtype == dtype
+    once = torch.finfo(dtype).eps / 2
+    assert far(value, forward(x.to(WIDE), name)) < once
+    assert far(found, backward(grad.to(WIDE), x.to(WIDE), name, again=False)[0]) < once
+
+
+def laid_out(x: Tensor, batch_major: bool) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_major else x.contiguous()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(1, 6),
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    per_group=st.integers(1, 3),
+    half=st.integers(1, 4),
+    rest=st.integers(0, 3),
+    batch_major=st.booleans(),
+    per_row=st.booleans(),
+)
+def test_split_rotate(
+    length: int, batch: int, groups: int, per_group: int, half: int, rest: int, batch_major: bool, per_row: bool
+):
+    """As numbers in the complex plane, with derivatives by autograd; in either order of memory, which is kept."""
+    heads, width = groups * per_group, 2 * half + rest
+    qkv = leaf(laid_out(rows(length, batch, (heads + 2 * groups) * width), batch_major))
+    angles = rows(length, batch if per_row else 1, 1, half)
+    turns = torch.polar(torch.ones_like(angles), angles)
+
+    def turned(x: Tensor) -> Tensor:
+        pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * turns
+        return torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), -1)
+
+    q, k, v = qkv.unflatten(-1, (-1, width)).split((heads, groups, groups), dim=2)
+    wanted = (turned(q), turned(k), v)
+    grads = tuple(rows(*part.shape) for part in wanted)
+    (true,) = torch.autograd.grad(sum((part * grad).sum() for part, grad in zip(wanted, grads, strict=True)), qkv)
+    cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+    with torch.no_grad():
+        found = rotate.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=batch_major)
+        out = rotate.split_rotate_backward(*grads, cos, sin, out=torch.full_like(qkv, float("nan")))
+    for ours, part in zip(found, wanted, strict=True):
+        close(ours, part)
+        assert (ours.transpose(0, 1) if batch_major else ours).is_contiguous()
+        alone = ours.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr()
+        assert alone or length * batch == 1, "values of more than one token have memory of their own"
+    close(out, true)
+
+
+def test_turning_back_and_forth_changes_nothing():
+    x, angles = rows(5, 2, 3, 8), rows(5, 1, 1, 4)
+    cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+    close(rotate.turn(rotate.turn(x, cos, sin), cos, -sin), x)

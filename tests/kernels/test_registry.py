@@ -1,0 +1,177 @@
+"""Which implementation is taken where and why, and that all implementations of an operation can be called alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import petatron.kernels.triton
+from petatron.kernels import moe, registry
+from petatron.kernels.fp8 import Fp8Kernels
+from petatron.kernels.registry import OPERATIONS, Situation, choose, survey
+
+CPU = Situation("cpu", (0, 0), torch.bfloat16, True, None)
+HOPPER = Situation("cuda", (9, 0), torch.bfloat16, True, None)
+AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
+NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
+COMPILED = ("layer_norm", "plain activation")
+PLAIN_NAMES = {"adamw": "torch fused", "fp8": "emulation"}
+"""What runs everywhere is called reference but for these."""
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def chosen(situation: Situation, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, tuple[tuple[str, str], ...]]]:
+    """Names and reasons, without loading anything."""
+    bare = {
+        operation: tuple(dataclasses.replace(kernel, load=lambda: None) for kernel in kernels)
+        for operation, kernels in OPERATIONS.items()
+    }
+    monkeypatch.setattr(registry, "OPERATIONS", bare)
+    return {choice.operation: (choice.name, choice.passed_over) for choice in survey(situation)}
+
+
+def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatch):
+    for operation, (name, passed_over) in chosen(HOPPER, monkeypatch).items():
+        assert name == ("compiled" if operation in COMPILED else "triton") == OPERATIONS[operation][0].name
+        assert passed_over == ()
+
+
+@pytest.mark.parametrize(
+    ("situation", "reasons"),
+    [
+        (CPU, {}),
+        (dataclasses.replace(HOPPER, tools=NO_TRITON), dict.fromkeys(OPERATIONS, NO_TRITON)),
+    ],
+    ids=["cpu", "no triton"],
+)
+def test_what_runs_everywhere(situation: Situation, reasons: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    for operation, (name, passed_over) in chosen(situation, monkeypatch).items():
+        assert name == PLAIN_NAMES.get(operation, "reference") == OPERATIONS[operation][-1].name
+        assert passed_over == ((OPERATIONS[operation][0].name, reasons.get(operation, NO_GPU)),)
+
+
+def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch):
+    for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, compiles=False), monkeypatch).items():
+        assert (name, passed_over) == (
+            ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else ("triton", ())
+        )
+
+
+def test_float64_is_computed_in_float64(monkeypatch: pytest.MonkeyPatch):
+    """Proofs run in it: everything but the compiler's work, which keeps precision, is left to the references."""
+    found = chosen(dataclasses.replace(HOPPER, dtype=torch.float64), monkeypatch)
+    assert {operation for operation, (name, _) in found.items() if name == "triton"} == set()
+    assert found["rms_norm"] == ("reference", (("triton", "it computes in float32"),))
+    assert found["fp8"] == ("emulation", (("triton", "its products give bfloat16"),))
+
+
+@pytest.mark.parametrize(
+    ("situation", "reason"),
+    [
+        (AMPERE, "the device has no FP8 units"),
+        (dataclasses.replace(HOPPER, dtype=torch.float32), "its products give bfloat16"),
+        (CPU, NO_GPU),
+    ],
+)
+def test_eight_bits_need_a_device_that_has_them(situation: Situation, reason: str):
+    choice = choose("fp8", situation)
+    assert str(choice) == f"fp8: emulation; not triton: {reason}"
+
+
+def test_a_choice_says_why():
+    choice = choose("layer_norm", dataclasses.replace(HOPPER, compiles=False))
+    assert str(choice) == "layer_norm: reference; not compiled: --no-compile"
+    assert choice.functions is importlib.import_module("petatron.kernels.norm")
+
+
+@pytest.mark.parametrize(
+    ("programs", "there", "found"),
+    [
+        ((), False, NO_TRITON),
+        ((), True, "there is no C compiler, which triton needs to start kernels"),
+        (("clang",), True, None),
+        (("gcc",), True, None),
+    ],
+)
+def test_what_a_machine_lacks(
+    programs: tuple[str, ...], there: bool, found: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: object() if there else None)
+    monkeypatch.setattr(registry.shutil, "which", lambda name: f"/bin/{name}" if name in programs else None)
+    situation = Situation.of(torch.device("cpu"), torch.float32, compiles=True)
+    assert situation == Situation("cpu", (0, 0), torch.float32, True, found)
+
+
+def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    """Names, kinds and defaults; a function under torch.compile has those of the one inside."""
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def functions(implementation: Any) -> dict[str, Callable[..., Any]]:
+    """Of a module those it defines, of a record those it holds."""
+    if isinstance(implementation, ModuleType):
+        own = {name: getattr(implementation, name) for name in dir(implementation) if not name.startswith("_")}
+        return {
+            name: one
+            for name, one in own.items()
+            if inspect.isfunction(one) and one.__module__ == implementation.__name__
+        }
+    if isinstance(implementation, SimpleNamespace):
+        return vars(implementation)
+    return {field.name: getattr(implementation, field.name) for field in dataclasses.fields(implementation)}
+
+
+CALLED: dict[str, set[str]] = {
+    "rms_norm": {"rms_norm", "rms_norm_backward"},
+    "layer_norm": {"layer_norm", "layer_norm_backward"},
+    "gated activation": {"gated", "gated_backward"},
+    "plain activation": {"plain", "plain_backward"},
+    "rotary embedding": {"split_rotate", "split_rotate_backward"},
+    "softmax and loss": {"statistics", "gradient_", "losses_and_gradient_"},
+    "embedding gradient": {"embedding_grad"},
+    "adamw": {"adamw", "sum_of_squares"},
+    "packed rows": {"gather_rows", "scatter_rows"},
+    "fp8": {field.name for field in dataclasses.fields(Fp8Kernels)},
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_twins_are_called_alike(operation: str):
+    """Every implementation has what layers call, and a twin nothing that its reference has not, in name and parameters."""
+    *fast, plain = (kernel.load() for kernel in OPERATIONS[operation])
+    assert functions(plain).keys() >= CALLED[operation]
+    for twin in fast:
+        made = functions(twin)
+        assert made.keys() >= CALLED[operation]
+        for name, function in made.items():
+            assert parameters(function) == parameters(getattr(plain, name)), name
+
+
+@needs_triton
+def test_rows_of_experts_have_twins_too():
+    """They are chosen where rows are moved, without the registry."""
+    twins = importlib.import_module("petatron.kernels.triton.moe")
+    for field in dataclasses.fields(moe.RowKernels):
+        assert parameters(getattr(twins, field.name)) == parameters(getattr(moe, field.name)), field.name
+
+
+@needs_triton
+def test_every_module_with_kernels_loads_and_is_in_use():
+    names = {module.name for module in pkgutil.iter_modules(petatron.kernels.triton.__path__)}
+    loaded = {name: importlib.import_module(f"petatron.kernels.triton.{name}") for name in names}
+    used = {"moe"}
+    for kernels in OPERATIONS.values():
+        for implementation in (kernel.load() for kernel in kernels if kernel.name == "triton"):
+            some = next(iter(functions(implementation).values()))
+            name = implementation.__name__ if isinstance(implementation, ModuleType) else some.__module__
+            used.add(name.rpartition(".")[2])
+    assert used == set(loaded)

@@ -1,0 +1,85 @@
+"""The Triton gated activations against their plain twins in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.kernels import activation as plain
+
+pytest.importorskip("triton")
+from petatron.kernels.triton import activation
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3 if DEVICE == "cuda" else 6e-3}
+"""Norm of the difference over the norm. The interpreter cuts bfloat16 off where a device rounds to the nearest."""
+SHAPES = [(1, 1), (7, 5), (30, 100), (3, 512), (9, 768), (2, 2048), (2, 4096), (2, 2500), (0, 64)]
+"""Rows and width: several tiles across and down, full and not, one where the columns divide the width, and nothing."""
+CASES = [(shape, torch.bfloat16, "swiglu") for shape in SHAPES]
+CASES += [((9, 768), dtype, name) for name in activation.NAMES for dtype in (torch.float32, torch.float16)]
+
+
+def far(ours: Tensor, true: Tensor) -> float:
+    assert ours.shape == true.shape
+    return float((ours.double() - true.double()).norm() / true.double().norm().clamp(min=1e-30))
+
+
+def sample(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    gate_up = torch.randn(rows, 2 * width, device=DEVICE).mul_(2)
+    return gate_up.to(dtype), torch.randn(rows, width, device=DEVICE).to(dtype)
+
+
+def test_has_all():
+    assert set(activation.NAMES) == set(plain.GATED)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "name"), CASES, ids=str)
+def test_equals_plain(shape: tuple[int, int], dtype: torch.dtype, name: str):
+    gate_up, grad = sample(*shape, dtype)
+    out = activation.gated(gate_up, name)
+    grad_gate_up, again = activation.gated_backward(grad, gate_up, name, again=True)
+    assert again is not None and torch.equal(again, out)
+    assert out.dtype == grad_gate_up.dtype == dtype
+    true, _ = plain.gated_backward(grad.double(), gate_up.double(), name, again=False)
+    assert far(out, plain.gated(gate_up.double(), name)) <= BOUNDS[dtype]
+    assert far(grad_gate_up, true) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("name", activation.NAMES)
+def test_gradient_is_that_of_the_forward(name: str):
+    """Independent of the plain backward: autograd in float64, element by element, far out too."""
+    gate_up, grad = sample(4, 300, torch.float32)
+    gate_up[0, :300] = torch.linspace(-60, 60, 300)
+    wide = gate_up.double().requires_grad_()
+    (true,) = torch.autograd.grad((plain.gated(wide, name) * grad).sum(), wide)
+    ours, again = activation.gated_backward(grad, gate_up, name, again=False)
+    assert again is None
+    torch.testing.assert_close(ours.double(), true, rtol=2e-5, atol=2e-6)
+
+
+def test_huge_gates_stay_finite():
+    gate_up = torch.tensor([[-3e4, 3e4, -100.0, 100.0, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
+    for name in activation.NAMES:
+        grad_gate_up, out = activation.gated_backward(torch.ones(1, 4, device=DEVICE), gate_up, name, again=True)
+        assert out is not None and out.tolist() == [[0.0, 3e4, 0.0, 100.0]], name
+        assert grad_gate_up.tolist() == [[0.0, 1.0, 0.0, 1.0, 0.0, 3e4, 0.0, 100.0]], name
+
+
+@pytest.mark.parametrize("columns_apart", [False, True], ids=["rows apart", "columns apart"])
+def test_strided_rows(columns_apart: bool):
+    def strided(x: Tensor) -> Tensor:
+        return x.t().contiguous().t() if columns_apart else torch.cat((x, x + 1), dim=1)[:, : x.shape[1]]
+
+    gate_up, grad = sample(5, 40, torch.float32)
+    assert torch.equal(activation.gated(strided(gate_up), "swiglu"), activation.gated(gate_up, "swiglu"))
+    ours, _ = activation.gated_backward(strided(grad), strided(gate_up), "swiglu", again=False)
+    assert torch.equal(ours, activation.gated_backward(grad, gate_up, "swiglu", again=False)[0])
+
+
+def test_refuses_other_names():
+    gate_up, grad = sample(1, 4, torch.float32)
+    with pytest.raises(AssertionError, match="silu"):
+        activation.gated(gate_up, "silu")
+    with pytest.raises(AssertionError, match="silu"):
+        activation.gated_backward(grad, gate_up, "silu", again=False)

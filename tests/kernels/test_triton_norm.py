@@ -1,0 +1,112 @@
+"""The Triton RMS norm against its plain twin in float64: every precision, width, and thing done in the same pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.kernels import norm as plain
+
+pytest.importorskip("triton")
+from petatron.kernels.triton import norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3 if DEVICE == "cuda" else 1e-2}
+"""Norm of the difference over the norm; half precision rounds twice. The interpreter cuts bfloat16 off
+where a device rounds to the nearest."""
+SHAPES = [(1, 1), (5, 7), (300, 64), (3, 100), (17, 128), (2, 2048), (5, 3000), (3, 8200)]
+"""Rows and width: tiles of many rows and of one, full and not, several for a program, and too wide to read one ahead."""
+CASES = [(shape, torch.bfloat16) for shape in SHAPES] + [((17, 100), torch.float32), ((3, 2048), torch.float16)]
+CASES += [((9, 3000), torch.float32)]
+
+
+def far(ours: Tensor, true: Tensor) -> float:
+    assert ours.shape == true.shape
+    return float((ours.double() - true.double()).norm() / true.double().norm().clamp(min=1e-30))
+
+
+def sample(shape: tuple[int, int], dtype: torch.dtype, count: int) -> tuple[list[Tensor], Tensor]:
+    rows = [torch.randn(shape, device=DEVICE).mul_(1.5).to(dtype) for _ in range(count)]
+    return rows, torch.randn(shape[1], device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("with_branch", "from_one"), [(False, False), (True, False), (True, True)])
+def test_forward(shape: tuple[int, int], dtype: torch.dtype, with_branch: bool, from_one: bool):
+    (x, branch), weight = sample(shape, dtype, 2)
+    options = {"eps": 1e-5, "from_one": from_one}
+    total, normal, rstd = norm.rms_norm(x, weight, **options, branch=branch if with_branch else None)
+    if with_branch:
+        cut_off = dtype == torch.bfloat16 and DEVICE == "cpu"
+        torch.testing.assert_close(total, x + branch, rtol=2**-7 if cut_off else 0.0, atol=0.0)
+    else:
+        assert total is x
+    assert normal.dtype == dtype and rstd.dtype == torch.float32
+    _, true, true_rstd = plain.rms_norm(total.double(), weight.double(), **options)
+    assert far(normal, true) <= BOUNDS[dtype]
+    assert far(rstd, true_rstd) <= 1e-6
+
+
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("joined", "again", "from_one"), [(False, False, False), (True, True, False), (False, True, True)]
+)
+def test_backward(shape: tuple[int, int], dtype: torch.dtype, joined: bool, again: bool, from_one: bool):
+    (x, grad, grad_total), weight = sample(shape, dtype, 3)
+    joining = grad_total if joined else None
+    _, normal, rstd = norm.rms_norm(x, weight, eps=1e-5, from_one=from_one)
+    ours = norm.rms_norm_backward(grad, x, rstd, weight, from_one=from_one, grad_total=joining, again=again)
+    doubles = [tensor.double() for tensor in (grad, x, rstd, weight)]
+    wide = None if joining is None else joining.double()
+    true = plain.rms_norm_backward(*doubles, from_one=from_one, grad_total=wide, again=again)
+    assert ours[0].dtype == dtype and ours[1].dtype == torch.float32
+    # A row of one element has no gradient but what joins: all that is left is rounding.
+    if shape[1] > 1 or joined:
+        assert far(ours[0], true[0]) <= BOUNDS[dtype]
+    assert far(ours[1], true[1]) <= 1e-6
+    assert (ours[2] is not None) == again
+    if again:
+        assert torch.equal(ours[2], normal)
+
+
+def test_gradients_are_those_of_the_forward():
+    """Independent of the formula: autograd through the plain forward in float64."""
+    (x, branch, grad, grad_total), weight = sample((6, 96), torch.float32, 4)
+    inputs = [tensor.double().requires_grad_() for tensor in (x, branch, weight)]
+    total, normal, _ = plain.rms_norm(inputs[0], inputs[2], eps=1e-6, from_one=True, branch=inputs[1])
+    true = torch.autograd.grad((normal * grad).sum() + (total * grad_total).sum(), inputs)
+    total, _, rstd = norm.rms_norm(x, weight, eps=1e-6, from_one=True, branch=branch)
+    grad_x, grad_weight, _ = norm.rms_norm_backward(grad, total, rstd, weight, from_one=True, grad_total=grad_total)
+    assert far(grad_x, true[0]) <= 1e-6 and far(grad_x, true[1]) <= 1e-6
+    assert far(grad_weight, true[2]) <= 1e-6
+
+
+@pytest.mark.parametrize("columns_apart", [False, True], ids=["rows apart", "columns apart"])
+def test_strided_rows(columns_apart: bool):
+    def strided(x: Tensor) -> Tensor:
+        return x.t().contiguous().t() if columns_apart else torch.cat((x, x + 1), dim=1)[:, : x.shape[1]]
+
+    (x, branch, grad, grad_total), weight = sample((5, 48), torch.float32, 4)
+    forward = {"eps": 1e-5, "from_one": False}
+    want = norm.rms_norm(x, weight, **forward, branch=branch)
+    have = norm.rms_norm(strided(x), weight, **forward, branch=strided(branch))
+    want += norm.rms_norm_backward(grad, want[0], want[2], weight, from_one=False, grad_total=grad_total)
+    apart = [strided(tensor) for tensor in (grad, want[0], grad_total)]
+    have += norm.rms_norm_backward(*apart[:2], want[2], weight, from_one=False, grad_total=apart[2])
+    for one, other in zip(have, want, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_no_rows():
+    (x,), weight = sample((0, 16), torch.bfloat16, 1)
+    _, normal, rstd = norm.rms_norm(x, weight, eps=1e-5, from_one=False)
+    grad_x, grad_weight, again = norm.rms_norm_backward(x, x, rstd, weight, from_one=False)
+    assert normal.shape == grad_x.shape == x.shape and again is not None and again.shape == x.shape
+    assert torch.equal(grad_weight, torch.zeros(16, device=DEVICE))
+
+
+def test_refuses_what_does_not_stay_in_registers():
+    (x,), weight = sample((1, norm.WIDEST + 1), torch.float32, 1)
+    with pytest.raises(AssertionError, match="16385"):
+        norm.rms_norm(x, weight, eps=1e-5, from_one=False)

@@ -1,0 +1,136 @@
+"""The Triton split and rotation against its plain twin in float64: heads, widths, memory orders, and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.kernels import rotate as plain
+
+pytest.importorskip("triton")
+from petatron.kernels.triton import rotate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3 if DEVICE == "cuda" else 6e-3}
+"""Norm of the difference over the norm. The interpreter cuts bfloat16 off where a device rounds to the nearest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    heads: int
+    groups: int
+    width: int
+    turned: int
+    batch: int = 2
+    length: int = 3
+
+
+CASES = [
+    Heads(1, 1, 2, 2),
+    Heads(4, 2, 8, 8),
+    Heads(6, 3, 10, 6),
+    Heads(5, 1, 16, 4, batch=1),
+    Heads(32, 8, 64, 64),
+    Heads(12, 12, 80, 80, batch=1),
+    Heads(40, 8, 128, 32, length=1),
+    Heads(4, 4, 8, 8, length=0),
+]
+
+
+def far(ours: Tensor, true: Tensor) -> float:
+    assert ours.shape == true.shape
+    return float((ours.double() - true.double()).norm() / true.double().norm().clamp(min=1e-30))
+
+
+def angles(case: Heads, dtype: torch.dtype, *, each: bool) -> tuple[Tensor, Tensor]:
+    """cos and sin for all of the batch, or for each its own, in the memory order that the rotary layer makes."""
+    half = torch.randn(case.batch if each else 1, case.length, 1, case.turned // 2, device=DEVICE).mul_(3)
+    both = torch.cat((half, half), dim=-1).transpose(0, 1)
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def ordered(x: Tensor, *, batch_major: bool) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_major else x.contiguous()
+
+
+def product(case: Heads, dtype: torch.dtype, *, batch_major: bool) -> Tensor:
+    columns = (case.heads + 2 * case.groups) * case.width
+    return ordered(torch.randn(case.length, case.batch, columns, device=DEVICE).to(dtype), batch_major=batch_major)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.heads}-{case.groups}-{case.width}-{case.turned}")
+@pytest.mark.parametrize(
+    ("dtype", "from_batch_major", "batch_major"),
+    [(torch.bfloat16, False, True), (torch.float32, False, False), (torch.float16, True, True)],
+    ids=str,
+)
+def test_there_and_back(case: Heads, dtype: torch.dtype, from_batch_major: bool, batch_major: bool):
+    qkv = product(case, dtype, batch_major=from_batch_major)
+    cos, sin = angles(case, dtype, each=batch_major)
+    options = {"heads": case.heads, "groups": case.groups, "batch_major": batch_major}
+    ours = rotate.split_rotate(qkv, cos, sin, **options)
+    true = plain.split_rotate(qkv.double(), cos.double(), sin.double(), **options)
+    for part, true_part in zip(ours, true, strict=True):
+        assert part.dtype == dtype and (part.transpose(0, 1) if batch_major else part).is_contiguous()
+        assert far(part, true_part) <= BOUNDS[dtype]
+    assert torch.equal(ours[2], true[2].to(dtype))
+
+    grads = [torch.randn_like(part) for part in ours]
+    out = torch.full_like(qkv, float("nan"))
+    back = rotate.split_rotate_backward(*grads, cos, sin, out=out)
+    assert back is out and back.stride() == qkv.stride()
+    wide = [tensor.double() for tensor in (*grads, cos, sin)]
+    assert (
+        far(back, plain.split_rotate_backward(*wide, out=torch.empty_like(qkv, dtype=torch.float64))) <= BOUNDS[dtype]
+    )
+
+
+def test_gradient_is_that_of_the_forward():
+    case = Heads(6, 2, 16, 12)
+    cos, sin = angles(case, torch.float32, each=True)
+    qkv = product(case, torch.float32, batch_major=False)
+    wide = qkv.double().requires_grad_()
+    out = plain.split_rotate(wide, cos.double(), sin.double(), heads=6, groups=2, batch_major=True)
+    grads = [torch.randn_like(part, dtype=torch.float32) for part in out]
+    (true,) = torch.autograd.grad(out, wide, [grad.double() for grad in grads])
+    assert far(rotate.split_rotate_backward(*grads, cos, sin, out=torch.empty_like(qkv)), true) <= 1e-6
+
+
+def test_gradients_in_any_order():
+    """Attention kernels hand back [B, H, S, E], a slice of something wider, or columns apart."""
+    case = Heads(4, 2, 8, 8)
+    cos, sin = angles(case, torch.float32, each=False)
+    shapes = [(case.length, case.batch, heads, case.width) for heads in (4, 2, 2)]
+    dq, dk, dv = (torch.randn(shape, device=DEVICE) for shape in shapes)
+    out = torch.empty(case.length, case.batch, 64, device=DEVICE)
+    want = rotate.split_rotate_backward(dq, dk, dv, cos, sin, out=out)
+    headed = dq.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+    sliced = torch.cat((dk, dk + 1), dim=-1)[..., : case.width]
+    apart = dv.transpose(2, 3).contiguous().transpose(2, 3)
+    assert torch.equal(rotate.split_rotate_backward(headed, sliced, apart, cos, sin, out=torch.empty_like(out)), want)
+
+
+def test_slices_and_unlike_angles():
+    """A product that is part of a wider tensor, and cosines that lie in memory otherwise than the sines."""
+    case = Heads(4, 2, 8, 8)
+    cos, sin = angles(case, torch.float32, each=True)
+    qkv = product(case, torch.float32, batch_major=False)
+    options = {"heads": 4, "groups": 2, "batch_major": True}
+    want = rotate.split_rotate(qkv, cos, sin, **options)
+    wider = torch.cat((qkv, qkv + 1), dim=-1)[..., : qkv.shape[-1]]
+    apart = qkv.transpose(1, 2).contiguous().transpose(1, 2)
+    for same in (wider, apart):
+        for one, other in zip(rotate.split_rotate(same, cos, sin.contiguous(), **options), want, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_refuses_a_gradient_with_columns_apart():
+    case = Heads(2, 1, 4, 4)
+    cos, sin = angles(case, torch.float32, each=False)
+    out = torch.empty(16, case.length, case.batch, device=DEVICE).permute(1, 2, 0)
+    q, k, v = rotate.split_rotate(out, cos, sin, heads=2, groups=1, batch_major=False)
+    with pytest.raises(AssertionError, match="side by side"):
+        rotate.split_rotate_backward(q, k, v, cos, sin, out=out)

@@ -1,0 +1,98 @@
+"""Rules and notices about FP8."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from petatron.config import resolve_config
+from petatron.config.check_precision import check_precision
+from petatron.config.derive import derive
+from petatron.config.fields import assemble, by_name, flatten
+
+BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --bf16")
+
+
+def problems(**changes: object) -> list[str]:
+    """Of the base configuration with FP8 and these values."""
+    values = flatten(resolve_config(BASE)[0].config)
+    for name, value in {"fp8_format": "hybrid", **changes}.items():
+        values[by_name()[name].path] = value  # pyright: ignore[reportArgumentType]
+    config, _ = derive(assemble(values))
+    return [str(problem) for problem in check_precision(config)]
+
+
+def test_what_is_in_order():
+    assert problems() == []
+    assert problems(fp8_recipe="blockwise", hidden_size=256) == []
+    assert problems(fp8_format=None, hidden_size=50) == []
+    assert problems(first_last_layers_bf16=True, num_layers=3) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fp16": True, "bf16": False}, "--fp8-format hybrid cannot be combined with --fp16. Use --bf16."),
+        ({"fp64": True, "bf16": False}, "--fp8-format hybrid cannot be combined with --fp64. Use --bf16."),
+        ({"fp8_amax_history_len": 0}, "--fp8-amax-history-len 0 is below 1. Use 1 or more."),
+        ({"num_layers_at_end_in_bf16": -1}, "--num-layers-at-end-in-bf16 -1 is below 0. Use 0 or more."),
+        ({"num_layers_at_start_in_bf16": -1}, "--num-layers-at-start-in-bf16 -1 is below 0. Use 0 or more."),
+        (
+            {"first_last_layers_bf16": True, "num_layers": 2},
+            "--first-last-layers-bf16 leaves none of --num-layers 2 in FP8 with 2 first and last layers kept out of it. "
+            "Lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16.",
+        ),
+        (
+            {"hidden_size": 100},
+            "--fp8-format hybrid with --fp8-recipe tensorwise takes sizes that are multiples of 16, "
+            "but --hidden-size is 100. Nearest: 96 or 112.",
+        ),
+        (
+            {"fp8_recipe": "blockwise", "fp8_format": "e4m3", "hidden_size": 192},
+            "--fp8-format e4m3 with --fp8-recipe blockwise takes sizes that are multiples of 128, "
+            "but --hidden-size is 192. Nearest: 128 or 256.",
+        ),
+        (
+            {"seq_length": 100, "micro_batch_size": 2},
+            "--fp8-format hybrid with --fp8-recipe tensorwise takes sizes that are multiples of 16, "
+            "but a rank's micro-batch has 200 tokens. Change --seq-length or --micro-batch-size.",
+        ),
+    ],
+)
+def test_rules(changes: dict[str, object], message: str):
+    assert problems(**changes) == [message]
+
+
+@pytest.mark.parametrize(
+    ("flags", "notice"),
+    [
+        ("--fp8-amax-history-len 4", "--fp8-amax-history-len has no effect: it is for --fp8-format"),
+        ("--first-last-layers-bf16", "--first-last-layers-bf16 has no effect: it is for --fp8-format"),
+        (
+            "--fp8-hybrid --fp8-amax-compute-algo max",
+            "--fp8-amax-compute-algo has no effect: it is for --fp8-recipe delayed",
+        ),
+        (
+            "--fp8-hybrid --num-layers-at-end-in-bf16 2",
+            "--num-layers-at-end-in-bf16 has no effect: it is for --first-last-layers-bf16",
+        ),
+        (
+            "--fp8-hybrid --fp8-recipe blockwise",
+            "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2",
+        ),
+    ],
+)
+def test_settings_without_effect_are_said_aloud(flags: str, notice: str):
+    assert notice in resolve_config([*BASE, *flags.split()])[0].notices
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
+        "--fp8-format e4m3 --fp8-recipe blockwise",
+    ],
+)
+def test_settings_with_effect_are_not(flags: str):
+    assert resolve_config([*BASE, *flags.split()])[0].notices == ()

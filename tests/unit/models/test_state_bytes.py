@@ -1,0 +1,111 @@
+"""Bytes of state: the formulas against the buffers that ranks of real layouts hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import petatron
+from petatron.config import RunConfig
+from petatron.config.stages import Stage, stages
+from petatron.mesh.flat import FlatGroup
+from petatron.models.flops import parameter_count
+from petatron.models.state_bytes import StateBytes, held_elements, state_bytes
+from petatron.parallel.model import ParallelModel
+from petatron.train.build import pipeline_plan
+from petatron.train.dry_run import pretend_rank
+
+BASE = "--mock-data --lr 1e-3 --train-iters 1 --num-layers 4 --vocab-size 1000 --make-vocab-size-divisible-by 8"
+EXPERTS = "--num-experts 8 --moe-layer-freq 2 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 64"
+
+
+def run_of(flags: str, world_size: int = 1) -> RunConfig:
+    return petatron.load("tiny-llama", f"{BASE} {flags}".split(), world_size=world_size)
+
+
+def held(model: ParallelModel) -> tuple[int, int]:
+    """Elements of all buffers, and of what this rank updates, padding of buckets to equal parts included."""
+    groups = [group for group in model.groups if isinstance(group, FlatGroup)]
+    owned = sum(stretch.length for group in groups for stretch in group.stretches)
+    return sum(group.flat_weights.numel() for group in groups), owned
+
+
+def here(run: RunConfig, pipeline_rank: int) -> list[Stage]:
+    plan, every = pipeline_plan(run), stages(run)
+    return [stage for number, stage in enumerate(every) if plan.rank_of(number) == pipeline_rank]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "ranks"),
+    [
+        ("", 1, {0: 0}),
+        ("--untie-embeddings-and-output-weights", 1, {0: 0}),
+        ("--dp 4 --use-distributed-optimizer", 4, {1: 0}),
+        ("--tp 4 --sequence-parallel --num-query-groups 2", 4, {0: 0, 3: 0}),
+        ("--pp 2 --global-batch-size 4", 2, {0: 0, 1: 1}),
+        ("--pp 2 --pipeline-schedule zb-v --global-batch-size 4", 2, {0: 0, 1: 1}),
+        (f"{EXPERTS} --dp 4 --ep 2 --use-distributed-optimizer", 4, {0: 0}),
+        (f"{EXPERTS} --tp 2 --dp 2 --ep 2 --expert-tensor-parallel-size 1 --sequence-parallel", 4, {3: 0}),
+    ],
+)
+def test_elements_are_those_of_the_buffers(flags: str, world_size: int, ranks: dict[int, int]):
+    run = run_of(f"{flags} --bf16", world_size)
+    for rank, pipeline_rank in ranks.items():
+        with pretend_rank(run, rank) as model:
+            total, owned = held(model)
+        found = state_bytes(run, here(run, pipeline_rank))
+        elements = held_elements(run, here(run, pipeline_rank))
+        assert elements.dense + elements.experts == pytest.approx(total, rel=2e-3)
+        assert found.weights == pytest.approx(2 * total, rel=2e-3)
+        assert found.gradients == pytest.approx(4 * total, rel=2e-3)
+        assert found.masters == pytest.approx(4 * owned, rel=2e-3)
+        assert found.moments == pytest.approx(8 * owned, rel=2e-3)
+
+
+def test_elements_of_one_rank_are_the_models_parameters():
+    run = run_of("--make-vocab-size-divisible-by 1")
+    elements = held_elements(run)
+    assert (elements.dense, elements.experts) == (parameter_count(run.model), 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ("--bf16", (2, 4, 4, 8)),
+        ("--fp16", (2, 4, 4, 8)),
+        ("", (4, 4, 0, 8)),
+        ("--fp64", (8, 8, 0, 16)),
+        ("--bf16 --exp-avg-dtype bf16", (2, 4, 4, 6)),
+        ("--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16", (2, 2, 4, 4)),
+        ("--bf16 --optimizer sgd", (2, 4, 4, 4)),
+        ("--bf16 --optimizer sgd --sgd-momentum 0", (2, 4, 4, 0)),
+    ],
+)
+def test_bytes_of_an_element(flags: str, wanted: tuple[int, ...]):
+    run = run_of(flags)
+    n = held_elements(run).dense
+    found = state_bytes(run)
+    assert (found.weights, found.gradients, found.masters, found.moments) == tuple(width * n for width in wanted)
+    assert found.total == sum(wanted) * n and found.optimizer == (wanted[2] + wanted[3]) * n
+
+
+def test_what_is_offloaded_is_not_on_the_device():
+    run = run_of("--bf16")
+    n = held_elements(run).dense
+    memory = replace(run.memory, optimizer_cpu_offload=True, optimizer_offload_fraction=0.75)
+    found = state_bytes(replace(run, memory=memory))
+    assert (found.weights, found.gradients) == (2 * n, 4 * n)
+    assert (found.masters, found.moments) == (n, 2 * n)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gathered"), [("optim_grads", "all"), ("optim_grads_params", "two layers and the ends")]
+)
+def test_fully_sharded(strategy: str, gathered: str):
+    run = run_of(f"--bf16 --dp 4 --data-parallel-sharding-strategy {strategy} --num-layers 8", 4)
+    elements = held_elements(run)
+    n = elements.dense
+    weights = n if gathered == "all" else 2 * elements.largest_layer + elements.ends
+    assert elements.ends + 8 * elements.largest_layer == n
+    assert state_bytes(run) == StateBytes(weights=2 * weights, gradients=n, masters=n, moments=2 * n)

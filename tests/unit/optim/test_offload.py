@@ -1,0 +1,250 @@
+"""Offload: the order of copies on any interleaving of lanes, and an optimizer that gives the same bits wherever its state is."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petatron.base.errors import TrainError
+from petatron.config.schema import MemoryConfig, OptimizerConfig
+from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.spec import Shard, TensorSplit, place
+from petatron.models.decoder import takes_weight_decay
+from petatron.optim import master
+from petatron.optim.homes import DiskHome
+from petatron.optim.master import MasterOptimizer
+from petatron.optim.offload import DiskSide, Lanes, PinnedSide, Shuttle, Visit
+from petatron.optim.segments import plan_ranges
+
+
+class Device:
+    """Lanes whose work happens as late, and in as odd an order, as the marks between them allow."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.lanes = [LateLane(self) for _ in range(3)]
+
+    def run_some(self, until: Callable[[], bool]) -> None:
+        while not until():
+            ready = [lane for lane in self.lanes if lane.queue and lane.queue[0][0].reached]
+            assert ready, "every lane waits for another"
+            self._random.choice(ready).advance()
+
+
+class LateMark:
+    def __init__(self, device: Device, *, reached: bool = False) -> None:
+        self._device = device
+        self.reached = reached
+
+    def synchronize(self) -> None:
+        self._device.run_some(lambda: self.reached)
+
+
+class LateLane:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.queue: deque[tuple[LateMark, Callable[[], None]]] = deque()
+
+    def advance(self) -> None:
+        self.queue.popleft()[1]()
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.queue.append((LateMark(self._device, reached=True), work))
+
+    def record(self) -> LateMark:
+        mark = LateMark(self._device)
+        self.run(lambda: setattr(mark, "reached", True))
+        return mark
+
+    def wait(self, mark: LateMark) -> None:
+        self.queue.append((mark, lambda: None))
+
+
+class NowLane:
+    """Work that is done as soon as it is given."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self) -> NowLane:
+        return self
+
+    def wait(self, mark: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+LENGTHS = (5, 5, 5, 3, 5, 5, 1, 4)
+
+
+def visits_of(homes: list[tuple[Tensor, Tensor]], step: int) -> list[Visit]:
+    def work(number: int, buffers: tuple[Tensor, ...]) -> None:
+        buffers[0].mul_(2).add_(step + number)
+        buffers[1].add_(buffers[0])
+
+    visits = [Visit(home, lambda buffers, n=number: work(n, buffers)) for number, home in enumerate(homes)]
+    return visits[::-1] if step % 2 else visits  # what was last in one step is first in the next
+
+
+def fresh_homes() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.arange(length) + 10.0, torch.ones(length, dtype=torch.float64)) for length in LENGTHS]
+
+
+def expected() -> list[tuple[Tensor, Tensor]]:
+    homes = fresh_homes()
+    for step in range(3):
+        for visit in visits_of(homes, step):
+            visit.work(visit.home)
+    return homes
+
+
+def assert_equal(homes: list[tuple[Tensor, Tensor]]) -> None:
+    for found, wanted in zip(homes, expected()):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_interleaving_of_lanes_changes_the_result(seed: int):
+    device = Device(seed)
+    dtypes = (torch.float32, torch.float64)
+    shuttle = Shuttle(Lanes(*device.lanes), PinnedSide(), dtypes, 5, torch.device("cpu"))  # type: ignore[arg-type]
+    homes = fresh_homes()
+    for step in range(3):
+        shuttle.run(visits_of(homes, step))
+    shuttle.settle()
+    assert_equal(homes)
+
+
+def test_state_on_disk_goes_through_pinned_memory_and_back():
+    dtypes = (torch.float32, torch.float64)
+    side = DiskSide(dtypes, 5, pinned=False)
+    lanes = Lanes(NowLane(), NowLane(), NowLane())  # type: ignore[arg-type]
+    shuttle = Shuttle(lanes, side, dtypes, 5, torch.device("cpu"))
+    homes = fresh_homes()
+    for step in range(3):
+        shuttle.run(visits_of(homes, step))
+    shuttle.settle()
+    assert_equal(homes)
+    shuttle.run([])
+
+
+def test_a_failure_of_the_disk_is_not_lost():
+    side = DiskSide((torch.float32,), 4, pinned=False, depth=1)
+    lanes = Lanes(NowLane(), NowLane(), NowLane())  # type: ignore[arg-type]
+    shuttle = Shuttle(lanes, side, (torch.float32,), 4, torch.device("cpu"), depth=1)
+    good, bad = torch.zeros(4), torch.zeros(1, requires_grad=True)  # a leaf that wants gradients refuses the copy back
+    shuttle.run([Visit((good,), lambda buffers: None), Visit((bad,), lambda buffers: None)])
+    with pytest.raises(RuntimeError, match="leaf"):
+        shuttle.settle()
+
+
+def model_of(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(9, 17), nn.LayerNorm(17), nn.Linear(17, 11)).to(dtype)
+
+
+def flatten(model: nn.Module) -> list[FlatGroup]:
+    placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
+    options, uses = FlatOptions(bucket_size=10**9), Counter(model.parameters())
+    return flatten_parameters([model], placements, takes_weight_decay, ParallelMesh.single(), options, uses=uses)
+
+
+def trained(memory: MemoryConfig, dtype: torch.dtype, moments: str = "fp32", rule: str = "adam") -> dict[tuple, Tensor]:
+    """Every element of weights, master weights and moments after a few updates, by name and place."""
+    model = model_of(dtype)
+    groups = flatten(model)
+    formats = {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+    config = OptimizerConfig(lr=0.1, optimizer=rule, **formats)  # type: ignore[arg-type]
+    optimizer = MasterOptimizer(config, groups, ParallelMesh.single(), memory=memory)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(3):
+        for group in groups:
+            group.flat_grads.copy_(torch.randn(group.flat_grads.shape, generator=generator))
+        optimizer.step()
+        norm = optimizer.weight_norm()  # waits, as late lanes need it before new gradients are written from here
+    found = {("norm",): norm}
+    for kind, pieces in (("master", optimizer.weights()), ("moment", optimizer.moments())):
+        for *head, _, piece, view in pieces:
+            name = str(head[0]) if kind == "moment" else kind
+            whole = found.setdefault(
+                (name, piece.name), torch.full(piece.logical_shape, float("nan"), dtype=view.dtype)
+            )
+            whole[tuple(slice(at, at + size) for at, size in zip(piece.start, piece.shape))] = view
+    return found | {("weight", name): parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("fraction", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("dtype", "moments", "rule"),
+    [
+        (torch.bfloat16, "fp32", "adam"),
+        (torch.bfloat16, "bf16", "adam"),
+        (torch.float32, "fp32", "adam"),
+        (torch.bfloat16, "fp32", "sgd"),
+    ],
+)
+@pytest.mark.parametrize("visiting", [True, False])
+def test_offload_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    place: str,
+    fraction: float,
+    dtype: torch.dtype,
+    moments: str,
+    rule: str,
+    visiting: bool,
+):
+    plain = trained(MemoryConfig(), dtype, moments, rule)
+    monkeypatch.setattr(master, "plan_ranges", partial(plan_ranges, chunk=64))
+    if visiting:  # as on a device that cannot reach the state where it lies
+        monkeypatch.setattr(MasterOptimizer, "_build_shuttle", build_shuttle)
+    memory = MemoryConfig(
+        optimizer_cpu_offload=place == "host",
+        optimizer_nvme_offload=str(tmp_path / "new") if place == "disk" else None,
+        optimizer_offload_fraction=fraction,
+    )
+    found = trained(memory, dtype, moments, rule)
+    assert found.keys() == plain.keys()
+    torch.testing.assert_close(found.pop(("norm",)), plain.pop(("norm",)))
+    for key, tensor in plain.items():
+        assert torch.equal(found[key], tensor), key
+    assert not list(tmp_path.rglob("*.bin")), "the file has no name while it is in use"
+
+
+def build_shuttle(optimizer: MasterOptimizer, memory: MemoryConfig) -> Shuttle | None:
+    away = [segment for segment in optimizer._segments if segment.range.offloaded]
+    dtypes = [state.dtype for state in away[0].state]
+    on_disk = memory.optimizer_nvme_offload is not None
+    side = DiskSide(dtypes, 64, pinned=False) if on_disk else PinnedSide()
+    lanes = Lanes(NowLane(), NowLane(), NowLane()) if on_disk else Lanes(*Device(5).lanes)  # type: ignore[arg-type]
+    return Shuttle(lanes, side, dtypes, 64, torch.device("cpu"))
+
+
+def test_a_loaded_state_reaches_the_model_from_where_it_lives(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(master, "plan_ranges", partial(plan_ranges, chunk=64))
+    model = model_of(torch.bfloat16)
+    memory = MemoryConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), flatten(model), ParallelMesh.single(), memory=memory)
+    assert optimizer.weights_apart
+    for _, _, view in optimizer.weights():
+        view.fill_(0.5)
+    optimizer.write_back()
+    assert all(parameter.eq(0.5).all() for parameter in model.parameters())
+
+
+def test_a_folder_that_cannot_hold_the_state(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainError, match=r"Cannot keep 0\.00 GB of optimizer state in .*file.*writable folder"):
+        DiskHome(str(tmp_path / "file"), 100, rank=0)
+    with pytest.raises(TrainError, match="with more space, or use --optimizer-cpu-offload"):
+        DiskHome(str(tmp_path), 1 << 60, rank=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,320 @@
+"""Activation offload changes no bit, frees what it sends, brings it back one layer ahead, and reuses its buffers."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petatron.base.errors import ConfigError
+from petatron.config import RunConfig
+from petatron.config.schema import MemoryConfig
+from petatron.config.stages import Stage
+from petatron.models.activations import ActivationShape
+from petatron.models.base import Batch
+from petatron.models.decoder import Decoder
+from petatron.parallel import offload
+from petatron.parallel.offload import HostLink, HostMemory, apply_activation_offload
+from petatron.parallel.recompute import apply_recompute
+from tests.unit.models.kept import alive_bytes, kept_bytes
+from tests.unit.models.test_activations import BASE, LLAMA, RECOMPUTE, batch_of, build, run_of
+
+MIXTURE = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-layer-freq 2 --hidden-dropout 0.3"
+MODELS = {
+    "gpt": f"{BASE} --attention-dropout 0.2 --hidden-dropout 0.3",
+    "llama": f"{LLAMA} --num-query-groups 2 --qk-layernorm",
+    "moe": f"{LLAMA} {MIXTURE}",
+}
+Bits = dict[str, Tensor]
+
+
+def offloading(
+    run: RunConfig, number: int, memory: MemoryConfig | None = None, *, smallest: int = 1, **options: Any
+) -> tuple[Decoder, HostLink]:
+    model, streams = build(run, **options)
+    memory = replace(memory or MemoryConfig(), cpu_offloading_num_layers=number)
+    link = HostLink(torch.device("cpu"))
+    apply_recompute(model, memory, streams, shape=ActivationShape.of(run, device="cpu"), in_flight=2)
+    line = apply_activation_offload(model, memory, link, smallest_bytes=smallest)
+    assert (line is None) == (number == 0)
+    return model, link
+
+
+def train(model: Decoder, run: RunConfig) -> Bits:
+    """Everything that three micro-batches leave behind, two of them in flight at a time as in a pipeline."""
+    torch.manual_seed(1)
+    batch = batch_of(run)
+    waiting, bits = [], {}
+    for at in range(3):
+        shifted = Batch(batch.tokens.roll(at, 1), batch.labels.roll(at, 1), batch.loss_mask)
+        waiting.append(model(shifted, extra_loss_scale=torch.tensor(0.25)))
+        bits[f"losses {at}"] = waiting[-1].detach()
+        if len(waiting) == 2:
+            waiting.pop(0).sum().backward()
+    waiting.pop().sum().backward()
+    bits["random"] = torch.get_rng_state()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        bits[name] = parameter.grad
+        parameter.grad = None
+    return bits
+
+
+def differing(found: Bits, wanted: Bits) -> list[str]:
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+@pytest.mark.parametrize("recompute", ["nothing", "layernorm", "three", "all", "uniform-1", "uniform-2", "block-2"])
+@pytest.mark.parametrize("model", MODELS)
+def test_no_bit_changes(model: str, recompute: str):
+    run = run_of(MODELS[model])
+    wanted = train(offloading(run, 0)[0], run)
+    for number in (1, 3):
+        offloaded, link = offloading(run, number, RECOMPUTE[recompute])
+        assert differing(train(offloaded, run), wanted) == []
+        assert link.sent_bytes > 0
+
+
+def test_the_test_sees_a_tensor_that_comes_back_wrong(monkeypatch: pytest.MonkeyPatch):
+    run = run_of(MODELS["llama"])
+    wanted = train(offloading(run, 0)[0], run)
+    broken, link = offloading(run, 1)
+    monkeypatch.setattr(link.back, "copy", lambda target, source: target.zero_())
+    assert differing(train(broken, run), wanted) != []
+
+
+@pytest.mark.parametrize("recompute", ["nothing", "layernorm", "uniform-1"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_what_was_sent_is_free_on_the_device(number: int, recompute: str):
+    """Host buffers are not counted; everything else that lives on is less by what was sent."""
+    run = run_of(LLAMA)
+    batch = batch_of(run)
+    kept: list[int] = []
+    for count in (0, number):
+        model, link = offloading(run, count, RECOMPUTE[recompute])
+        train(model, run)  # afterwards there are buffers for all
+        link.sent_bytes = 0
+        known = [*model.parameters(), batch.tokens, batch.labels, batch.loss_mask, *link.memory.slabs]
+        kept.append(kept_bytes(lambda model=model: model(batch), without=known)[0])
+        sent = link.sent_bytes
+    assert sent > 0
+    assert kept[0] - kept[1] == sent
+
+
+def test_nothing_is_left_after_the_backward_pass():
+    run = run_of(MODELS["moe"])
+    model, link = offloading(run, 2)
+    batch = batch_of(run)
+    train(model, run)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    known = [*model.parameters(), *grads, batch.tokens, batch.labels, batch.loss_mask, *link.memory.slabs]
+    assert alive_bytes(lambda: model(batch).sum().backward(), without=known) == 0
+
+
+def test_buffers_are_used_again():
+    run = run_of(MODELS["llama"])
+    model, link = offloading(run, 2)
+    train(model, run)
+    made = sum(slab.numel() for slab in link.memory.slabs)
+    for _ in range(3):
+        train(model, run)
+    assert sum(slab.numel() for slab in link.memory.slabs) == made
+
+
+def test_a_graph_that_is_dropped_gives_its_buffers_back():
+    run = run_of(MODELS["llama"])
+    model, link = offloading(run, 2)
+    model(batch_of(run))
+    gc.collect()
+    made = len(link.memory.slabs)
+    model(batch_of(run))
+    assert len(link.memory.slabs) == made > 0
+
+
+def test_layers_come_back_one_ahead(monkeypatch: pytest.MonkeyPatch):
+    """Told by the order in which layers run backward and groups are fetched: the first group is asked for, all others wait."""
+    run = run_of(f"{LLAMA} --num-layers 8")
+    order: list[str] = []
+    numbers: dict[int, int] = {}
+    init, fetch = offload._Group.__init__, offload._Group.fetch
+
+    def numbered(self: Any, *args: Any) -> None:
+        init(self, *args)
+        numbers[id(self)] = len(numbers)
+
+    def noted(self: Any) -> None:
+        if not self._begun:
+            order.append(f"fetch {numbers[id(self)]}")
+        fetch(self)
+
+    monkeypatch.setattr(offload._Group, "__init__", numbered)
+    monkeypatch.setattr(offload._Group, "fetch", noted)
+    model, _ = offloading(run, 4)
+    for at, layer in enumerate(model.layers.values()):
+        layer.register_full_backward_hook(lambda *_, at=at: order.append(f"layer {at}"))
+    model(batch_of(run)).sum().backward()
+    assert order == [
+        *("layer 7", "fetch 3", "fetch 2", "layer 6"),
+        *("layer 5", "fetch 1", "layer 4"),
+        *("layer 3", "fetch 0", "layer 2"),
+        *("layer 1", "layer 0"),
+    ]
+
+
+def test_at_most_two_layers_are_on_their_way(monkeypatch: pytest.MonkeyPatch):
+    run = run_of(f"{LLAMA} --num-layers 6")
+    events: list[int] = []
+    send, let_go = offload._Group.send, offload._Group.let_go
+    groups: list[Any] = []
+
+    def sending(self: Any, memory: Any) -> Any:
+        if self not in groups:
+            groups.append(self)
+            events.append(len(groups))
+        return send(self, memory)
+
+    def leaving(self: Any) -> None:
+        let_go(self)
+        assert self._leaving == {}
+        groups.remove(self)
+
+    monkeypatch.setattr(offload._Group, "send", sending)
+    monkeypatch.setattr(offload._Group, "let_go", leaving)
+    model, _ = offloading(run, 6)
+    model(batch_of(run)).sum().backward()
+    assert events == [1, 2, 2, 2, 2, 2]
+    assert groups == []
+
+
+def test_small_tensors_weights_and_what_others_hold_stay():
+    run = run_of(LLAMA)
+    model, link = offloading(run, 3, smallest=1 << 20)
+    train(model, run)
+    assert link.sent_bytes == 0
+    model, link = offloading(run, 3, stage=Stage((0, 1, 2), embedding=False, loss=False))
+    sent: list[int] = []
+    send = link.out.copy
+    link.out.copy = lambda target, source: sent.append(source.untyped_storage()._cdata) or send(target, source)
+    x = torch.randn(16, 2, 32, requires_grad=True)
+    batch = batch_of(run)
+    y = model(batch, x)
+    stay = {tensor.untyped_storage()._cdata for tensor in (x, *model.parameters())}
+    assert sent and not stay & set(sent)
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_weight_is_recognised_by_its_memory_and_by_its_name():
+    """Flat buffers hold many weights in one memory; a gathered weight has a memory that nobody knew when the layer began."""
+    weights = torch.zeros(64)
+    module = nn.Linear(4, 4, bias=False)
+    module.weight = nn.Parameter(weights[:16].view(4, 4))
+    forward = offload._Forward(HostLink(torch.device("cpu")), 1, [])
+    forward.enter(module, offloaded=True)
+    other, gathered = torch.ones(4, 4), nn.Parameter(torch.ones(4, 4))
+    for stays in (weights[32:], module.weight, module.weight.t(), gathered, gathered.t()):
+        assert isinstance(forward.pack(stays), Tensor)
+    stored = forward.pack(other.t())
+    assert not isinstance(stored, Tensor)
+    forward.finish()
+    back = forward.unpack(stored)
+    assert torch.equal(back, other.t()) and back.stride() == other.t().stride() and back.data_ptr() != other.data_ptr()
+
+
+def test_views_of_one_memory_are_sent_once_and_keep_their_strides():
+    link = HostLink(torch.device("cpu"))
+    forward = offload._Forward(link, 1, [])
+    forward.enter(nn.Identity(), offloaded=True)
+    whole = torch.randn(6, 10)
+    views = [whole, whole[:, 2:5], whole.t()[3:], whole.view(-1)[7:9], whole.view(torch.int32)[1]]
+    stored = [forward.pack(view) for view in views]
+    assert link.sent_bytes == whole.nbytes
+    forward.finish()
+    back = [forward.unpack(each) for each in stored]
+    for view, found in zip(views, back, strict=True):
+        assert torch.equal(found, view) and found.stride() == view.stride() and found.dtype == view.dtype
+    assert len({found.untyped_storage().data_ptr() for found in back}) == 1
+
+
+def test_without_gradients_nothing_moves():
+    run = run_of(LLAMA)
+    model, link = offloading(run, 3)
+    plain, _ = offloading(run, 0)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(batch_of(run)), plain.eval()(batch_of(run)))
+    assert link.sent_bytes == 0
+
+
+def test_a_graph_may_be_used_twice():
+    run = run_of(MODELS["llama"])
+    found: list[list[Tensor]] = []
+    for number in (0, 2):
+        model, _ = offloading(run, number, stage=Stage((0, 1, 2), embedding=True, loss=False))
+        loss = model(batch_of(run)).square().sum()
+        first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        found.append([*first, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_failing_layer_leaves_nothing_open():
+    run = run_of(LLAMA)
+    model, _ = offloading(run, 3)
+    last = list(model.layers.values())[-1]
+    handle = last.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch_of(run))
+    handle.remove()
+    plain, _ = offloading(run, 0)
+    assert differing(train(model, run), train(plain, run)) == []
+
+
+@pytest.mark.parametrize("size", [1, 512, 513, 4096, 100_000, 1_048_577])
+def test_buffers_are_little_larger_than_asked(size: int):
+    memory = HostMemory(pinned=False)
+    buffer = memory.take(size)
+    assert size <= buffer.numel() <= max(512, size * 9 // 8 + 512)
+    again = memory.take(size)
+    assert again.data_ptr() != buffer.data_ptr()
+    memory.give_back(buffer)
+    assert memory.take(size).data_ptr() == buffer.data_ptr()
+
+
+def test_slabs_hold_many_buffers(monkeypatch: pytest.MonkeyPatch):
+    """As with page-locked memory, which this machine may not have."""
+    monkeypatch.setattr(offload, "_SLAB_BYTES", 1 << 14)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
+    memory = HostMemory(pinned=True)
+    buffers = [memory.take(size) for size in (5000, 5000, 5000, 60_000, 512)]
+    assert [slab.numel() for slab in memory.slabs] == [1 << 14, 1 << 16]
+    spans = sorted((buffer.data_ptr(), buffer.data_ptr() + buffer.numel()) for buffer in buffers)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--cpu-offloading-num-layers -1", "--cpu-offloading-num-layers -1 is below 0"),
+        (
+            "--cpu-offloading-num-layers 4",
+            "--cpu-offloading-num-layers 4 is more than the 3 layers of a pipeline stage. Use 3 or less; a quarter of them",
+        ),
+        (
+            "--cpu-offloading-num-layers 2 --recompute-memory-budget-gb 1",
+            "--cpu-offloading-num-layers 2 cannot be combined with --recompute-memory-budget-gb, which counts on nothing",
+        ),
+        ("--offload-modules mlp", "--cpu-offloading-num-layers offloads by layer"),
+    ],
+)
+def test_what_is_refused(flags: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        run_of(f"{LLAMA} {flags}")
+    assert message in str(caught.value) and len(caught.value.problems) == 1

@@ -1,0 +1,178 @@
+"""Out of memory: what is said, and that every change it names is allowed, fits, and is needed."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+import torch
+
+import petatron
+from petatron.config import RunConfig
+from petatron.train.memory import heaviest
+from petatron.train.memory_changes import candidates, predicted_time
+from petatron.train.out_of_memory import (
+    RESERVE_BYTES,
+    MemoryFacts,
+    asked_bytes,
+    device_facts,
+    largest_blocks,
+    out_of_memory,
+)
+
+BASE = "--mock-data --lr 1e-4 --train-iters 1 --bf16"
+SEVEN = f"{BASE} --vocab-size 32000 --seq-length 4096"
+GB = 10**9
+
+
+def load(preset: str, flags: str, world_size: int = 1) -> RunConfig:
+    return petatron.load(preset, shlex.split(flags), world_size=world_size)
+
+
+def again(preset: str, flags: str, change: str, world_size: int = 1) -> RunConfig:
+    """The run as a person would start it after reading the advice."""
+    return load(preset, f"{flags} {change}", world_size)
+
+
+CASES = [
+    ("llama3-8b", f"{SEVEN} --micro-batch-size 4 --global-batch-size 16", 1, 0.75),
+    ("llama3-8b", f"{SEVEN} --vocab-size 128256", 1, 0.9),
+    ("llama3-8b", f"{SEVEN} --micro-batch-size 8 --global-batch-size 64 --tp 2", 8, 0.7),
+    ("llama3-8b", f"{SEVEN} --micro-batch-size 2 --global-batch-size 64 --pp 4", 4, 0.7),
+    ("mixtral-8x7b", f"{SEVEN} --micro-batch-size 2 --global-batch-size 64 --ep 8", 8, 0.5),
+    ("tiny-llama", f"{BASE} --micro-batch-size 8", 1, 0.6),
+]
+
+
+@pytest.mark.parametrize(("preset", "flags", "world_size", "share"), CASES)
+def test_every_change_is_allowed_fits_and_is_priced(preset: str, flags: str, world_size: int, share: float):
+    run = load(preset, flags, world_size)
+    capacity = int(share * heaviest(run, device="cuda").total)
+    changes = candidates(run, capacity)
+    assert len(changes) >= 3
+    before = predicted_time(run)
+    for change in changes:
+        changed = again(preset, flags, change.flags, world_size)
+        need = heaviest(changed, device="cuda").total
+        assert need == change.total_bytes <= capacity
+        assert changed.train.global_batch_size == run.train.global_batch_size
+        assert change.saved_bytes == heaviest(run, device="cuda").total - need
+        assert change.cost == pytest.approx(predicted_time(changed) / before - 1.0)
+    costs = [round(change.cost, 4) for change in changes]
+    assert costs == sorted(costs)
+    words = [(set(change.flags.split()), cost) for change, cost in zip(changes, costs)]
+    useless = [b for a, cost in words for b, with_more in words if a < b and with_more >= cost]
+    assert useless == [], "more than what does already, and no cheaper"
+
+
+def test_changes_that_the_layout_allows():
+    run = load("llama3-8b", f"{SEVEN} --tp 2 --micro-batch-size 2 --global-batch-size 8", 8)
+    flags = " ".join(change.flags for change in candidates(run, heaviest(run, device="cuda").total - 1))
+    assert "--use-distributed-optimizer" in flags and "--sequence-parallel" in flags
+    assert "--context-parallel-size 2" in flags
+    alone = load("llama3-8b", f"{SEVEN} --micro-batch-size 2")
+    flags = " ".join(change.flags for change in candidates(alone, heaviest(alone, device="cuda").total - 1))
+    assert not any(word in flags for word in ("distributed", "sequence", "context"))
+    assert "--micro-batch-size 1" in flags
+
+
+def test_nothing_can_be_done():
+    run = load("llama3-8b", f"{SEVEN}")
+    assert candidates(run, GB) == []
+    error = out_of_memory(torch.OutOfMemoryError("no more"), run, facts(total=8 * GB), when="building the model")
+    assert "No setting of this run is predicted to fit. Use more devices" in str(error)
+    assert "building the model: an allocation failed, with" in str(error)
+
+
+def facts(**values: Any) -> MemoryFacts:
+    total = values.pop("total", 150 * GB)
+    held = {"total": total, "free": GB, "reserved": total - GB, "allocated": total - GB - GB // 10} | values
+    return MemoryFacts(**held)
+
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1 GiB is free."
+)
+
+
+def test_the_report():
+    run = load("llama3-8b", CASES[0][1])
+    found = facts(largest=((1_000_000_000, 32), (500_000_000, 7)))
+    error = out_of_memory(torch.OutOfMemoryError(MESSAGE), run, found, when="iteration 3")
+    first, need, held, title, *advice = str(error).splitlines()
+    assert (
+        first
+        == "The device ran out of memory in iteration 3: 2.15 GB more were asked for, with 148.9 of 150.0 GB in tensors."
+    )
+    assert need == f"  predicted need: {heaviest(run, device='cuda').describe()}"
+    assert (
+        held.endswith("most memory is in blocks of 32 x 1.00 GB, 7 x 0.5 GB")
+        and "scattered between tensors: 0.1" in held
+    )
+    assert title.startswith("What would fit") and len(advice) == 3
+    for number, (line, change) in enumerate(zip(advice, candidates(run, 148 * GB)), start=1):
+        assert line.startswith(f"  {number}. {change.flags}: frees ")
+        assert line.count("slower") == 1
+
+
+def test_a_forecast_that_was_too_low_asks_for_more():
+    """It says that the run fits, and the device says otherwise: what failed must be freed at least."""
+    run = load("llama3-8b", f"{SEVEN} --micro-batch-size 2 --global-batch-size 8")
+    need = heaviest(run, device="cuda").total
+    error = out_of_memory(torch.OutOfMemoryError(MESSAGE), run, facts(total=need + 9 * GB), when="iteration 1")
+    listed = [line.split(". ")[1].split(":")[0] for line in str(error).splitlines() if ": frees" in line]
+    assert listed == [change.flags for change in candidates(run, need - (2 << 30))[:3]] != []
+
+
+def test_memory_in_pieces_is_said_first():
+    run = load("llama3-8b", CASES[0][1])
+    scattered = facts(allocated=140 * GB)
+    text = str(out_of_memory(torch.OutOfMemoryError(MESSAGE), run, scattered, when="iteration 1"))
+    assert "1. the environment variable PYTORCH_ALLOC_CONF=expandable_segments:True: makes use of the 9.00 GB" in text
+    assert "  3. " in text and "  4. " not in text
+    whole = str(out_of_memory(torch.OutOfMemoryError(MESSAGE), run, facts(), when="iteration 1"))
+    assert "expandable" not in whole
+
+
+def test_other_processes_are_named():
+    run = load("llama3-8b", CASES[0][1])
+    shared = facts(free=GB, reserved=100 * GB, allocated=100 * GB)
+    assert "held by other processes and the driver: 49.0 GB" in str(
+        out_of_memory(torch.OutOfMemoryError(MESSAGE), run, shared, when="iteration 1")
+    )
+    assert shared.capacity == 101 * GB
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        (MESSAGE, 2 << 30),
+        ("Tried to allocate 20.00 MiB.", 20 << 20),
+        ("Tried to allocate 512 bytes.", 512),
+        ("Tried to allocate 1.50 KiB.", 1536),
+        ("something else", 0),
+    ],
+)
+def test_what_was_asked_for(message: str, size: int):
+    assert asked_bytes(RuntimeError(message)) == size
+
+
+def test_blocks_are_summed_by_size():
+    blocks = [(8, "active_allocated")] * 3 + [(30, "inactive"), (20, "active_allocated"), (1, "active_allocated")]
+    segment = {"blocks": [{"size": size, "state": state} for size, state in blocks]}
+    assert largest_blocks([segment, {"blocks": [{"size": 8, "state": "active_pending_free"}]}]) == (
+        (8, 3),
+        (20, 1),
+        (1, 1),
+    )
+
+
+def test_facts_of_a_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 80)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
+    found = device_facts(torch.device("cuda", 0))
+    assert (found.capacity, found.fragmented, found.total, found.largest) == (95, 10, 100, ())
+    assert RESERVE_BYTES > 0

@@ -1,0 +1,132 @@
+"""`--profile`: which iterations and ranks are traced, where the trace goes, and what happens when a run ends too early."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from petatron.base.errors import ConfigError
+from petatron.config import load_config, resolve_config
+from petatron.train.profile import StepProfile, profile_directory
+from petatron.train.run import run_training
+from tests.parity.harness import TINY, tiny_run
+
+BASE = [*TINY.split(), "--eval-iters", "0", "--live", "off"]
+
+
+def traced(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_run_writes_a_trace_of_the_chosen_iterations(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = f"--train-iters 5 --save {tmp_path} --profile --profile-step-start 2 --profile-step-end 4".split()
+    run_training(load_config([*BASE, *flags], world_size=1))
+    assert traced(tmp_path / "profile") == ["iterations-2-3-rank-0.json.gz"]
+    with gzip.open(tmp_path / "profile" / "iterations-2-3-rank-0.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    backwards = [event for event in events if event.get("name", "").startswith("autograd::engine::evaluate_function")]
+    assert events and backwards
+    assert "wrote the trace of iterations 2 to 3" in capsys.readouterr().out
+
+
+def start(flags: str, *, rank: int = 0) -> tuple[StepProfile, list[str]]:
+    told: list[str] = []
+    return StepProfile(tiny_run(flags), rank=rank, device=torch.device("cpu"), tell=told.append), told
+
+
+def steps(profile: StepProfile, numbers: range) -> None:
+    with profile:
+        for number in numbers:
+            profile.begin(number)
+            torch.ones(3).sum()
+            profile.end(number)
+
+
+@pytest.mark.parametrize(
+    ("flags", "numbers", "name"),
+    [
+        ("--profile-step-start 2 --profile-step-end 5", range(1, 9), "iterations-2-4-rank-0.json.gz"),
+        ("--profile-step-start 2 --profile-step-end 9", range(1, 5), "iterations-2-4-rank-0.json.gz"),  # ended early
+        ("--profile-step-start 2 --profile-step-end 6", range(4, 9), "iterations-4-5-rank-0.json.gz"),  # resumed
+        ("--profile-step-start 2 --profile-step-end 3", range(4, 9), None),
+        ("--profile-step-start 2 --profile-step-end 4 --profile-ranks 0", range(0), None),
+    ],
+)
+def test_what_is_traced(tmp_path: Path, flags: str, numbers: range, name: str | None):
+    profile, told = start(f"--profile --profile-dir {tmp_path} {flags}")
+    steps(profile, numbers)
+    assert traced(tmp_path) == ([] if name is None else [name])
+    assert len(told) == (name is not None)
+
+
+def test_other_ranks_and_runs_without_the_flag_do_nothing(tmp_path: Path):
+    for flags, rank in (("--profile", 1), ("--no-profile", 0)):
+        profile, told = start(f"{flags} --profile-dir {tmp_path / 'traces'}", rank=rank)
+        steps(profile, range(1, 20))
+        assert not (tmp_path / "traces").exists() and told == []
+
+
+def test_a_failing_iteration_leaves_its_trace(tmp_path: Path):
+    profile, _ = start(f"--profile --profile-dir {tmp_path} --profile-step-start 1 --profile-step-end 9")
+    with pytest.raises(ZeroDivisionError), profile:
+        profile.begin(1)
+        _ = 1 / 0
+    assert traced(tmp_path) == ["iterations-1-1-rank-0.json.gz"]
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path):
+    folder = tmp_path / "traces"
+    profile, told = start(f"--profile --profile-dir {folder} --profile-step-start 1 --profile-step-end 2")
+    folder.rmdir()
+    folder.write_text("in the way")
+    steps(profile, range(1, 3))
+    assert told[0].startswith("WARNING: the trace could not be written")
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_training(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--profile-dir .* cannot be made"):
+        start(f"--profile --profile-dir {tmp_path / 'file' / 'traces'}")
+
+
+def test_where_traces_go():
+    places = {
+        "--save a": "a/profile",
+        "--save a --log-dir b": "b/profile",
+        "--save a --tensorboard-dir c": "c/profile",
+        "--save a --profile-dir d": "d",
+        "": "runs/profile",
+    }
+    assert {flags: str(profile_directory(tiny_run(flags))) for flags in places} == places
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--profile-step-start 0", "--profile-step-start 0 is below 1. Use 1 or more."),
+        (
+            "--profile --profile-step-start 5 --profile-step-end 5",
+            "--profile-step-end 5 is not after --profile-step-start 5, so nothing would be traced. Use 6 or more.",
+        ),
+        (
+            "--profile --profile-step-start 30 --profile-step-end 40",
+            "--profile-step-start 30 is after the last of --train-iters 20, so nothing would be traced. Use 20 or less.",
+        ),
+        (
+            "--profile --profile-ranks 0 3 -1",
+            "--profile-ranks 3 -1 is not among the 1 ranks of this run. Ranks count from 0.",
+        ),
+    ],
+)
+def test_rules(flags: str, message: str):
+    assert [str(problem) for problem in resolve_config([*BASE, *flags.split()], world_size=1)[1]] == [message]
+
+
+def test_settings_of_a_profile_that_is_not_asked_for_are_idle():
+    loaded = load_config([*BASE, "--profile-step-end", "14", "--use-pytorch-profiler"], world_size=1)
+    assert any("--profile-step-end has no effect: it is for --profile" in notice for notice in loaded.notices)
+    assert any("--use-pytorch-profiler is accepted and changes nothing" in notice for notice in loaded.notices)
