@@ -33,6 +33,10 @@ BENCHES: Mapping[str, tuple[str, str]] = {
     "checkpoint": ("petatron.cli.bench_checkpoint", "saving and loading against torch.save and torch.load"),
     "optimizer": ("petatron.cli.bench_optimizer", "one optimizer step against torch's fused AdamW, clipping and cast"),
     "train": ("petatron.cli.bench_train", "the training step: speed, MFU and memory, alone or against a peer"),
+    "kernels": (
+        "petatron.cli.bench_kernels",
+        "each operation: the chosen implementation against others, and the device",
+    ),
     "generate": ("petatron.cli.bench_generate", "continuing text, against transformers"),
 }
 

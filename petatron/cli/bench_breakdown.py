@@ -26,7 +26,8 @@ _RULES: Sequence[tuple[str, re.Pattern[str]]] = tuple(
     for name, pattern in (
         ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter|send_?recv"),
         ("copies", r"multi_tensor.*copy"),
-        ("optimizer", r"adam|multi_tensor|foreach|lpnorm|grad_norm|squares"),
+        ("optimizer", r"adam|multi_tensor|foreach|lpnorm|grad_norm|(?<!cast_)squares"),
+        ("elementwise", r"^_[a-z_]+$"),  # all of kernels/triton but the optimizer's
         ("GEMM", r"^triton_tem_"),
         ("elementwise", r"^triton_(poi|red|per|for|mix)_"),
         ("attention", r"sdpa|flash|fmha|attention|attn"),

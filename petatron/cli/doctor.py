@@ -30,7 +30,10 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "log": (("rich", "tensorboard", "wandb"), "the live terminal view, TensorBoard and Weights & Biases"),
     "hf": (("transformers",), "comparing with Hugging Face models"),
     "data": (("zstandard",), "reading .zst corpora"),
-    "triton": (("triton",), "fused GPU kernels; what they do is then done with plain operations, in more passes over memory"),
+    "triton": (
+        ("triton",),
+        "fused GPU kernels; what they do is then done with plain operations, in more passes over memory",
+    ),
     "serve": (("fastapi", "uvicorn"), "nothing in this version; the text-generation server will use it"),
 }
 

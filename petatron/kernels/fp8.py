@@ -218,9 +218,14 @@ def emulated_grouped_product(
 
 
 def hardware_product(a: Operand, b: Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    """cuBLAS's product, for CUDA devices of capability 9.0. Sizes are multiples of 16.
+    """cuBLAS's product, for CUDA devices of capability 9.0. Sizes are multiples of 16; blocks and squares are of e4m3.
 
-    Squares are laid out for the second form of torch's operation, everything else for the first, which writes to `out`.
+    Squares are laid out for the second form of torch's operation, everything else for the first, which writes to `out`. What
+    they want, for a [M, K] and b [N, K] and scales as they are passed:
+
+        first     blocks of a  [M, K / 128], rows adjacent in memory;    blocks of b  [K / 128, N], N adjacent
+        second    blocks of a  [M, K / 128], rows adjacent in memory;    squares of b [K / 128 up to a multiple of 4, N / 128],
+                  the first adjacent
     """
     if b.scaling == "squares":
         assert a.scaling == "blocks"

@@ -102,10 +102,11 @@ class DelayedScaling:
         """Where this step's largest magnitude is kept."""
         if self._paused:
             return torch.zeros(1, dtype=torch.float32, device=device)
-        if self._history is None:
-            self._history = torch.zeros(self._length, dtype=torch.float32, device=device)
+        history = self._history
+        if history is None:
+            history = self._history = torch.zeros(self._length, dtype=torch.float32, device=device)
         self._used = True
-        return self._history[self._at : self._at + 1]
+        return history[self._at : self._at + 1]
 
     def pause(self) -> None:
         self._paused = True

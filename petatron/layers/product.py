@@ -123,7 +123,8 @@ def _take(job: WeightGrad, weight: Tensor, taker: TakesWeightGrads, rows: Tensor
 
 def multiply_here(x: Tensor | Remade, weight: Tensor) -> Tensor:
     """x W^T on one device, as layers do it before anything fills their slots."""
-    return _HERE(remade(x), weight)
+    return MULTIPLY(remade(x), weight)
 
 
-_HERE = Multiply()
+MULTIPLY = Multiply()
+"""In the precision of the operands, with weight gradients for autograd."""

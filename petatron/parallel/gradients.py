@@ -2,11 +2,11 @@
 
 Gradients of all micro-batches add up in the fp32 (or wider) flat buffers of `mesh/flat.py`. Products write there themselves
 (`layers/product.py`), the rest comes through autograd; the first gradient of a step overwrites what the last step left, so
-nothing is set to zero but what gets no gradient. Every use of a parameter brings one gradient per micro-batch; when a bucket has got all of a step's, it is summed over the ranks that saw other tokens, while the
-backward pass goes on: an all-reduce, or with sharded optimizer state a reduce-scatter that leaves each rank the part it
-owns. A stage's buckets are sent in one fixed order on every rank, whatever order gradients arrive in, so ranks can never wait
-for each other crosswise. Losses are divided by the global token count before the backward pass, so the sum is the
-gradient: nothing is averaged here.
+nothing is set to zero but what gets no gradient. Every use of a parameter brings one gradient per micro-batch; when a bucket
+has got all of a step's, it is summed over the ranks that saw other tokens, while the backward pass goes on: an all-reduce, or
+with sharded optimizer state a reduce-scatter that leaves each rank the part it owns. A stage's buckets are sent in one fixed
+order on every rank, whatever order gradients arrive in, so ranks can never wait for each other crosswise. Losses are divided
+by the global token count before the backward pass, so the sum is the gradient: nothing is averaged here.
 
 Afterwards, gradients that several ranks of one replica hold as summands (see `Piece.sum_over`) are added up over those ranks.
 """

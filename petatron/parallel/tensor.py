@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from petatron.layers.dropout import Dropout
 from petatron.layers.experts import GroupedLinear
 from petatron.layers.linear import Linear
-from petatron.layers.product import Multiply, TakesWeightGrads
+from petatron.layers.product import MULTIPLY, Multiply, TakesWeightGrads
 from petatron.layers.remade import Remade, remade
 from petatron.layers.seam import Seam
 from petatron.layers.vocabulary import OutputHead, PositionEmbedding, TokenEmbedding, Vocabulary
@@ -57,7 +57,7 @@ class ColumnProduct:
 
     axis: Axis
     sequence: bool
-    multiply: Multiply = Multiply()
+    multiply: Multiply = MULTIPLY
     regather: bool = False
 
     def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class RowProduct:
 
     axis: Axis
     sequence: bool
-    multiply: Multiply = Multiply()
+    multiply: Multiply = MULTIPLY
 
     def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
         return self.after(self.multiply(remade(x), weight))
@@ -92,7 +92,7 @@ class RowProduct:
 class WholeProduct:
     """A product with a weight that is whole on every rank."""
 
-    multiply: Multiply = Multiply()
+    multiply: Multiply = MULTIPLY
 
     def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
         return self.multiply(remade(x), weight)

@@ -136,7 +136,7 @@ def predicted_time(run: RunConfig, *, device: Device = "cuda") -> float:
     if run.memory.optimizer_cpu_offload:
         shared = parallel.data_parallel_sharding_strategy != "no_shard"
         owned = held / (parallel.data_parallel_size or 1) if shared else held
-        seconds += run.memory.optimizer_offload_fraction * 14.0 * owned / _HOST_LINK
+        seconds += run.memory.optimizer_offload_fraction * 12.0 * owned / _HOST_LINK
     others = parallel.context_parallel_size - 1
     layers = sum(len(stage.layers) for stage in stages(run)) / parallel.pipeline_model_parallel_size
     keys = 2 * shape.keys * shape.gathered * shape.element
@@ -191,8 +191,19 @@ def _kinds(run: RunConfig) -> Iterator[list[Variant]]:
             for fraction in _FRACTIONS
         ]
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield [Variant("--sequence-parallel", _section("parallel", sequence_parallel=True))]
+        yield [_split_sequence(run)]
     yield from filter(None, [_context(run)])
+
+
+def _split_sequence(run: RunConfig) -> Variant:
+    """With norms made again: a gathered input that is kept would cost more than the split saves."""
+    memory = run.memory
+    if memory.recompute_granularity is not None or memory.recompute_memory_budget_gb is not None:
+        return Variant("--sequence-parallel", _section("parallel", sequence_parallel=True))
+    split = _section("parallel", sequence_parallel=True)
+    norms = _section("memory", recompute_granularity="selective", recompute_modules=("layernorm",))
+    flags = "--sequence-parallel --recompute-granularity selective --recompute-modules layernorm"
+    return Variant(flags, lambda run: norms(split(run)))
 
 
 def _micro_batches(run: RunConfig) -> list[Variant]:

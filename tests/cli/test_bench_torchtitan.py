@@ -25,6 +25,7 @@ FLAGS = (
     "--preset tiny-llama --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
     "--ffn-hidden-size 80 --seq-length 16 --vocab-size 67 --micro-batch-size 2 --rotary-base 500 --lr 1e-2"
 )
+BFLOAT16 = 5e-3  # how far either side is from float32 after a few steps of this size
 UNUSABLE = "raise ImportError('a library that is not here')\n"
 PACKAGE = {
     "__init__.py": UNUSABLE,
@@ -157,7 +158,7 @@ def test_it_trains_our_model(tmp_path: Path):
     spec = made_up(tmp_path)
     assert problems("torchtitan", spec) == []
     theirs, ours = losses("torchtitan", spec), losses("petatron", spec)
-    assert theirs == pytest.approx(ours, rel=2e-3) and theirs[-1] < 0.95 * theirs[0]
+    assert theirs == pytest.approx(ours, rel=BFLOAT16) and theirs[-1] < 0.95 * theirs[0]
     assert (tmp_path / "torchtitan" / "__init__.py").read_text() == UNUSABLE, "the source given is left alone"
 
 
@@ -169,7 +170,7 @@ def test_kept_weights_change_nothing(tmp_path: Path):
 @pytest.mark.skipif(not SOURCE.is_dir(), reason="the source of torchtitan is not here")
 def test_the_real_one_trains_our_model():
     spec = replace(model_spec([*TRAINING.split(), *FLAGS.split()]), peer_paths=(SOURCE, SOURCE.parent / "torchao"))
-    assert losses("torchtitan", spec) == pytest.approx(losses("petatron", spec), rel=2e-3)
+    assert losses("torchtitan", spec) == pytest.approx(losses("petatron", spec), rel=BFLOAT16)
 
 
 @pytest.mark.skipif(not (SOURCE.parent / "torchao").is_dir(), reason="the source of torchao is not here")

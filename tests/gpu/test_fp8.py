@@ -50,7 +50,7 @@ def distance(ours: Tensor, true: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", CASTS)
 def test_cast(kernels: Any, name: str, shape: tuple[int, int], dtype: torch.dtype):
-    for source in (torch.bfloat16, torch.float32):
+    for source in (torch.bfloat16, torch.float32) if dtype == E4M3 else (torch.bfloat16,):
         x = draw(*shape, spread=4.0, dtype=source)
         assert_casts_same(getattr(kernels, name)(x, dtype), getattr(fp8, name)(x, dtype))
 
@@ -77,10 +77,11 @@ def test_what_is_not_finite_becomes_nan(kernels: Any, name: str, bad: float):
         assert cast.columns.values.float().isnan().nonzero().tolist() == [[300, 5]]
 
 
-@pytest.mark.parametrize("left", [E4M3, E5M2])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize(
+    ("name", "left"), [*((name, E4M3) for name in CASTS), ("cast_tensor", E5M2), ("cast_rows", E5M2)]
+)
 @pytest.mark.parametrize("sizes", [(512, 256, 640), (256, 128, 1280), (1024, 4096, 512)])
 def test_product(
     kernels: Any, name: str, fast: bool, out_dtype: torch.dtype, left: torch.dtype, sizes: tuple[int, int, int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -78,17 +77,19 @@ def nothing_may_wait() -> Iterator[None]:
 
 
 @contextmanager
-def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The Triton kernels that are compiled, or read from the disk for the first time, meanwhile."""
-    knobs = pytest.importorskip("triton").knobs
+def loaded_kernels() -> Iterator[list[str]]:
+    """The Triton kernels that are compiled, or taken from the disk for the first time, meanwhile."""
+    hooks = pytest.importorskip("triton").knobs.runtime.kernel_load_start_hook
     names: list[str] = []
 
-    def note(*, repr: str, **others: Any) -> None:
-        names.append(repr)
+    def note(module: object, function: object, name: str, metadata: object, digest: str) -> None:
+        names.append(name)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+    hooks.add(note)
+    try:
         yield names
+    finally:
+        hooks.remove(note)
 
 
 def dynamo_counts() -> dict[str, dict[str, int]]:
@@ -96,26 +97,25 @@ def dynamo_counts() -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_only_starts_work(monkeypatch: pytest.MonkeyPatch, case: str):
+def test_a_step_only_starts_work(case: str):
     if FP8 in CASES[case] and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a CUDA device of capability 9.0")
     counters.clear()  # other tests leave theirs
     step = stepper(CASES[case], torch.device("cuda", 0))
-    with compilations(monkeypatch) as compiled:
+    with loaded_kernels() as loaded:
         for _ in range(WARM_UP):
             step()
         torch.cuda.synchronize()
         assert counters["graph_break"] == {}
         before = dynamo_counts()
-        compiled.clear()
+        loaded.clear()
         with nothing_may_wait():
             for _ in range(CHECKED):
                 step()
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
-            with record_function("the step"):
-                step()
-        assert compiled == []
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced, record_function("the step"):
+            step()
+        assert loaded == []
     assert dynamo_counts() == before
     events = traced.events()
     assert events is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from petatron.kernels import reference
 from petatron.kernels.loss import cross_entropy
-from petatron.layers.vocabulary import Vocabulary
+from petatron.layers.vocabulary import TokenEmbedding, Vocabulary
 from petatron.mesh.spec import Shard, TensorSplit, place
 
 
@@ -38,8 +38,10 @@ class Parts:
             size=size,
             first=pieces[0].start[0] if pieces else size,
             rows=pieces[0].shape[0] if pieces else 0,
-            max_over=lambda x: x.copy_(self._exchange(rank, x).amax(0)),
-            sum_over=lambda x: x.copy_(self._exchange(rank, x).sum(0)),
+            ranks=(
+                lambda x: x.copy_(self._exchange(rank, x).amax(0)),
+                lambda x: x.copy_(self._exchange(rank, x).sum(0)),
+            ),
             join=lambda x: self._exchange(rank, x).flatten(0, 1),
         )
 
@@ -147,7 +149,9 @@ def test_lookup_and_whole_logits_over_parts(size: int, count: int, pad_to: int):
     def work(rank: int) -> tuple[Tensor, Tensor]:
         vocabulary = parts.vocabulary(rank, size, pad_to)
         mine = table[rank * local : (rank + 1) * local]
-        return vocabulary.lookup(ids, mine), vocabulary.whole_logits(hidden @ mine.t())
+        embedding = TokenEmbedding(size, mine.shape[1])
+        embedding.weight, embedding.vocabulary = torch.nn.Parameter(mine), vocabulary
+        return embedding(ids.t()), vocabulary.whole_logits(hidden @ mine.t())
 
     results = parts.run(work)
     assert torch.equal(torch.stack([rows for rows, _ in results]).sum(0), table[ids])

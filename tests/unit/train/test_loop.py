@@ -119,7 +119,8 @@ def test_exit_interval_saves_and_resumes(tmp_path: Path):
     state, outcome, sink = finish(f"{flags} --exit-interval 3")
     assert (outcome.iteration, outcome.stopped_early) == (3, "--exit-interval 3")
     assert CheckpointManager(str(tmp_path), state.mesh.world).latest() == 3
-    messages = sink.column("message", "event")
+    memory, *messages = sink.column("message", "event")
+    assert memory.startswith("memory: predicted")
     assert (
         messages[0] == "stopping at iteration 3: --exit-interval 3" and "saved checkpoint of iteration 3" in messages[1]
     )
@@ -133,7 +134,7 @@ def test_exit_interval_saves_and_resumes(tmp_path: Path):
 
 def test_save_interval_saves_each_iteration_once(tmp_path: Path):
     _, _, sink = finish(f"--train-iters 4 --save {tmp_path} --save-interval 2")
-    saved = [message.split(" to ")[0] for message in sink.column("message", "event")]
+    saved = [message.split(" to ")[0] for message in sink.column("message", "event")[1:]]
     assert saved == ["saved checkpoint of iteration 2", "saved checkpoint of iteration 4"]
 
 

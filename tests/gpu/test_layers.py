@@ -1,0 +1,128 @@
+"""Norms, activations and rotary embeddings on a CUDA device against float64: Triton kernels, and compiled ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.kernels import activation, norm, rotate
+from petatron.kernels.registry import Situation, choose
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+"""Norm of the difference over the norm. bfloat16 rounds to 9 bits, a norm twice: 1.7e-3 and 3.0e-3 on average."""
+
+
+def kernels(operation: str, dtype: torch.dtype, wanted: str) -> Any:
+    choice = choose(operation, Situation.of(torch.device("cuda"), dtype, compiles=True))
+    assert choice.name == wanted, str(choice)
+    return choice.functions
+
+
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device="cuda").mul_(1.5).to(dtype)
+
+
+def far(ours: Tensor, true: Tensor) -> float:
+    assert ours.shape == true.shape and ours.isfinite().all()
+    return float((ours.double() - true.double()).norm() / true.double().norm())
+
+
+NORMS = [
+    ((8192, 4096), torch.bfloat16, True, False),
+    ((4099, 2048), torch.bfloat16, False, False),
+    ((301, 16384), torch.bfloat16, True, True),
+    ((1000, 100), torch.float32, True, True),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "joined", "from_one"), NORMS, ids=str)
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, joined: bool, from_one: bool):
+    found = kernels("rms_norm", dtype, "triton")
+    x, branch, grad, grad_total = (draw(*shape, dtype=dtype) for _ in range(4))
+    weight = draw(shape[1], dtype=dtype)
+    total, normal, rstd = found.rms_norm(x, weight, eps=1e-5, from_one=from_one, branch=branch if joined else None)
+    assert torch.equal(total, x + branch) if joined else total is x
+    _, true, true_rstd = norm.rms_norm(total.double(), weight.double(), eps=1e-5, from_one=from_one)
+    assert far(normal, true) <= BOUNDS[dtype] and far(rstd, true_rstd) <= 2e-6
+    joining = grad_total if joined else None
+    ours = found.rms_norm_backward(grad, total, rstd, weight, from_one=from_one, grad_total=joining, again=True)
+    wide = [tensor.double() for tensor in (grad, total, rstd, weight)]
+    true = norm.rms_norm_backward(
+        *wide, from_one=from_one, grad_total=grad_total.double() if joined else None, again=False
+    )
+    assert far(ours[0], true[0]) <= BOUNDS[dtype]
+    assert ours[1].dtype == torch.float32 and far(ours[1], true[1]) <= 2e-6
+    assert torch.equal(ours[2], normal), "made again, the same bits"
+
+
+GATES = [("swiglu", (4099, 14336), torch.bfloat16), ("swiglu", (700, 100), torch.float32)]
+GATES += [(name, (1000, 768), torch.bfloat16) for name in ("geglu", "geglu_tanh", "reglu")]
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype"), GATES, ids=str)
+def test_gated_activation(name: str, shape: tuple[int, int], dtype: torch.dtype):
+    found, (rows, width) = kernels("gated activation", dtype, "triton"), shape
+    gate_up, grad = draw(rows, 2 * width, dtype=dtype), draw(rows, width, dtype=dtype)
+    out = found.gated(gate_up, name)
+    assert far(out, activation.gated(gate_up.double(), name)) <= BOUNDS[dtype]
+    ours, again = found.gated_backward(grad, gate_up, name, again=True)
+    true, _ = activation.gated_backward(grad.double(), gate_up.double(), name, again=False)
+    assert far(ours, true) <= BOUNDS[dtype] and torch.equal(again, out)
+
+
+HEADS = [
+    (32, 8, 128, 128, True, torch.bfloat16),
+    (16, 16, 64, 64, False, torch.bfloat16),
+    (6, 2, 80, 32, True, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("heads", "groups", "width", "turned", "batch_major", "dtype"), HEADS, ids=str)
+def test_rotary_embedding(heads: int, groups: int, width: int, turned: int, batch_major: bool, dtype: torch.dtype):
+    found, (length, batch) = kernels("rotary embedding", dtype, "triton"), (1001, 2)
+    qkv = draw(length, batch, (heads + 2 * groups) * width, dtype=dtype)
+    half = torch.rand(batch if batch_major else 1, length, 1, turned // 2, device="cuda") * 1000
+    angles = torch.cat((half, half), dim=-1).transpose(0, 1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    options = {"heads": heads, "groups": groups, "batch_major": batch_major}
+    ours = found.split_rotate(qkv, cos, sin, **options)
+    for part, true in zip(ours, rotate.split_rotate(qkv.double(), cos.double(), sin.double(), **options), strict=True):
+        assert far(part, true) <= BOUNDS[dtype]
+    grads = [torch.randn_like(part) for part in ours]
+    back = found.split_rotate_backward(*grads, cos, sin, out=torch.full_like(qkv, float("nan")))
+    wide = [tensor.double() for tensor in (*grads, cos, sin)]
+    true = rotate.split_rotate_backward(*wide, out=torch.empty_like(qkv, dtype=torch.float64))
+    assert far(back, true) <= BOUNDS[dtype]
+
+
+def test_compiled_layer_norm():
+    found, dtype = kernels("layer_norm", torch.bfloat16, "compiled"), torch.bfloat16
+    x, grad, grad_total = (draw(1001, 1536, dtype=dtype) for _ in range(3))
+    weight, bias = draw(1536, dtype=dtype), draw(1536, dtype=dtype)
+    total, normal, statistics = found.layer_norm(x, weight, bias, eps=1e-5, from_one=False)
+    wide = [tensor.double() for tensor in (x, weight, bias)]
+    _, true_normal, _ = norm.layer_norm(*wide, eps=1e-5, from_one=False)
+    assert far(normal, true_normal) <= BOUNDS[dtype]
+    *ours, again = found.layer_norm_backward(
+        grad, total, statistics, weight, bias, from_one=False, grad_total=grad_total, again=True
+    )
+    wide = [tensor.double() for tensor in (grad, total, statistics, weight, bias)]
+    *true, _ = norm.layer_norm_backward(*wide, from_one=False, grad_total=grad_total.double(), again=False)
+    for mine, wanted, bound in zip(ours, true, (BOUNDS[dtype], 1e-5, 1e-5), strict=True):
+        assert far(mine, wanted) <= bound
+    assert far(again, true_normal) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("name", ["gelu", "squared_relu"])
+def test_compiled_activation(name: str):
+    found, dtype = kernels("plain activation", torch.bfloat16, "compiled"), torch.bfloat16
+    x, grad = draw(1001, 1536, dtype=dtype), draw(1001, 1536, dtype=dtype)
+    assert far(found.plain(x, name), activation.plain(x.double(), name)) <= BOUNDS[dtype]
+    ours, again = found.plain_backward(grad, x, name, again=True)
+    true, _ = activation.plain_backward(grad.double(), x.double(), name, again=False)
+    assert far(ours, true) <= BOUNDS[dtype] and far(again, activation.plain(x.double(), name)) <= BOUNDS[dtype]
