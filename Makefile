@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help quickstart test test-slow test-matrix test-crash test-gpu check format reference clean
+.PHONY: help quickstart test test-slow test-matrix test-crash test-gpu test-gpu-slow check format reference clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
@@ -35,7 +35,10 @@ test-crash: $(VENV)/dev  ## the long form of the crash tests: training is killed
 	$(BIN)/python -m pytest -m crash tests/crash
 
 test-gpu:  ## GPU checks, with the Python and packages of the machine
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/gpu tests/kernels tests/unit/layers
+	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and not slow" tests/gpu tests/kernels tests/unit/layers
+
+test-gpu-slow:  ## FP8 loss curves over 200 steps, and bench kernels at full size
+	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and slow" tests/gpu tests/kernels
 
 check: $(VENV)/dev  ## lint, format and types
 	$(BIN)/ruff check .

@@ -101,7 +101,10 @@ RECOMPUTE = "--recompute-granularity selective --recompute-modules layernorm mlp
 )
 def test_recompute_changes_no_bit_and_frees_memory(recompute: str):
     """With dropout on: both streams are replayed on the device."""
-    flags = "--hidden-dropout 0.1 --attention-dropout 0.1 --seq-length 512 --hidden-size 256 --num-layers 4 --train-iters 3 --bf16"
+    flags = (
+        "--hidden-dropout 0.1 --attention-dropout 0.1 --seq-length 512 --hidden-size 256 --num-layers 4 --train-iters 3 --bf16 "
+        "--micro-batch-size 8"
+    )
     runs, peaks = [], []
     for extra in ("", recompute):
         torch.cuda.empty_cache()
@@ -113,6 +116,7 @@ def test_recompute_changes_no_bit_and_frees_memory(recompute: str):
 
 
 def test_bf16_follows_the_curve():
+    """For as long as rounding has not led elsewhere: from the fifth step on it does, on a CPU too."""
     exact = [step.loss for step in reference("", "float64")]
-    for ours, theirs in zip(train_on_cuda(tiny_run("--bf16")), exact, strict=True):
-        assert ours.loss == pytest.approx(theirs, rel=0.03)
+    for ours, theirs in zip(train_on_cuda(tiny_run("--bf16"))[:4], exact[:4], strict=True):
+        assert ours.loss == pytest.approx(theirs, rel=0.01)
