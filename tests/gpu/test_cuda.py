@@ -103,7 +103,7 @@ def test_recompute_changes_no_bit_and_frees_memory(recompute: str):
     """With dropout on: both streams are replayed on the device."""
     flags = (
         "--hidden-dropout 0.1 --attention-dropout 0.1 --seq-length 512 --hidden-size 256 --num-layers 4 --train-iters 3 --bf16 "
-        "--micro-batch-size 8"
+        "--micro-batch-size 8 --ffn-hidden-size 1024"
     )
     runs, peaks = [], []
     for extra in ("", recompute):

@@ -50,9 +50,8 @@ def distance(ours: Tensor, true: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", CASTS)
 def test_cast(kernels: Any, name: str, shape: tuple[int, int], dtype: torch.dtype):
-    for source in (torch.bfloat16, torch.float32) if dtype == E4M3 else (torch.bfloat16,):
-        x = draw(*shape, spread=4.0, dtype=source)
-        assert_casts_same(getattr(kernels, name)(x, dtype), getattr(fp8, name)(x, dtype))
+    x = draw(*shape, spread=4.0)
+    assert_casts_same(getattr(kernels, name)(x, dtype), getattr(fp8, name)(x, dtype))
 
 
 def test_delayed_cast(kernels: Any):

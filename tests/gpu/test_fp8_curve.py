@@ -20,7 +20,11 @@ from petatron.train.state import TrainState
 from petatron.train.step import train_step
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not CAPABLE, reason="needs a CUDA device of capability 9.0")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not CAPABLE, reason="needs a CUDA device of capability 9.0"),
+]
 
 STEPS, LAST, RUNS, ALLOWED = 200, 20, 3, 5e-3
 SIZES = "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --seq-length 512 --micro-batch-size 32"

@@ -62,9 +62,10 @@ def train(model: Decoder, run: RunConfig, steps: int) -> tuple[dict[str, Tensor]
 
 
 @pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Attention's backward pass adds in any order otherwise."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attention's backward pass adds in any order otherwise, and also where torch is told to warn only."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -137,6 +137,7 @@ def test_refuses(flags: list[str], message: str):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_everything_is_right_on_a_gpu(tmp_path: Path):
     """At full size, but for whole layers and what torch.compile would make."""

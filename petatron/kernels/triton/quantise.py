@@ -363,6 +363,8 @@ def _lines(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[Opera
 
 
 def _outputs(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # Triton 3.6 garbles a transposed tile of eight-bit numbers that were float32; nothing here is.
+    assert x_RC.element_size() == 2, f"{x_RC.dtype} is not half precision"
     R, C = x_RC.shape
     return torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((C, R), dtype=dtype)
 
