@@ -1,29 +1,43 @@
-"""Waiting for weights that are still being gathered, as late as possible: before the module that computes with them."""
+"""Waiting for weights that are still being gathered, as late as possible: before the layer that computes with them.
+
+Layers wait as wholes, since not all that computes with a weight is a module's own call: products take a norm along, and the
+head computes losses. What stands behind the last layer is waited for with its norm.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from torch import nn
 
 from petatron.mesh.flat import FlatGroup
+from petatron.models.decoder import Decoder
 
 
-def wait_before_use(stages: Sequence[nn.Module], groups: Sequence[FlatGroup]) -> None:
-    """Make every module wait for the buckets its own parameters lie in."""
+def wait_before_use(stages: Sequence[Decoder], groups: Sequence[FlatGroup]) -> None:
+    """Make every layer, and what stands before and behind them, wait for the buckets its parameters lie in."""
     where: dict[nn.Parameter, tuple[FlatGroup, int]] = {}
     for group in groups:
         for index, bucket in enumerate(group.buckets):
             where |= {slot.parameter: (group, index) for slot in bucket.slots}
     for stage in stages:
-        for module in stage.modules():
+        for module, parameters in _users(stage):
             needed: dict[int, tuple[FlatGroup, set[int]]] = {}
-            for parameter in module.parameters(recurse=False):
+            for parameter in parameters:
                 group, index = where[parameter]
                 needed.setdefault(id(group), (group, set()))[1].add(index)
             for group, indices in needed.values():
                 module.register_forward_pre_hook(partial(_wait, group=group, indices=sorted(indices)))
+
+
+def _users(stage: Decoder) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]]]:
+    """Modules that are called as such, each with all parameters that are computed with before the next one is called."""
+    for module in (stage.embedding, stage.position, *stage.layers.values()):
+        if module is not None:
+            yield module, module.parameters()
+    if stage.norm is not None and stage.head is not None:
+        yield stage.norm, (*stage.norm.parameters(), *stage.head.parameters())
 
 
 def _wait(module: nn.Module, args: object, *, group: FlatGroup, indices: list[int]) -> None:

@@ -1,0 +1,53 @@
+"""Weights that are still being gathered: nothing is computed with one before it was waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.spec import TensorSplit
+from petatron.models.decoder import shards, takes_weight_decay
+from petatron.parallel.gather import wait_before_use
+from petatron.parallel.tensor import split_weights
+from tests.unit.models.test_activations import BASE, LLAMA, batch_of, build, run_of
+
+MODELS = {
+    "llama": LLAMA,
+    "gpt-tied": f"{BASE} --hidden-dropout 0",
+    "qk-norm": f"{LLAMA} --num-query-groups 2 --qk-layernorm",
+    "experts": f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_weight_is_waited_for_before_it_is_used(model: str, monkeypatch: pytest.MonkeyPatch):
+    """What has not arrived is not a number, and would spoil the loss."""
+    run = run_of(MODELS[model].replace("--vocab-size 131", "--vocab-size 136"))  # no padding
+    decoder, _ = build(run)
+    wanted = decoder(batch_of(run)).detach()
+    moe = run.moe if run.moe.num_experts is not None else None
+    values = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+    placements = split_weights(decoder, shards(run.model, moe), TensorSplit())
+    for name, parameter in decoder.named_parameters():
+        parameter.data.copy_(values[name])
+    groups = flatten_parameters(
+        [decoder], placements, takes_weight_decay, ParallelMesh.single(), FlatOptions(bucket_size=500)
+    )
+    assert len(groups) > 1 and max(len(group.buckets) for group in groups) > 3
+    gathered = {id(group): group.flat_weights.clone() for group in groups}
+
+    def arrive(group: FlatGroup, indices: Iterable[int] | None = None) -> None:
+        for index in range(len(group.buckets)) if indices is None else indices:
+            bucket = group.buckets[index]
+            group.flat_weights[bucket.begin : bucket.end] = gathered[id(group)][bucket.begin : bucket.end]
+
+    monkeypatch.setattr(FlatGroup, "wait", arrive)
+    wait_before_use([decoder], groups)
+    for group in groups:
+        group.flat_weights.fill_(float("nan"))
+    with torch.no_grad():
+        assert torch.equal(decoder(batch_of(run)), wanted)
