@@ -1,14 +1,21 @@
-"""Shared fixtures: the rank pool, and single-threaded torch so that ranks and tests do not fight over two cores."""
+"""Shared by all tests: the rank pool, single-threaded torch so that ranks and tests do not fight over two cores, Triton on a CPU."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.dist import RankPool
+
+
+def pytest_configure() -> None:
+    """Triton kernels run in its CPU interpreter here, which has to be asked for before anything imports triton."""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -82,6 +82,10 @@ def _offloaded_layers(config: RunConfig) -> Iterator[Problem]:
     if largest is not None and number > largest:
         rule = f"is more than the {largest} layers of a pipeline stage"
         yield Problem(where, str(number), rule, f"Use {largest} or less; a quarter of them is a good start.")
+    modules = config.memory.recompute_modules if config.memory.recompute_granularity == "selective" else ()
+    if number > 0 and "layernorm" in modules and config.moe.num_experts is not None:
+        rule = "cannot be combined with --recompute-modules layernorm in a mixture of experts, whose tensors would stay"
+        yield Problem(where, str(number), rule, "Keep one of them.")
     if number > 0 and config.memory.recompute_memory_budget_gb is not None:
         rule = "cannot be combined with --recompute-memory-budget-gb, which counts on nothing leaving the device"
         yield Problem(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from petatron.config.check_sharding import FSDP
 from petatron.config.fields import by_name, flatten
 from petatron.config.origins import Origin
-from petatron.config.schema import RunConfig
+from petatron.config.schema import GATED_ACTIVATIONS, RunConfig
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _HISTORY = ("fp8_amax_history_len", "fp8_amax_compute_algo")
@@ -52,6 +52,8 @@ def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[s
 
 def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
+    if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS:
+        yield "compile", "all that would be compiled in this model has kernels of its own"
     if not config.precision.fp16:
         yield from ((name, "it is for --fp16") for name in _LOSS_SCALE)
     yield from _idle_fp8(config)

@@ -34,9 +34,8 @@ T tokens, K choices per token, R rows, E experts, D width, O output width, G inn
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,6 +49,7 @@ from petatron.kernels.grouped import (
     grouped_weight_grad,
     looped_linear,
 )
+from petatron.kernels.registry import Situation, choose
 
 __all__ = [
     "REFERENCE",
@@ -264,23 +264,16 @@ class RowKernels:
 
 
 REFERENCE = RowKernels(take_rows, sum_rows, combine_backward, weighted_activation, weighted_activation_backward)
-_TRITON_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def row_kernels(x: Tensor) -> RowKernels:
-    """What rows like these are moved with: Triton on a CUDA device that has it, else the reference."""
-    fits = x.device.type == "cuda" and x.dtype in _TRITON_TYPES
-    return (_triton() or REFERENCE) if fits else REFERENCE
+    """What rows like these are moved with."""
+    return _rows_of(x.device, x.dtype)
 
 
 @functools.cache
-def _triton() -> RowKernels | None:
-    """By name, because the twins are made of what is here, and Triton may be missing."""
-    try:
-        twins = importlib.import_module("petatron.kernels.triton.moe")
-    except ImportError:
-        return None
-    return RowKernels(**{field.name: getattr(twins, field.name) for field in fields(RowKernels)})
+def _rows_of(device: torch.device, dtype: torch.dtype) -> RowKernels:
+    return choose("expert rows", Situation.of(device, dtype, compiles=False)).functions
 
 
 class _Take(torch.autograd.Function):

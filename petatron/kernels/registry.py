@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,12 +92,16 @@ def _triton(situation: Situation) -> str | None:
 def _compiles(situation: Situation) -> str | None:
     if situation.device != "cuda":
         return "the device is no GPU"
+    if situation.dtype == torch.float64:
+        return "float64 is for proofs, which take the reference"
     return situation.tools if situation.compiles else "--no-compile"
 
 
 def _eight_bits(situation: Situation) -> str | None:
-    if situation.capability < (8, 9):
-        return "the device has no FP8 units" if situation.device == "cuda" else "the device is no GPU"
+    if situation.device != "cuda":
+        return "the device is no GPU"
+    if situation.capability != (9, 0):
+        return "the device is no Hopper GPU"
     if situation.dtype != torch.bfloat16:
         return "its products give bfloat16"
     return situation.tools
@@ -117,6 +121,12 @@ def _compiled(name: str, *functions: str) -> Kernel:
         return SimpleNamespace(**{each: torch.compile(getattr(module, each), fullgraph=True) for each in functions})
 
     return Kernel("compiled", load, _compiles)
+
+
+def _expert_rows() -> Any:
+    kind = importlib.import_module("petatron.kernels.moe").RowKernels
+    twins = importlib.import_module("petatron.kernels.triton.moe")
+    return kind(**{field.name: getattr(twins, field.name) for field in fields(kind)})
 
 
 def _adam_of_torch() -> Any:
@@ -151,6 +161,10 @@ OPERATIONS: Mapping[str, tuple[Kernel, ...]] = {
     "adamw": (
         Kernel("triton", _module("triton.adam"), _triton),
         Kernel("torch fused", _adam_of_torch, _anywhere),
+    ),
+    "expert rows": (
+        Kernel("triton", _expert_rows, _triton),
+        Kernel("reference", _module("moe", "REFERENCE"), _anywhere),
     ),
     "packed rows": (
         Kernel("triton", _module("triton.rows"), _triton),

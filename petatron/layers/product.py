@@ -2,7 +2,7 @@
 
 Autograd would make a weight's gradient in the weight's precision, and a second pass would add it to the wide buffer in which
 a step's micro-batches are summed. Here the product that makes the gradient writes or adds to that buffer itself. What is
-multiplied how is a `Multiplication` (plain here, FP8 in `fp8.py`, experts in `kernels/moe.py`); where the operand comes from
+multiplied how is a `Multiplication` (plain here, FP8 in `fp8.py`, experts in `kernels/grouped.py`); where the operand comes from
 a second time is the business of `remade.py`; who takes gradients is a slot. Without a taker autograd gets them.
 
 R rows, D input width, O output width.

@@ -133,10 +133,11 @@ class _Make(torch.autograd.Function):
         return None, *(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
 
 
-def make(maker: Maker, *inputs: Tensor | None) -> tuple[Tensors, Source]:
-    """The maker's outputs, the value last."""
+def make(maker: Maker, *inputs: Tensor | None) -> tuple[Tensors, Source | None]:
+    """The maker's outputs, the value last; no source where nothing of it is differentiated, since then it has no backward."""
     source = Source(maker)
-    return _Make.apply(source, *inputs), source  # pyright: ignore[reportReturnType]
+    outputs: Tensors = _Make.apply(source, *inputs)  # pyright: ignore[reportAssignmentType]
+    return outputs, source if outputs[-1].requires_grad else None
 
 
 class _Same:

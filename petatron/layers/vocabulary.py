@@ -91,6 +91,7 @@ class _Lookup(torch.autograd.Function):
         taker.take(
             ctx.weight,
             lambda out, accumulate: kernels.embedding_grad(ids_T, grad_TD, out, accumulate=accumulate),
+            now=True,
         )
         return None, None, None, None
 

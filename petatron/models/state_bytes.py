@@ -75,7 +75,8 @@ def state_bytes(run: RunConfig, here: Sequence[Stage] | None = None) -> StateByt
     narrow = element_bytes(run)
     wide = max(narrow, 4)
     moments = moment_bytes(run)
-    on_device = 1.0 - run.memory.optimizer_offload_fraction if run.memory.optimizer_cpu_offload else 1.0
+    away = run.memory.optimizer_cpu_offload or run.memory.optimizer_nvme_offload is not None
+    on_device = 1.0 - run.memory.optimizer_offload_fraction if away else 1.0
     if strategy in ("optim_grads", "optim_grads_params") and layout.world_size > 1:
         gathered = held
         if strategy == "optim_grads_params":
@@ -87,11 +88,18 @@ def state_bytes(run: RunConfig, here: Sequence[Stage] | None = None) -> StateByt
             moments=int(moments * owned * on_device),
         )
     return StateBytes(
-        weights=narrow * held,
+        weights=narrow * held + _eight_bit_copies(run, elements),
         gradients=_BYTES[run.optim.main_grads_dtype] * held if wide == 4 else wide * held,
         masters=int(4 * owned * on_device) if narrow < 4 else 0,
         moments=int(moments * owned * on_device),
     )
+
+
+def _eight_bit_copies(run: RunConfig, elements: Elements) -> int:
+    """FP8 keeps the weights of layers in both orientations, a byte each; those of the ends stay as they are."""
+    if run.precision.fp8_format is None:
+        return 0
+    return 2 * (elements.dense + elements.experts - elements.ends)
 
 
 def element_bytes(run: RunConfig) -> int:

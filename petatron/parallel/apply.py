@@ -1,7 +1,7 @@
 """The one ordered recipe that turns stages of a model on the meta device into this rank's part, with real first weights.
 
 Order: stage cut (the caller builds only this rank's stages) -> precision -> tensor/sequence parallel -> kernels and FP8 ->
-context parallel -> expert parallel -> recompute -> materialise -> data parallel.
+context parallel -> expert parallel -> recompute -> activation offload -> materialise -> data parallel.
 """
 
 from __future__ import annotations

@@ -29,6 +29,11 @@ class WeightGradQueue:
         self._held: dict[Hashable, list[tuple[Tensor, Write]]] = {}
         self._open: list[tuple[Tensor, Write]] | None = None
 
+    def begin(self) -> None:
+        """A step begins: what a step that failed has left is forgotten."""
+        self._held.clear()
+        self._open = None
+
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
         """Inside, backward passes leave their weight gradients here under a key."""

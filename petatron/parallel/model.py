@@ -89,6 +89,7 @@ class ParallelModel:
         self.groups = parts.groups
         self.gradients = parts.gradients
         self.eight_bits = parts.eight_bits
+        self._weight_grads = parts.weight_grads
         self.routers = routers
         self.dtype = dtype
         # NCCL wants every rank of a group in its first call, and the first transfers would come from two of them.
@@ -122,6 +123,7 @@ class ParallelModel:
         for stage in self.stages.values():
             stage.train()
         batches = [split_batch(batch, self.mesh.cp) for batch in batches]
+        self._weight_grads.begin()
         self.gradients.begin(len(batches))
         self.eight_bits.new_step()
         tokens = self._count_tokens(batches)
@@ -130,6 +132,7 @@ class ParallelModel:
         clock = self._clock if timeline is not None else None
         outcome = self._pipeline.run(self.plan.training(len(batches)), batches, scales, clock=clock)
         self.gradients.finish()
+        self.eight_bits.weights_changed()  # they are about to, and until then nothing is computed with them
         self.routers.update(outcome.reports)
         if timeline is not None:
             timeline(outcome.timed)
@@ -147,6 +150,7 @@ class ParallelModel:
 
     def publish(self) -> None:
         """Make weights that were changed from outside known to every rank that computes with them."""
+        self.eight_bits.weights_changed()
         for group in self.groups:
             group.publish()
 

@@ -81,8 +81,16 @@ class Region:
 
     def __call__(self, *args: Any) -> Tensor:
         tensors = [value for value in args if isinstance(value, Tensor)]
-        self._sources = {place: value.source for place, value in enumerate(args) if isinstance(value, Remade)}
-        self._others = {place: value for place, value in enumerate(args) if not isinstance(value, Tensor | Remade)}
+        self._sources = {
+            place: value.source
+            for place, value in enumerate(args)
+            if isinstance(value, Remade) and value.source is not None
+        }
+        self._others = {
+            place: value
+            for place, value in enumerate(args)
+            if not isinstance(value, Tensor) and place not in self._sources
+        }
         device = next(value for value in args if isinstance(value, Tensor | Remade))
         device = device.device if isinstance(device, Tensor) else device.value.device
         anchor = torch.empty(0, device=device, requires_grad=True)
@@ -111,7 +119,6 @@ class Region:
                 args.append(self._others[place])
             elif place in self._sources:
                 source = self._sources[place]
-                assert source is not None
                 args.append(Remade(source.again().detach().requires_grad_(), source))
             else:
                 args.append(next(tensors))

@@ -9,7 +9,7 @@ time of a forward pass, a third of the step's operations at 500 TFLOP/s):
                              once more per micro-batch, 12 bytes per element at 4 TB/s
     recompute                the operations that are repeated
     activation offload       bytes / b beyond F on the way out, and beyond 2 F on the way back
-    optimizer offload        14 bytes per element and direction over b
+    optimizer offload        12 bytes per element and direction over b
     context parallelism      keys and values of the other ranks, three times, at 150 GB/s
     sequence parallelism, distributed optimizer, bf16 moments      nothing
 """

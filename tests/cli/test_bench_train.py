@@ -204,7 +204,7 @@ def test_a_slow_outlier_does_not_change_the_ratio():
     assert contenders["petatron"]["mfu_full"] == pytest.approx(32_000 * flops / 1e9)  # type: ignore[index]
     assert ratio["hf"]["speed"] == 1.5 and ratio["hf"]["memory"] == 0.5  # type: ignore[index]
     rows = dict(result.rows)
-    assert rows["loss / hf"].startswith("NOT the same: at most 33.33% of the first apart")
+    assert rows["loss / hf"].startswith("NOT the same: at most 25.00% of the first apart")
     assert joined([{"out_of_memory": True}]) == {"out_of_memory": True}
 
 

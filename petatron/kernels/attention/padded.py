@@ -94,8 +94,9 @@ class _PaddedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *moved, out, source, short_ends = ctx.saved_tensors[:6]
-        kept = ctx.saved_tensors[6:]
+        saved = ctx.saved_tensors  # asked for once: in a recomputed region asking makes the region run
+        *moved, out, source, short_ends = saved[:6]
+        kept = saved[6:]
         rows, kernels = Rows(source, ctx.groups, short_ends, ctx.longest_short), ctx.kernels
         moved += kernels.moves.gather_rows((grads[0], out), source)
         into = [order.empty(out) for order in ctx.orders]

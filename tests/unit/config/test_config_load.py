@@ -287,6 +287,10 @@ def test_optimizer_settings_of_the_other_optimizer_are_said_aloud():
         [*MOCK, "--optimizer", "sgd", "--adam-beta2", "0.95", "--sgd-momentum", "0.5"], preset="tiny-llama"
     )
     assert loaded.notices == ("--adam-beta2 has no effect: the optimizer is sgd",)
+    loaded = load_config([*MOCK, "--no-compile"], preset="tiny-llama")
+    assert loaded.notices == (
+        "--compile has no effect: all that would be compiled in this model has kernels of its own",
+    )
 
 
 def test_a_doubtful_value_is_reported_once():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import petatron
 from petatron.config.schema import PrecisionConfig
 from petatron.kernels.fp8 import E4M3, E5M2, REFERENCE, Fp8Kernels
 from petatron.kernels.grouped import Counts, looped_linear
@@ -324,3 +325,19 @@ def test_a_small_network_learns_as_well_as_in_full_precision(recipe: str):
     assert plain[-1] < 0.5 * plain[0]
     assert ours != plain
     assert sum(ours[-20:]) == pytest.approx(sum(plain[-20:]), rel=0.03)
+
+
+def test_weights_that_change_between_two_uses_are_cast_again():
+    """Training, then generating, then training: no product is done with what a weight was."""
+    flags = "--mock-data --lr 1e-2 --train-iters 3 --bf16 --fp8-format hybrid --seq-length 32 --eval-iters 0".split()
+    run = petatron.load("tiny-llama", flags)
+    model = petatron.build_model(run, petatron.launch(run))
+    optimizer = petatron.build_optimizer(run, model)
+    tokens = torch.arange(32).view(1, 32)
+    for batches in petatron.build_loader(run, model.mesh):
+        model.train_step(batches)
+        optimizer.step()
+        with torch.no_grad():
+            now = model.module.logits(tokens)
+            model.eight_bits.weights_changed()
+            assert torch.equal(now, model.module.logits(tokens))

@@ -307,3 +307,27 @@ def test_the_table_of_tokens(takes: bool):
     found.backward(grad)
     true = torch.zeros(7, D, dtype=torch.float64).index_add_(0, ids.t().flatten(), grad.flatten(0, 1))
     torch.testing.assert_close(buffers.out[table.weight] if takes else table.weight.grad, true)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_an_input_that_needs_no_gradient_is_kept_for_the_weight(taken: bool):
+    """Nothing in front of it has a backward pass in which the input could be made again."""
+    torch.manual_seed(0)
+    linear = Linear(5, (3,), bias=False).double()
+    torch.nn.init.normal_(linear.weight)
+    found: list[Tensor] = []
+
+    class Taker:
+        def take(self, weight: Tensor, write: Write, *, now: bool = False) -> None:
+            found.append(torch.empty_like(weight))
+            write(found[-1], False)
+
+    if taken:
+        how = Multiply(weight_grads=Taker())
+        linear.product = lambda x, weight: how(remade(x), weight)
+    x = torch.randn(4, 2, 5, dtype=torch.float64)
+    linear(x).square().sum().backward()
+    wanted = 2 * torch.einsum("sbo,sbd->od", linear(x).detach(), x)
+    grad = found[0] if taken else linear.weight.grad
+    assert grad is not None
+    torch.testing.assert_close(grad, wanted)

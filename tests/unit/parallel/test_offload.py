@@ -311,6 +311,10 @@ def test_slabs_hold_many_buffers(monkeypatch: pytest.MonkeyPatch):
             "--cpu-offloading-num-layers 2 --recompute-memory-budget-gb 1",
             "--cpu-offloading-num-layers 2 cannot be combined with --recompute-memory-budget-gb, which counts on nothing",
         ),
+        (
+            "--cpu-offloading-num-layers 2 --num-experts 4 --recompute-granularity selective --recompute-modules layernorm",
+            "--cpu-offloading-num-layers 2 cannot be combined with --recompute-modules layernorm in a mixture of experts",
+        ),
         ("--offload-modules mlp", "--cpu-offloading-num-layers offloads by layer"),
     ],
 )
