@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,80 +64,46 @@ class LayerNormKernels(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _MakeRMSNorm:
-    """(x, branch, weight) to (x + branch, its norm)."""
+class _MakeNorm:
+    """(x, branch, weights ...) to (x + branch, its norm); `there` and `back` are the two kernels of a kind of norm."""
 
-    kernels: RMSNormKernels
+    there: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    back: Callable[..., tuple[Tensor | None, ...]]
     eps: float
     from_one: bool
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
-        x, branch, weight = inputs
-        assert x is not None and weight is not None
+        x, branch, *weights = inputs
+        assert x is not None
         by_batch = batch_first(x)
         rows, added = to_rows(x, by_batch=by_batch), None if branch is None else to_rows(branch, by_batch=by_batch)
-        total, normal, rstd = self.kernels.rms_norm(rows, weight, eps=self.eps, from_one=self.from_one, branch=added)
+        total, normal, statistics = self.there(rows, *weights, eps=self.eps, from_one=self.from_one, branch=added)
         total = x.view_as(x) if branch is None else from_rows(total, x, by_batch=by_batch)
-        return (total, from_rows(normal, x, by_batch=by_batch)), (total, rstd, weight)
+        kept = (total, statistics, *(weight for weight in weights if weight is not None))
+        return (total, from_rows(normal, x, by_batch=by_batch)), kept
 
     def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
-        total, rstd, weight = kept
+        total, statistics, *weights = kept
         by_batch = batch_first(total)
         grad_total, grad = (None if grad is None else to_rows(grad, by_batch=by_batch) for grad in grads)
         rows = to_rows(total, by_batch=by_batch)
         grad = torch.zeros_like(rows) if grad is None else grad
-        x_grad, weight_grad, normal = self.kernels.rms_norm_backward(
-            grad, rows, rstd, weight, from_one=self.from_one, grad_total=grad_total, again=again
+        x_grad, *weight_grads, normal = self.back(
+            grad, rows, statistics, *weights, from_one=self.from_one, grad_total=grad_total, again=again
         )
+        assert x_grad is not None
         x_grad = from_rows(x_grad, total, by_batch=by_batch)
         made = None if normal is None else from_rows(normal, total, by_batch=by_batch)
-        return (x_grad, x_grad, weight_grad.to(weight.dtype)), made
+        narrow = [
+            None if found is None else found.to(weight.dtype)
+            for found, weight in zip(weight_grads, weights, strict=True)
+        ]
+        return (x_grad, x_grad, *narrow), made
 
     def again(self, kept: Tensors) -> Tensor:
-        total, _, weight = kept
+        total, _, *weights = kept
         by_batch = batch_first(total)
-        rows = to_rows(total, by_batch=by_batch)
-        _, normal, _ = self.kernels.rms_norm(rows, weight, eps=self.eps, from_one=self.from_one)
-        return from_rows(normal, total, by_batch=by_batch)
-
-
-@dataclass(frozen=True, slots=True)
-class _MakeLayerNorm:
-    """(x, branch, weight, bias) to (x + branch, its norm)."""
-
-    kernels: LayerNormKernels
-    eps: float
-    from_one: bool
-
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
-        x, branch, weight, bias = inputs
-        assert x is not None and weight is not None and bias is not None
-        by_batch = batch_first(x)
-        rows, added = to_rows(x, by_batch=by_batch), None if branch is None else to_rows(branch, by_batch=by_batch)
-        total, normal, statistics = self.kernels.layer_norm(
-            rows, weight, bias, eps=self.eps, from_one=self.from_one, branch=added
-        )
-        total = x.view_as(x) if branch is None else from_rows(total, x, by_batch=by_batch)
-        return (total, from_rows(normal, x, by_batch=by_batch)), (total, statistics, weight, bias)
-
-    def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
-        total, statistics, weight, bias = kept
-        by_batch = batch_first(total)
-        grad_total, grad = (None if grad is None else to_rows(grad, by_batch=by_batch) for grad in grads)
-        rows = to_rows(total, by_batch=by_batch)
-        grad = torch.zeros_like(rows) if grad is None else grad
-        x_grad, weight_grad, bias_grad, normal = self.kernels.layer_norm_backward(
-            grad, rows, statistics, weight, bias, from_one=self.from_one, grad_total=grad_total, again=again
-        )
-        x_grad = from_rows(x_grad, total, by_batch=by_batch)
-        made = None if normal is None else from_rows(normal, total, by_batch=by_batch)
-        return (x_grad, x_grad, weight_grad.to(weight.dtype), bias_grad.to(bias.dtype)), made
-
-    def again(self, kept: Tensors) -> Tensor:
-        total, _, weight, bias = kept
-        by_batch = batch_first(total)
-        rows = to_rows(total, by_batch=by_batch)
-        _, normal, _ = self.kernels.layer_norm(rows, weight, bias, eps=self.eps, from_one=self.from_one)
+        _, normal, _ = self.there(to_rows(total, by_batch=by_batch), *weights, eps=self.eps, from_one=self.from_one)
         return from_rows(normal, total, by_batch=by_batch)
 
 
@@ -154,7 +121,7 @@ class RMSNorm(nn.Module):
 
     def join(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Remade]:
         """x + branch, and its norm."""
-        maker = _MakeRMSNorm(self.kernels, self.eps, self.from_one)
+        maker = _MakeNorm(self.kernels.rms_norm, self.kernels.rms_norm_backward, self.eps, self.from_one)
         (total, value), source = make(maker, x, branch, self.weight)
         return total, Remade(value, source)
 
@@ -174,7 +141,7 @@ class LayerNorm(nn.Module):
 
     def join(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Remade]:
         """x + branch, and its norm."""
-        maker = _MakeLayerNorm(self.kernels, self.eps, self.from_one)
+        maker = _MakeNorm(self.kernels.layer_norm, self.kernels.layer_norm_backward, self.eps, self.from_one)
         (total, value), source = make(maker, x, branch, self.weight, self.bias)
         return total, Remade(value, source)
 
