@@ -54,8 +54,9 @@ def run(args: argparse.Namespace) -> BenchResult:
     import torch
 
     problems = []
-    if args.parameters is not None and args.parameters < 1e4:
-        problems.append(Problem("--parameters", f"{args.parameters:g}", "is too small to time", "Use 1e4 or more."))
+    if args.parameters is not None and not 1e4 <= args.parameters < 1e12:
+        rule = "is not between 1e4, which takes long enough to time, and 1e12"
+        problems.append(Problem("--parameters", f"{args.parameters:g}", rule, "Use 1e7, for instance."))
     if not 0.0 <= args.offload_fraction <= 1.0:
         found = f"{args.offload_fraction:g}"
         problems.append(Problem("--offload-fraction", found, "is out of range", "Use a number from 0 to 1."))

@@ -84,7 +84,8 @@ def _setting(spec: BenchSpec, device: DeviceFacts, found: Findings) -> list[tupl
         ("  peak", f"{peak / 1e12:.1f} TFLOP/s in bf16" if peak else "not published, so there is no MFU"),
         (
             "model",
-            f"{_parameters(spec) / 1e9:.3f} B parameters, {run.train.global_batch_size} x {run.model.seq_length} tokens per step",
+            f"{_parameters(spec) / 1e9:.3f} B parameters, {run.train.global_batch_size} x {run.model.seq_length} tokens per step"
+            + (f" ({spec.micro_batches} micro-batches, all the same)" if spec.micro_batches > 1 else ""),
         ),
         ("training", f"{products} products, fp32 master weights, AdamW, clip {run.optim.clip_grad:g}, {how}"),
         ("measured", "each in a process of its own, there and back" if found.apart else "alternating in one process"),

@@ -43,7 +43,8 @@ def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[s
         info = by_name()[name]
         asked = origins[info.path].kind in ("flag", "file")
         if asked and values[info.path] != info.default:
-            yield f"{info.flag} has no effect: {reason}"
+            typed = f"--no-{info.flag[2:]}" if values[info.path] is False else info.flag
+            yield f"{typed} has no effect: {reason}"
     if config.precision.fp8_format == "hybrid" and config.precision.fp8_recipe == "blockwise":
         yield "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2"
     if origins["memory.recompute_modules"].kind in ("flag", "file"):
@@ -53,7 +54,7 @@ def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[s
 def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
     if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS:
-        yield "compile", "all that would be compiled in this model has kernels of its own"
+        yield "compile", "nothing of this model is compiled: on GPUs it has kernels of its own"
     if not config.precision.fp16:
         yield from ((name, "it is for --fp16") for name in _LOSS_SCALE)
     yield from _idle_fp8(config)

@@ -256,7 +256,7 @@ def test_settings_without_effect_are_said_aloud():
         "--rotary-base has no effect: positions are learned_absolute",
         "--sgd-momentum has no effect: the optimizer is adam",
         "--sequence-parallel has no effect: the tensor-parallel size is 1",
-        "--moe-grouped-gemm has no effect: the model has no experts",
+        "--no-moe-grouped-gemm has no effect: the model has no experts",
         "--split has no effect: there is no --data-path to split",
     }
 
@@ -289,7 +289,7 @@ def test_optimizer_settings_of_the_other_optimizer_are_said_aloud():
     assert loaded.notices == ("--adam-beta2 has no effect: the optimizer is sgd",)
     loaded = load_config([*MOCK, "--no-compile"], preset="tiny-llama")
     assert loaded.notices == (
-        "--compile has no effect: all that would be compiled in this model has kernels of its own",
+        "--no-compile has no effect: nothing of this model is compiled: on GPUs it has kernels of its own",
     )
 
 

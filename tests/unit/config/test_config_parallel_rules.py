@@ -166,7 +166,7 @@ IDLE = [
     ("--pp 2 --microbatch-group-size-per-virtual-pipeline-stage 4", "--microbatch-group-size-per-virtual-pipeline-stage has no effect: it is for the interleaved schedule"),
     ("--dp 2 --num-distributed-optimizer-instances 2", "--num-distributed-optimizer-instances has no effect: no optimizer state is sharded"),
     ("--pp 4 --microbatch-group-size-per-virtual-pipeline-stage 2", "--microbatch-group-size-per-virtual-pipeline-stage has no effect: it is for the interleaved schedule"),
-    ("--dp 2 --use-torch-fsdp2 --no-overlap-grad-reduce", "--overlap-grad-reduce has no effect: fully_shard reduces the gradients"),
+    ("--dp 2 --use-torch-fsdp2 --no-overlap-grad-reduce", "--no-overlap-grad-reduce has no effect: fully_shard reduces the gradients"),
     ("--dp 2 --use-torch-fsdp2 --use-distributed-optimizer", f"--use-distributed-optimizer {FULLY}"),
     ("--cp 2 --use-torch-fsdp2 --overlap-param-gather", f"--overlap-param-gather {FULLY}"),
     ("--use-distributed-optimizer", f"--use-distributed-optimizer {ALONE}"),
