@@ -43,7 +43,10 @@ def test_narrow_state_is_timed_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--parameters", "10"], "--parameters 10 is not between 1e4, which takes long enough to time, and 1e12. Use 1e7, for instance."),
+        (
+            ["--parameters", "10"],
+            "--parameters 10 is not between 1e4, which takes long enough to time, and 1e12. Use 1e7, for instance.",
+        ),
         (["--offload-fraction", "1.5"], "--offload-fraction 1.5 is out of range. Use a number from 0 to 1."),
     ],
 )
