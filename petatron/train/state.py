@@ -67,9 +67,16 @@ class TrainState:
     """Where this run's checkpoints go, if anywhere."""
 
     @classmethod
-    def build(cls, run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> TrainState:
-        """A run at iteration 0."""
-        model = build_model(run, mesh)
+    def build(
+        cls,
+        run: RunConfig,
+        mesh: ParallelMesh,
+        tokenizer: Tokenizer | None = None,
+        *,
+        model: ParallelModel | None = None,
+    ) -> TrainState:
+        """A run at iteration 0, of a model with its first weights or one that is given."""
+        model = model or build_model(run, mesh)
         return cls(
             run=run,
             mesh=mesh,

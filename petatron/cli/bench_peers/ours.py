@@ -11,11 +11,8 @@ from petatron.base.errors import Problem
 from petatron.cli.bench_peers import BenchSpec
 from petatron.cli.bench_peers.weights import first_weight
 from petatron.models.base import Batch
-from petatron.optim.precision import build_scaler
-from petatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.parallel.model import ParallelModel
-from petatron.train.batch_size import BatchSchedule
-from petatron.train.build import build_model, build_optimizer, launch
+from petatron.train.build import build_model, launch
 from petatron.train.state import TrainState
 from petatron.train.step import train_step
 
@@ -37,16 +34,7 @@ class Petatron:
         mesh = launch(run)
         model = build_model(run, mesh, draw=False)
         fill(model)
-        self.state = TrainState(
-            run=run,
-            mesh=mesh,
-            model=model,
-            optimizer=build_optimizer(run, model),
-            scaler=build_scaler(run.precision),
-            rates=LearningRateSchedule.from_config(run),
-            decays=WeightDecaySchedule.from_config(run),
-            batch_sizes=BatchSchedule.from_config(run),
-        )
+        self.state = TrainState.build(run, mesh, model=model)
 
     def step(self, batch: Batch) -> Tensor:
         return torch.as_tensor(train_step(self.state, [batch] * self.micro_batches).loss)
