@@ -15,100 +15,22 @@ R rows, D hidden, F inner, V vocabulary, H and K heads of width E.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from petatron.kernels import activation, norm, rotate
+from petatron.cli.bench_cases import CHECKED_ROWS, EPSILON, Case, Outputs, Place, Shape
+from petatron.cli.bench_heads import heads
+from petatron.kernels import activation, norm
 from petatron.kernels.fp8 import E4M3, E5M2, Cast, Fp8Kernels, widen
 from petatron.kernels.linear_loss import Columns, Wanted, Write, linear_cross_entropy, losses_and_gradient_
 from petatron.kernels.matmul import matmul_into
-from petatron.kernels.registry import OPERATIONS, Situation, choose
 
-Outputs = Sequence[Tensor | None]
-_EPSILON = 1e-5
-_CHECKED_ROWS = 256
 _LOSS_TOKENS = 16384
 _CHUNK_TOKENS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A micro-batch of a model."""
-
-    name: str
-    batch: int
-    sequence: int
-    hidden: int
-    inner: int
-    heads: int
-    groups: int
-    vocabulary: int
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.sequence
-
-
-SHAPES = (
-    Shape("Llama-1B S4096 B8", 8, 4096, 2048, 8192, 32, 8, 128256),
-    Shape("Llama-8B S8192 B2", 2, 8192, 4096, 14336, 32, 8, 128256),
-)
-SMALL_SHAPES = (Shape("small", 2, 16, 64, 96, 4, 2, 300), Shape("smaller", 1, 32, 64, 64, 2, 1, 257))
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where it is measured and in which precision. `compiles`: references under torch.compile are measured too."""
-
-    device: torch.device
-    dtype: torch.dtype
-    situation: Situation
-    compiles: bool
-
-    @classmethod
-    def of(cls, device: torch.device, *, compiles: bool) -> Place:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        situation = Situation.of(device, dtype, compiles=compiles)
-        return cls(device, dtype, situation, compiles and device.type == "cuda" and situation.tools is None)
-
-    def random(self, *size: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        made = torch.randn(size, device=self.device, dtype=dtype or self.dtype)
-        return made if scale == 1.0 else made.mul_(scale)
-
-    def ways(self, operation: str, *compiled: str) -> dict[str, Any]:
-        """Implementations by name, the chosen one first; functions to be compiled are those of the reference."""
-        choice, plain = choose(operation, self.situation), OPERATIONS[operation][-1]
-        ways = {choice.name: choice.functions}
-        reference = ways.setdefault(plain.name, choice.functions if choice.name == plain.name else plain.load())
-        if self.compiles and compiled and "compiled" not in ways:
-            each = {name: torch.compile(getattr(reference, name), fullgraph=True, dynamic=False) for name in compiled}
-            ways["compiled"] = SimpleNamespace(**each)
-        return ways
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One operation at one shape.
-
-    ways: what to time, the first being ours. call: run one of them. true: outputs in float64, or leading rows of them; what
-    is None is not compared. once: what to compare with it, where that is not what `call` returns.
-    """
-
-    label: str
-    ways: Mapping[str, Any]
-    call: Callable[[Any], Any]
-    true: Callable[[], Outputs]
-    once: Callable[[Any], Outputs] | None = None
-    bytes: float = 0.0
-    flops: float = 0.0
-    bound: float | None = None
-    """Largest relative error; None: that of the precision."""
 
 
 def norms(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
@@ -116,7 +38,7 @@ def norms(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     x, branch, grad, grad_total = (place.random(rows, width) for _ in range(4))
     weight, bias = place.random(width), place.random(width)
     exact = [t.double() for t in (x, weight, branch, grad, grad_total)]
-    made = norm.rms_norm(exact[0], exact[1], eps=_EPSILON, from_one=False, branch=exact[2])
+    made = norm.rms_norm(exact[0], exact[1], eps=EPSILON, from_one=False, branch=exact[2])
     statistics = made[2].to(torch.promote_types(place.dtype, torch.float32))
     total, moved = made[0].to(place.dtype), x.numel() * x.itemsize
     again = partial(norm.rms_norm_backward, exact[3], made[0], made[2], exact[1], from_one=False)
@@ -124,7 +46,7 @@ def norms(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     yield Case(
         label=f"rms_norm, {shape.name}",
         ways=ways,
-        call=lambda k: k.rms_norm(x, weight, eps=_EPSILON, from_one=False, branch=branch),
+        call=lambda k: k.rms_norm(x, weight, eps=EPSILON, from_one=False, branch=branch),
         true=lambda: made,
         bytes=4 * moved,
     )
@@ -141,14 +63,14 @@ def norms(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     yield Case(
         label=f"layer_norm, {shape.name}",
         ways=ways,
-        call=lambda k: k.layer_norm(x, weight, bias, eps=_EPSILON, from_one=False, branch=branch),
-        true=lambda: norm.layer_norm(exact[0], exact[1], bias.double(), eps=_EPSILON, from_one=False, branch=exact[2]),
+        call=lambda k: k.layer_norm(x, weight, bias, eps=EPSILON, from_one=False, branch=branch),
+        true=lambda: norm.layer_norm(exact[0], exact[1], bias.double(), eps=EPSILON, from_one=False, branch=exact[2]),
         bytes=4 * moved,
     )
 
 
 def activations(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
-    rows, inner, few = shape.rows, shape.inner, _CHECKED_ROWS
+    rows, inner, few = shape.rows, shape.inner, CHECKED_ROWS
     gate_up, grad = place.random(rows, 2 * inner), place.random(rows, inner)
     ways = place.ways("gated activation", *(("gated", "gated_backward") if first else ()))
     moved = grad.numel() * grad.itemsize
@@ -178,41 +100,8 @@ def activations(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     )
 
 
-def rotations(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
-    width, heads, groups = shape.hidden // shape.heads, shape.heads, shape.groups
-    qkv = place.random(shape.batch, shape.sequence, (heads + 2 * groups) * width).transpose(0, 1)
-    angles = torch.randn(shape.sequence, 1, 1, width // 2, device=place.device).repeat(1, 1, 1, 2)
-    cos, sin = angles.cos().to(place.dtype), angles.sin().to(place.dtype)
-    few = slice(min(_CHECKED_ROWS, shape.sequence))
-    grads = rotate.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=True)
-    out = torch.empty_like(qkv)
-    ways = place.ways("rotary embedding", *(("split_rotate",) if first else ()))
-    moved = 2 * qkv.numel() * qkv.itemsize
-
-    def true_backward() -> Outputs:
-        exact = [t[few].double() for t in (*grads, cos, sin)]
-        return (rotate.split_rotate_backward(*exact, out=torch.empty_like(out[few], dtype=torch.float64)),)
-
-    yield Case(
-        label=f"rotary embedding, {shape.name}",
-        ways=ways,
-        call=lambda k: k.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=True),
-        true=lambda: rotate.split_rotate(
-            *(t[few].double() for t in (qkv, cos, sin)), heads=heads, groups=groups, batch_major=True
-        ),
-        bytes=moved,
-    )
-    yield Case(
-        label=f"rotary embedding backward, {shape.name}",
-        ways={name: functions for name, functions in ways.items() if name != "compiled"},
-        call=lambda k: (k.split_rotate_backward(*grads, cos, sin, out=out),),
-        true=true_backward,
-        bytes=moved,
-    )
-
-
 def losses(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
-    tokens, few, wide = min(shape.rows, _LOSS_TOKENS), _CHECKED_ROWS, torch.promote_types(place.dtype, torch.float32)
+    tokens, few, wide = min(shape.rows, _LOSS_TOKENS), CHECKED_ROWS, torch.promote_types(place.dtype, torch.float32)
     ways, columns = place.ways("softmax and loss"), Columns(shape.vocabulary)
     targets = torch.randint(shape.vocabulary, (tokens,), device=place.device)
     weights = torch.rand(tokens, device=place.device, dtype=wide)
@@ -251,7 +140,7 @@ def losses(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
 
 def _softmax(place: Place, ways: Mapping[str, Any], columns: int, targets: Tensor, weights: Tensor) -> Case:
     """A chunk of logits, which become their gradient."""
-    rows, few = targets.shape[0], slice(_CHECKED_ROWS)
+    rows, few = targets.shape[0], slice(CHECKED_ROWS)
     logits = place.random(rows, columns)
     first = logits[few].clone()
 
@@ -277,7 +166,7 @@ def embeddings(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     ids = torch.randint(shape.vocabulary, (shape.rows,), device=place.device)
     grad, wide = place.random(shape.rows, shape.hidden), torch.promote_types(place.dtype, torch.float32)
     out = torch.zeros(shape.vocabulary, shape.hidden, device=place.device, dtype=wide)
-    few = min(_CHECKED_ROWS, shape.vocabulary)
+    few = min(CHECKED_ROWS, shape.vocabulary)
 
     def once(kernels: Any) -> Outputs:
         kernels.embedding_grad(ids, grad, out, accumulate=False)
@@ -301,7 +190,7 @@ def embeddings(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
 
 def products(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     """The weight's gradient of the widest product, added to a wide buffer."""
-    wide, few = torch.promote_types(place.dtype, torch.float32), min(_CHECKED_ROWS, 2 * shape.inner)
+    wide, few = torch.promote_types(place.dtype, torch.float32), min(CHECKED_ROWS, 2 * shape.inner)
     x, grad = place.random(shape.rows, shape.hidden), place.random(shape.rows, 2 * shape.inner)
     out = torch.zeros(2 * shape.inner, shape.hidden, device=place.device, dtype=wide)
 
@@ -328,7 +217,7 @@ def eight_bits(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     """Casts of a layer's input, and the three products of gate and up; of the larger model only."""
     if first:
         return
-    ways, few = place.ways("fp8"), _CHECKED_ROWS
+    ways, few = place.ways("fp8"), CHECKED_ROWS
     x, one, amax = place.random(shape.rows, shape.hidden), *(torch.ones(1, device=place.device) for _ in range(2))
     casts: dict[str, tuple[int, Callable[[Fp8Kernels], Cast]]] = {
         "by tensor": (6, lambda k: k.cast_tensor(x, E4M3)),
@@ -355,7 +244,7 @@ def _widened(cast: Cast) -> Outputs:
 
 
 def _eight_bit_products(place: Place, shape: Shape, kernels: Fp8Kernels, x: Tensor) -> Iterator[Case]:
-    wide, few = torch.promote_types(place.dtype, torch.float32), min(_CHECKED_ROWS, shape.rows)
+    wide, few = torch.promote_types(place.dtype, torch.float32), min(CHECKED_ROWS, shape.rows)
     weight, grad = place.random(2 * shape.inner, shape.hidden), place.random(shape.rows, 2 * shape.inner)
     out = torch.empty(2 * shape.inner, shape.hidden, device=place.device, dtype=wide)
     plain: tuple[Callable[[], Tensor], ...] = (lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x)
@@ -384,7 +273,7 @@ def _eight_bit_products(place: Place, shape: Shape, kernels: Fp8Kernels, x: Tens
 CASES: Mapping[str, Callable[..., Iterator[Case]]] = {
     "norm": norms,
     "activation": activations,
-    "rotary": rotations,
+    "rotary": heads,
     "loss": losses,
     "embedding": embeddings,
     "product": products,

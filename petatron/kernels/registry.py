@@ -153,6 +153,7 @@ OPERATIONS: Mapping[str, tuple[Kernel, ...]] = {
         Kernel("reference", _module("activation"), _anywhere),
     ),
     "rotary embedding": _twins("rotate"),
+    "normed rotary embedding": _twins("normed_heads"),
     "softmax and loss": (
         Kernel("triton", _module("triton.loss", "TRITON"), _triton),
         Kernel("reference", _module("linear_loss", "REFERENCE"), _anywhere),
@@ -173,6 +174,10 @@ OPERATIONS: Mapping[str, tuple[Kernel, ...]] = {
     "fp8": (
         Kernel("triton", _module("triton.quantise", "KERNELS"), _eight_bits),
         Kernel("emulation", _module("fp8", "REFERENCE"), _anywhere),
+    ),
+    "weights to eight bits": (
+        Kernel("triton", _module("triton.wire", "KERNELS"), _eight_bits),
+        Kernel("reference", _module("wire", "REFERENCE"), _anywhere),
     ),
 }
 

@@ -20,7 +20,7 @@ def split_rotate(
     """q [S, B, H, E], k and v [S, B, K, E]; cos and sin are [S, 1 or B, 1, n]."""
     width = qkv.shape[-1] // (heads + 2 * groups)
     q, k, v = qkv.unflatten(-1, (-1, width)).split((heads, groups, groups), dim=2)
-    q, k, v = (_laid_out(part, batch_major=batch_major) for part in (turn(q, cos, sin), turn(k, cos, sin), v))
+    q, k, v = (laid_out(part, batch_major=batch_major) for part in (turn(q, cos, sin), turn(k, cos, sin), v))
     return q, k, v
 
 
@@ -43,5 +43,6 @@ def turn(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 
 
-def _laid_out(x: Tensor, *, batch_major: bool) -> Tensor:
+def laid_out(x: Tensor, *, batch_major: bool) -> Tensor:
+    """The same, dense, with the batch or the sequence first in memory."""
     return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_major else x.contiguous()

@@ -8,14 +8,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from petatron.config.schema import ModelConfig
-from petatron.kernels import rotate as reference
+from petatron.kernels import normed_heads, rotate
 from petatron.kernels.attention import causal_attention, rows
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import RowMoves
 from petatron.kernels.rotate import turn
-from petatron.layers.heads import RotateKernels, split_rotate
+from petatron.layers.heads import NormedHeadsKernels, Norms, RotateKernels, split_norm_rotate, split_rotate
 from petatron.layers.linear import Linear
-from petatron.layers.norm import build_norm
+from petatron.layers.norm import RMSNorm, build_norm
 from petatron.layers.passing import Pass
 from petatron.layers.remade import Remade
 
@@ -56,7 +56,8 @@ class Attention(nn.Module):
         self.q_norm = build_norm(config, self.head_width) if config.qk_layernorm else None
         self.k_norm = build_norm(config, self.head_width) if config.qk_layernorm else None
         self.core = CoreAttention(window=config.window_size, dropout=config.attention_dropout)
-        self.kernels: RotateKernels = reference
+        self.kernels: RotateKernels = rotate
+        self.norm_kernels: NormedHeadsKernels = normed_heads
         self.out = Linear(q_width, (config.hidden_size,), bias=config.add_bias_linear)
 
     def forward(self, x_SBD: Tensor | Remade, passing: Pass) -> Tensor:
@@ -65,12 +66,20 @@ class Attention(nn.Module):
 
     def _heads(self, qkv: Tensor, passing: Pass) -> tuple[Tensor, Tensor, Tensor]:
         heads, groups, _ = (width // self.head_width for width in self.qkv.sections)
-        normed = self.q_norm is not None and self.k_norm is not None
-        if passing.rotation is not None and not normed:
+        if passing.rotation is not None and self.q_norm is None:
             return split_rotate(qkv, passing.rotation, heads=heads, groups=groups, kernels=self.kernels)
+        if passing.rotation is not None and self.rms_norms is not None:
+            sizes = {"heads": heads, "groups": groups}
+            return split_norm_rotate(qkv, passing.rotation, self.rms_norms, **sizes, kernels=self.norm_kernels)
         q, k, v = qkv.unflatten(-1, (-1, self.head_width)).split((heads, groups, groups), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if passing.rotation is not None:
             q, k = turn(q, *passing.rotation), turn(k, *passing.rotation)
         return q, k, v
+
+    @property
+    def rms_norms(self) -> Norms | None:
+        """The norms of queries and keys, if they are of the kind that one kernel does together with the rotation."""
+        both = isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
+        return (self.q_norm, self.k_norm) if both else None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from petatron.base.log import get_logger
 from petatron.config.schema import GATED_ACTIVATIONS, PrecisionConfig
+from petatron.kernels.fp8 import Scaling
 from petatron.kernels.registry import Choice, Situation, choose
 from petatron.layers.attention import Attention, CoreAttention
 from petatron.layers.experts import GroupedLinear, RoutedExperts
@@ -17,6 +18,7 @@ from petatron.layers.fp8 import (
     DelayedScaling,
     Fp8Experts,
     Fp8Multiplication,
+    Recipe,
     fp8_multiplication,
     layer_in_eight_bits,
 )
@@ -29,7 +31,6 @@ from petatron.models.decoder import Decoder
 from petatron.parallel.tensor import ColumnProduct, RowProduct, WholeProduct
 
 _log = get_logger(__name__)
-_WIDEST_NORM = 16384  # a row stays in registers
 
 
 def fill_kernels(model: nn.Module, situation: Situation) -> list[Choice]:
@@ -47,18 +48,20 @@ def fill_kernels(model: nn.Module, situation: Situation) -> list[Choice]:
             module.kernels = best(operation).functions
         if isinstance(module, CoreAttention):
             module.moves = best("packed rows").functions
+        if isinstance(module, Attention) and module.rms_norms is not None:
+            module.norm_kernels = best("normed rotary embedding").functions
     return list(chosen.values())
 
 
 def _operation(module: nn.Module) -> str | None:
     match module:
         case RMSNorm():
-            return "rms_norm" if module.weight.numel() <= _WIDEST_NORM else None
+            return "rms_norm"
         case LayerNorm():
             return "layer_norm"
         case Activation():
             return "gated activation" if module.name in GATED_ACTIVATIONS else "plain activation"
-        case Attention():
+        case Attention(rms_norms=None):
             return "rotary embedding"
         case OutputHead():
             return "softmax and loss"
@@ -69,10 +72,14 @@ def _operation(module: nn.Module) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class EightBits:
-    """The products of a rank that are done in eight bits, under their weights' names."""
+    """The products of a rank that are done in eight bits, under their weights' names.
+
+    one_cast: how weights are scaled of which both orientations hold the same numbers.
+    """
 
     linears: dict[str, Fp8Multiplication] = field(default_factory=dict)
     experts: Sequence[Fp8Experts] = ()
+    one_cast: Mapping[str, Scaling] = field(default_factory=dict)
 
     def new_step(self) -> None:
         """A step begins, with changed weights."""
@@ -121,8 +128,12 @@ def multiply_in_eight_bits(
         return EightBits()
     choice = choose("fp8", situation)
     _log.info("%s", choice)
-    make = fp8_multiplication(precision, kernels=choice.functions, keep_weights=keep_weights)
+    make, recipe = (
+        fp8_multiplication(precision, kernels=choice.functions, keep_weights=keep_weights),
+        Recipe.of(precision),
+    )
     linears: dict[str, Fp8Multiplication] = {}
+    one_cast: dict[str, Scaling] = {}
     experts: list[Fp8Experts] = []
     for stage in stages:
         for number, block in stage.layers.items():
@@ -130,11 +141,14 @@ def multiply_in_eight_bits(
                 continue
             for name, module in _products(block):
                 if isinstance(module, Linear):
-                    linears[f"layers.{number}.{name}.weight"] = _replaced(module, make)
+                    weight = f"layers.{number}.{name}.weight"
+                    linears[weight] = _replaced(module, make)
+                    scaling = recipe.one_cast(module.weight.shape)
+                    one_cast |= {} if scaling is None else {weight: scaling}
                 else:
                     experts.append(Fp8Experts(choice.functions, keep_weights=keep_weights))
                     module.multiplication = experts[-1]
-    return EightBits(linears, experts)
+    return EightBits(linears, experts, one_cast)
 
 
 def _products(block: nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]]:

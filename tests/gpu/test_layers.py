@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels import activation, norm, rotate
+from petatron.kernels import activation, norm, normed_heads, rotate
+from petatron.kernels.attention import causal_attention
+from petatron.kernels.normed_heads import HeadNorm
 from petatron.kernels.registry import Situation, choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -98,6 +100,74 @@ def test_rotary_embedding(heads: int, groups: int, width: int, turned: int, batc
     wide = [tensor.double() for tensor in (*grads, cos, sin)]
     true = rotate.split_rotate_backward(*wide, out=torch.empty_like(qkv, dtype=torch.float64))
     assert far(back, true) <= BOUNDS[dtype]
+
+
+NORMED = [
+    (HeadNorm(32, 8, 1e-6, False), 128, 128, True, torch.bfloat16),
+    (HeadNorm(9, 3, 1e-6, True), 64, 64, False, torch.bfloat16),
+    (HeadNorm(5, 5, 1e-5, False), 96, 96, True, torch.bfloat16),
+    (HeadNorm(6, 2, 1e-5, True), 80, 32, True, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("how", "width", "turned", "batch_major", "dtype"), NORMED, ids=str)
+def test_normed_rotary_embedding(how: HeadNorm, width: int, turned: int, batch_major: bool, dtype: torch.dtype):
+    found, (length, batch) = kernels("normed rotary embedding", dtype, "triton"), (4099, 2)
+    columns = (how.heads + 2 * how.groups) * width
+    qkv = (
+        draw(batch, length, columns, dtype=dtype).transpose(0, 1)
+        if batch_major
+        else draw(length, batch, columns, dtype=dtype)
+    )
+    half = torch.rand(batch if batch_major else 1, length, 1, turned // 2, device="cuda") * 1000
+    angles = torch.cat((half, half), dim=-1).transpose(0, 1)
+    weights, rotation = (
+        (draw(width, dtype=dtype), draw(width, dtype=dtype)),
+        (angles.cos().to(dtype), angles.sin().to(dtype)),
+    )
+    wide = [tuple(each.double() for each in pair) for pair in (weights, rotation)]
+    ours = found.split_norm_rotate(qkv, weights, rotation, how, batch_major=batch_major)
+    true = normed_heads.split_norm_rotate(qkv.double(), *wide, how, batch_major=batch_major)
+    for part, wanted in zip(ours, true, strict=True):
+        assert far(part, wanted) <= BOUNDS[dtype]
+    grads = tuple(torch.randn_like(part) for part in ours)
+
+    def back(out: Tensor) -> tuple[Tensor, ...]:
+        return out, *found.split_norm_rotate_backward(grads, qkv, weights, rotation, how, out=out)
+
+    gradient, *weight_gradients = first = back(torch.full_like(qkv, float("nan")))
+    true_gradient = torch.empty_like(qkv, dtype=torch.float64)
+    wide_grads = tuple(grad.double() for grad in grads)
+    true = normed_heads.split_norm_rotate_backward(wide_grads, qkv.double(), *wide, how, out=true_gradient)
+    assert far(gradient, true_gradient) <= BOUNDS[dtype]
+    for part, wanted in zip(weight_gradients, true, strict=True):
+        assert part.dtype == torch.float32 and far(part, wanted) <= 5e-6
+    for one, other in zip(first, back(torch.full_like(qkv, float("nan"))), strict=True):
+        assert torch.equal(one, other), "the same bits every time"
+
+
+def test_attention_takes_values_that_lie_in_the_product():
+    """They are a view with longer strides than queries and keys have."""
+    found, how, dtype = (
+        kernels("normed rotary embedding", torch.bfloat16, "triton"),
+        HeadNorm(8, 2, 1e-6, False),
+        torch.bfloat16,
+    )
+    qkv = draw(2, 512, 12 * 128, dtype=dtype).transpose(0, 1)
+    angles = torch.rand(512, 1, 1, 64, device="cuda").repeat(1, 1, 1, 2)
+    weights = torch.ones(128, device="cuda", dtype=dtype), torch.ones(128, device="cuda", dtype=dtype)
+    heads = found.split_norm_rotate(
+        qkv, weights, (angles.cos().to(dtype), angles.sin().to(dtype)), how, batch_major=True
+    )
+    q, k, v = (part.detach().requires_grad_() for part in heads)
+    dense = v.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    assert v.stride() != dense.stride()
+    outputs = [causal_attention(q, k, values) for values in (v, dense)]
+    grad = torch.randn_like(outputs[0])
+    grads = [torch.autograd.grad(out, (q, k, values), grad) for out, values in zip(outputs, (v, dense), strict=True)]
+    assert far(outputs[0], outputs[1]) <= BOUNDS[dtype]
+    for one, other in zip(*grads, strict=True):
+        assert far(one, other) <= BOUNDS[dtype]
 
 
 def test_compiled_layer_norm():

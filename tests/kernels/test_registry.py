@@ -17,6 +17,7 @@ import petatron.kernels.triton
 from petatron.kernels import moe, registry
 from petatron.kernels.fp8 import Fp8Kernels
 from petatron.kernels.registry import OPERATIONS, Situation, choose, survey
+from petatron.kernels.wire import WireKernels
 
 CPU = Situation("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = Situation("cuda", (9, 0), torch.bfloat16, True, None)
@@ -135,12 +136,14 @@ CALLED: dict[str, set[str]] = {
     "gated activation": {"gated", "gated_backward"},
     "plain activation": {"plain", "plain_backward"},
     "rotary embedding": {"split_rotate", "split_rotate_backward"},
+    "normed rotary embedding": {"split_norm_rotate", "split_norm_rotate_backward"},
     "softmax and loss": {"statistics", "gradient_", "losses_and_gradient_"},
     "embedding gradient": {"embedding_grad"},
     "adamw": {"adamw", "sum_of_squares"},
     "expert rows": {field.name for field in dataclasses.fields(moe.RowKernels)},
     "packed rows": {"gather_rows", "scatter_rows"},
     "fp8": {field.name for field in dataclasses.fields(Fp8Kernels)},
+    "weights to eight bits": {field.name for field in dataclasses.fields(WireKernels)},
 }
 
 

@@ -1,0 +1,96 @@
+"""From the product that makes queries, keys and values to heads, for `petatron bench kernels`: rotated, and normalised before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petatron.cli.bench_cases import CHECKED_ROWS, EPSILON, Case, Outputs, Place, Shape
+from petatron.kernels import normed_heads, rotate
+from petatron.kernels.normed_heads import HeadNorm
+
+
+def heads(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
+    yield from _rotations(place, shape, first=first)
+    yield from _normed_rotations(place, shape)
+
+
+def _rotations(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
+    width, heads, groups = shape.hidden // shape.heads, shape.heads, shape.groups
+    qkv = place.random(shape.batch, shape.sequence, (heads + 2 * groups) * width).transpose(0, 1)
+    angles = torch.randn(shape.sequence, 1, 1, width // 2, device=place.device).repeat(1, 1, 1, 2)
+    cos, sin = angles.cos().to(place.dtype), angles.sin().to(place.dtype)
+    few = slice(min(CHECKED_ROWS, shape.sequence))
+    grads = rotate.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=True)
+    out = torch.empty_like(qkv)
+    ways = place.ways("rotary embedding", *(("split_rotate",) if first else ()))
+    moved = 2 * qkv.numel() * qkv.itemsize
+
+    def true_backward() -> Outputs:
+        exact = [t[few].double() for t in (*grads, cos, sin)]
+        return (rotate.split_rotate_backward(*exact, out=torch.empty_like(out[few], dtype=torch.float64)),)
+
+    yield Case(
+        label=f"rotary embedding, {shape.name}",
+        ways=ways,
+        call=lambda k: k.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=True),
+        true=lambda: rotate.split_rotate(
+            *(t[few].double() for t in (qkv, cos, sin)), heads=heads, groups=groups, batch_major=True
+        ),
+        bytes=moved,
+    )
+    yield Case(
+        label=f"rotary embedding backward, {shape.name}",
+        ways={name: functions for name, functions in ways.items() if name != "compiled"},
+        call=lambda k: (k.split_rotate_backward(*grads, cos, sin, out=out),),
+        true=true_backward,
+        bytes=moved,
+    )
+
+
+def _normed_rotations(place: Place, shape: Shape) -> Iterator[Case]:
+    """Values stay where they are; their gradient is copied to its place beside the others."""
+    width, norm = shape.hidden // shape.heads, HeadNorm(shape.heads, shape.groups, EPSILON, from_one=False)
+    qkv, given = (
+        place.random(shape.batch, shape.sequence, (norm.heads + 2 * norm.groups) * width).transpose(0, 1)
+        for _ in range(2)
+    )
+    angles = torch.randn(shape.sequence, 1, 1, width // 2, device=place.device).repeat(1, 1, 1, 2)
+    rotation = angles.cos().to(place.dtype), angles.sin().to(place.dtype)
+    weights, grads, out = (place.random(width), place.random(width)), norm.split(given), torch.empty_like(qkv)
+    few = min(CHECKED_ROWS, shape.sequence)
+
+    def true() -> Outputs:
+        turns = _exact(rotation, few)
+        return normed_heads.split_norm_rotate(qkv[:few].double(), _exact(weights), turns, norm, batch_major=True)
+
+    def backward(kernels: Any) -> Outputs:
+        return out, *kernels.split_norm_rotate_backward(grads, qkv, weights, rotation, norm, out=out)
+
+    def true_backward() -> Outputs:
+        made = torch.empty_like(qkv, dtype=torch.float64)
+        exact = (_exact(grads), qkv.double(), _exact(weights), _exact(rotation))
+        return made, *normed_heads.split_norm_rotate_backward(*exact, norm, out=made)
+
+    ways, head_bytes = place.ways("normed rotary embedding"), shape.rows * width * qkv.itemsize
+    yield Case(
+        label=f"normed rotary embedding, {shape.name}",
+        ways=ways,
+        call=lambda k: k.split_norm_rotate(qkv, weights, rotation, norm, batch_major=True),
+        true=true,
+        bytes=2 * (norm.heads + norm.groups) * head_bytes,
+    )
+    yield Case(
+        label=f"normed rotary embedding backward, {shape.name}",
+        ways=ways,
+        call=backward,
+        true=true_backward,
+        bytes=(3 * (norm.heads + norm.groups) + 2 * norm.groups) * head_bytes,
+    )
+
+
+def _exact(tensors: Sequence[Tensor], rows: int | None = None) -> Any:
+    return tuple(tensor[:rows].double() for tensor in tensors)

@@ -1,0 +1,165 @@
+"""Attention layers that normalise queries and keys: the fused way is the plain one, forward and backward, and keeps less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.config.schema import ModelConfig
+from petatron.kernels.registry import Situation
+from petatron.kernels.rotate import turn
+from petatron.layers.attention import Attention
+from petatron.layers.passing import Pass
+from petatron.layers.rope import Rotary
+from petatron.parallel.kernels import fill_kernels
+from tests.unit.models.kept import alive_bytes
+
+S, B, H, K, E = 5, 2, 6, 2, 8
+WIDE = torch.float64
+Heads = tuple[Tensor, ...]
+
+
+def layer(dtype: torch.dtype = WIDE, **changes: object) -> Attention:
+    shape = {"hidden_size": 16, "num_attention_heads": H, "num_query_groups": K, "kv_channels": E, "qk_layernorm": True}
+    kind = {"normalization": "RMSNorm", "position_embedding_type": "rope", "norm_epsilon": 1e-3}
+    made = Attention(ModelConfig(**{**shape, **kind, **changes})).to(dtype)  # pyright: ignore[reportArgumentType]
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter)
+    return made
+
+
+def drawn(dtype: torch.dtype, *, batch_first: bool) -> Tensor:
+    shape = (B, S) if batch_first else (S, B)
+    qkv = torch.randn(*shape, (H + 2 * K) * E, dtype=WIDE).to(dtype)
+    return (qkv.transpose(0, 1) if batch_first else qkv).requires_grad_()
+
+
+def rotation_of(attention: Attention, dtype: torch.dtype, *, percent: float = 1.0) -> Pass:
+    positions = torch.randint(0, 50, (B, S))  # as in packed rows, where every document begins at 0
+    return Pass(rotation=Rotary(ModelConfig(rotary_percent=percent), attention.head_width)(positions, dtype))
+
+
+def plainly(attention: Attention, qkv: Tensor, passing: Pass) -> Heads:
+    q, k, v = qkv.unflatten(-1, (-1, E)).split((H, K, K), dim=2)
+    assert attention.q_norm is not None and attention.k_norm is not None
+    q, k = attention.q_norm(q), attention.k_norm(k)
+    return (q, k, v) if passing.rotation is None else (turn(q, *passing.rotation), turn(k, *passing.rotation), v)
+
+
+def gradients(heads: Callable[[], Heads], grads: Heads, leaves: list[Tensor]) -> Heads:
+    return torch.autograd.grad(heads(), leaves, grads)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize(
+    ("percent", "changes"),
+    [
+        (1.0, {}),
+        (0.5, {"apply_layernorm_1p": True}),
+        (1.0, {"normalization": "LayerNorm"}),
+        (None, {}),
+    ],
+    ids=["rms", "partly-from-one", "layer-norm", "no-positions"],
+)
+def test_heads_and_gradients_are_those_of_plain_operations(
+    percent: float | None, changes: dict[str, object], batch_first: bool
+):
+    attention = layer(**changes)
+    qkv = drawn(WIDE, batch_first=batch_first)
+    passing = Pass() if percent is None else rotation_of(attention, WIDE, percent=percent)
+    leaves = [qkv, *(p for name, p in attention.named_parameters() if "_norm" in name)]
+    wanted = plainly(attention, qkv, passing)
+    grads = tuple(torch.randn_like(part) for part in wanted)
+    for ours, true in zip(attention._heads(qkv, passing), wanted, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
+    found = gradients(lambda: attention._heads(qkv, passing), grads, leaves)
+    for ours, true in zip(found, gradients(lambda: plainly(attention, qkv, passing), grads, leaves), strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_queries_and_keys_lie_as_the_product_does_and_values_in_it(batch_first: bool):
+    attention, qkv = layer(), drawn(WIDE, batch_first=batch_first)
+    q, k, v = attention._heads(qkv, rotation_of(attention, WIDE))
+    for part in (q, k):
+        assert (part.transpose(0, 1) if batch_first else part).is_contiguous()
+    assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+    out = attention.core(q, k, v)
+    assert out.shape == (S, B, H, E)
+
+
+def test_nothing_is_kept_but_the_product():
+    attention, held = layer(), []
+    passing, x = rotation_of(attention, WIDE), drawn(WIDE, batch_first=False)
+    assert passing.rotation is not None
+
+    def run() -> None:
+        q, k, _ = attention._heads(x * 1.0, passing)
+        held.append((q.grad_fn, k.grad_fn))
+
+    kept = alive_bytes(run, without=[x, *attention.parameters(), *passing.rotation])
+    assert kept == S * B * (H + 2 * K) * E * 8
+
+
+class Taker:
+    """Adds gradients up in float32."""
+
+    postpones = False
+
+    def __init__(self) -> None:
+        self.taken: dict[Tensor, Tensor] = {}
+
+    def take(self, weight: Tensor, write: Callable[[Tensor, bool], None], *, now: bool = False, begin: object = None):
+        assert now and begin is None
+        out = self.taken.setdefault(weight, torch.zeros(weight.shape))
+        write(out, True)
+
+
+def test_weight_gradients_go_to_their_taker_unrounded():
+    attention, taker = layer(torch.bfloat16), Taker()
+    qkv, passing = drawn(torch.bfloat16, batch_first=True), rotation_of(attention, torch.bfloat16)
+    assert attention.rms_norms is not None
+    for norm in attention.rms_norms:
+        norm.weight_grads = taker
+    made = attention._heads(qkv, passing)
+    grads = tuple(torch.randn_like(part) for part in made)
+    torch.autograd.backward(made, grads)
+    exact = layer()
+    exact.load_state_dict({name: value.double() for name, value in attention.state_dict().items()})
+    assert passing.rotation is not None and exact.rms_norms is not None
+    wide = Pass(rotation=(passing.rotation[0].double(), passing.rotation[1].double()))
+    wanted = gradients(
+        lambda: exact._heads(qkv.detach().double(), wide),
+        tuple(grad.double() for grad in grads),
+        [norm.weight for norm in exact.rms_norms],
+    )
+    for norm, true in zip(attention.rms_norms, wanted, strict=True):
+        assert norm.weight.grad is None
+        torch.testing.assert_close(taker.taken[norm.weight].double(), true, rtol=1e-4, atol=1e-4)
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    attention, qkv = layer(), drawn(WIDE, batch_first=False)
+    assert attention.rms_norms is not None
+    attention.rms_norms[0].weight.requires_grad_(False)
+    q, k, v = attention._heads(qkv, rotation_of(attention, WIDE))
+    (q.sum() + k.sum() + v.sum()).backward()
+    frozen, trained = attention.rms_norms
+    assert frozen.weight.grad is None and trained.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, "normed rotary embedding"),
+        ({"normalization": "LayerNorm"}, "rotary embedding"),
+        ({"qk_layernorm": False}, "rotary embedding"),
+    ],
+)
+def test_what_is_chosen_is_what_the_layer_uses(changes: dict[str, object], wanted: str):
+    attention = layer(**changes)
+    chosen = {choice.operation for choice in fill_kernels(attention, Situation("cpu", (0, 0), WIDE, False, None))}
+    assert {name for name in chosen if "rotary" in name} == {wanted}
