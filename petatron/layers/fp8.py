@@ -184,6 +184,12 @@ class Recipe:
         casts = {"tensor": kernels.cast_tensor, "rows": kernels.cast_rows, "blocks": kernels.cast_squares}
         return partial(casts[self.scaling], dtype=E4M3)
 
+    def one_cast(self, shape: torch.Size) -> Scaling | None:
+        """How a weight is scaled, if both its orientations hold the same numbers; None if not, or if it is not cast at all."""
+        if self.scaling == "rows" or not _fits(shape, self.multiple):
+            return None
+        return "squares" if self.scaling == "blocks" else "tensor"
+
 
 class _CastWeight:
     """A weight in eight bits, good for one step; not kept where gathered weights are let go between uses."""
@@ -282,7 +288,8 @@ class Fp8Experts:
     """The products of one layer's experts, a weight [E, O, D], with a scale per row; torch's grouped kernel takes only e4m3.
 
     The weights' gradients stay in the precision of the tensors: experts have as many rows as they get, and a product that
-    sums over them would need multiples of 16. So nothing is cast transposed but the weight, once per step.
+    sums over them would need multiples of 16, and two more casts, which eat what it gains (figures in docs/fp8.md). So nothing
+    is cast transposed but the weight, once per step.
     """
 
     def __init__(self, kernels: Fp8Kernels, *, keep_weights: bool = True) -> None:

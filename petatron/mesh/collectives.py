@@ -74,12 +74,15 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
     return Handle(dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True))
 
 
-def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Handle:
-    """Begin to fill `out` with the ranks' tensors one after the other; `x` may be this rank's part of `out`."""
+def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, after: Callable[[], object] | None = None) -> Handle:
+    """Begin to fill `out` with the ranks' tensors one after the other; `x` may be this rank's part of `out`.
+
+    `after` is called by who waits, when `out` is there.
+    """
     if axis.size == 1:
-        return _copied(out, x)
+        return _copied(out, x, after=after)
     axis.record.add(axis.name, "all_gather", elements=out.numel(), dtype=x.dtype)
-    return Handle(_all_gather(out, x, group=axis.group, async_op=True))
+    return Handle(_all_gather(out, x, group=axis.group, async_op=True), keep=(out, x), after=after)
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
@@ -90,11 +93,11 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
     return Handle(_reduce_scatter(out, x, group=axis.group, async_op=True))
 
 
-def _copied(out: Tensor, x: Tensor) -> Handle:
+def _copied(out: Tensor, x: Tensor, *, after: Callable[[], object] | None = None) -> Handle:
     """What one rank gathers or scatters is its own tensor, which may be where it belongs already."""
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
-    return Handle()
+    return Handle(after=after)
 
 
 def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:

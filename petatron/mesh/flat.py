@@ -4,6 +4,10 @@ A buffer is cut into buckets, the unit in which gradients are reduced while the 
 every rank keeps and updates the whole buffer. With the distributed optimizer (ZeRO-1), each rank of the `shard` axis owns
 one part of every bucket: gradients are reduce-scattered, master weights and moments exist only for the owned parts, and
 updated weights are gathered bucket by bucket. So buckets are padded to a multiple of the ranks that share them.
+
+Weights that are multiplied in eight bits lie in buffers of their own where state is sharded, and may travel in eight bits
+(`mesh/wire.py`). What this rank owns of them then lies apart, in the precision of the run, and the buffer that is computed
+with holds what the bytes stand for.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from petatron.kernels.fp8 import Scaling
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.mesh.spec import Placement
+from petatron.mesh.spec import Placement, Shape
 from petatron.mesh.stretch import Part, Stretch, share_of
+from petatron.mesh.wire import BucketWire, EightBitWeights
 
 # Parts of a bucket start at multiples of this many elements: vector loads, and the widest message units of NCCL.
 _ALIGNMENT = 64
@@ -80,8 +86,12 @@ class FlatGroup:
         stage: int = 0,
         overlap_gather: bool = False,
         grad_dtype: torch.dtype | None = None,
+        eight_bits: EightBitWeights | None = None,
     ) -> None:
-        """`stage` counts the stages of this rank; `grad_dtype` None means at least float32."""
+        """`stage` counts the stages of this rank; `grad_dtype` None means at least float32.
+
+        `eight_bits`: all these are weights that are multiplied so.
+        """
         first, size = buckets[0].slots[0].parameter, buckets[-1].end
         self.buckets = buckets
         self.axes = axes
@@ -98,6 +108,21 @@ class FlatGroup:
             view = self.view(self.flat_weights, slot)
             view.copy_(slot.parameter.detach())
             slot.parameter.data = view
+        self._wire = self._build_wire(eight_bits) if eight_bits is not None else None
+        self._weights = self._owned(self.flat_weights)
+        if self._wire is not None:
+            self._weights = [weight.clone() for weight in self._weights]
+
+    def _build_wire(self, eight_bits: EightBitWeights) -> BucketWire | None:
+        """None where weights travel as they are, or not at all."""
+        axis, scalings = self.axes.shard, eight_bits.scalings
+        if eight_bits.kernels is None or not self.axes.sharded or axis.size == 1:
+            return None
+        matrices: list[list[tuple[int, Shape, Scaling]]] = [
+            [(slot.start - bucket.begin, slot.placement.shape, scalings[slot.name]) for slot in bucket.slots]
+            for bucket in self.buckets
+        ]
+        return BucketWire(matrices, axis, eight_bits.kernels)
 
     @property
     def slots(self) -> Iterator[Slot]:
@@ -128,22 +153,28 @@ class FlatGroup:
                 parts.append(Part(slot.placement, low - slot.start, high - slot.start, low - begin))
         return Stretch(end - begin, tuple(parts), share_of(end - begin, self.copies))
 
+    def _owned(self, flat: Tensor) -> list[Tensor]:
+        return [flat[begin:end] for begin, end in self._owned_ranges()]
+
     def weights(self) -> list[Tensor]:
-        return [self.flat_weights[begin:end] for begin, end in self._owned_ranges()]
+        return list(self._weights)
 
     def grads(self) -> list[Tensor]:
-        return [self.flat_grads[begin:end] for begin, end in self._owned_ranges()]
+        return self._owned(self.flat_grads)
 
     def publish(self) -> None:
         """Begin to gather every bucket's weights, those the forward pass needs first in front."""
         if not self.axes.sharded:
             return
         self.wait()
+        scales = None if self._wire is None else self._wire.scales(self._weights)
         for index in reversed(range(len(self.buckets))):
-            bucket = self.buckets[index]
-            begin, end = self.owned_part(bucket)
+            bucket, own = self.buckets[index], self._weights[index]
             out = self.flat_weights[bucket.begin : bucket.end]
-            self._gathers[index] = collectives.start_all_gather(out, self.flat_weights[begin:end], self.axes.shard)
+            if self._wire is None or scales is None:
+                self._gathers[index] = collectives.start_all_gather(out, own, self.axes.shard)
+            else:
+                self._gathers[index] = self._wire.start(index, out, own, scales)
         if not self._overlap_gather:
             self.wait()
 
@@ -160,12 +191,14 @@ class FlatOptions:
     """How buffers are cut: bucket size in elements, whether optimizer state is sharded, whether gathers overlap.
 
     grad_dtype: what gradients add up in; None means at least float32.
+    eight_bits: which weights are multiplied in eight bits, and whether they travel so.
     """
 
     bucket_size: int
     sharded: bool = False
     overlap_gather: bool = False
     grad_dtype: torch.dtype | None = None
+    eight_bits: EightBitWeights | None = None
 
 
 def flatten_parameters(
@@ -183,10 +216,12 @@ def flatten_parameters(
 
     A buffer holds one dtype, one answer of `decays` (does weight decay touch it?), one stage, and dense or expert
     parameters. The order inside is that of the backward pass, last layer first. What is added up with another stage (a
-    tied embedding) lies in a buffer of its own, so that both stages cut it alike.
+    tied embedding) lies in a buffer of its own, so that both stages cut it alike. With sharding, so do weights that are
+    multiplied in eight bits, whether they travel so or not: sums are then the same, in the same order.
     """
     members: dict[tuple, list[tuple[str, nn.Parameter, int, int]]] = {}
     uses = uses or Counter(parameter for stage in stages for parameter in stage.parameters())
+    eight_bits = options.eight_bits if options.sharded else None
     seen: set[nn.Parameter] = set()
     for number, stage in enumerate(stages):
         for turn, (name, parameter) in enumerate(reversed(list(stage.named_parameters()))):
@@ -195,10 +230,11 @@ def flatten_parameters(
             seen.add(parameter)
             placement = placements[name]
             tied = any(piece.sum_over == "ends" for piece in placement.pieces)
-            key = (number, parameter.dtype, decays(name, parameter), placement.expert, tied)
+            eight = eight_bits is not None and name in eight_bits.scalings
+            key = (number, parameter.dtype, decays(name, parameter), placement.expert, tied, eight)
             members.setdefault(key, []).append((name, parameter, turn, uses[parameter]))
     groups = []
-    for (number, _, decay, expert, _), entries in members.items():
+    for (number, _, decay, expert, _, eight), entries in members.items():
         axes = DataAxes.of(mesh, expert=expert, sharded=options.sharded)
         buckets = _cut(entries, placements, options.bucket_size, axes.shard.size if options.sharded else 1)
         groups.append(
@@ -209,6 +245,7 @@ def flatten_parameters(
                 stage=number,
                 overlap_gather=options.overlap_gather,
                 grad_dtype=options.grad_dtype,
+                eight_bits=eight_bits if eight else None,
             )
         )
     return groups

@@ -88,18 +88,24 @@ def state_bytes(run: RunConfig, here: Sequence[Stage] | None = None) -> StateByt
             moments=int(moments * owned * on_device),
         )
     return StateBytes(
-        weights=narrow * held + _eight_bit_copies(run, elements),
+        weights=narrow * held + _eight_bit_copies(run, elements, shard=ranks[0]),
         gradients=_BYTES[run.optim.main_grads_dtype] * held if wide == 4 else wide * held,
         masters=int(4 * owned * on_device) if narrow < 4 else 0,
         moments=int(moments * owned * on_device),
     )
 
 
-def _eight_bit_copies(run: RunConfig, elements: Elements) -> int:
-    """FP8 keeps the weights of layers in both orientations, a byte each; those of the ends stay as they are."""
+def _eight_bit_copies(run: RunConfig, elements: Elements, *, shard: int) -> int:
+    """FP8 keeps the weights of layers in both orientations, a byte each; those of the ends stay as they are.
+
+    Where they travel in FP8, what a rank owns of them lies apart from what it computes with; experts do not.
+    """
     if run.precision.fp8_format is None:
         return 0
-    return 2 * (elements.dense + elements.experts - elements.ends)
+    copies = 2 * (elements.dense + elements.experts - elements.ends)
+    if run.precision.fp8_param_gather and shard > 1:
+        copies += element_bytes(run) * -(-(elements.dense - elements.ends) // shard)
+    return copies
 
 
 def element_bytes(run: RunConfig) -> int:

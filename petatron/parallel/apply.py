@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from petatron.base.log import get_logger
 from petatron.config.check_sharding import FSDP
 from petatron.config.schema import RunConfig
-from petatron.kernels.registry import Situation
+from petatron.kernels.registry import Situation, choose
 from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams, normal_piece
 from petatron.mesh.spec import Piece, Placement, Shard, TensorSplit
 from petatron.mesh.stretch import ParameterGroup, group_pieces
+from petatron.mesh.wire import EightBitWeights
 from petatron.models.activations import ActivationShape
 from petatron.models.decoder import Decoder
 from petatron.parallel.context import connect_context
@@ -104,10 +105,11 @@ def parallelize(
         offloaded = apply_activation_offload(stage, run.memory, link)
         if offloaded is not None:
             _log.info("%s", offloaded)
+    weights = _eight_bit_weights(eight_bits, run, situation)
     if fully_sharded:
-        groups, gradients = _shard_fully(stages, placements, recipe, mesh, run, dtype, draw=draw)
+        groups, gradients = _shard_fully(stages, placements, recipe, mesh, run, dtype, weights, draw=draw)
     else:
-        groups, gradients = _flatten(stages, placements, recipe, mesh, run, draw=draw)
+        groups, gradients = _flatten(stages, placements, recipe, mesh, run, weights, draw=draw)
         weight_grads.deliver = gradients.write
     held = sum(stretch.length for group in groups for stretch in group.stretches)
     _log.info("rank %d updates %s elements of parameters, padding included, %s", mesh.rank, f"{held:,}", str(dtype)[6:])
@@ -137,12 +139,22 @@ def _split(
     return placements
 
 
+def _eight_bit_weights(eight_bits: EightBits, run: RunConfig, situation: Situation) -> EightBitWeights:
+    """The weights that are the same in eight bits for all their products, and how they are made so if they are to travel."""
+    if not run.precision.fp8_param_gather:
+        return EightBitWeights(scalings=eight_bits.one_cast)
+    choice = choose("weights to eight bits", situation)
+    _log.info("%d weights of this rank travel in eight bits; %s", len(eight_bits.one_cast), choice)
+    return EightBitWeights(scalings=eight_bits.one_cast, kernels=choice.functions)
+
+
 def _flatten(
     stages: Mapping[int, Decoder],
     placements: Mapping[str, Placement],
     recipe: Recipe,
     mesh: ParallelMesh,
     run: RunConfig,
+    eight_bits: EightBitWeights,
     *,
     draw: bool,
 ) -> tuple[Sequence[FlatGroup], GradientSync]:
@@ -157,6 +169,7 @@ def _flatten(
         sharded=parallel.use_distributed_optimizer,
         overlap_gather=parallel.overlap_param_gather,
         grad_dtype=torch.bfloat16 if run.optim.main_grads_dtype == "bf16" else None,
+        eight_bits=eight_bits,
     )
     groups = flatten_parameters(list(stages.values()), placements, recipe.decays, mesh, options, uses=_uses(stages))
     if parallel.overlap_param_gather:
@@ -180,6 +193,7 @@ def _shard_fully(
     mesh: ParallelMesh,
     run: RunConfig,
     dtype: torch.dtype,
+    eight_bits: EightBitWeights,
     *,
     draw: bool,
 ) -> tuple[Sequence[ShardedGroup], ShardedGradients]:
@@ -195,6 +209,7 @@ def _shard_fully(
         strategy=run.parallel.data_parallel_sharding_strategy,  # pyright: ignore[reportArgumentType]
         compute_dtype=dtype,
         wire_dtype=_wire_dtype(run),
+        eight_bits=eight_bits,
     )
     _materialise(stages, mesh)
     if draw:

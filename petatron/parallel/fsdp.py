@@ -17,6 +17,8 @@ over `dp_outer` at the end of a step.
 A parameter is cut along its first dimension, the last parts being shorter or empty; messages are padded to equal parts. One
 with fewer rows than ranks (few experts per rank, on many ranks) is cut along the first dimension that divides evenly.
 
+Weights that are multiplied in eight bits may be gathered so (`fsdp_comm.py`): a rank casts its rows of what it would send.
+
 A backward pass in two halves (zero-bubble schedules) cannot work: fully_shard scatters a unit's gradients when the gradient
 of its input is there, before those of the weights would be.
 """
@@ -39,8 +41,15 @@ from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.spec import Placement, Shape
 from petatron.mesh.stretch import Part, Stretch, share_of
+from petatron.mesh.wire import EightBitWeights, Matrix
 from petatron.models.decoder import Decoder
-from petatron.parallel.fsdp_comm import RecordedAllGather, RecordedReduceScatter, device_mesh
+from petatron.parallel.fsdp_comm import (
+    EightBitAllGather,
+    RecordedAllGather,
+    RecordedReduceScatter,
+    Segment,
+    device_mesh,
+)
 from petatron.parallel.gradients import sum_inside_replica
 
 Strategy = Literal["optim_grads", "optim_grads_params"]
@@ -87,8 +96,10 @@ class ShardedGroup:
         decay: bool,
         stage: FSDPModule,
         wire_dtype: torch.dtype | None,
+        gathers: Sequence[EightBitAllGather] = (),
     ) -> None:
         self.decay = decay
+        self._gathers = gathers
         self.stretches = stretches
         self.copies = copies
         self.stage = stage
@@ -116,6 +127,8 @@ class ShardedGroup:
         """Let go of gathered parameters, so that the next forward pass gathers the new ones."""
         for unit in _units(self.stage):
             unit.reshard()
+        for gather in self._gathers:
+            gather.weights_changed()
 
     def begin(self) -> None:
         """Gradients start from zero, in this group's buffer."""
@@ -202,11 +215,12 @@ def shard_stages(
     strategy: Strategy,
     compute_dtype: torch.dtype,
     wire_dtype: torch.dtype | None,
+    eight_bits: EightBitWeights | None = None,
 ) -> list[ShardedGroup]:
     """Share the parameters of a rank's stages, and give this rank's part of them memory, all zero.
 
     The stages are still on the meta device, in at least fp32, with all other kinds of parallelism applied. `wire_dtype` is
-    the precision gradients are reduced in; None means at least fp32.
+    the precision gradients are reduced in; None means at least fp32. `eight_bits` says which weights may be gathered so.
     """
     wide = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(
@@ -232,13 +246,45 @@ def shard_stages(
         _gather_ahead(stage)
         register_fsdp_forward_method(stage, "logits")
         _SameDicts().watch(stage)
+        gathers = _gather_in_eight_bits(stage, placements, dense.axis, eight_bits, compute_dtype)
         if mesh.device.type != "meta":
             stage.to_empty(device=mesh.device)
         for decay in (True, False):
             chosen = {name: p for name, p in stage.named_parameters() if decay_of[name] == decay}
             if chosen:
-                groups.append(_group(stage, chosen, placements, mesh, decay=decay, wire_dtype=wire_dtype))
+                group = _group(stage, chosen, placements, mesh, decay=decay, wire_dtype=wire_dtype, gathers=gathers)
+                groups.append(group)
     return groups
+
+
+def _gather_in_eight_bits(
+    stage: Decoder,
+    placements: Mapping[str, Placement],
+    axis: Axis,
+    eight_bits: EightBitWeights | None,
+    dtype: torch.dtype,
+) -> list[EightBitAllGather]:
+    """Let units that have weights for it send these in eight bits; who does so."""
+    if eight_bits is None or eight_bits.kernels is None or axis.size == 1:
+        return []
+    names = {parameter: name for name, parameter in stage.named_parameters()}
+    found = []
+    for unit in _units(stage):
+        # Nothing public tells the order of parameters in a message.
+        inside = unit._get_fsdp_state()._fsdp_param_group
+        members = [] if inside is None else [names[member.sharded_param] for member in inside.fsdp_params]
+        segments, count = [], 0
+        for name in members:
+            shape = placements[name].shape
+            dim, scaling = shard_dim(shape, axis.size), eight_bits.scalings.get(name)
+            # In parts along another dimension, what a rank has is no stretch of the matrix.
+            matrix = Matrix.of(shape, scaling, first=count) if scaling is not None and dim == 0 else None
+            count += 0 if matrix is None else matrix.scales
+            segments.append(Segment(-(-shape[dim] // axis.size) * (math.prod(shape) // shape[dim]), matrix))
+        if count:
+            found.append(EightBitAllGather(axis, segments, itemsize=dtype.itemsize, kernels=eight_bits.kernels))
+            unit.set_custom_all_gather(found[-1])
+    return found
 
 
 def _group(
@@ -249,6 +295,7 @@ def _group(
     *,
     decay: bool,
     wire_dtype: torch.dtype | None,
+    gathers: Sequence[EightBitAllGather],
 ) -> ShardedGroup:
     copies, sharded, stretches = mesh["dp_outer"], [], []
     for name, parameter in parameters.items():
@@ -257,7 +304,7 @@ def _group(
         sharded.append(parameter)
         stretches.append(owned_stretch(placements[name], axis, copies))
     assert isinstance(stage, FSDPModule)
-    group = ShardedGroup(sharded, stretches, copies, decay=decay, stage=stage, wire_dtype=wire_dtype)
+    group = ShardedGroup(sharded, stretches, copies, decay=decay, stage=stage, wire_dtype=wire_dtype, gathers=gathers)
     for weight in group.weights():
         weight.zero_()
     return group

@@ -90,6 +90,23 @@ def test_bytes_of_an_element(flags: str, wanted: tuple[int, ...]):
     assert found.total == sum(wanted) * n and found.optimizer == (wanted[2] + wanted[3]) * n
 
 
+def test_weights_that_travel_in_eight_bits_lie_apart_where_they_are_owned():
+    sizes = "--hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4"
+    flags = f"{sizes} --dp 4 --use-distributed-optimizer --bf16 --fp8-hybrid"
+    found = {}
+    for way in ("", "--fp8-param-gather"):
+        run = run_of(f"{flags} {way}", 4)
+        with pretend_rank(run, 1) as model:
+            groups = [group for group in model.groups if isinstance(group, FlatGroup)]
+            total = sum(group.flat_weights.numel() for group in groups)
+            own = {weight.untyped_storage()._cdata: weight.nbytes for group in groups for weight in group.weights()}
+            whole = {group.flat_weights.untyped_storage()._cdata for group in groups}
+        found[way] = (state_bytes(run).weights, sum(size for place, size in own.items() if place not in whole))
+        assert total == pytest.approx(held_elements(run).dense, rel=2e-3)
+    (plain, none), (predicted, apart) = found.values()
+    assert none == 0 and predicted - plain == pytest.approx(apart, rel=5e-3)
+
+
 def test_what_is_offloaded_is_not_on_the_device():
     run = run_of("--bf16")
     n = held_elements(run).dense

@@ -1,0 +1,217 @@
+"""Weights in eight bits between ranks: what arrives is cast to the same numbers as what was sent, whoever owned which stretch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from petatron.kernels import fp8, wire
+from petatron.kernels.fp8 import BLOCK, E4M3, Cast, power_scale, widen
+from petatron.kernels.wire import REFERENCE, RUN, WireKernels
+
+TENSORS = [(16, 16), (48, 144), (112, 32)]
+SQUARES = [(128, 128), (256, 384)]
+
+
+def travelled(w: Tensor, *, squares: bool, cuts: Sequence[int], kernels: WireKernels = REFERENCE) -> Tensor:
+    """A weight whose elements up to each cut belong to one rank each, as all of them get it."""
+    flat, columns = w.flatten(), w.shape[1] if squares else None
+    amax = torch.zeros(w.numel() // BLOCK**2 if squares else 1, device=w.device)
+    edges = [0, *sorted(cuts), w.numel()]
+    parts = [(begin, flat[begin:end]) for begin, end in pairwise(edges)]
+    for begin, part in parts:
+        kernels.raise_largest(part, amax, begin=begin, columns=columns)
+    scale, sent = power_scale(amax, E4M3), torch.empty(flat.shape, dtype=E4M3, device=w.device)
+    for begin, part in parts:
+        kernels.narrow(part, scale, sent[begin : begin + part.numel()], begin=begin, columns=columns)
+    out = torch.full_like(flat, 7.0)
+    kernels.restore(sent.view(1, -1), scale, out.view(1, -1), columns=columns)
+    return out.view(w.shape)
+
+
+def same(ours: Tensor, wanted: Tensor) -> bool:
+    """To the bit, but that one NaN is as good as another."""
+    return torch.equal(ours.nan_to_num(nan=1e30), wanted.nan_to_num(nan=1e30)) and torch.equal(
+        ours.isnan(), wanted.isnan()
+    )
+
+
+def assert_same_operands(ours: Cast, wanted: Cast) -> None:
+    for one, other in ((ours.rows, wanted.rows), (ours.columns, wanted.columns)):
+        assert same(widen(one), widen(other))
+
+
+def draw(shape: tuple[int, int], *, seed: int, spread: float, top: float, dtype: torch.dtype) -> Tensor:
+    """Normal numbers times powers of two from 2^-spread to 1, up to a largest of `top`, with zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    x *= torch.exp2(-spread * torch.rand(shape, generator=generator, dtype=torch.float64))
+    x[torch.rand(shape, generator=generator) < 0.05] = 0.0
+    return (x / x.abs().max().clamp(min=1e-30) * top).to(dtype)
+
+
+def exact(shape: tuple[int, int], *, seed: int) -> Tensor:
+    """Numbers that lose nothing: normal in e4m3, few binary orders apart."""
+    generator = torch.Generator().manual_seed(seed)
+    mantissa = 1 + torch.randint(0, 8, shape, generator=generator) / 8
+    sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    return (sign * torch.ldexp(mantissa, torch.randint(-3, 4, shape, generator=generator))).to(torch.bfloat16)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_arrives_is_cast_to_the_same_numbers(data: st.DataObject):
+    squares = data.draw(st.booleans(), "squares")
+    shape = data.draw(st.sampled_from(SQUARES if squares else TENSORS), "shape")
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]), "dtype")
+    # From the least subnormal of the format to its largest number; 224 and 448 are where a scale ends.
+    least, most = math.log2(torch.finfo(dtype).smallest_normal) - 7, 127
+    top = 2.0 ** data.draw(st.integers(int(least), most), "exponent") * data.draw(st.floats(1.0, 1.99), "mantissa")
+    spread = data.draw(st.sampled_from([0.0, 4.0, 30.0, 150.0]), "spread")
+    w = draw(shape, seed=data.draw(st.integers(0, 10**6), "seed"), spread=spread, top=top, dtype=dtype)
+    assert w.isfinite().all()
+    step = RUN if squares else 1
+    cuts = [step * at for at in data.draw(st.lists(st.integers(0, w.numel() // step), max_size=4), "cuts")]
+    back, cast = travelled(w, squares=squares, cuts=cuts), fp8.cast_squares if squares else fp8.cast_tensor
+    assert back.isfinite().all()
+    assert_same_operands(cast(back, E4M3), cast(w, E4M3))
+    assert same(travelled(back, squares=squares, cuts=[]), back)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_largest_of_all(dtype: torch.dtype):
+    """Rounded up, it would be infinite."""
+    w = torch.full((16, 16), torch.finfo(dtype).max, dtype=dtype)
+    w[0, 0] = 1.0
+    back = travelled(w, squares=False, cuts=[])
+    assert back.isfinite().all()
+    assert_same_operands(fp8.cast_tensor(back, E4M3), fp8.cast_tensor(w, E4M3))
+
+
+@pytest.mark.parametrize("largest", [224.0, 225.0, 231.0, 232.0, 240.0, 433.0, 448.0])
+def test_every_scale_at_its_ends(largest: float):
+    """Beside the least numbers that e4m3 has, and half of these."""
+    small = torch.arange(48).repeat(16)[: 16 * 16] / 2**10
+    for power in (-120, -20, 0, 20, 110):
+        w = (small.view(16, 16) * 2.0**power).to(torch.bfloat16)
+        w[3, 3] = largest * 2.0**power
+        back = travelled(w, squares=False, cuts=[100])
+        assert_same_operands(fp8.cast_tensor(back, E4M3), fp8.cast_tensor(w, E4M3))
+        scale, again = (fp8.cast_tensor(x, E4M3).rows.scale for x in (w, back))
+        assert float(again / scale) == (0.5 if 224 < largest <= 232 else 1.0)
+
+
+@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize("spoiled", [math.inf, -math.inf, math.nan, -math.nan])
+def test_what_is_not_finite_is_not_lost(squares: bool, spoiled: float):
+    w = draw((256, 128), seed=1, spread=4.0, top=100.0, dtype=torch.bfloat16)
+    w[200, 7] = spoiled
+    cast = fp8.cast_squares if squares else fp8.cast_tensor
+    back = travelled(w, squares=squares, cuts=[64 * 100])
+    assert back[200, 7].isnan() and int(back.isnan().sum()) == 1
+    assert_same_operands(cast(back, E4M3), cast(w, E4M3))
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_zeros(squares: bool):
+    w = torch.zeros(128, 256, dtype=torch.bfloat16)
+    assert torch.equal(travelled(w, squares=squares, cuts=[64]), w)
+
+
+def test_products_are_the_same_to_the_bit():
+    w = draw((64, 96), seed=5, spread=20.0, top=225.0, dtype=torch.bfloat16)
+    back = travelled(w, squares=False, cuts=[1000])
+    assert not torch.equal(back, w)
+    x = fp8.cast_tensor(torch.randn(32, 96).to(torch.bfloat16), E4M3)
+    ours, wanted = (
+        fp8.emulated_product(x.rows, fp8.cast_tensor(each, E4M3).rows, dtype=torch.bfloat16, fast=False)
+        for each in (back, w)
+    )
+    assert torch.equal(ours, wanted)
+
+
+def test_a_scale_per_row_would_not_do():
+    """Its numbers are others in the columns of the same weight, of which a row's are too coarse."""
+    w = draw((64, 96), seed=6, spread=0.0, top=1.0, dtype=torch.bfloat16)
+    w[0] *= 2.0**-18
+    w[0, 0] = 1.0
+    back = widen(fp8.cast_rows_only(w, E4M3)).to(w.dtype)
+    ours, wanted = fp8.cast_rows(back, E4M3), fp8.cast_rows(w, E4M3)
+    assert same(widen(ours.rows), widen(wanted.rows))
+    w[1:] *= 2.0**-18
+    back = widen(fp8.cast_rows_only(w, E4M3)).to(w.dtype)
+    assert not same(widen(fp8.cast_rows(back, E4M3).columns), widen(fp8.cast_rows(w, E4M3).columns))
+
+
+@pytest.mark.parametrize("kernels", ["plain", "triton"])
+@pytest.mark.parametrize("squares", [False, True])
+def test_parts_that_lie_apart_and_end_in_padding(kernels: str, squares: bool):
+    """Four ranks, of which the last has less, and messages with other things between."""
+    chosen = WIRE[kernels]()
+    shape, ranks = (384, 128) if squares else (48, 32), 5
+    rows = -(-shape[0] // ranks)
+    length, columns = rows * shape[1], shape[1] if squares else None
+    w = exact(shape, seed=2)
+    parts = torch.zeros(ranks, length, dtype=torch.bfloat16)
+    parts.view(-1)[: w.numel()] = w.flatten()
+    amax = torch.zeros(w.numel() // BLOCK**2 if squares else 1)
+    for rank, part in enumerate(parts):
+        chosen.raise_largest(part, amax, begin=rank * length, columns=columns)
+    scale = power_scale(amax, E4M3)
+    messages = torch.zeros(ranks, length + 48, dtype=torch.uint8)
+    for rank, part in enumerate(parts):
+        out = messages[rank, 32 : 32 + length].view(E4M3)
+        chosen.narrow(part, scale, out, begin=rank * length, columns=columns)
+    out = torch.full((ranks, length + 16), 7.0, dtype=torch.bfloat16)
+    chosen.restore(messages[:, 32 : 32 + length].view(E4M3), scale, out[:, 16:], columns=columns)
+    assert torch.equal(out[:, 16:].reshape(-1)[: w.numel()].view(shape), w)
+    assert (out[:, :16] == 7.0).all() and (messages[:, :32] == 0).all() and (messages[:, 32 + length :] == 0).all()
+
+
+def _triton() -> WireKernels:
+    pytest.importorskip("triton")
+    return pytest.importorskip("petatron.kernels.triton.wire").KERNELS
+
+
+WIRE = {"plain": lambda: REFERENCE, "triton": _triton}
+
+
+@pytest.mark.parametrize(("shape", "squares"), [((48, 144), False), ((256, 384), True), ((384, 128), True)])
+def test_triton_does_the_same(shape: tuple[int, int], squares: bool):
+    """With numbers that are not rounded, as its interpreter rounds in a way of its own."""
+    kernels, w = _triton(), exact(shape, seed=3)
+    cuts = [RUN * 3, RUN * 80]
+    assert torch.equal(travelled(w, squares=squares, cuts=cuts, kernels=kernels), w)
+    columns, flat = shape[1] if squares else None, w.flatten()
+    flat[-3] = math.nan
+    for begin in (0, RUN * 80):
+        ours, wanted = torch.zeros(2, w.numel() // BLOCK**2 if squares else 1)
+        for way, amax in ((kernels, ours), (wire.REFERENCE, wanted)):
+            way.raise_largest(flat[begin:], amax, begin=begin, columns=columns)
+        assert same(ours, wanted) and ours.isnan().any()
+
+
+def test_triton_restores_what_is_too_large():
+    kernels = _triton()
+    values = torch.tensor([256.0, -256.0, 448.0, 0.0, 2.0**-9, 1.0]).to(E4M3).view(1, -1)
+    for scale in (2.0**120, 1.0, 2.0**-100):
+        ours, wanted = (torch.empty(1, 6, dtype=torch.bfloat16) for _ in range(2))
+        kernels.restore(values, torch.tensor([scale]), ours, columns=None)
+        REFERENCE.restore(values, torch.tensor([scale]), wanted, columns=None)
+        assert torch.equal(ours, wanted) and ours.isfinite().all()
+
+
+def test_nothing_of_a_matrix():
+    for kernels in (REFERENCE, _triton()):
+        empty, amax = torch.empty(0, dtype=torch.bfloat16), torch.zeros(1)
+        kernels.raise_largest(empty, amax, begin=0, columns=None)
+        kernels.narrow(empty, torch.ones(1), empty.to(E4M3), begin=0, columns=None)
+        kernels.restore(empty.to(E4M3).view(1, 0), torch.ones(1), empty.view(1, 0), columns=None)
+        assert amax == 0
