@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from petatron.base.errors import Problem
 from petatron.config.check_files import check_files
+from petatron.config.check_graphs import check_graphs
 from petatron.config.check_layout import check_layout
 from petatron.config.check_model import check_model
 from petatron.config.check_moe import check_moe
@@ -45,6 +46,7 @@ def check(config: RunConfig, *, require_training: bool = True) -> list[Problem]:
         check_sharding(config),
         check_precision(config),
         check_run(config, require_training=require_training),
+        check_graphs(config),
         check_files(config, require_training=require_training),
     )
     return [problem for found in rules for problem in found if problem.where not in refused] + refusals

@@ -9,6 +9,7 @@ from petatron.config.schema import RunConfig
 from petatron.config.wording import at_least, multiples_near
 
 _FLAG = "--fp8-format"
+_GATHER = "--fp8-param-gather"
 
 
 def check_precision(config: RunConfig) -> Iterator[Problem]:
@@ -23,6 +24,8 @@ def check_precision(config: RunConfig) -> Iterator[Problem]:
             yield Problem(_FLAG, precision.fp8_format, f"cannot be combined with --{name}", "Use --bf16.")
     yield from _layers(config)
     yield from _sizes(config)
+    if precision.fp8_param_gather:
+        yield from _gathered(config)
 
 
 def _layers(config: RunConfig) -> Iterator[Problem]:
@@ -32,6 +35,18 @@ def _layers(config: RunConfig) -> Iterator[Problem]:
         rule = f"leaves none of --num-layers {layers} in FP8 with {kept} first and last layers kept out of it"
         fix = "Lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16."
         yield Problem("--first-last-layers-bf16", "", rule, fix)
+
+
+def _gathered(config: RunConfig) -> Iterator[Problem]:
+    """What is gathered in eight bits has to be the operand of every product, and there has to be something to gather."""
+    if config.precision.fp8_recipe == "rowwise":
+        rule = "sends numbers with one scale, but --fp8-recipe rowwise gives each one two, its row's and its column's"
+        fix = "Use tensorwise, delayed or blockwise; or leave it out."
+        yield Problem(_GATHER, "", rule, fix)
+    if config.parallel.data_parallel_sharding_strategy == "no_shard":
+        rule = "has nothing to gather: every rank updates all weights"
+        fix = "Add --use-distributed-optimizer, or leave it out."
+        yield Problem(_GATHER, "", rule, fix)
 
 
 def _sizes(config: RunConfig) -> Iterator[Problem]:

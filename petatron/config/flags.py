@@ -9,7 +9,7 @@ a value, so negative numbers need no quoting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from petatron.base.errors import Problem
@@ -61,7 +61,8 @@ def known_flags() -> list[str]:
     """Every spelling that is understood, for suggestions."""
     own = [info.flag for info in by_name().values()]
     negated = [f"--no-{info.flag[2:]}" for info in by_name().values() if info.kind == "bool"]
-    return [*own, *negated, *spellings.ALIASES, *spellings.SHORTHANDS, *spellings.IMPLIED, PRESET_FLAG, FILE_FLAG]
+    others = (spellings.ALIASES, spellings.SHORTHANDS, spellings.CHOICES, spellings.IMPLIED)
+    return [*own, *negated, *(flag for table in others for flag in table), PRESET_FLAG, FILE_FLAG]
 
 
 def later_problem(where: str, found: str, feature: str, fix: str = "Leave it out") -> Problem:
@@ -109,6 +110,8 @@ def _take(word: _Word, parsed: ParsedFlags) -> Sequence[str]:
     if (shorthand := spellings.SHORTHANDS.get(flag)) is not None:
         target = by_name()[shorthand.field]
         return _take_bare(word, parsed, lambda: parsed.add(target, shorthand.value, word.typed))
+    if (choices := spellings.CHOICES.get(flag)) is not None:
+        return _take_choice(choices, word, parsed)
     if flag == spellings.NO_POSITION_EMBEDDING:
         parsed.drops_learned_positions = True
         return word.following
@@ -165,6 +168,18 @@ def _take_bare(word: _Word, parsed: ParsedFlags, apply: Callable[[], None]) -> S
         rule = "is given to a flag that takes no value"
         parsed.problems.append(Problem(word.typed, word.attached, rule, f"Write {word.typed} alone, or leave it out."))
     return word.following
+
+
+def _take_choice(choices: Mapping[str, spellings.Shorthand], word: _Word, parsed: ParsedFlags) -> Sequence[str]:
+    text = word.attached if word.attached is not None else next(iter(word.following), "")
+    meant = choices.get(text)
+    if meant is not None:
+        parsed.add(by_name()[meant.field], meant.value, word.typed)
+    else:
+        rule = f"is not one of {listing(choices)}" if text else "needs a value"
+        parsed.problems.append(Problem(word.typed, text, rule, f"Use {listing(choices)}."))
+        parsed.suspects.update(by_name()[choice.field].flag for choice in choices.values())
+    return word.following if word.attached is not None else word.following[1:]
 
 
 def _take_implied(implied: spellings.Implied, word: _Word, parsed: ParsedFlags) -> Sequence[str]:

@@ -36,6 +36,9 @@ def aliases() -> dict[str, list[str]]:
         found.setdefault(name, []).append(flag)
     for flag, shorthand in spellings.SHORTHANDS.items():
         found.setdefault(shorthand.field, []).append(flag)
+    for flag, choices in spellings.CHOICES.items():
+        for name in {choice.field for choice in choices.values()}:
+            found.setdefault(name, []).append(f"{flag} {'|'.join(choices)}")
     return found
 
 

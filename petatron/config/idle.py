@@ -33,6 +33,7 @@ _PIPELINE = (
 )
 _BUCKETS = ("overlap_grad_reduce", "ddp_bucket_size")
 _SHARDED = ("use_distributed_optimizer", "overlap_param_gather")
+_NO_COPIES = "no two ranks hold the same weights, as data-parallel ones do"
 
 
 def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
@@ -45,16 +46,29 @@ def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[s
         if asked and values[info.path] != info.default:
             typed = f"--no-{info.flag[2:]}" if values[info.path] is False else info.flag
             yield f"{typed} has no effect: {reason}"
-    if config.precision.fp8_format == "hybrid" and config.precision.fp8_recipe == "blockwise":
-        yield "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2"
+    yield from _other_than_asked(config)
     if origins["memory.recompute_modules"].kind in ("flag", "file"):
         yield from _idle_modules(config)
+
+
+def _other_than_asked(config: RunConfig) -> Iterator[str]:
+    """Settings that have an effect, but not the one that their name promises."""
+    precision = config.precision
+    if precision.fp8_format == "hybrid" and precision.fp8_recipe == "blockwise":
+        yield "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2"
+    if precision.fp8_format is not None and not (precision.bf16 or precision.fp16 or precision.fp64):
+        yield (
+            f"--fp8-format {precision.fp8_format} is emulated, and slower than no FP8, in a run in fp32: hardware multiplies "
+            "eight-bit numbers for bfloat16 ones. Add --bf16"
+        )
 
 
 def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
     if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS:
         yield "compile", "nothing of this model is compiled: on GPUs it has kernels of its own"
+    if config.train.device == "cpu":
+        yield "cuda_graphs", "the CPU computes"
     if not config.precision.fp16:
         yield from ((name, "it is for --fp16") for name in _LOSS_SCALE)
     yield from _idle_fp8(config)
@@ -91,8 +105,11 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _idle_fp8(config: RunConfig) -> Iterator[tuple[str, str]]:
     precision = config.precision
     if precision.fp8_format is None:
-        yield from ((name, "it is for --fp8-format") for name in ("fp8_recipe", *_HISTORY, *_LAYERS_BF16))
+        names = ("fp8_recipe", "fp8_param_gather", *_HISTORY, *_LAYERS_BF16)
+        yield from ((name, "it is for --fp8-format") for name in names)
         return
+    if not _weights_have_copies(config):
+        yield "fp8_param_gather", _NO_COPIES
     if precision.fp8_recipe != "delayed":
         yield from ((name, "it is for --fp8-recipe delayed") for name in _HISTORY)
     if not precision.first_last_layers_bf16:
@@ -118,7 +135,7 @@ def _idle_data(config: RunConfig) -> Iterator[tuple[str, str]]:
     strategy = parallel.data_parallel_sharding_strategy
     if not _weights_have_copies(config):
         names = (*_BUCKETS, *_SHARDED, *(() if strategy == "no_shard" else ("data_parallel_sharding_strategy",)))
-        yield from ((name, "no two ranks hold the same weights, as data-parallel ones do") for name in names)
+        yield from ((name, _NO_COPIES) for name in names)
     elif strategy == "no_shard":
         yield "num_distributed_optimizer_instances", "no optimizer state is sharded"
     elif strategy in FSDP:
@@ -197,10 +214,8 @@ def _idle_modules(config: RunConfig) -> Iterator[str]:
 
 
 def _keeps_norms(config: RunConfig) -> bool:
-    """Whether what a norm makes is kept: by products that had to gather it, or by a router that multiplies it as it is."""
-    parallel, precision, moe = config.parallel, config.precision, config.moe
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 and precision.fp8_format is None:
-        return True
+    """Whether what a norm makes is kept: by a router that multiplies it as it is."""
+    precision, moe = config.precision, config.moe
     if moe.num_experts is None or moe.moe_input_jitter_eps:
         return False
     short = precision.bf16 or precision.fp16

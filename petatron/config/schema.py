@@ -276,6 +276,8 @@ class PrecisionConfig:
     """Steps whose largest magnitudes the delayed recipe remembers."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
     """Which of the remembered magnitudes the delayed recipe goes by: the last, or the largest."""
+    fp8_param_gather: bool = False
+    """Gather weights that are multiplied in FP8 over data-parallel ranks in FP8, half the bytes; no number changes."""
     first_last_layers_bf16: bool = False
     """Keep some of the first and last layers out of FP8."""
     num_layers_at_start_in_bf16: int = 1
@@ -303,7 +305,8 @@ class MemoryConfig:
     optimizer_cpu_offload: bool = False
     """Keep master weights and moments in host memory; they visit the device for every update, and no number changes."""
     optimizer_nvme_offload: str | None = None
-    """Folder on a fast disk for the same; what is there ends with the run, checkpoints are what lasts."""
+    """Folder on a fast disk for the same, made if need be in a folder that exists. What is there ends with the run;
+    checkpoints are what lasts."""
     optimizer_offload_fraction: float = 1.0
     """How much of the optimizer state is offloaded; the rest stays on the device."""
 
@@ -376,6 +379,8 @@ class TrainConfig:
 
     compile: bool = True
     """Fuse what has no kernel of its own with torch.compile, on GPUs."""
+    cuda_graphs: bool = False
+    """Record the forward and backward passes of a step once and replay them: faster where kernels are short, on GPUs."""
     micro_batch_size: int = 1
     """Samples per forward pass on one rank."""
     global_batch_size: int | None = None

@@ -55,11 +55,21 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--disable-bias-linear": Shorthand("add_bias_linear", False),
     "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
     "--fp8-hybrid": Shorthand("fp8_format", "hybrid"),
+    "--enable-cuda-graph": Shorthand("cuda_graphs", True),
     "--recompute-activations": Shorthand("recompute_granularity", "selective"),
     # Megatron's switches for FSDP; how much is sharded is the strategy's business when that is given too.
     "--use-torch-fsdp2": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
     "--use-megatron-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
     "--use-custom-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
+}
+
+# A flag whose every value means one of a field's.
+CHOICES: Mapping[str, Mapping[str, Shorthand]] = {
+    "--cuda-graph-impl": {
+        "none": Shorthand("cuda_graphs", False),
+        "local": Shorthand("cuda_graphs", True),
+        "full_iteration": Shorthand("cuda_graphs", True),
+    },
 }
 
 # Megatron deprecated this one: it means something only when another flag has already removed the learned table.
@@ -149,7 +159,7 @@ ELSEWHERE: Mapping[str, str] = {
     "--workers": _PREPROCESS,
 }
 
-_GRAPHS = "CUDA graphs"
+_GRAPHS = "CUDA graphs of single modules (--cuda-graphs records a whole step)"
 _OVERLAP = "communication overlap inside tensor parallelism"
 _HYBRID = "hybrid (Mamba) models"
 _BERT = "BERT"
@@ -169,10 +179,8 @@ _DATA = "this data option"
 
 # Features that Megatron has and this version has not. The value is what the message calls it.
 LATER: Mapping[str, str] = {
-    "--cuda-graph-impl": _GRAPHS,
     "--cuda-graph-scope": _GRAPHS,
     "--cuda-graph-modules": _GRAPHS,
-    "--enable-cuda-graph": _GRAPHS,
     "--external-cuda-graph": _GRAPHS,
     "--tp-comm-overlap": _OVERLAP,
     "--tp-comm-overlap-cfg": _OVERLAP,
@@ -231,7 +239,6 @@ LATER: Mapping[str, str] = {
     "--init-method-xavier-uniform": "Xavier initialisation",
     "--data-parallel-random-init": "different initial weights per replica",
     "--lazy-mpu-init": "lazy initialisation",
-    "--fp8-param-gather": _FP8,
     "--fp8-margin": _FP8,
     "--fp8-interval": _FP8,
     "--no-fp8-wgrad": _FP8,

@@ -16,6 +16,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,18 +96,19 @@ def _blocks(name: str, logical_shape: Shape, start: Shape, out: Tensor) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class RandomStreams:
-    """The two dropout streams of a rank."""
+    """The two dropout streams of a rank; `drawn` says whether training steps draw from them at all."""
 
     device: torch.device
     shared: torch.Generator
+    drawn: bool = True
 
     @classmethod
-    def start(cls, seed: int, mesh: ParallelMesh) -> RandomStreams:
+    def start(cls, seed: int, mesh: ParallelMesh, *, drawn: bool = True) -> RandomStreams:
         """Seed both streams, the default generator included."""
         torch.manual_seed(stable_seed(seed, "own", mesh.rank))
         shared = torch.Generator(device="cpu" if mesh.device.type == "meta" else mesh.device)
         shared.manual_seed(stable_seed(seed, "shared", mesh.dp.rank, mesh.cp.rank, mesh.pp.rank))
-        return cls(mesh.device, shared)
+        return cls(mesh.device, shared, drawn)
 
     def state(self) -> dict[str, Tensor]:
         """Every generator's state as bytes, for a checkpoint."""
@@ -114,6 +116,23 @@ class RandomStreams:
         if self.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.device)
         return states
+
+    def mark(self) -> dict[str, Tensor]:
+        """Where both streams stand inside a step; nothing if steps draw nothing, since a step that is being recorded as a
+        CUDA graph could not ask."""
+        return self.state() if self.drawn else {}
+
+    @contextmanager
+    def from_mark(self, mark: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, both streams go on from a mark; afterwards from where they stood before."""
+        before = self.mark()
+        if mark:
+            self.restore(mark)
+        try:
+            yield
+        finally:
+            if before:
+                self.restore(before)
 
     def restore(self, states: dict[str, Tensor]) -> None:
         torch.set_rng_state(states["cpu"])

@@ -119,6 +119,21 @@ class GradientSync:
         if send.waiting == 0 and self._overlap:
             self._send_ready(main.queue)
 
+    def written(self) -> frozenset[Tensor]:
+        """The parameters that have got a gradient in this step."""
+        return frozenset(parameter for parameter, main in self._main.items() if not main.fresh)
+
+    def assume_written(self, parameters: frozenset[Tensor]) -> None:
+        """Go on as if all of this step's gradients had just come, and nothing had been sent.
+
+        Whoever replays the kernels of an earlier step writes gradients of the same parameters, past this object.
+        """
+        for parameter, main in self._main.items():
+            main.fresh = parameter not in parameters
+        for queue in self._queues:
+            for send in queue:
+                send.waiting, send.handles = 0, []
+
     def _send_ready(self, queue: list[_Send]) -> None:
         for send in queue:
             if send.waiting > 0:

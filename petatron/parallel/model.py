@@ -16,7 +16,9 @@ from petatron.models.base import Architecture, Batch
 from petatron.models.decoder import Decoder
 from petatron.parallel.apply import Parallelized
 from petatron.parallel.context import split_batch
-from petatron.parallel.pipeline import Pipeline, Scales
+from petatron.parallel.gradients import GradientSync
+from petatron.parallel.graph import Recorder, StepGraphs
+from petatron.parallel.pipeline import Outcome, Pipeline, Scales
 from petatron.parallel.routing import RouterTotals
 from petatron.parallel.schedule import Schedule, build_schedule, forward_only, stage_rank
 from petatron.parallel.schedule.actions import TimedAction, most_held
@@ -95,6 +97,12 @@ class ParallelModel:
         # NCCL wants every rank of a group in its first call, and the first transfers would come from two of them.
         collectives.barrier(mesh.pp)
         self._pipeline = Pipeline(stages, mesh.pp, activation=self._activation, weight_grads=parts.weight_grads)
+        self._run: Callable[..., Outcome] = self._pipeline.run
+
+    def record_steps(self, recorder: Recorder) -> None:
+        """From now on, have the passes of training steps recorded and replayed (`parallel/graph.py`)."""
+        assert isinstance(self.gradients, GradientSync), "fully_shard communicates inside a step"
+        self._run = StepGraphs(self._pipeline.run, self.gradients, recorder).run
 
     @property
     def module(self) -> Decoder:
@@ -130,7 +138,7 @@ class ParallelModel:
         extra = torch.full_like(tokens, loss_scale / (len(batches) * self.mesh.dp.size))
         scales = Scales(loss=loss_scale / tokens, extra=extra)
         clock = self._clock if timeline is not None else None
-        outcome = self._pipeline.run(self.plan.training(len(batches)), batches, scales, clock=clock)
+        outcome = self._run(self.plan.training(len(batches)), batches, scales, clock=clock)
         self.gradients.finish()
         self.eight_bits.weights_changed()  # they are about to, and until then nothing is computed with them
         self.routers.update(outcome.reports)

@@ -20,6 +20,7 @@ import torch
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError, Problem
 from petatron.config import Loaded, RunConfig, load_config, parse_split, with_vocab_size
+from petatron.config.check_graphs import draws
 from petatron.config.layer_pattern import moe_layers
 from petatron.config.stages import stages
 from petatron.data.build import Datasets, build_datasets
@@ -36,6 +37,7 @@ from petatron.optim.build import OptimizerKernels
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.precision import compute_dtype
 from petatron.parallel.apply import Recipe, parallelize
+from petatron.parallel.graph import CudaRecorder
 from petatron.parallel.model import ParallelModel, PipelinePlan
 from petatron.parallel.routing import RouterTotals
 from petatron.train.batch_size import BatchSchedule
@@ -104,7 +106,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, draw: bool = True) -> Mod
     >>> tuple(model.module.layers["0"].attention.out.weight.shape)
     (128, 128)
     """
-    streams = RandomStreams.start(run.train.seed, mesh)
+    streams = RandomStreams.start(run.train.seed, mesh, drawn=draws(run))
     plan = pipeline_plan(run)
     dtype = compute_dtype(run.precision)
     architecture = architecture_of(run)
@@ -127,7 +129,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, draw: bool = True) -> Mod
     )
     mixed = [layer for layer, has_experts in enumerate(experts_in) if has_experts]
     routers = RouterTotals(modules, mixed, run.moe.num_experts or 0, mesh)
-    return Model(
+    model = Model(
         modules,
         parts,
         plan,
@@ -138,6 +140,9 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, draw: bool = True) -> Mod
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,
     )
+    if run.train.cuda_graphs and mesh.device.type == "cuda":
+        model.record_steps(CudaRecorder(mesh.device))
+    return model
 
 
 def architecture_of(run: RunConfig) -> Architecture:

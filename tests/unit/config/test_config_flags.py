@@ -54,6 +54,10 @@ def problems(text: str) -> list[str]:
         ("--disable-bias-linear", {"add_bias_linear": False}),
         ("--use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
         ("--fp8-hybrid", {"fp8_format": "hybrid"}),
+        ("--cuda-graph-impl local --bf16", {"cuda_graphs": True, "bf16": True}),
+        ("--cuda_graph_impl=full_iteration", {"cuda_graphs": True}),
+        ("--cuda-graphs --cuda-graph-impl none", {"cuda_graphs": False}),
+        ("--enable-cuda-graph", {"cuda_graphs": True}),
         ("--cpu-optimizer", {"optimizer_cpu_offload": True}),
         ("--layernorm-epsilon 1e-6", {"norm_epsilon": 1e-6}),
         ("--rope-theta 5e5", {"rotary_base": 5e5}),
@@ -87,7 +91,10 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer-type BertWordPieceLowerCase needs BERT, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, ByteTokenizer or NullTokenizer."),
         ("--use-mup", "--use-mup needs muP, which is not in this version. Leave it out."),
         ("--spec a b --bf16", "--spec a b needs a model spec from a module, which is not in this version. Leave it out."),
-        ("--cuda-graph-impl=local", "--cuda-graph-impl local needs CUDA graphs, which is not in this version. Leave it out."),
+        ("--cuda-graph-scope=attn", "--cuda-graph-scope attn needs CUDA graphs of single modules (--cuda-graphs records a whole step), which is not in this version. Leave it out."),
+        ("--cuda-graph-impl transformer_engine", "--cuda-graph-impl transformer_engine is not one of none, local or full_iteration. Use none, local or full_iteration."),
+        ("--cuda-graph-impl --bf16", "--cuda-graph-impl needs a value. Use none, local or full_iteration."),
+        ("--cuda-graph-impl none 3", "'3' is not a flag and follows no flag that takes it. Flags start with two dashes."),
         ("--moe-extended-tp", "--moe-extended-tp is an old name. Use --expert-tensor-parallel-size."),
         ("--cp-comm-type allgather", "--cp-comm-type allgather is not one of p2p, all_gather, a2a or a2a+p2p. Did you mean all_gather?"),
         ("--recompute-modules core_attn mla_up_proj", "--recompute-modules mla_up_proj needs multi-latent attention, which is not in this version. Use core_attn, attention, layernorm, mlp, moe, moe_act or shared_experts."),
@@ -134,6 +141,7 @@ def test_each_spelling_stands_in_one_table_only():
     tables = [
         spellings.ALIASES,
         spellings.SHORTHANDS,
+        spellings.CHOICES,
         spellings.IMPLIED,
         spellings.RENAMED,
         spellings.ELSEWHERE,
@@ -150,7 +158,8 @@ def test_each_spelling_stands_in_one_table_only():
 def test_tables_point_at_fields_that_exist():
     for name in [*spellings.ALIASES.values(), *(item.field for item in spellings.SHORTHANDS.values())]:
         assert name in by_name()
-    for shorthand in spellings.SHORTHANDS.values():
+    chosen = [choice for choices in spellings.CHOICES.values() for choice in choices.values()]
+    for shorthand in [*spellings.SHORTHANDS.values(), *chosen]:
         info = by_name()[shorthand.field]
         assert info.kind == "bool" or shorthand.value in info.choices
     for name, words in spellings.LATER_VALUES.items():

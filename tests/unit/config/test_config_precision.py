@@ -28,6 +28,11 @@ def test_what_is_in_order():
     assert problems(fp8_recipe="blockwise", hidden_size=256) == []
     assert problems(fp8_format=None, hidden_size=50) == []
     assert problems(first_last_layers_bf16=True, num_layers=3) == []
+    assert problems(fp8_format=None, fp8_param_gather=True) == []
+    for recipe in ("tensorwise", "delayed", "blockwise"):
+        for strategy in ("optim", "optim_grads", "optim_grads_params"):
+            changes = {"fp8_recipe": recipe, "data_parallel_sharding_strategy": strategy, "hidden_size": 256}
+            assert problems(fp8_param_gather=True, **changes) == []
 
 
 @pytest.mark.parametrize(
@@ -58,6 +63,16 @@ def test_what_is_in_order():
             "--fp8-format hybrid with --fp8-recipe tensorwise takes sizes that are multiples of 16, "
             "but a rank's micro-batch has 200 tokens. Change --seq-length or --micro-batch-size.",
         ),
+        (
+            {"fp8_param_gather": True},
+            "--fp8-param-gather has nothing to gather: every rank updates all weights. "
+            "Add --use-distributed-optimizer, or leave it out.",
+        ),
+        (
+            {"fp8_param_gather": True, "data_parallel_sharding_strategy": "optim_grads", "fp8_recipe": "rowwise"},
+            "--fp8-param-gather sends numbers with one scale, but --fp8-recipe rowwise gives each one two, its row's and its "
+            "column's. Use tensorwise, delayed or blockwise; or leave it out.",
+        ),
     ],
 )
 def test_rules(changes: dict[str, object], message: str):
@@ -69,6 +84,11 @@ def test_rules(changes: dict[str, object], message: str):
     [
         ("--fp8-amax-history-len 4", "--fp8-amax-history-len has no effect: it is for --fp8-format"),
         ("--first-last-layers-bf16", "--first-last-layers-bf16 has no effect: it is for --fp8-format"),
+        ("--fp8-param-gather", "--fp8-param-gather has no effect: it is for --fp8-format"),
+        (
+            "--fp8-hybrid --fp8-param-gather --use-distributed-optimizer",
+            "--fp8-param-gather has no effect: no two ranks hold the same weights, as data-parallel ones do",
+        ),
         (
             "--fp8-hybrid --fp8-amax-compute-algo max",
             "--fp8-amax-compute-algo has no effect: it is for --fp8-recipe delayed",
@@ -85,6 +105,16 @@ def test_rules(changes: dict[str, object], message: str):
 )
 def test_settings_without_effect_are_said_aloud(flags: str, notice: str):
     assert notice in resolve_config([*BASE, *flags.split()])[0].notices
+
+
+@pytest.mark.parametrize("flags", ["--fp8-hybrid", "--fp8-format e4m3"])
+def test_fp8_over_fp32_is_said_aloud(flags: str):
+    loaded, problems = resolve_config([*BASE[:-1], *flags.split()])
+    assert BASE[-1] == "--bf16" and problems == []
+    [notice] = loaded.notices
+    assert f"{loaded.config.precision.fp8_format} is emulated, and slower than no FP8, in a run in fp32" in notice
+    assert notice.endswith("Add --bf16")
+    assert resolve_config(BASE[:-1])[0].notices == ()
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,33 @@ def test_state_brings_both_streams_back():
 def test_start_depends_on_the_seed():
     first = torch.rand(4, generator=RandomStreams.start(1, ParallelMesh.single()).shared)
     assert not torch.equal(first, torch.rand(4, generator=RandomStreams.start(2, ParallelMesh.single()).shared))
+
+
+def test_going_back_to_a_mark_and_on_from_where_it_was_left():
+    streams = RandomStreams.start(7, ParallelMesh.single())
+    torch.rand(3), torch.rand(3, generator=streams.shared)
+    mark = streams.mark()
+    first = torch.rand(5), torch.rand(5, generator=streams.shared)
+    with streams.from_mark(mark):
+        again = torch.rand(5), torch.rand(5, generator=streams.shared)
+        torch.rand(9)
+    after = torch.rand(5)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    streams.restore(mark)
+    torch.rand(5)
+    assert torch.equal(torch.rand(5), after), "what was drawn inside does not count"
+    with pytest.raises(ValueError, match="inside"), streams.from_mark(mark):
+        torch.rand(1)
+        raise ValueError("inside")
+
+
+def test_streams_that_nobody_draws_from_are_not_asked(monkeypatch: pytest.MonkeyPatch):
+    streams = RandomStreams.start(7, ParallelMesh.single(), drawn=False)
+
+    def asked(*args: object) -> Any:
+        raise AssertionError("a step that is being recorded cannot answer")
+
+    monkeypatch.setattr(RandomStreams, "state", asked)
+    monkeypatch.setattr(RandomStreams, "restore", asked)
+    with streams.from_mark(streams.mark()):
+        pass

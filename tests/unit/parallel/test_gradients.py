@@ -247,6 +247,41 @@ def test_more_gradients_than_micro_batches_is_an_error():
         model(torch.ones(1, 2)).sum().backward()
 
 
+def _written_past(sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """A step whose gradients come through the object, and the same step written to the buffers behind its back."""
+    mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
+    model = Chain()
+    groups = flatten(model, mesh, bucket_size=30, sharded=sharded)
+    sync = GradientSync(groups, mesh, overlap=True)
+    sync.begin(2)
+    for micro_batch in range(2):
+        model(batch(mesh.rank, micro_batch, torch.float32), list(range(LAYERS))).backward()
+    written = sync.written()
+    sync.finish()
+    expected, sent = by_name(groups), mesh.record.count
+    assert written == set(model.parameters()) - {model.unused}
+
+    local = Chain()
+    for micro_batch in range(2):
+        local(batch(mesh.rank, micro_batch, torch.float32), list(range(LAYERS))).backward()
+    sync.begin(2)
+    for group in groups:
+        for slot in group.slots:
+            grad = local.get_parameter(slot.name).grad
+            group.view(group.flat_grads, slot).copy_(torch.full_like(slot.parameter, 7.0) if grad is None else grad)
+    sync.assume_written(written)
+    sync.finish()
+    return expected, by_name(groups), mesh.record.count - 2 * sent
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_that_were_written_past_it_are_sent_all_the_same(ranks: RankPool, sharded: bool):
+    for expected, found, more in ranks.run(_written_past, 2, sharded):
+        assert more == 0, "everything is sent once"
+        for name, grad in found.items():
+            assert torch.equal(grad, expected[name]), name
+
+
 @dataclass(frozen=True)
 class Sharded:
     bucket_size: int

@@ -1,0 +1,187 @@
+"""Recorded steps on a CUDA device: the same bits as without recording, for every kind of step, and faster where kernels are short.
+
+Sequences are 32 tokens, one tile of any attention kernel: its backward pass then adds up in one order.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from petatron.config import RunConfig, load_config
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
+from petatron.models.base import Batch
+from petatron.parallel.graph import WARM_UP
+from petatron.train.state import TrainState
+from petatron.train.step import train_step
+from tests.dist import RankPool
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = torch.device("cuda", 0)
+GRAPHS = "--cuda-graphs"
+VOCABULARY = 1000
+MODEL = (
+    f"--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-query-groups 2 "
+    f"--vocab-size {VOCABULARY} --seq-length 32 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --bf16 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --mock-data "
+    "--num-workers 0 --micro-batch-size 4 --global-batch-size 8 --train-iters 100 --lr 1e-3 --eval-iters 0"
+)
+FP8 = "--fp8-format hybrid --fp8-recipe"
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+CASES = {
+    "bf16": "",
+    "fp16": "--no-bf16 --fp16 --initial-loss-scale 1024 --loss-scale-window 2",
+    "fp32": "--no-bf16",
+    "tied": "--no-untie-embeddings-and-output-weights --scale-embeddings --apply-layernorm-1p",
+    "compiled": "--normalization LayerNorm --activation gelu --add-bias-linear --position-embedding-type learned_absolute",
+    "dropout": "--hidden-dropout 0.1",
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "window": "--window-size 8",
+    "experts": f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    "dropping": f"{EXPERTS} --moe-expert-capacity-factor 0.9",
+    "padded": f"{EXPERTS} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+    "tensorwise": f"{FP8} tensorwise",
+    "rowwise": f"{FP8} rowwise",
+    "blockwise": f"{FP8} blockwise",
+    "fp8 experts": f"{FP8} tensorwise {EXPERTS}",
+    "offloaded optimizer": "--optimizer-cpu-offload",
+}
+
+
+def run_of(flags: str, *, world_size: int = 1) -> RunConfig:
+    return load_config([*MODEL.split(), *flags.split()], world_size=world_size).config
+
+
+def batches(run: RunConfig, count: int, step: int, *, rank: int = 0) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    shape = (run.train.micro_batch_size, run.model.seq_length + 1)
+    found = []
+    for _ in range(count):
+        text = torch.randint(VOCABULARY, shape, generator=generator).to(DEVICE)
+        mask = (torch.rand(shape[0], shape[1] - 1, generator=generator) > 0.1).float().to(DEVICE)
+        found.append(Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), mask))
+    return found
+
+
+@dataclass
+class Trained:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+
+def train(run: RunConfig, counts: Sequence[int], *, evaluate_after: Sequence[int] = (), rank: int = 0) -> Trained:
+    """Steps of so many micro-batches each."""
+    state = TrainState.build(run, ParallelMesh(Layout.from_config(run.parallel), rank, device=DEVICE))
+    found = Trained()
+    for step, count in enumerate(counts):
+        metrics = train_step(state, batches(run, count, step, rank=rank))
+        found.losses.append(float(torch.as_tensor(metrics.loss)))
+        found.norms.append(float(torch.as_tensor(metrics.grad_norm)))
+        if step in evaluate_after:
+            found.evaluated.append(float(state.model.evaluate(batches(run, 3, 99, rank=rank))[0]))
+    found.weights = [weight.cpu().clone() for group in state.model.groups for weight in group.weights()]
+    return found
+
+
+def same(one: Trained, other: Trained) -> None:
+    assert one.losses == other.losses
+    assert one.norms == other.norms
+    assert one.evaluated == other.evaluated
+    assert all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits(case: str):
+    """Also after evaluations before and behind the recording, which see the weights of that step."""
+    if FP8 in CASES[case] and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a CUDA device of capability 9.0")
+    plain, recorded = (
+        train(run_of(f"{CASES[case]} {flags}"), [2] * 8, evaluate_after=(1, 4, 6)) for flags in ("", GRAPHS)
+    )
+    assert len(set(plain.losses)) == 8 and len(set(plain.evaluated)) == 3
+    same(recorded, plain)
+
+
+def test_the_number_of_micro_batches_changes():
+    counts = [1] * 5 + [2] * 5 + [3] * 2 + [1, 2, 3]
+    plain, recorded = (train(run_of(flags), counts) for flags in ("", GRAPHS))
+    same(recorded, plain)
+
+
+def test_attention_of_cudnn_is_recorded():
+    """Sequences long enough for it; its backward pass adds in any order, so bits may differ."""
+    plain, recorded = (train(run_of(f"--seq-length 512 {flags}"), [2] * 8) for flags in ("", GRAPHS))
+    assert recorded.losses == pytest.approx(plain.losses, rel=5e-3)
+    assert recorded.norms == pytest.approx(plain.norms, rel=3e-2)
+
+
+def test_every_replay_draws_anew():
+    """Without an update between them, equal batches differ by their dropout alone."""
+    run = run_of(f"--hidden-dropout 0.3 --attention-dropout 0.3 {GRAPHS}")
+    model = TrainState.build(run, ParallelMesh.single(DEVICE)).model
+    losses = [float(model.train_step(batches(run, 2, 0))) for _ in range(WARM_UP + 5)]
+    assert len(set(losses)) == len(losses)
+
+
+def test_going_back_to_a_checkpoint_between_replays(tmp_path: Path):
+    """Weights, optimizer state and random states are read into memory that graphs know."""
+    run = run_of(f"--hidden-dropout 0.1 --save {tmp_path} {GRAPHS}")
+    state = TrainState.build(run, ParallelMesh.single(DEVICE))
+    state.note_data("made up")
+
+    def steps(first: int, last: int) -> list[float]:
+        return [float(train_step(state, batches(run, 2, step)).loss) for step in range(first, last)]
+
+    steps(0, WARM_UP + 2)
+    state.save()
+    ahead = steps(WARM_UP + 2, WARM_UP + 5)
+    assert state.load(str(tmp_path))
+    assert steps(WARM_UP + 2, WARM_UP + 5) == ahead
+
+
+def train_on_rank(flags: str) -> Trained:
+    rank = dist.get_rank()
+    return train(run_of(flags, world_size=2), [2] * 6, rank=rank)
+
+
+@pytest.mark.parametrize("sharding", ["", "--use-distributed-optimizer"])
+def test_gradients_are_reduced_behind_a_replay(ranks: RankPool, sharding: str):
+    flags = f"--dp 2 --global-batch-size 16 --no-overlap-grad-reduce {sharding}"
+    plain, recorded = (ranks.run(train_on_rank, 2, f"{flags} {more}", timeout_s=180.0) for more in ("", GRAPHS))
+    assert plain[0].losses == plain[1].losses
+    for ours, theirs in zip(recorded, plain, strict=True):
+        same(ours, theirs)
+
+
+def test_a_small_model_is_faster():
+    """Its kernels are far shorter than starting one takes."""
+    times: list[float] = []
+    for flags in ("", GRAPHS):
+        run = run_of(f"--num-layers 8 --micro-batch-size 1 --global-batch-size 1 {flags}")
+        state = TrainState.build(run, ParallelMesh.single(DEVICE))
+        given = batches(run, 1, 0)
+        for _ in range(WARM_UP + 5):
+            train_step(state, given)
+        blocks = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(20):
+                train_step(state, given)
+            torch.cuda.synchronize()
+            blocks.append(time.perf_counter() - started)
+        times.append(statistics.median(blocks) / 20)
+    print(f"a step takes {times[0] * 1e3:.2f} ms as it is, {times[1] * 1e3:.2f} ms replayed")
+    assert times[0] / times[1] > 1.1

@@ -1,0 +1,123 @@
+"""Rules and notices about CUDA graphs: what a recorded step cannot have is refused before anything runs, all at once."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from petatron.config import resolve_config
+from petatron.config.check_graphs import draws
+
+BASE = shlex.split(
+    "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --bf16 --cuda-graphs --hidden-dropout 0 --attention-dropout 0"
+)
+EXPERTS = "--num-experts 4"
+
+
+def messages(flags: str, *, world_size: int = 1) -> list[str]:
+    _, problems = resolve_config([*BASE, *shlex.split(flags)], world_size=world_size)
+    return [str(problem) for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("", 1),
+        ("--no-bf16 --fp16", 1),
+        ("--no-bf16", 1),
+        ("--hidden-dropout 0.1 --attention-dropout 0.1", 1),
+        ("--fp8-hybrid", 1),
+        ("--fp8-hybrid --fp8-recipe blockwise", 1),
+        ("--recompute-activations", 1),
+        ("--optimizer-cpu-offload", 1),
+        ("--reset-position-ids --eod-mask-loss", 1),
+        ("--window-size 16", 1),
+        ("--no-bf16 --window-size 4096", 1),
+        ("--rampup-batch-size 2 2 100 --global-batch-size 4", 1),
+        ("--data-parallel-sharding-strategy optim_grads_params", 1),
+        ("--no-overlap-grad-reduce", 2),
+        ("--no-overlap-grad-reduce --use-distributed-optimizer", 2),
+        (EXPERTS, 1),
+        (f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss", 1),
+        (f"{EXPERTS} --moe-expert-capacity-factor 1.0", 1),
+        (f"{EXPERTS} --no-bf16 --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", 1),
+        (f"{EXPERTS} --fp8-hybrid --no-moe-grouped-gemm", 1),
+    ],
+)
+def test_what_can_be_recorded(flags: str, world_size: int):
+    assert messages(flags, world_size=world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "found"),
+    [
+        ("--tp 2", 2, "--tensor-model-parallel-size 2: ranks communicate inside it. Use data parallelism alone"),
+        ("--pp 2", 2, "--pipeline-model-parallel-size 2: ranks communicate inside it."),
+        ("--cp 2", 2, "--context-parallel-size 2: ranks communicate inside it."),
+        (f"{EXPERTS} --ep 2 --no-overlap-grad-reduce", 2, "--expert-model-parallel-size 2: ranks communicate inside it."),
+        (f"{EXPERTS} --etp 2 --no-overlap-grad-reduce", 2, "--expert-tensor-parallel-size 2: ranks communicate inside it."),
+        ("", 2, "--overlap-grad-reduce: gradients would be reduced inside it. Add --no-overlap-grad-reduce"),
+        ("--data-parallel-sharding-strategy optim_grads", 2, "--data-parallel-sharding-strategy optim_grads: weights are gathered"),
+        (
+            f"{EXPERTS} --no-overlap-grad-reduce --moe-router-load-balancing-type global_aux_loss",
+            2,
+            "--moe-router-load-balancing-type global_aux_loss: routers communicate inside it.",
+        ),
+        ("--fp8-hybrid --fp8-recipe delayed", 1, "--fp8-recipe delayed: the host counts on in the histories of scales."),
+        (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", 1, "sinkhorn: the host looks when the load is even enough."),
+        (f"{EXPERTS} --no-moe-grouped-gemm", 1, "--no-moe-grouped-gemm: the host must know how many rows each expert has."),
+        (f"{EXPERTS} --no-bf16", 1, "experts in another precision than bf16: the host must know"),
+        (f"{EXPERTS} --moe-ffn-hidden-size 100", 1, "--moe-ffn-hidden-size 100: the host must know how many rows"),
+        (f"{EXPERTS} --moe-latent-size 20", 1, "--moe-latent-size 20: the host must know how many rows"),
+        ("--cpu-offloading-num-layers 1", 1, "--cpu-offloading-num-layers 1: activations leave for memory that the host hands out."),
+        ("--hidden-dropout 0.1 --recompute-activations", 1, "recompute and random numbers: the host would set random states back"),
+        ("--attention-dropout 0.1 --recompute-memory-budget-gb 9", 1, "recompute and random numbers: the host would set"),
+        ("--reset-attention-mask", 1, "--reset-attention-mask: where documents lie differs from step to step"),
+        ("--no-bf16 --window-size 16", 1, "--window-size 16 in this precision: without FlashAttention the host makes the mask."),
+        ("--window-size 16 --kv-channels 36", 1, "--window-size 16 and heads of width 36: without FlashAttention"),
+        ("--pipeline-timeline found.json", 1, "--pipeline-timeline found.json: its parts are timed one by one, by the host."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recorded(flags: str, world_size: int, found: str):
+    [message] = messages(flags, world_size=world_size)
+    assert message.startswith("--cuda-graphs cannot record a step with ")
+    assert found in message
+    assert message.rsplit(": ", 1)[1].count(". ") == 1, "it says what to do"
+
+
+def test_gathering_that_overlaps_is_refused_beside_reducing_that_does():
+    found = messages("--use-distributed-optimizer --overlap-param-gather", world_size=2)
+    assert [text.split(" a step with ")[1].split(":")[0] for text in found] == [
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+    ]
+
+
+def test_all_reasons_are_told_at_once():
+    assert len(messages("--tp 2 --reset-attention-mask --fp8-hybrid --fp8-recipe delayed", world_size=2)) == 3
+
+
+def test_without_the_flag_nothing_is_refused():
+    assert messages("--no-cuda-graphs --tp 2 --reset-attention-mask", world_size=2) == []
+
+
+def test_on_a_cpu_the_flag_is_told_to_do_nothing():
+    loaded, problems = resolve_config([*BASE, "--device", "cpu", "--reset-attention-mask"])
+    assert problems == []
+    assert "--cuda-graphs has no effect: the CPU computes" in loaded.notices
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", False),
+        ("--hidden-dropout 0.1", True),
+        ("--attention-dropout 0.1", True),
+        (f"{EXPERTS} --moe-input-jitter-eps 0.01", True),
+        (f"{EXPERTS} --moe-router-force-load-balancing", True),
+        (EXPERTS, False),
+    ],
+)
+def test_whether_a_step_draws(flags: str, expected: bool):
+    assert draws(resolve_config([*BASE, *flags.split()])[0].config) is expected

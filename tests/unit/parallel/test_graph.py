@@ -1,0 +1,302 @@
+"""Recorded steps without a device that records: a stand-in keeps every rule of a CUDA graph, and numbers stay the same to the bit.
+
+The stand-in's recording computes nothing, and its replay computes behind Python's back: whatever Python notes in the meantime is
+as it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.base.errors import TrainError
+from petatron.kernels.attention.documents import Documents
+from petatron.mesh.collectives import Handle
+from petatron.mesh.mesh import ParallelMesh
+from petatron.models.base import Batch
+from petatron.parallel.gradients import GradientSync
+from petatron.parallel.graph import WARM_UP, CudaRecorder, Replay, Work
+from petatron.parallel.model import ParallelModel
+from petatron.parallel.pipeline import Outcome
+from petatron.parallel.schedule.actions import TimedAction
+from petatron.train.build import build_model, build_optimizer
+from tests.parity.harness import tiny_run
+
+Notes = tuple[list[bool], list[tuple[int, list[Handle]]]]
+
+
+class StandIn:
+    """Records on a CPU, and counts what it is asked for."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        assert isinstance(model.gradients, GradientSync)
+        self.model, self.sync = model, model.gradients
+        self.calls: list[str] = []
+
+    def run(self, work: Work) -> Outcome:
+        self.calls.append("run")
+        return work()
+
+    def record(self, work: Work) -> tuple[Outcome, Replay]:
+        self.calls.append("record")
+        begun, kept = self._notes(), [group.flat_grads.clone() for group in self.sync._groups]
+        generator = torch.get_rng_state()
+        outcome = work()
+        torch.set_rng_state(generator)
+        for group, grads in zip(self.sync._groups, kept, strict=True):
+            group.flat_grads.copy_(grads)
+        for made in (outcome.total, *outcome.reports.values()):
+            made.fill_(float("nan"))
+
+        def replay() -> None:
+            self.calls.append("replay")
+            now = self._notes()
+            self._restore(begun)
+            made = work()
+            self._restore(now)
+            self.model.eight_bits.new_step()
+            outcome.total.copy_(made.total)
+            for layer, report in outcome.reports.items():
+                report.copy_(made.reports[layer])
+
+        return outcome, replay
+
+    def forget(self) -> None:
+        self.calls.append("forget")
+
+    def _notes(self) -> Notes:
+        sends = [send for queue in self.sync._queues for send in queue]
+        return [main.fresh for main in self.sync._main.values()], [(send.waiting, list(send.handles)) for send in sends]
+
+    def _restore(self, notes: Notes) -> None:
+        fresh, waiting = notes
+        for main, value in zip(self.sync._main.values(), fresh, strict=True):
+            main.fresh = value
+        sends = [send for queue in self.sync._queues for send in queue]
+        for send, (left, handles) in zip(sends, waiting, strict=True):
+            send.waiting, send.handles = left, list(handles)
+
+
+def batches(count: int, step: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    found = []
+    for _ in range(count):
+        text = torch.randint(0, 131, (2, 17), generator=generator)
+        mask = (torch.rand(2, 16, generator=generator) > 0.2).float()
+        found.append(Batch(text[:, :-1], text[:, 1:], mask))
+    return found
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    evaluated: list[float]
+    weights: list[Tensor]
+    routers: list[Tensor | None]
+    calls: list[str]
+
+
+def train(flags: str, counts: Sequence[int], *, recorded: bool, evaluate_after: Sequence[int] = ()) -> Trained:
+    """Steps of so many micro-batches each."""
+    run = tiny_run(flags)
+    model = build_model(run, ParallelMesh.single())
+    optimizer = build_optimizer(run, model)
+    stand_in = StandIn(model)
+    if recorded:
+        model.record_steps(stand_in)
+    losses, evaluated, routers = [], [], []
+    for step, count in enumerate(counts):
+        losses.append(float(model.train_step(batches(count, step), loss_scale=2.0 + step)))
+        optimizer.step(lr=1e-2, weight_decay=0.1, loss_scale=2.0 + step)
+        routers.append(model.routers.totals)
+        if step in evaluate_after:
+            evaluated.append(float(model.evaluate(batches(3, 99))[0]))
+    return Trained(
+        losses,
+        evaluated,
+        [weight.clone() for group in model.groups for weight in group.weights()],
+        routers,
+        stand_in.calls,
+    )
+
+
+def same(one: Trained, other: Trained) -> None:
+    assert one.losses == other.losses
+    assert one.evaluated == other.evaluated
+    assert all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+    for a, b in zip(one.routers, other.routers, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)  # type: ignore[arg-type]
+
+
+MODELS = {
+    "dense": "",
+    "tied": "--no-untie-embeddings-and-output-weights --no-overlap-grad-reduce",
+    "experts": "--num-experts 4 --moe-aux-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    "eight bits": "--bf16 --fp8-hybrid --fp8-recipe tensorwise",
+    "gradients sent in bf16": "--bf16 --grad-reduce-in-bf16 --use-distributed-optimizer",
+    "dropout": "--hidden-dropout 0.1",
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_recorded_run_is_the_same_run(model: str):
+    counts = [2] * 7
+    plain = train(MODELS[model], counts, recorded=False, evaluate_after=(1, 4))
+    found = train(MODELS[model], counts, recorded=True, evaluate_after=(1, 4))
+    assert found.calls == ["forget", *["run"] * WARM_UP, "record", *["replay"] * 4]
+    assert len(set(plain.losses)) == len(plain.losses)
+    same(found, plain)
+
+
+def test_each_number_of_micro_batches_has_a_recording():
+    counts = [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 1, 2, 3]
+    found = train("", counts, recorded=True)
+    same(found, train("", counts, recorded=False))
+    kinds = "forget run run run record replay forget run run run record replay record replay replay record replay replay replay"
+    assert found.calls == kinds.split(), "the third size adds gradients like the second, and needs no warm-up"
+
+
+def test_a_step_that_is_timed_is_not_replayed():
+    model = build_model(tiny_run(), ParallelMesh.single())
+    stand_in = StandIn(model)
+    model.record_steps(stand_in)
+    timed: list[TimedAction] = []
+    for step in range(WARM_UP + 2):
+        model.train_step(batches(2, step))
+    model.train_step(batches(2, 9), timeline=timed.extend)
+    assert len(timed) == 4 and stand_in.calls[-2:] == ["replay", "run"]
+
+
+def test_what_gets_no_gradient_has_one_of_zero_after_a_replay():
+    model = build_model(tiny_run(), ParallelMesh.single())
+    stand_in = StandIn(model)
+    model.record_steps(stand_in)
+    grads = {slot.name: g.view(g.flat_grads, slot) for g in stand_in.sync._groups for slot in g.slots}
+    model.module.get_parameter("norm.weight").requires_grad_(False)
+    frozen = grads.pop("norm.weight")
+    for step in range(WARM_UP + 2):
+        frozen.fill_(float("nan"))
+        model.train_step(batches(1, step))
+        assert torch.equal(frozen, torch.zeros_like(frozen))
+        assert all(float(grad.abs().max()) > 0.0 for grad in grads.values())
+
+
+def test_packed_documents_are_refused():
+    model = build_model(tiny_run(), ParallelMesh.single())
+    model.record_steps(StandIn(model))
+    [batch] = batches(1, 0)
+    packed = replace(batch, documents=Documents.of(torch.zeros(2, 16, dtype=torch.int64)))
+    with pytest.raises(TrainError, match="packed documents cannot be recorded"):
+        model.train_step([packed])
+
+
+class FakeStream:
+    def __init__(self, device: object = None) -> None:
+        self.waited: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited.append(other)
+
+
+@dataclass
+class FakeCuda:
+    """The part of torch.cuda that a recorder calls. `breaks` is what ending a recording raises."""
+
+    breaks: Exception | None = None
+    capability: tuple[int, int] = (9, 0)
+    here: FakeStream = field(default_factory=FakeStream)
+    pools: int = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
+        monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.here)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.pool)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    def pool(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.here = self.here, stream
+        try:
+            yield
+        finally:
+            self.here = before
+
+    @contextmanager
+    def graph(self, graph: FakeGraph, *, pool: int, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+        graph.pool, graph.stream = pool, stream
+        assert capture_error_mode == "thread_local"
+        try:
+            yield
+        finally:
+            if self.breaks is not None:
+                raise self.breaks
+
+
+@dataclass
+class FakeGraph:
+    pool: int = 0
+    stream: FakeStream | None = None
+    replayed: int = 0
+
+    def replay(self) -> None:
+        self.replayed += 1
+
+
+def raising(error: Exception) -> Callable[[], Outcome]:
+    def work() -> Outcome:
+        raise error
+
+    return work
+
+
+def test_a_recorder_runs_and_records_on_one_stream(monkeypatch: pytest.MonkeyPatch):
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    outside = cuda.here
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    made = Outcome(torch.zeros(()))
+    seen: list[FakeStream] = []
+
+    def work() -> Outcome:
+        seen.append(cuda.here)
+        return made
+
+    assert recorder.run(work) is made
+    assert seen[0] is not outside and seen[0].waited == [outside] and outside.waited == [seen[0]]
+    outcome, replay = recorder.record(work)
+    replay()
+    graph = replay.__self__  # type: ignore[attr-defined]
+    assert outcome is made and graph.replayed == 1 and graph.stream is seen[0] and graph.pool == 1
+    recorder.forget()
+    assert recorder.record(work)[1].__self__.pool == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("breaks", [None, RuntimeError("the recording is invalid")])
+def test_what_cannot_be_recorded_is_said(monkeypatch: pytest.MonkeyPatch, breaks: Exception | None):
+    FakeCuda(breaks).install(monkeypatch)
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    with pytest.raises(TrainError, match=r"Leave --cuda-graphs out\. What torch says: somebody asked the device"):
+        recorder.record(raising(RuntimeError("somebody asked the device")))
+    with pytest.raises(torch.OutOfMemoryError, match="too large"):
+        recorder.record(raising(torch.OutOfMemoryError("too large")))
+
+
+def test_devices_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch):
+    FakeCuda(capability=(7, 5)).install(monkeypatch)
+    with pytest.raises(
+        TrainError, match=r"needs a GPU of compute capability 8\.0 \(Ampere\) or later, and this one has 7\.5"
+    ):
+        CudaRecorder(torch.device("cuda", 0))
