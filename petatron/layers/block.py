@@ -13,6 +13,19 @@ from petatron.layers.norm import build_norm
 from petatron.layers.passing import Pass
 
 
+class Rest:
+    """The residual stream but for its newest branch.
+
+    Not a dataclass, which torch's fully_shard looks into: it would take this tensor's gradient, which comes behind that of
+    the branch, for the beginning of a second backward pass of the layer.
+    """
+
+    __slots__ = ("x_SBD",)
+
+    def __init__(self, x_SBD: Tensor) -> None:
+        self.x_SBD = x_SBD
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the second may be a mixture of experts."""
 
@@ -25,7 +38,8 @@ class Block(nn.Module):
         self.mlp = build_mlp(config) if moe is None else MoE(config, moe, number=number)
         self.mlp_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, x_SBD: Tensor, passing: Pass) -> Tensor:
-        x_SBD, normal = self.attention_norm.join(x_SBD)
+    def forward(self, x_SBD: Tensor, passing: Pass, rest: Rest | None = None) -> tuple[Tensor, Rest]:
+        """Takes and gives the residual stream as two summands, its newest branch and the rest: the next norm adds them up."""
+        x_SBD, normal = self.attention_norm.join(*((x_SBD,) if rest is None else (rest.x_SBD, x_SBD)))
         x_SBD, normal = self.mlp_norm.join(x_SBD, self.attention_dropout(self.attention(normal, passing)))
-        return x_SBD + self.mlp_dropout(self.mlp(normal, passing))
+        return self.mlp_dropout(self.mlp(normal, passing)), Rest(x_SBD)

@@ -8,8 +8,8 @@ pass needs anyway), and the product leaves the rest of its work with the maker:
     backward    product: gradient of value from that of y; the weight's gradient is left waiting with the maker
                 maker: in one pass over x, the gradient of x and the value again; then the weight's gradient, and both are let go
 
-So making it again costs no reading, one writing. A value that is wanted earlier (by a recomputed region, by a gradient that
-autograd wants at once) is made by itself.
+So making it again costs no reading, one writing. A value that is wanted earlier (by a recomputed region, to be gathered over
+ranks, by a gradient that autograd wants at once) is made by itself.
 """
 
 from __future__ import annotations

@@ -10,20 +10,20 @@ k, f the widths of queries, keys and MLP on this rank, a dense layer keeps
 
     norms       input and statistics of both (two numbers per token for LayerNorm)    2 (t D e + t w)
     attention   queries, keys and values, rotated if they are                         g (q + 2k) e
-                with normalised queries and keys, those and statistics too            g (q + k) e + g (heads of both) w
+                with normalised queries and keys, those too                           g (q + k) e
+                and statistics, unless one kernel normalises (RMSNorm) and rotates    g (heads of both) w
                 output and log-sum-exp                                                g q e + g heads w
     MLP         gate and up, or up alone                                              2 g f e, g f e
     dropout     a mask per branch                                                     t D (e, or 1 on CUDA)
-    both        what their first product sees, if it had to be gathered               2 g D e
 
-Outputs of norms and activation functions are not there: products have them made again (`layers/remade.py`). The loss keeps
-the gradient of its input, since it is known in the forward pass, and no logits.
+Outputs of norms and activation functions are not there: products have them made again, and gathered again (`layers/remade.py`,
+`layers/product.py`). The loss keeps the gradient of its input, since it is known in the forward pass, and no logits.
 
-Recomputed, `layernorm` frees what a product gathered and what a router keeps of its norm, `core_attn` the log-sum-exp, `attention`
-and `mlp` all they have, a whole layer all but its input.
+Recomputed, `layernorm` frees what a router keeps of its norm, `core_attn` the log-sum-exp, `attention` and `mlp` all they have, a
+whole layer all but its input. A recomputed part that is made again holds what its products gather, until it is through.
 
 In eight bits (FP8), the products of attention, MLP and shared expert keep what they multiply themselves, one byte an element and
-its scales, in place of anything gathered; all layers are counted as if they did.
+its scales, gathered or not; all layers are counted as if they did.
 
 Mixtures of experts are counted for an even load; then a rank's experts get as many rows as its own tokens make choices.
 """
@@ -124,8 +124,9 @@ class ActivationShape:
 
     @property
     def weighs_inside(self) -> bool:
-        """Whether experts apply the router's weights: all are here and no bias would escape. Else their outputs are kept."""
-        return self.ep * self.etp == 1 and not self.model.add_bias_linear
+        """Whether experts apply the router's weights: those are here and no bias would escape. Else their outputs are kept."""
+        weights_here = self.ep * self.etp == 1 or self.moe.moe_token_dispatcher_type == "allgather"
+        return weights_here and not self.model.add_bias_linear
 
     def stream(self, tokens: int) -> int:
         """Bytes of hidden vectors."""
@@ -137,21 +138,24 @@ def layer_bytes(shape: ActivationShape, modules: Collection[str] = (), *, mixed:
     if FULL in modules:
         return shape.stream(shape.tokens)
     branches = _attention(shape, modules) + (_mixture(shape, modules) if mixed else _dense(shape, modules))
-    branches += 0 if "layernorm" in modules else sum(kept_outputs(shape, modules, mixed=mixed))
+    branches += 0 if "layernorm" in modules else kept_output(shape, modules, mixed=mixed)
     return 2 * _norm(shape, shape.tokens) + branches + 2 * _dropout_mask(shape)
 
 
-def kept_outputs(shape: ActivationShape, modules: Collection[str], *, mixed: bool) -> tuple[int, int]:
-    """Bytes of what the two norms make that are kept unless `layernorm` is recomputed, before attention and before the MLP."""
-    gathered = shape.stream(shape.gathered) if shape.sequence_parallel and shape.eight_bits is None else 0
-    attention = 0 if "attention" in modules else gathered
-    if not mixed:
-        return attention, 0 if "mlp" in modules else gathered
-    if "moe" in modules:
-        return attention, 0
-    shared = shape.moe.moe_shared_expert_intermediate_size and "shared_experts" not in modules
-    router = 0 if _router_copies(shape) else shape.stream(shape.tokens)
-    return attention, router + (gathered if shared else 0)
+def kept_output(shape: ActivationShape, modules: Collection[str], *, mixed: bool) -> int:
+    """Bytes of what a norm makes that are kept unless `layernorm` is recomputed: what a router multiplies as it is."""
+    return shape.stream(shape.tokens) if mixed and "moe" not in modules and not _router_copies(shape) else 0
+
+
+def gathered_again(shape: ActivationShape, modules: Collection[str], *, mixed: bool) -> int:
+    """Bytes of what products of one layer's recomputed parts gather in the second run, and hold until it is used."""
+    if not shape.sequence_parallel or shape.eight_bits is not None:
+        return 0
+    attention = bool({"attention", FULL}.intersection(modules))
+    mlp = bool(({"moe", "shared_experts", FULL} if mixed else {"mlp", FULL}).intersection(modules))
+    if mixed and not shape.moe.moe_shared_expert_intermediate_size:
+        mlp = False
+    return (attention + mlp) * shape.stream(shape.gathered)
 
 
 def _norm(shape: ActivationShape, rows: int) -> int:
@@ -184,7 +188,9 @@ def _attention(shape: ActivationShape, modules: Collection[str]) -> int:
     assert model.kv_channels is not None
     kept = rows * (both + shape.keys) * shape.element
     if model.qk_layernorm:
-        kept += rows * both * shape.element + _statistics(shape, rows * both // model.kv_channels)
+        kept += rows * both * shape.element
+        one_kernel = model.normalization == "RMSNorm" and model.position_embedding_type in ("rope", "yarn")
+        kept += 0 if one_kernel else _statistics(shape, rows * both // model.kv_channels)
     kept += rows * shape.queries * shape.element + _operands(shape, model.hidden_size, shape.queries)
     return kept + (0 if "core_attn" in modules else rows * shape.queries // model.kv_channels * shape.wide)
 

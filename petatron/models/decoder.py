@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from petatron.config.schema import ModelConfig, MoEConfig
 from petatron.config.stages import Stage
-from petatron.layers.block import Block
+from petatron.layers.block import Block, Rest
 from petatron.layers.dropout import Dropout
 from petatron.layers.norm import build_norm
 from petatron.layers.passing import Pass
@@ -28,9 +28,10 @@ LayerRunner = Callable[[Sequence[nn.Module], Tensor, Pass], Tensor]
 
 
 def one_by_one(blocks: Sequence[nn.Module], x_SBD: Tensor, passing: Pass) -> Tensor:
+    rest: Rest | None = None
     for block in blocks:
-        x_SBD = block(x_SBD, passing)
-    return x_SBD
+        x_SBD, rest = block(x_SBD, passing, rest)
+    return x_SBD if rest is None else rest.x_SBD + x_SBD
 
 
 class Decoder(nn.Module):
@@ -122,7 +123,7 @@ class Decoder(nn.Module):
         assert self.embedding is not None
         x_SBD = self.embedding(tokens_BS)
         if self.config.scale_embeddings:
-            x_SBD = x_SBD * x_SBD.new_tensor(math.sqrt(self.config.hidden_size))
+            x_SBD = x_SBD * x_SBD.new_full((), math.sqrt(self.config.hidden_size))
         if self.position is not None:
             x_SBD = x_SBD + self.position(positions)
         return self.embedding_dropout(x_SBD)

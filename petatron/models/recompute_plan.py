@@ -5,10 +5,10 @@ A stage that holds m micro-batches at a time needs, at the worst moment of a bac
     m x (kept by all layers and ends)  +  what the largest recomputed group of layers makes again
 
 The budget is met step by step. A step recomputes one more module of one layer, or that layer as a whole; the one that frees
-most bytes per operation repeated comes next. So norms, which cost next to nothing, go first where something keeps what they
-make (routers, and products that had to gather it), then the branches, and whole layers last; with fused attention `core_attn`
-frees almost nothing and is rarely worth its price. What later steps have made unnecessary is undone at the end. Repeated
-communication (expert dispatch; the gather of a split sequence) is not priced.
+most bytes per operation repeated comes next. So norms, which cost next to nothing, go first where a router keeps what they
+make, then the branches, and whole layers last; with fused attention `core_attn` frees almost nothing and is rarely worth its
+price. What later steps have made unnecessary is undone at the end. Repeated communication (expert dispatch; gathers of a split
+sequence) is not priced.
 
 `moe_act` may be asked for and is always so: no activation function's output is kept. That is why it stands in no plan.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema import MemoryConfig
 from petatron.config.stages import Stage
-from petatron.models.activations import FULL, ActivationShape, ends_bytes, kept_outputs, layer_bytes
+from petatron.models.activations import FULL, ActivationShape, ends_bytes, gathered_again, kept_output, layer_bytes
 
 Modules = frozenset[str]
 NOTHING: Modules = frozenset()
@@ -95,7 +95,7 @@ def effective(shape: ActivationShape, modules: Sequence[str] | Modules, *, mixed
         return frozenset((FULL,))
     present = set(modules).intersection(MIXED if mixed else DENSE)
     inside = {name for outer in present for name in _INSIDE.get(outer, ())}
-    if not any(kept_outputs(shape, present, mixed=mixed)):
+    if not kept_output(shape, present, mixed=mixed):
         present.discard("layernorm")
     return frozenset(present - inside)
 
@@ -154,6 +154,7 @@ class _Costs:
             kept -= (count - 1) * stream  # of a group of whole layers only the first one's input is kept
             layers = range(start, start + count)
             before = sum(self.layer(NOTHING, self.mixed[at]) for at in layers)
+            before += sum(gathered_again(self.shape, chosen[at], mixed=self.mixed[at]) for at in layers)
             again = max(again, before - (stream if whole else self.layer(chosen[start], self.mixed[start])))
             start += count
         return replace(plan, kept_bytes=kept, peak_bytes=self.in_flight * kept + again)
@@ -228,7 +229,7 @@ def recompute_flops(shape: ActivationShape, modules: Modules, *, mixed: bool = F
     core = 2.0 * rows * shape.queries * seen
     norm = float(_ELEMENTWISE * shape.tokens * hidden)
     attention = norm + 2.0 * rows * hidden * (shape.queries + 2 * shape.keys) + core
-    norms = norm * sum(map(bool, kept_outputs(shape, modules, mixed=mixed)))
+    norms = norm if kept_output(shape, modules, mixed=mixed) else 0.0
     assert model.ffn_hidden_size is not None
     first, between, last = _products(shape, rows, hidden, model.ffn_hidden_size // shape.tp)
     out = 2.0 * rows * shape.queries * hidden

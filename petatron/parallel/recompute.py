@@ -14,10 +14,11 @@ second time and hand out the tensors that this run saves, in the same order. Wha
 - In a backward pass of two halves (zero-bubble schedules) the function runs in the first; operands that the second still
   needs stay until then.
 
-Norms and activation functions need none of this: products do not keep what those make (`layers/remade.py`). Two kinds of
-consumers do. A mixture of experts keeps its input in several places; under `layernorm` a second hook recognises it among the
-tensors that are saved (by its memory) and stores "what that norm makes" instead. And where the sequence is split over
-tensor-parallel ranks, a product keeps the gathered input; under `layernorm` it gathers once more in the backward pass.
+Norms and activation functions need none of this: products do not keep what those make (`layers/remade.py`), nor what they
+gather of it where the sequence is split over tensor-parallel ranks. A mixture of experts does keep its input, in several places;
+under `layernorm` a second hook recognises it among the tensors that are saved (by its memory) and stores "what that norm makes"
+instead. Inside a region it is the other way round: the second run gathers a product's input, which stays until the product's
+backward pass, soon after, and is not gathered a third time.
 
 Regions nest: the arguments of an inner one are saved through autograd, where the hooks of the outer one see them.
 """
@@ -36,12 +37,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from petatron.config.schema import MemoryConfig
 from petatron.layers.block import Block
 from petatron.layers.linear import Linear
-from petatron.layers.mlp import MLP, GatedMLP
 from petatron.layers.moe import MoE
 from petatron.layers.passing import Pass
 from petatron.layers.remade import Remade, Source
 from petatron.mesh.rng import RandomStreams
-from petatron.models.activations import ActivationShape
+from petatron.models.activations import FULL, ActivationShape
 from petatron.models.decoder import Decoder, LayerRunner, one_by_one
 from petatron.models.recompute_plan import Modules, plan_recompute
 from petatron.parallel.tensor import ColumnProduct
@@ -72,7 +72,7 @@ class Region:
     An argument that its maker can make again is not kept either.
     """
 
-    __slots__ = ("_holder", "_made", "_others", "_run", "_shapes", "_sources", "_states", "_streams")
+    __slots__ = ("_holder", "_made", "_mark", "_others", "_run", "_shapes", "_sources", "_streams")
 
     def __init__(self, run: Run, streams: RandomStreams) -> None:
         self._run, self._streams = run, streams
@@ -96,7 +96,7 @@ class Region:
         anchor = torch.empty(0, device=device, requires_grad=True)
         # The node lives as long as its output: torch 2.11 lets go of what it saved when that dies.
         self._holder: Any = _Keep.apply(anchor, *tensors)
-        self._states = self._streams.state()
+        self._mark = self._streams.mark()
         with saved_tensors_hooks(self._store, self._fetch):
             return self._run(*args)
 
@@ -135,16 +135,12 @@ class Region:
             if len(made) == len(self._shapes):
                 raise _Enough
 
-        before = self._streams.state()
-        self._streams.restore(self._states)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(collect, _never):
+            with self._streams.from_mark(self._mark), torch.enable_grad(), saved_tensors_hooks(collect, _never):
                 self._run(*args)
             assert len(made) == len(self._shapes), f"the second run saved {len(made)} of {len(self._shapes)} tensors"
         except _Enough:
             pass
-        finally:
-            self._streams.restore(before)
         self._made.update(enumerate(made))
 
 
@@ -212,27 +208,21 @@ def _recompute_modules(block: Block, modules: Modules, streams: RandomStreams) -
         parts |= {"moe": mlp} | ({} if mlp.shared is None else {"shared_experts": mlp.shared})
     else:
         parts["mlp"] = mlp
-    if "layernorm" in modules:
-        for linear in _entrances(block, modules):
-            if isinstance(linear.product, ColumnProduct):
-                linear.product = replace(linear.product, regather=True)
+    if FULL in modules:
+        _keep_gathered(block)
     for name, part in parts.items():
         if name in modules:
+            _keep_gathered(part)
             part.forward = recomputed(part.forward, streams)
     if "layernorm" in modules and isinstance(mlp, MoE):
         discard_input(mlp)
 
 
-def _entrances(block: Block, modules: Modules) -> list[Linear]:
-    """The products that take a norm's output into attention and into an MLP or shared expert, unless that is recomputed."""
-    mixed = isinstance(block.mlp, MoE)
-    mlp, names = (block.mlp.shared, {"shared_experts", "moe"}) if mixed else (block.mlp, {"mlp"})
-    inside = [] if mlp is None or names & modules else [_first_of(mlp)]
-    return inside if "attention" in modules else [block.attention.qkv, *inside]
-
-
-def _first_of(mlp: MLP | GatedMLP) -> Linear:
-    return mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
+def _keep_gathered(part: nn.Module) -> None:
+    """What products of a region gather, its second run keeps."""
+    for linear in part.modules():
+        if isinstance(linear, Linear) and isinstance(linear.product, ColumnProduct):
+            linear.product = replace(linear.product, regather=False)
 
 
 def _in_groups(groups: Sequence[tuple[int, bool]], streams: RandomStreams) -> LayerRunner:

@@ -7,8 +7,9 @@ So each half of a block costs one exchange forward and one backward (Shoeybi et 
     whole sequence on every rank       copy -> column ... row -> reduce
     sequence split between the halves  gather -> column ... row -> scatter      (Korthikanti et al.)
 
-The second moves the same bytes but keeps norms, dropout and the residual stream split. The vocabulary is split too, and the
-loss is computed where the logits are.
+The second moves the same bytes but keeps norms, dropout and the residual stream split. Nobody keeps what was gathered: for the
+weight's gradient it is gathered once more, beside the product that makes the input's (`layers/product.py` says how), so the
+backward pass moves half as much again, hidden. The vocabulary is split too, and the loss is computed where the logits are.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 from petatron.layers.dropout import Dropout
 from petatron.layers.experts import GroupedLinear
 from petatron.layers.linear import Linear
-from petatron.layers.product import MULTIPLY, Multiply, TakesWeightGrads
+from petatron.layers.norm import LayerNorm, RMSNorm
+from petatron.layers.product import MULTIPLY, Arrival, Multiply, TakesWeightGrads
 from petatron.layers.remade import Remade, remade
 from petatron.layers.seam import Seam
 from petatron.layers.vocabulary import OutputHead, PositionEmbedding, TokenEmbedding, Vocabulary
 from petatron.mesh import collectives
+from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
 from petatron.mesh.spec import Placement, Shard, TensorSplit, find, place
 
@@ -49,23 +52,48 @@ def split_weights(model: nn.Module, shards: Mapping[str, Shard], split: TensorSp
 
 
 @dataclass(frozen=True, slots=True)
+class GatheredSequence:
+    """The entrance of a product that needs the whole sequence, of which every rank of an axis has a part."""
+
+    axis: Axis
+
+    def enter(self, x: Tensor) -> Tensor:
+        return collectives.all_gather(x, self.axis)
+
+    def start_enter(self, x: Tensor) -> Arrival:
+        part, whole = x.contiguous(), x.new_empty((x.shape[0] * self.axis.size, *x.shape[1:]))
+        return partial(_arrived, collectives.start_all_gather(whole, part, self.axis), whole, part)
+
+    def start_leave(self, grad: Tensor) -> Arrival:
+        whole, part = grad.contiguous(), grad.new_empty((grad.shape[0] // self.axis.size, *grad.shape[1:]))
+        return partial(_arrived, collectives.start_reduce_scatter(part, whole, self.axis), part, whole)
+
+
+def _arrived(handle: Handle, received: Tensor, sent: Tensor) -> Tensor:
+    """`sent` must live until it has gone, so it is among the arguments."""
+    handle.wait()
+    return received
+
+
+@dataclass(frozen=True, slots=True)
 class ColumnProduct:
     """A product with a weight split along its output: every rank needs the whole input.
 
-    `regather`: the gathered input is not kept but gathered a second time in the backward pass.
+    `regather`: a gathered input is not kept but gathered a second time in the backward pass. (Low precision keeps what it
+    has cast of it, either way.)
     """
 
     axis: Axis
     sequence: bool
     multiply: Multiply = MULTIPLY
-    regather: bool = False
+    regather: bool = True
 
     def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
-        here = remade(x) if self.regather or not self.gathers else _as_it_is(x)
         if not self.gathers:
+            here = remade(x)
             return self.multiply(Remade(collectives.copy(here.value, self.axis), here.source), weight)
-        whole = Remade(collectives.gather(here.value, self.axis), here.source if self.regather else None)
-        return self.multiply(whole, weight, enter=partial(collectives.all_gather, axis=self.axis))
+        here = remade(x) if self.regather else Remade(x.value if isinstance(x, Remade) else x, None)
+        return self.multiply(here, weight, entrance=GatheredSequence(self.axis))
 
     @property
     def gathers(self) -> bool:
@@ -98,10 +126,6 @@ class WholeProduct:
         return self.multiply(remade(x), weight)
 
 
-def _as_it_is(x: Tensor | Remade) -> Remade:
-    return x if isinstance(x, Remade) else Remade(x, None)
-
-
 def connect(
     model: nn.Module, shards: Mapping[str, Shard], axis: Axis, *, sequence: bool, shared: torch.Generator | None
 ) -> None:
@@ -123,7 +147,7 @@ def connect(
 
 
 def take_weight_gradients(model: nn.Module, taker: TakesWeightGrads) -> None:
-    """Let every product, and the embedding, give its weight gradient to a taker instead of autograd.
+    """Let every product, the embedding and norms give their weight gradients to a taker instead of autograd.
 
     Comes after `connect`, whose products keep their communication, and before recompute, which wraps what it finds.
     """
@@ -132,7 +156,7 @@ def take_weight_gradients(model: nn.Module, taker: TakesWeightGrads) -> None:
             product = module.product
             assert isinstance(product, ColumnProduct | RowProduct | WholeProduct)
             module.product = replace(product, multiply=replace(product.multiply, weight_grads=taker))
-        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear):
+        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | RMSNorm | LayerNorm):
             module.weight_grads = taker
 
 

@@ -9,8 +9,10 @@ s x b x h elements. One micro-batch through L layers:
       head                                                        all-reduce
     with sequence parallelism
       embedding                           reduce-scatter          all-gather
-      each layer                          2 gather + 2 scatter    2 gather + 2 scatter
+      each layer                          2 gather + 2 scatter    4 gather + 2 scatter
       head                                all-gather              reduce-scatter
+    Two of the four gather what the layer's first products see once more, for their weights' gradients; in eight bits they
+    have kept it. What is recomputed gathers it in its second run instead.
     loss, in both: a maximum of s x b, then sums of 2 x s x b, in float32
 
 and once per step: gradients of replicated norms over tp under sequence parallelism, every gradient element once over
@@ -116,7 +118,7 @@ def test_one_more_layer(ranks: RankPool, b: int, micro_batches: int, sequence: b
     if sequence:
         norms = {layers: (2 * layers + 1) * H for layers in (2, 3)}
         expected = {
-            **exchanges("all_gather", (2 + 2) * m, activation),
+            **exchanges("all_gather", (2 + 4) * m, activation),
             **exchanges("reduce_scatter", (2 + 2) * m, activation),
             ("tp", "all_reduce", norms[3], 4 * norms[3]): 1,  # one exchange of all norms' gradients: larger, not more
             ("tp", "all_reduce", norms[2], 4 * norms[2]): -1,
@@ -126,7 +128,40 @@ def test_one_more_layer(ranks: RankPool, b: int, micro_batches: int, sequence: b
     assert found == dict(expected)
     ops = ("all_gather", "reduce_scatter") if sequence else ("all_reduce",)
     one_layer = {(direction, op): 2 * m for direction in ("forward", "backward") for op in ops}
+    if sequence:
+        one_layer["backward", "all_gather"] = 4 * m
     assert deep.activations(activation) - shallow.activations(activation) == one_layer
+
+
+WHOLE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+CHOSEN = "--recompute-granularity selective --recompute-modules"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gathers", "scatters"),
+    [
+        (f"{CHOSEN} layernorm", 2 * 6, 2 * 4),
+        (f"{CHOSEN} mlp attention", 2 * 6, 2 * 4),
+        (f"{WHOLE} 1", 2 * 6, 2 * 5),
+        (f"{WHOLE} 2", 2 * 6, 6 + 5),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", 2 * 4, 2 * 4),
+    ],
+)
+def test_nothing_is_gathered_more_often_than_needed(ranks: RankPool, flags: str, gathers: int, scatters: int):
+    """Two layers: what a second run gathers is not gathered a third time; the last scatter of a region is not repeated."""
+    layout = f"--tp 2 --sequence-parallel --ffn-hidden-size 64 {flags}"
+    found = step_events(ranks, layout, world_size=2, model="--global-batch-size 2")
+    counted = Counter(event.op for event in found.forward_and_backward if event.elements == S * 2 * H)
+    assert counted == {"all_gather": gathers + 2, "reduce_scatter": scatters + 2}, "and those of both ends"
+
+
+@pytest.mark.parametrize("recompute", ["", f"{CHOSEN} mlp", f"{WHOLE} 1"])
+def test_weight_gradients_that_wait_gather_no_more(ranks: RankPool, recompute: str):
+    """zb-h1 on the rank without embedding and head: as many gathers for two layers as without a pipeline."""
+    layout = f"--pp 3 --tp 2 --sequence-parallel --pipeline-schedule zb-h1 {recompute}"
+    for events in all_step_events(ranks, layout, world_size=6, model="--num-layers 6")[2:4]:
+        counted = Counter(event.op for event in events.forward_and_backward if event.elements == S * 2 * H)
+        assert counted["all_gather"] == 4 * 2 * 6, "micro-batches x layers x gathers"
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -141,7 +176,7 @@ def test_every_event_of_a_step(ranks: RankPool, sequence: bool, tied: bool):
     expected = loss_exchanges(b, m)
     if sequence:
         expected += exchanges("reduce_scatter", m * (1 + 4 * layers + 1), activation)
-        expected += exchanges("all_gather", m * (1 + 4 * layers + 1), activation)
+        expected += exchanges("all_gather", m * (1 + 6 * layers + 1), activation)
         expected += exchanges("all_reduce", 1, (2 * layers + 1) * H)
     else:
         expected += exchanges("all_reduce", m * (1 + 4 * layers + 1), activation)

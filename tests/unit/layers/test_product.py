@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -193,10 +194,10 @@ class _Watched(WeightGradQueue):
         super().__init__()
         self.operands: list[int] = []
 
-    def take(self, weight: Tensor, write: Write, *, now: bool = False) -> None:
+    def take(self, weight: Tensor, write: Write, *, now: bool = False, **options: Any) -> None:
         held = [cell.cell_contents for cell in write.__closure__ or ()]
         self.operands += [x.untyped_storage()._weak_ref() for x in held if isinstance(x, Tensor)]
-        super().take(weight, write, now=now)
+        super().take(weight, write, now=now, **options)
 
     @property
     def alive(self) -> list[bool]:
@@ -318,7 +319,9 @@ def test_an_input_that_needs_no_gradient_is_kept_for_the_weight(taken: bool):
     found: list[Tensor] = []
 
     class Taker:
-        def take(self, weight: Tensor, write: Write, *, now: bool = False) -> None:
+        postpones = False
+
+        def take(self, weight: Tensor, write: Write, *, now: bool = False, begin: object = None) -> None:
             found.append(torch.empty_like(weight))
             write(found[-1], False)
 

@@ -48,10 +48,12 @@ class Sine:
 class Taker:
     """Takes weight gradients at once; adds from the second on."""
 
+    postpones = False
+
     def __init__(self) -> None:
         self.grads: dict[Tensor, Tensor] = {}
 
-    def take(self, weight: Tensor, write: Write, *, now: bool = False) -> None:
+    def take(self, weight: Tensor, write: Write, *, now: bool = False, begin: object = None) -> None:
         fresh = weight not in self.grads
         out = self.grads.setdefault(weight, torch.full_like(weight, float("nan")))
         write(out, not fresh)

@@ -15,6 +15,7 @@ from petatron.config.layer_pattern import moe_layers
 from petatron.config.schema import MemoryConfig
 from petatron.config.stages import Stage
 from petatron.kernels.registry import Situation
+from petatron.layers.linear import Linear
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
@@ -27,7 +28,13 @@ from petatron.parallel.deferred import WeightGradQueue
 from petatron.parallel.expert import connect_experts
 from petatron.parallel.kernels import multiply_in_eight_bits
 from petatron.parallel.recompute import apply_recompute
-from petatron.parallel.tensor import connect, split_vocabulary, split_weights, take_weight_gradients
+from petatron.parallel.tensor import (
+    ColumnProduct,
+    connect,
+    split_vocabulary,
+    split_weights,
+    take_weight_gradients,
+)
 from tests.dist import RankPool
 from tests.unit.models.kept import kept_bytes
 
@@ -267,7 +274,32 @@ def _measure_on_rank(flags: str, names: list[str]) -> dict[str, tuple[int, int]]
 def test_split_over_tensor_parallel_ranks(ranks: RankPool, kind: str, sequence: str):
     flags = f"{MODELS[kind]} --num-query-groups 2 --vocab-size 128 --tp 2 {sequence}"
     for found in ranks.run(_measure_on_rank, 2, flags, list(RECOMPUTE)):
-        _compare(found, without_effect=None if sequence else "layernorm")
+        _compare(found, without_effect="layernorm")
+
+
+def _measure_both_ways(flags: str) -> tuple[int, int]:
+    """What is kept as training does it, and if products kept what they gather."""
+    run = run_of(flags, world_size=dist.get_world_size())
+    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
+    found: list[int] = []
+    for regather in (True, False):
+        model, table = Decoder(run.model), shards(run.model)
+        split_weights(model, table, TensorSplit(mesh.tp.size, mesh.tp.rank, sequence_parallel=True))
+        connect(model, table, mesh.tp, sequence=True, shared=None)
+        split_vocabulary(model, table, mesh.tp)
+        for module in filled(model).modules():
+            if isinstance(module, Linear) and isinstance(module.product, ColumnProduct) and not regather:
+                module.product = replace(module.product, regather=False)
+        found.append(measured(model, batch_of(run)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_gathered_inputs_are_not_kept(ranks: RankPool, tp: int):
+    """They would be two per layer of all tokens, however many ranks share the rest."""
+    flags = f"{LLAMA} --vocab-size 128 --tp {tp} --sequence-parallel"
+    for found, kept in ranks.run(_measure_both_ways, tp, flags):
+        assert kept - found == 3 * 2 * (2 * 16 * 32 * 4)
 
 
 def _measure_experts_on_rank(flags: str, asked: list[str]) -> list[int]:
@@ -300,7 +332,7 @@ def _measure_experts_on_rank(flags: str, asked: list[str]) -> list[int]:
 @pytest.mark.parametrize(
     "layout",
     [
-        "--ep 2",
+        "--ep 2 --moe-token-dispatcher-type alltoall",
         "--ep 2 --moe-token-dispatcher-type allgather",
         "--tp 2 --sequence-parallel --ep 2 --expert-tensor-parallel-size 1",
         "--tp 2 --sequence-parallel --expert-tensor-parallel-size 2",

@@ -28,7 +28,7 @@ from petatron.mesh.rng import normal_piece
 from petatron.mesh.spec import Placement, Shard, TensorSplit, place
 from petatron.mesh.stretch import ParameterGroup, group_pieces
 from petatron.models.base import Batch
-from petatron.models.decoder import Decoder, initial_std, shards, takes_weight_decay
+from petatron.models.decoder import Decoder, initial_std, one_by_one, shards, takes_weight_decay
 from petatron.optim.master import MasterOptimizer
 from petatron.parallel.expert import connect_experts
 from petatron.parallel.fsdp import ShardedGradients, ShardedGroup, owned_stretch, shard_dim, shard_stages
@@ -104,13 +104,8 @@ def build_stages(case: Case, mesh: ParallelMesh, device: str) -> tuple[list[Deco
 
 
 def run_recomputed(blocks: Sequence[nn.Module], x: Tensor, passing: Pass, *, together: int) -> Tensor:
-    def run(x: Tensor, chosen: Sequence[nn.Module]) -> Tensor:
-        for block in chosen:
-            x = block(x, passing)
-        return x
-
     for first in range(0, len(blocks), together):
-        x = checkpoint(run, x, blocks[first : first + together], use_reentrant=False)  # pyright: ignore[reportAssignmentType]
+        x = checkpoint(one_by_one, blocks[first : first + together], x, passing, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
     return x
 
 

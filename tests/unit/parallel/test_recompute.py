@@ -374,12 +374,18 @@ def _train_on_rank(flags: str, name: str) -> tuple[Bits, Counter[tuple[str, int]
 
 @pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
 def test_communication_inside_is_repeated(ranks: RankPool, sequence: str):
-    """Each of three layers has two gathers and two scatters, or two sums; behind the last is the dropout of a whole layer."""
+    """Each of three layers has two scatters, or two sums; behind the last is the dropout of a whole layer.
+
+    Gathers are not repeated: what a second run gathers need not be gathered in the backward pass, as it is without recompute.
+    """
     flags = f"{LLAMA} --hidden-dropout 0.3 --num-query-groups 2 --vocab-size 128 --tp 2 {sequence}"
-    whole = {"all_gather": 6, "reduce_scatter": 6} if sequence else {"all_reduce": 6}
-    gathers = {"all_gather": 6} if sequence else {}
+    whole = {"reduce_scatter": 6} if sequence else {"all_reduce": 6}
     plain = ranks.run(_train_on_rank, 2, flags, "nothing")
-    for name, repeated in {"layernorm": gathers, "all": gathers, "uniform-1": whole}.items():
+    for name, repeated in {"layernorm": {}, "mlp": {}, "all": {}, "uniform-1": whole}.items():
         for (bits, sent), (wanted, before) in zip(ranks.run(_train_on_rank, 2, flags, name), plain):
             assert_same(bits, wanted)
-            assert sent - before == Counter({(op, 2 * 16 * 32): count for op, count in repeated.items()}), name
+            more = Counter(sent)
+            more.subtract(before)
+            assert {key: count for key, count in more.items() if count} == {
+                (op, 2 * 16 * 32): count for op, count in repeated.items()
+            }, name
