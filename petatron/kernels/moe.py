@@ -6,8 +6,8 @@ both directions, the choice of every row and the row of every choice, so that th
 no gradient is scattered with atomic adds, and results do not depend on the order in which a device runs.
 
 Rows are as many as there are choices, or, padded, a fixed number per expert. Padding lets every shape be known without
-looking at the data; so does `keep_rest`, with which choices that go nowhere keep a row behind those of all experts. No product
-computes it: what comes out of one there is anything, NaN included, and sums pass over it.
+looking at the data; so does `room`, a number of rows that is enough, of which choices that go nowhere get those behind the rows
+of all experts. No product computes them: what comes out of one there is anything, NaN included, and sums pass over it.
 
 Where the router's weight w is applied decides how many bytes move. With a the activation of a row and g the gradient that
 comes back from the token,
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,7 +83,8 @@ __all__ = [
 class Arrangement:
     """Where every choice lies among the rows, and the other way round.
 
-    choice_R: for each row the choice (token x K + place) it holds; anything where the row is padding.
+    choice_R: for each row the choice (token x K + place) it holds; anything where the row is padding. Rows beyond the counts
+        hold choices without an expert.
     row_TK: for each choice its row; where the choice has none, a row that no expert has.
     counts: rows of each expert, padding included.
     real_R: whether the row is no padding; None when all are.
@@ -99,6 +100,10 @@ class Arrangement:
     @property
     def token_R(self) -> Tensor:
         return self.choice_R // self.row_TK.shape[1]
+
+    def cut(self, rows: int) -> Arrangement:
+        """Without rows beyond a number that is enough."""
+        return replace(self, choice_R=self.choice_R[:rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,21 +158,22 @@ def arrange(
     *,
     incomplete: bool = False,
     capacity: int | None = None,
-    keep_rest: bool = False,
+    room: int | None = None,
 ) -> Arrangement:
     """Rows in the order of their experts, within an expert in token order.
 
     `incomplete` says that some choices may be `num_experts`, which stands for nowhere; how many has then to be read back
-    from the device, unless `keep_rest` leaves their rows at the end, beyond what the counts reach. With a `capacity` every
-    expert gets that many rows and nothing is read back; no expert may be chosen more often.
+    from the device, unless there is `room` for that many rows in any case: the counts may not reach to the last of them.
+    With a `capacity` every expert gets that many rows and nothing is read back; no expert may be chosen more often.
     """
     by_expert = sort_by_expert(experts_TK, num_experts)
     order = by_expert.order
     kept = experts_TK < num_experts if incomplete else None
     if capacity is None:
         counts = by_expert.counts_E
-        rows = int(counts.sum()) if incomplete and not keep_rest else order.numel()
-        return Arrangement(order[:rows], by_expert.at_TK, counts, None, kept)
+        if incomplete and room is None:
+            room = int(counts.sum())
+        return Arrangement(order[:room], by_expert.at_TK, counts, None, kept)
     rows = num_experts * capacity
     # What goes nowhere lands in one row too many, which is cut off.
     row_TK = torch.where(experts_TK < num_experts, experts_TK * capacity + by_expert.place_TK, rows)

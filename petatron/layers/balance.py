@@ -13,7 +13,7 @@ With f_i the share of all choices that went to expert i, P_i the mean score of e
 Each is 1 (z-loss: small) when the load is even. f counts, so gradients flow through P alone. What expert capacity drops still
 counts in f: it is what the router asked for.
 
-T tokens of this rank (sequence outermost), B sequences, K choices per token, E experts.
+S positions and B sequences of this rank, T = S x B tokens in any order, K choices per token, E experts.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ class Together:
 ALONE = Together()
 
 
-def choices_BE(chosen_TK: Tensor, *, batch: int, num_experts: int) -> Tensor:
+def choices_BE(chosen_SBK: Tensor, *, num_experts: int) -> Tensor:
     """How often each sequence chose each expert."""
-    chosen_TE = torch.zeros(chosen_TK.shape[0], num_experts, dtype=torch.bool, device=chosen_TK.device)
-    return chosen_TE.scatter_(1, chosen_TK, True).unflatten(0, (-1, batch)).sum(0)
+    chosen_SBE = torch.zeros(*chosen_SBK.shape[:2], num_experts, dtype=torch.bool, device=chosen_SBK.device)
+    return chosen_SBE.scatter_(2, chosen_SBK, True).sum(0)
 
 
 def balance_loss(
-    moe: MoEConfig, scores_TE: Tensor, counts_BE: Tensor, *, sequence: Together, stage: Together
+    moe: MoEConfig, scores_SBE: Tensor, counts_BE: Tensor, *, sequence: Together, stage: Together
 ) -> Tensor | None:
     """This rank's share of the balancing loss of a micro-batch, coefficient included; None when there is none."""
     kind = moe.moe_router_load_balancing_type
     if moe.moe_aux_loss_coeff == 0.0 or kind in ("none", "sinkhorn"):
         return None
-    tokens, experts = scores_TE.shape
-    sums_GE = scores_TE.unflatten(0, (-1, counts_BE.shape[0])).sum(0)
+    tokens, experts = scores_SBE[..., 0].numel(), scores_SBE.shape[-1]
+    sums_GE = scores_SBE.sum(0)
     counts_GE = counts_BE
     if kind != "seq_aux_loss":
         sums_GE, counts_GE = sums_GE.sum(0, keepdim=True), counts_BE.sum(0, keepdim=True)
     groups = counts_GE.shape[0]
     counted = stage if kind == "global_aux_loss" else sequence
     share_GE = (
-        counted.sum(counts_GE.clone()).to(scores_TE.dtype) * groups / (tokens * counted.ranks * moe.moe_router_topk)
+        counted.sum(counts_GE.clone()).to(scores_SBE.dtype) * groups / (tokens * counted.ranks * moe.moe_router_topk)
     )
     mean_GE = sums_GE * groups / (tokens * sequence.ranks)
     return moe.moe_aux_loss_coeff * experts * (share_GE * mean_GE).sum() / groups

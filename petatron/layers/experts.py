@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.schema import GATED_ACTIVATIONS, ModelConfig, MoEConfig
@@ -44,7 +45,10 @@ class GroupedLinear(nn.Module):
         bias = self.bias if self.bias_share == 1.0 else self.bias * self.bias_share
         if isinstance(counts, int):
             return (y_RO.unflatten(0, (-1, counts)) + bias[:, None]).flatten(0, 1)
-        return y_RO + bias.repeat_interleave(counts, dim=0, output_size=y_RO.shape[0])
+        rows = y_RO.shape[0]
+        # Rows of no expert get a bias of their own: their gradients may be anything.
+        each = torch.cat([counts, rows - counts.sum(0, keepdim=True)])
+        return y_RO + F.pad(bias, (0, 0, 0, 1)).repeat_interleave(each, dim=0, output_size=rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ communication. All else here works on each token alone, so it does not matter wh
 the router's losses, which look at all of them, are in `balance.py`. With a latent size the routed experts work in a narrower
 space, which saves most of the communication.
 
-S sequence, B batch, D hidden, T = S x B tokens.
+S sequence, B batch, D hidden, T = S x B tokens in the order in which they lie in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from petatron.config.schema import ModelConfig, MoEConfig
-from petatron.kernels.moe import Counts, arrange, combine, take, weight_of_rows
+from petatron.kernels.moe import Counts, combine, take, weight_of_rows
 from petatron.layers.balance import attach
 from petatron.layers.experts import RoutedExperts
 from petatron.layers.linear import Linear
@@ -25,6 +25,7 @@ from petatron.layers.mlp import build_mlp
 from petatron.layers.passing import Pass
 from petatron.layers.remade import Remade, remade
 from petatron.layers.router import Router, Routing
+from petatron.layers.rows import batch_first, from_rows, to_rows
 
 
 class RunExperts(Protocol):
@@ -47,9 +48,7 @@ class Dispatcher(Protocol):
 
 def dispatch_here(x_TD: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
     """All experts are on this device: sort, compute, put back."""
-    arrangement = arrange(
-        routing.experts_TK, routing.num_experts, incomplete=routing.incomplete, capacity=routing.capacity
-    )
+    arrangement = routing.arranged()
     rows = take(x_TD, arrangement)
     if not experts.takes_weights:
         return combine(experts(rows, arrangement.counts), routing.weights_TK, arrangement)
@@ -78,8 +77,9 @@ class MoE(nn.Module):
         routing, extra_loss, report = self.router(x_SBD, with_loss=passing.extra_loss_scale is not None)
         passing.reports[self.number] = report
         inner = x_SBD if self.latent_down is None else self.latent_down(normal)
-        y_TD = self.dispatcher(inner.flatten(0, 1), routing, self.experts)
-        y_SBD = y_TD.unflatten(0, x_SBD.shape[:2])
+        by_batch = batch_first(x_SBD)
+        y_TD = self.dispatcher(to_rows(inner, by_batch=by_batch), routing, self.experts)
+        y_SBD = from_rows(y_TD, x_SBD, by_batch=by_batch)
         if self.latent_up is not None:
             y_SBD = self.latent_up(y_SBD)
         if self.shared is not None:

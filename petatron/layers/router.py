@@ -11,9 +11,11 @@ weights, so it changes no gradient.
                           softmax over all, or the sigmoid for K = 1
 
 With a capacity, an expert takes at most ceil(capacity factor x T K / E) of this rank's T tokens; what is beyond is dropped and
-gets no output from it. T depends on the layout, so what is dropped does too.
+gets no output from it. T depends on the layout, so what is dropped does too. Tokens claim room by their weights, or position by
+position of all sequences together; among equals the earlier position comes first, then the earlier sequence. Everything else
+takes tokens in the order in which they lie in memory, whichever that is.
 
-S sequence, B batch, T = S x B tokens (R: in the order of memory), D hidden, E experts, K choices per token, G groups of experts.
+S sequence, B batch, T = S x B tokens in the order of memory, D hidden, E experts, K choices per token, G groups of experts.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.schema import MoEConfig
-from petatron.kernels.moe import sort_by_expert
+from petatron.kernels.moe import Arrangement, arrange, sort_by_expert
 from petatron.layers.balance import ALONE, Together, balance_loss, choices_BE, router_report, sinkhorn, z_loss
 from petatron.layers.rows import batch_first, from_rows, to_rows
 
@@ -42,7 +44,8 @@ class Routing:
     experts_TK: the experts of each token; `num_experts` stands for nowhere, where a choice was dropped.
     weights_TK: what their outputs are multiplied by.
     incomplete: whether choices may have been dropped.
-    capacity: rows that every expert's input from this rank is padded to; None means no padding.
+    capacity: how many of these tokens an expert takes at most; None means all.
+    padded: whether every expert's input is padded to the capacity.
     """
 
     experts_TK: Tensor
@@ -50,6 +53,18 @@ class Routing:
     num_experts: int
     incomplete: bool = False
     capacity: int | None = None
+    padded: bool = False
+
+    def arranged(self) -> Arrangement:
+        """The choices in the order of the experts. Where some may be missing, only a capacity spares looking how many there are."""
+        room = None if self.capacity is None else self.num_experts * self.capacity
+        return arrange(
+            self.experts_TK,
+            self.num_experts,
+            incomplete=self.incomplete,
+            capacity=self.capacity if self.padded else None,
+            room=room,
+        )
 
 
 class Router(nn.Module):
@@ -78,17 +93,19 @@ class Router(nn.Module):
     def forward(self, x_SBD: Tensor, *, with_loss: bool) -> tuple[Routing, Tensor | None, Tensor]:
         """The routing, this rank's share of the router's losses if wanted, and the report of `balance.router_report`."""
         moe, experts = self.moe, self.weight.shape[0]
-        by_batch = batch_first(x_SBD)  # rows as they lie: a copy in another order would have to be kept
-        logits_RE = self._logits(to_rows(x_SBD, by_batch=by_batch))
-        logits_TE = from_rows(logits_RE, x_SBD, by_batch=by_batch).flatten(0, 1)
+        by_batch = batch_first(x_SBD)
+        logits_TE = self._logits(to_rows(x_SBD, by_batch=by_batch))
         scores_TE = self._scores(logits_TE)
         chosen_TK, weights_TK = self._choose(logits_TE, scores_TE)
         z_T = logits_TE.logsumexp(dim=-1)
-        counts_BE = choices_BE(chosen_TK, batch=x_SBD.shape[1], num_experts=experts)
-        routing = self._limit(Routing(chosen_TK, weights_TK, experts))
+        counts_BE = choices_BE(from_rows(chosen_TK, x_SBD, by_batch=by_batch), num_experts=experts)
+        routing = Routing(chosen_TK, weights_TK, experts)
+        if moe.moe_expert_capacity_factor is not None:
+            routing = self._limit(routing, moe.moe_expert_capacity_factor, x_SBD)
         loss = None
         if with_loss:
-            balance = balance_loss(moe, scores_TE, counts_BE, sequence=self.sequence, stage=self.stage)
+            scores_SBE = from_rows(scores_TE, x_SBD, by_batch=by_batch)
+            balance = balance_loss(moe, scores_SBE, counts_BE, sequence=self.sequence, stage=self.stage)
             parts = [part for part in (balance, z_loss(moe, z_T, sequence=self.sequence)) if part is not None]
             loss = torch.stack(parts).sum() if parts else None
         report = router_report(
@@ -101,15 +118,15 @@ class Router(nn.Module):
         )
         return routing, loss, report
 
-    def _logits(self, x_RD: Tensor) -> Tensor:
+    def _logits(self, x_TD: Tensor) -> Tensor:
         """In the precision asked for; what follows is in at least float32."""
-        moe, dtype = self.moe, x_RD.dtype
+        moe, dtype = self.moe, x_TD.dtype
         if moe.moe_router_dtype is not None:
             dtype = torch.promote_types(dtype, _DTYPES[moe.moe_router_dtype])
-        x_RD = x_RD.to(dtype)
+        x_TD = x_TD.to(dtype)
         if self.training and moe.moe_input_jitter_eps:
-            x_RD = x_RD * torch.empty_like(x_RD).uniform_(1 - moe.moe_input_jitter_eps, 1 + moe.moe_input_jitter_eps)
-        logits = F.linear(x_RD, self.weight.to(dtype))
+            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - moe.moe_input_jitter_eps, 1 + moe.moe_input_jitter_eps)
+        logits = F.linear(x_TD, self.weight.to(dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if moe.moe_router_force_load_balancing:
             # Random values, but the gradient still flows, so that the backward pass costs what it always does.
@@ -159,20 +176,27 @@ class Router(nn.Module):
             ranking_TE = groups_TGE.masked_fill(~open_TG[..., None], float("-inf")).flatten(1)
         return ranking_TE.topk(k, dim=-1).indices
 
-    def _limit(self, routing: Routing) -> Routing:
-        """Drop what an expert has no room for: the choices with the lowest weights, or the last ones."""
-        moe, experts = self.moe, routing.num_experts
-        if moe.moe_expert_capacity_factor is None:
-            return routing
+    def _limit(self, routing: Routing, factor: float, x_SBD: Tensor) -> Routing:
+        """Drop what an expert has no room for: the choices with the lowest weights, or the last ones.
+
+        Who comes first must not depend on how tokens lie in memory, so the few numbers that decide it are put in order.
+        """
+        moe, experts, by_batch = self.moe, routing.num_experts, batch_first(x_SBD)
         tokens, k = routing.experts_TK.shape
         # No token chooses an expert twice, so more room than there are tokens is never used.
-        capacity = min(tokens, max(1, math.ceil(tokens * k * moe.moe_expert_capacity_factor / experts)))
-        liked = routing.weights_TK.detach() if moe.moe_token_drop_policy == "probs" else None
-        place_TK = sort_by_expert(routing.experts_TK, experts, preference=liked).place_TK
+        capacity = min(tokens, max(1, math.ceil(tokens * k * factor / experts)))
+
+        def in_order(of_TK: Tensor) -> Tensor:
+            return to_rows(from_rows(of_TK, x_SBD, by_batch=by_batch), by_batch=False)
+
+        liked = in_order(routing.weights_TK.detach()) if moe.moe_token_drop_policy == "probs" else None
+        late = sort_by_expert(in_order(routing.experts_TK), experts, preference=liked).place_TK >= capacity
+        late_TK = to_rows(from_rows(late, x_SBD, by_batch=False), by_batch=by_batch)
         return Routing(
-            routing.experts_TK.masked_fill(place_TK >= capacity, experts),
+            routing.experts_TK.masked_fill(late_TK, experts),
             routing.weights_TK,
             experts,
             incomplete=True,
-            capacity=capacity if moe.moe_pad_expert_input_to_capacity else None,
+            capacity=capacity,
+            padded=moe.moe_pad_expert_input_to_capacity,
         )

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 
 from petatron.kernels import embedding as embedding_reference
 from petatron.kernels.linear_loss import REFERENCE, Columns, SoftmaxKernels, Wanted, linear_cross_entropy
-from petatron.kernels.loss import cross_entropy
 from petatron.layers.linear import Product
 from petatron.layers.product import TakesWeightGrads, Write, multiply_here
 from petatron.layers.rows import batch_first, from_row_order, from_rows, to_row_order, to_rows
@@ -56,11 +55,6 @@ class Vocabulary:
         local = ids - self.first
         elsewhere = (local < 0) | (local >= self.rows)
         return local.masked_fill(elsewhere, 0), elsewhere
-
-    def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of each target; logits are this device's columns, padding included."""
-        max_over, sum_over = self.ranks or (same, same)
-        return cross_entropy(logits[..., : self.rows], targets, first=self.first, max_over=max_over, sum_over=sum_over)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Logits over all ids, on every device; for generation and tests, never for training."""

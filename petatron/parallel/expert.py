@@ -10,7 +10,10 @@ is exchanged first, and the host must read it to know the shapes. With inputs pa
 neither is needed. Forward 2 exchanges of T K D etp elements (T tokens of this rank, K choices), backward 2 more.
 
 `AllGather` sends all tokens to all ranks of the grid, and each computes what belongs to its experts. Forward a gather and a scatter
-of ep x etp x T D elements, backward the same: less than above when K is more than ep, and always one message of one size.
+of ep x etp x T D elements, backward the same: less than above when K is more than ep, and always one message of one size. How
+many of all ranks' choices are for the experts here only the device knows. A capacity bounds them, to about its factor times an even
+share, and then nothing is read back; without one they could be all, ep times an even share, and room for that many in every
+tensor of the experts would cost more than one number read per layer.
 
 T tokens, K choices per token, D width, R rows, E experts.
 """
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.schema import MoEConfig
-from petatron.kernels.moe import Arrangement, Counts, arrange, combine, inverse, reorder, take
+from petatron.kernels.moe import Arrangement, Counts, combine, inverse, reorder, take
 from petatron.layers.balance import Together
 from petatron.layers.moe import Dispatcher, MoE, RunExperts, dispatch_here
 from petatron.layers.router import Routing
@@ -75,10 +78,9 @@ class AllToAll:
     etp: int
 
     def __call__(self, x_TD: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
-        arrangement = arrange(
-            routing.experts_TK, routing.num_experts, incomplete=routing.incomplete, capacity=routing.capacity
-        )
+        arrangement = routing.arranged()
         journey = self._journey(arrangement.counts, routing.num_experts // self.ep, x_TD.device)
+        arrangement = arrangement.cut(sum(journey.send[:: self.etp]))
         copies, weights = arrangement, routing.weights_TK
         if self.etp > 1:
             copies = self._copies(arrangement, journey.send)
@@ -152,11 +154,12 @@ class AllGather:
         weights_TK = collectives.gather(routing.weights_TK, self.axis)
         chosen_TK = collectives.all_gather(routing.experts_TK, self.axis)
         elsewhere = (chosen_TK < first) | (chosen_TK >= first + here)
-        arrangement = arrange(
+        of_these = Routing(
             (chosen_TK - first).masked_fill(elsewhere, here),
+            weights_TK,
             here,
-            incomplete=True,
+            incomplete=routing.incomplete or self.ep > 1,
             capacity=None if routing.capacity is None else routing.capacity * self.axis.size,
+            padded=routing.padded,
         )
-        rows = experts(take(x_TD, arrangement), arrangement.counts)
-        return collectives.scatter(combine(rows, weights_TK, arrangement), self.axis)
+        return collectives.scatter(dispatch_here(x_TD, of_these, experts), self.axis)

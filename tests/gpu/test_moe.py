@@ -58,11 +58,12 @@ def arrangements(tokens: int, k: int, experts: int) -> dict[str, Arrangement]:
         "padded": arrange(chosen, experts, capacity=tokens),
         "dropped": arrange(some, experts, incomplete=True),
         "dropped, padded": arrange(some, experts, incomplete=True, capacity=tokens),
-        "rest kept": arrange(some, experts, incomplete=True, keep_rest=True),
+        "room for all": arrange(some, experts, incomplete=True, room=tokens * k),
+        "room to spare": arrange(some, experts, incomplete=True, room=int((some < experts).sum()) + 1),
     }
 
 
-@pytest.mark.parametrize("kind", ["all", "padded", "dropped", "dropped, padded", "rest kept"])
+@pytest.mark.parametrize("kind", ["all", "padded", "dropped", "dropped, padded", "room for all", "room to spare"])
 @pytest.mark.parametrize(("width", "k", "experts"), [(2048, 8, 128), (4096, 2, 8), (2880, 4, 32), (20, 3, 300)])
 def test_rows(kind: str, width: int, k: int, experts: int):
     found = arrangements(200, k, experts)[kind]
@@ -122,7 +123,7 @@ def test_the_host_never_waits():
 
     def run() -> None:
         ours(layer)
-        arrange(some, 64, incomplete=True, keep_rest=True)
+        arrange(some, 64, incomplete=True, room=1200)
         arrange(some, 64, incomplete=True, capacity=333)
 
     run()

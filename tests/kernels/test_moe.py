@@ -127,12 +127,15 @@ def test_gradients(drop: bool, capacity: int | None):
     assert torch.autograd.gradcheck(there_and_back, (x, weights))
 
 
-def test_the_rest_is_kept_but_never_looked_at():
-    """Choices that go nowhere have rows behind those of all experts; NaN there reaches nothing."""
+@pytest.mark.parametrize("spare", [0, 2, 100])
+def test_rows_to_spare_are_never_looked_at(spare: int):
+    """With more room than is needed, some choices that go nowhere have rows behind those of all experts; NaN there reaches nothing."""
     chosen = draw(7, 3, 4, 1, drop=True)
-    found, cut = (arrange(chosen, 4, incomplete=True, keep_rest=keep) for keep in (True, False))
+    cut = arrange(chosen, 4, incomplete=True)
     rows = cut.choice_R.shape[0]
-    assert found.choice_R.shape[0] == 21 > rows and torch.equal(found.choice_R[:rows], cut.choice_R)
+    found = arrange(chosen, 4, incomplete=True, room=rows + spare)
+    assert found.choice_R.shape[0] == min(21, rows + spare) and rows < 19
+    assert torch.equal(found.cut(rows).choice_R, cut.choice_R) and torch.equal(found.row_TK, cut.row_TK)
     assert isinstance(found.counts, Tensor) and isinstance(cut.counts, Tensor) and torch.equal(found.counts, cut.counts)
     results = []
     for arrangement in (found, cut):

@@ -15,7 +15,7 @@ from petatron.kernels.triton import moe as twins
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cuts off what bfloat16 cannot hold, where a device rounds.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 4e-3 if DEVICE == "cuda" else 8e-3}
-KINDS = ["all", "padded", "dropped", "dropped, padded", "rest kept", "copies", "no rows"]
+KINDS = ["all", "padded", "dropped", "dropped, padded", "room for all", "room to spare", "copies", "no rows"]
 
 
 def arrangement(kind: str, tokens: int = 9, k: int = 3, experts: int = 5) -> Arrangement:
@@ -30,7 +30,10 @@ def arrangement(kind: str, tokens: int = 9, k: int = 3, experts: int = 5) -> Arr
         return arrange(some, experts, incomplete=True, capacity=tokens)
     if kind == "no rows":
         return arrange(torch.full_like(chosen, experts), experts, incomplete=True)
-    found = arrange(some, experts, incomplete=True, keep_rest=kind == "rest kept")
+    found = arrange(some, experts, incomplete=True)
+    if kind.startswith("room"):
+        spare = 1 if kind == "room to spare" else tokens * k
+        return arrange(some, experts, incomplete=True, room=found.choice_R.shape[0] + spare)
     if kind == "copies":  # choices without a row name one that belongs to another, as expert parallelism makes them
         row_TK = found.row_TK.clamp(max=found.choice_R.shape[0] - 1)
         return Arrangement(found.choice_R, row_TK, found.counts, None, found.kept_TK)

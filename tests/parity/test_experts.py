@@ -117,7 +117,8 @@ def test_model(ranks: RankPool, model: str):
     check_layout(ranks, f"--tp 2 --dp 2 --ep 2 {A2A}", flags, world_size=4)
 
 
+@pytest.mark.parametrize("dispatcher", [A2A, GATHER], ids=["alltoall", "allgather"])
 @pytest.mark.parametrize("pad", ["", "--moe-pad-expert-input-to-capacity"])
-def test_capacity_where_ranks_keep_their_tokens(ranks: RankPool, pad: str):
+def test_capacity_where_ranks_keep_their_tokens(ranks: RankPool, pad: str, dispatcher: str):
     flags = f"{EXPERTS} --train-iters 4 --moe-expert-capacity-factor 0.8 {pad}"
-    check_layout(ranks, f"--dp 2 --ep 2 {A2A}", flags, world_size=2)
+    check_layout(ranks, f"--dp 2 --ep 2 {dispatcher}", flags, world_size=2)

@@ -260,7 +260,7 @@ def test_layers_in_eight_bits(others: dict[str, Any], wanted: list[int]):
     assert [layer for layer in range(4) if layer_in_eight_bits(config, layer, num_layers=4)] == wanted
 
 
-@pytest.mark.parametrize("counts", [torch.tensor([5, 0, 27]), 16])
+@pytest.mark.parametrize("counts", [torch.tensor([5, 0, 27]), torch.tensor([5, 0, 20]), 16])
 def test_experts(counts: Counts):
     experts = 3 if isinstance(counts, Tensor) else 2
     kernels, calls = counted()

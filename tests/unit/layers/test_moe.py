@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.kernels import grouped
 from petatron.kernels.activation import GATED, PLAIN
 from petatron.layers.moe import MoE
 from petatron.layers.passing import Pass
 from petatron.layers.router import Routing
+from tests.seen import Seen
 
 S, B, D, F, E = 6, 2, 8, 5, 4
 GATED_MODEL = ModelConfig(hidden_size=D, activation="swiglu", add_bias_linear=False)
@@ -101,6 +103,75 @@ def test_outputs_and_gradients_equal_a_naive_loop(variant: str, model: ModelConf
     theirs, ours = gradients(layer, x, expected), gradients(layer, x, found)
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+DROPS = [variant for variant in VARIANTS if variant.startswith("drop")]
+
+
+@pytest.mark.parametrize("model", [GATED_MODEL, PLAIN_MODEL], ids=["gated", "plain-bias"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_may_lie_in_memory_either_way(variant: str, model: ModelConfig):
+    """Sequences one after the other: the same results and gradients, lying the same way, and nothing as large as the tokens is copied."""
+    layer, x = build(model, replace(MOE, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1, **VARIANTS[variant])), tokens()
+    turned = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    grad = torch.randn(B, S, D, dtype=x.dtype).transpose(0, 1)
+    leaves, results, reports = [*layer.parameters()], [], []
+    for tensor, its_grad in ((x, grad.contiguous()), (turned, grad)):
+        passing = Pass(extra_loss_scale=torch.tensor(0.5))
+        with Seen("clone", elements=S * B * D) as seen:
+            y = layer(tensor, passing)
+            found = torch.autograd.grad(y, [tensor, *leaves], its_grad)
+        assert seen.count == 0
+        assert y.stride() == found[0].stride() == tensor.stride()
+        results.append((y, *found))
+        reports.append(passing.reports[3])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(*reports)
+
+
+@pytest.mark.parametrize("variant", DROPS)
+def test_who_is_dropped_is_no_matter_of_memory(variant: str):
+    """All tokens like all experts alike: earlier positions come first, however tokens lie."""
+    layer, x = build(moe=replace(MOE, **VARIANTS[variant])), tokens()
+    layer.router.weight.data.zero_()
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    (plain, _, _), (found, _, _) = (layer.router(tensor, with_loss=False) for tensor in (x, turned))
+    kept_SB = (plain.experts_TK < E).all(-1).view(S, B)
+    assert torch.equal(kept_SB, (found.experts_TK < E).all(-1).view(B, S).t())
+    room = math.ceil(0.7 * S * B * 2 / E)
+    assert kept_SB.flatten().tolist() == [token < room for token in range(S * B)]
+
+
+@pytest.mark.parametrize("model", [GATED_MODEL, PLAIN_MODEL], ids=["gated", "plain-bias"])
+@pytest.mark.parametrize("variant", DROPS)
+def test_dropping_reads_nothing_back_and_rows_of_no_expert_reach_nothing(
+    variant: str, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """The grouped kernel leaves rows beyond the counts as memory was; here they become NaN."""
+    layer, x = build(model, replace(MOE, **VARIANTS[variant])), tokens().detach()
+    x[..., 0], layer.router.weight.data[3, 0] = 1.0, -9.0  # the last expert is not full
+    x.requires_grad_()
+    true_y = layer(x, Pass())
+    true = gradients(layer, x, true_y)
+    plain, poisoned = grouped.looped_linear, []
+
+    def leaving_the_rest(rows: Tensor, weight: Tensor, counts: Tensor | int) -> Tensor:
+        made = plain(rows, weight, counts)
+        if not isinstance(counts, int):
+            poisoned.append(len(made) - int(counts.sum()))
+            made[int(counts.sum()) :] = torch.nan
+        return made
+
+    with Seen("_local_scalar_dense") as seen:
+        layer(x, Pass())
+    assert seen.count == 0
+    monkeypatch.setattr(grouped, "looped_linear", leaving_the_rest)
+    y = layer(x, Pass())
+    torch.testing.assert_close(y, true_y)
+    for name, gradient in gradients(layer, x, y).items():
+        torch.testing.assert_close(gradient, true[name], msg=lambda m, n=name: f"{n}: {m}")
+    assert layer.router.moe.moe_pad_expert_input_to_capacity or min(poisoned) > 0
 
 
 def test_all_experts_with_equal_gates_is_the_dense_sum():
@@ -236,10 +307,11 @@ def test_cuda_equals_the_cpu(variant: str):
         torch.testing.assert_close(ours.cpu(), expected, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("variant", [pytest.param(v, marks=CUDA) for v in ("softmax", "drop-pad", "shared")])
-def test_the_host_need_not_wait(variant: str):
+@pytest.mark.parametrize("model", [GATED_MODEL, PLAIN_MODEL], ids=["gated", "plain-bias"])
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=CUDA) for v in ("softmax", "drop", "drop-pad", "shared")])
+def test_the_host_need_not_wait(variant: str, model: ModelConfig):
     """With grouped products or padding, nothing is read back from the device, forward or backward: torch would raise."""
-    wide = replace(GATED_MODEL, hidden_size=64)
+    wide = replace(model, hidden_size=64)
     moe = replace(MOE, moe_ffn_hidden_size=32, moe_aux_loss_coeff=0.1, **VARIANTS[variant])
     layer = build(wide, moe).to(torch.bfloat16).cuda()
     x = torch.randn(256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

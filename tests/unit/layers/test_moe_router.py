@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_dropped(policy: str, pad: bool):
         kept = [(t, row[index]) for t, row in enumerate(after) if index in row]
         assert sorted(wanted[:capacity]) == sorted(kept), "the others keep their weights"
     routing, _, report = full(x, with_loss=False)
-    assert routing.incomplete and routing.capacity == (capacity if pad else None)
+    assert routing.incomplete and routing.capacity == capacity and routing.padded == pad
     dropped = sum(map(len, before)) - sum(map(len, after))
     assert dropped > 0 and int(report[E]) == dropped
     assert report[:E].sum() == 60, "the report counts what the router asked for"

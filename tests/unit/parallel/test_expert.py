@@ -25,6 +25,7 @@ from petatron.mesh.spec import Shard, TensorSplit, place
 from petatron.parallel.expert import AllGather, AllToAll, build_dispatcher, connect_experts
 from tests.dist import RankPool
 from tests.longform import every_second
+from tests.seen import Seen
 
 S, B, D, F, E = 8, 2, 6, 4, 8
 MODELS = {
@@ -146,15 +147,18 @@ def close(found: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda message: f"{what}: {message}")
 
 
-def check(model: str, case: str, dispatcher: str, mesh: ParallelMesh) -> None:
+def check(model: str, case: str, dispatcher: str, mesh: ParallelMesh, *, turned: bool = False) -> None:
+    """`turned`: this rank's tokens lie in memory sequence by sequence."""
     moe, tokens = config(case, dispatcher), Tokens.draw(mesh.dp.size)
     expected, layer = reference(model, moe, mesh, tokens), cut_layer(model, moe, mesh)
     where = f"{model} {case} {dispatcher} {mesh.layout}"
     x, grad = tokens.part(mesh.dp.rank, mesh["sequence"].rank, mesh["sequence"].size)
+    if turned:
+        x = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     passing = Pass(extra_loss_scale=torch.tensor(SCALE))
     y = layer(x, passing)
     y.backward(grad)
-    assert x.grad is not None
+    assert x.grad is not None and y.stride() == x.stride()
     output, x_grad = expected.outputs[mesh.dp.rank, mesh["sequence"].rank]
     close(y.detach(), output, f"{where} output")
     close(x.grad, x_grad, f"{where} input gradient")
@@ -178,7 +182,8 @@ def _compare(layout: Layout, dispatchers: tuple[str, ...], cases: tuple[str, ...
     mesh = ParallelMesh(layout, dist.get_rank())
     for dispatcher in dispatchers:
         for number, case in enumerate(cases):
-            check("gated" if number % 2 else "plain", case, dispatcher, mesh)
+            odd = number % 2 == 1
+            check("gated" if odd else "plain", case, dispatcher, mesh, turned=odd)
             if case == "aux":
                 check("gated", case, dispatcher, mesh)
 
@@ -296,6 +301,31 @@ def test_all_gather_moves_what_theory_says(ranks: RankPool, layout: Layout):
                 ("reduce_scatter", "float64", tokens * D),
             ]
         )
+
+
+def _looks(layout: Layout, dispatcher: str, case: str) -> int:
+    """How often the host reads a number in a layer's forward and backward pass, beside the list of what is exchanged."""
+    mesh = ParallelMesh(layout, dist.get_rank())
+    layer = cut_layer("plain", config(case, dispatcher), mesh)
+    x, grad = Tokens.draw(mesh.dp.size).part(mesh.dp.rank, mesh["sequence"].rank, mesh["sequence"].size)
+    with Seen("_local_scalar_dense") as seen:
+        layer(x, Pass()).backward(grad)
+    return seen.count
+
+
+LOOKS = [
+    ("allgather", "aux", 1, 0),  # without a capacity all rows may be for one rank, so it looks how many are its own
+    ("allgather", "drop", 0, 0),
+    ("allgather", "pad", 0, 0),
+    ("alltoall", "aux", 0, 0),
+    ("alltoall", "drop", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("dispatcher", "case", "ep", "etp"), LOOKS)
+def test_the_host_looks_only_where_rows_have_no_bound(ranks: RankPool, dispatcher: str, case: str, ep: int, etp: int):
+    assert ranks.run(_looks, 2, Layout(dp_shard=2, ep=2), dispatcher, case) == [ep] * 2
+    assert ranks.run(_looks, 2, Layout(tp=2, etp=2), dispatcher, case) == [etp] * 2
 
 
 def _balance_traffic(layout: Layout) -> dict[str, list[tuple[str, int]]]:
