@@ -11,7 +11,8 @@ import importlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
     if flags and not takes_flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     configure()
+    if args.json:
+        check_writable(Path(args.json))
     result: BenchResult = module.run(args, flags) if takes_flags else module.run(args)
     width = max(len(label) for label, _ in result.rows)
     for label, value in result.rows:
@@ -66,8 +69,27 @@ def main(argv: Sequence[str]) -> int:
             "python": platform.python_version(),
         }
         content = {"bench": args.bench, "petatron": __version__, "machine": machine, **result.values}
-        try:
+        with _explained(Path(args.json)):
             Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"Cannot write {args.json}: {error}. Choose a writable file.") from error
     return 0
+
+
+def check_writable(path: Path) -> None:
+    """Fail before the minutes of a measurement, not after them; leaves everything as it was.
+
+    Trying is the only sure way: permissions do not tell of a file system that is read-only.
+    """
+    with _explained(path):
+        there = path.exists()
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"Cannot write {path}: {error}. Choose a writable file.") from error

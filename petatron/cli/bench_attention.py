@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.cli.bench_moe import median_ms
+from petatron.cli.bench_units import prefixed
 from petatron.kernels.attention import causal_attention, cudnn, flash
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import RowMoves
@@ -75,11 +76,15 @@ def measure(
         runs = [partial(both_ways, way, inputs, grad) for way in ways.values()]
         times = dict(zip(ways, median_ms(runs, device, repeat=repeat, warmup_s=warmup_s), strict=True))
         ours = times.pop("ours")
-        text = f"{ours:.3f} ms, {shape.flops / ours / 1e9:.0f} TFLOP/s"
-        text += "".join(f"; {name} {shape.flops / ms / 1e9:.0f}: {ms / ours:.2f}x" for name, ms in times.items())
+        text = f"{ours:.3f} ms, {_reached(shape, ours)}"
+        text += "".join(f"; {name} {_reached(shape, ms)}: {ms / ours:.2f}x" for name, ms in times.items())
         table.append((f"attention {shape.name}", text))
         del inputs, grad, runs
     return table
+
+
+def _reached(shape: Shape, ms: float) -> str:
+    return prefixed(shape.flops / ms * 1e3, "FLOP/s")
 
 
 def both_ways(attention: Attention, inputs: Sequence[Tensor], grad: Tensor) -> None:

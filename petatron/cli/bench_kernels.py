@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.cli.bench_units import prefixed
 
 if TYPE_CHECKING:
     import torch
 
     from petatron.cli.bench import BenchResult
-    from petatron.cli.bench_operations import Case, Place
+    from petatron.cli.bench_cases import Case, Place
 
 NAMES = ("norm", "activation", "rotary", "loss", "embedding", "product", "fp8", "attention", "moe")
 _REPEAT, _WARMUP_S = 10, 0.05
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> BenchResult:
     import torch
 
     from petatron.cli.bench import BenchResult
-    from petatron.cli.bench_operations import Place
+    from petatron.cli.bench_cases import Place
     from petatron.kernels.registry import survey
 
     _check(args, cuda=torch.cuda.is_available())
@@ -107,7 +108,7 @@ class Speed:
         return cls(2 * size / copy / 1e9, 2 * side**3 / product / 1e9)
 
     def __str__(self) -> str:
-        return f"copies {self.copy:.2f} TB/s, multiplies {self.product:.0f} TFLOP/s"
+        return f"copies {prefixed(self.copy * 1e12, 'B/s')}, multiplies {prefixed(self.product * 1e12, 'FLOP/s')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +132,11 @@ class Found:
         assert self.ours is not None
         if self.flops:
             reached = self.flops / self.ours / 1e9
-            return (
-                reached,
-                reached / speed.product,
-                f"{reached:.0f} TFLOP/s, {reached / speed.product:.0%} of a product",
-            )
+            share = reached / speed.product
+            return reached, share, f"{prefixed(reached * 1e12, 'FLOP/s')}, {share:.0%} of a product"
         reached = self.bytes / self.ours / 1e9
-        return reached, reached / speed.copy, f"{reached:.2f} TB/s, {reached / speed.copy:.0%} of a copy"
+        share = reached / speed.copy
+        return reached, share, f"{prefixed(reached * 1e12, 'B/s')}, {share:.0%} of a copy"
 
     def describe(self, speed: Speed) -> str:
         parts = []
@@ -170,7 +169,8 @@ class Found:
 
 
 def _operations(name: str, place: Place, *, repeat: int) -> list[Found]:
-    from petatron.cli.bench_operations import CASES, SHAPES, SMALL_SHAPES
+    from petatron.cli.bench_cases import SHAPES, SMALL_SHAPES
+    from petatron.cli.bench_operations import CASES
     from petatron.cli.bench_timing import release
 
     found = []

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petatron.cli.bench_units import prefixed
 from petatron.kernels.moe import (
     Arrangement,
     GroupedMultiplication,
@@ -234,9 +235,10 @@ def measure(
             theirs = peer(layer)
             runs: list[Callable[[], object]] = [lambda layer=layer: ours(layer)]
             ms = median_ms(runs if theirs is None else [*runs, theirs], device, repeat=repeat, warmup_s=warmup_s)
-            text = f"{ms[0]:.2f} ms, {shape.flops / ms[0] / 1e9:.0f} useful TFLOP/s"
+            reached = [prefixed(shape.flops / one * 1e3, "FLOP/s") for one in ms]
+            text = f"{ms[0]:.2f} ms, {reached[0]} useful"
             if theirs is not None:
-                text += f"; transformers {ms[1]:.2f} ms, {shape.flops / ms[1] / 1e9:.0f}: {ms[1] / ms[0]:.3f}x"
+                text += f"; transformers {ms[1]:.2f} ms, {reached[1]}: {ms[1] / ms[0]:.3f}x"
             table.append((f"{label}, {routing}", text))
             del layer, theirs, runs
         layer = build(shape, ROUTINGS[0], device)
@@ -247,8 +249,8 @@ def measure(
 def _rate(part: Part, device: torch.device, repeat: int) -> str:
     (ms,) = median_ms([part.run], device, repeat=repeat, warmup_s=0.0)
     if part.flops:
-        return f"{ms:.3f} ms, {part.flops / ms / 1e9:.0f} TFLOP/s"
-    return f"{ms:.3f} ms, {part.bytes / ms / 1e9:.2f} TB/s" if part.bytes else f"{ms:.3f} ms"
+        return f"{ms:.3f} ms, {prefixed(part.flops / ms * 1e3, 'FLOP/s')}"
+    return f"{ms:.3f} ms, {prefixed(part.bytes / ms * 1e3, 'B/s')}" if part.bytes else f"{ms:.3f} ms"
 
 
 def median_ms(

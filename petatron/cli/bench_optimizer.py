@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.cli.bench_units import prefixed
 
 if TYPE_CHECKING:
     import torch
@@ -148,12 +149,13 @@ class _Bench:
 
         medians = {name: statistics.median(values) for name, values in self.times.items()}
         speeds = {name: size / medians[name] / 1e9 for name, size in self.moved_bytes.items()}  # bytes per ms in TB/s
+        said = {name: prefixed(speed * 1e12, "B/s") for name, speed in speeds.items()}
         of_copy = speeds["ours"] / speeds["copy"]
         rows = [
             ("parameters", f"{self.num_parameters:,} on {_device_name(self.device)}, kernels: {self.kernels}"),
-            ("copy", f"{speeds['copy']:.3f} TB/s read and written"),
-            ("ours", f"{medians['ours']:.3f} ms, {speeds['ours']:.3f} TB/s, {of_copy:.1%} of the copy"),
-            ("  of it the norm", f"{medians['norm']:.3f} ms, {speeds['norm']:.3f} TB/s"),
+            ("copy", f"{said['copy']} read and written"),
+            ("ours", f"{medians['ours']:.3f} ms, {said['ours']}, {of_copy:.1%} of the copy"),
+            ("  of it the norm", f"{medians['norm']:.3f} ms, {said['norm']}"),
         ]
         ratio = None
         if "torch" in self.times:
@@ -161,8 +163,8 @@ class _Bench:
             rows.append(("torch: fused AdamW, foreach clip, cast", f"{medians['torch']:.3f} ms"))
             rows.append(("speed", f"{ratio:.3f}x"))
         if self.offloaded_bytes:
-            rate = self.offloaded_bytes / medians["ours"] / 1e6
-            rows.append(("state in host memory", f"{self.offloaded_bytes / 1e9:.2f} GB, {rate:.1f} GB/s each way"))
+            each_way = prefixed(self.offloaded_bytes / medians["ours"] * 1e3, "B/s")
+            rows.append(("state in host memory", f"{self.offloaded_bytes / 1e9:.2f} GB, {each_way} each way"))
         rows.append(("medians of", f"{len(self.times['ours'])} rounds of {_STEPS} steps"))
         values = {
             "parameters": self.num_parameters,

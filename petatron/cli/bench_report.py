@@ -11,6 +11,7 @@ from petatron.base.device import DeviceFacts
 from petatron.cli.bench import BenchResult
 from petatron.cli.bench_machine import versions
 from petatron.cli.bench_peers import OURS, BenchSpec
+from petatron.cli.bench_units import prefixed
 from petatron.config.layer_pattern import moe_layers
 from petatron.models.flops import formula, model_flops_per_token, parameter_count
 
@@ -27,6 +28,15 @@ class Findings:
     pairs: dict[str, list[float]] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
     apart: bool = False
+    """Each in a process of its own."""
+    in_pairs: bool = False
+    """Peers one after the other beside ours, because the device does not hold all of them."""
+
+    @property
+    def how(self) -> str:
+        if self.apart:
+            return "each in a process of its own, there and back"
+        return f"alternating in one process{', each peer in turn beside ours' if self.in_pairs else ''}"
 
 
 def joined(visits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -55,7 +65,7 @@ def report(spec: BenchSpec, device: DeviceFacts, found: Findings) -> BenchResult
         rows += _ratio_rows(name, ratios[name])
     experts = spec.run.moe.num_experts is not None
     for causal, label in ((False, "full"), (True, "causal")):
-        text = f"{formula(causal=causal, experts=experts)} = {flops[causal] / 1e9:.3f} GFLOP per token"
+        text = f"{formula(causal=causal, experts=experts)} = {prefixed(flops[causal], 'FLOP per token', digits=5)}"
         rows.append((f"FLOPs, {label}", text))
     values = {
         "device": {"name": device.name, "memory_bytes": device.memory_bytes, "peak_flops": device.peak("bfloat16")},
@@ -69,6 +79,7 @@ def report(spec: BenchSpec, device: DeviceFacts, found: Findings) -> BenchResult
         "ratio": ratios,
         "clocks": found.samples,
         "apart": found.apart,
+        "in_pairs": found.in_pairs,
     }
     return BenchResult(tuple(rows), values)
 
@@ -84,11 +95,11 @@ def _setting(spec: BenchSpec, device: DeviceFacts, found: Findings) -> list[tupl
         ("  peak", f"{peak / 1e12:.1f} TFLOP/s in bf16" if peak else "not published, so there is no MFU"),
         (
             "model",
-            f"{_parameters(spec) / 1e9:.3f} B parameters, {run.train.global_batch_size} x {run.model.seq_length} tokens per step"
+            f"{_parameters(spec):,} parameters, {run.train.global_batch_size} x {run.model.seq_length} tokens per step"
             + (f" ({spec.micro_batches} micro-batches, all the same)" if spec.micro_batches > 1 else ""),
         ),
         ("training", f"{products} products, fp32 master weights, AdamW, clip {run.optim.clip_grad:g}, {how}"),
-        ("measured", "each in a process of its own, there and back" if found.apart else "alternating in one process"),
+        ("measured", found.how),
     ]
 
 
@@ -137,6 +148,7 @@ def _ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any], pairs: Sequence[f
     return {
         "speed": statistics.median(pairs),
         "pairs": list(pairs),
+        "spread": [min(pairs), max(pairs)],
         "memory": memory,
         "largest_loss_difference": max(apart, default=None),
         "compared_steps": steps,
@@ -144,14 +156,14 @@ def _ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any], pairs: Sequence[f
 
 
 def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
-    pairs = ratio["pairs"]
+    pairs, (least, most) = ratio["pairs"], ratio["spread"]
     memory = "" if ratio["memory"] is None else f"; {ratio['memory']:.2f}x its peak memory"
     difference = ratio["largest_loss_difference"]
     verdict = "the same" if difference <= _SAME_LOSS else "NOT the same"
     return [
         (
             f"speed / {name}",
-            f"{ratio['speed']:.3f}x (median of {len(pairs)} pairs, {min(pairs):.3f} to {max(pairs):.3f}){memory}",
+            f"{ratio['speed']:.3f}x (median of {len(pairs)} pairs, {least:.3f} to {most:.3f}){memory}",
         ),
         (
             f"loss / {name}",

@@ -1,8 +1,9 @@
 """Timing contenders against each other on one device.
 
 A device that has just been idle is cold and fast; one at its power cap is slow. So nothing is timed before a warm-up of real
-steps, and contenders alternate in short blocks, in both orders: ours, theirs, theirs, ours. Each pair of blocks gives a ratio, and
-the median of the ratios counts. Inside a block the host never waits: events are queued between steps and read at its end.
+steps, and contenders alternate in short blocks, in both orders: ours, theirs, theirs, ours. Each block of ours and the peer's of
+the same round give a ratio, and the median of the ratios counts. Inside a block the host never waits: events are queued between
+steps and read at its end.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petatron.base.log import get_logger
 from petatron.cli.bench_peers import Contender
 from petatron.models.base import Batch
 
 FIRST_STEPS, PEAK_STEPS = 3, 2
+_NEWS_S = 10.0
+_log = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -100,15 +104,34 @@ def synchronize(device: torch.device) -> None:
 
 def alternate(runners: Sequence[Runner], *, steps: int, block: int, warmup_s: float) -> None:
     """Warm up, then time at least `steps` steps of each, in blocks that alternate in both orders."""
+    names, news = ", ".join(runner.name for runner in runners), _News()
     with _collector_off():
+        _log.info("warming up for %.0f s: %s", warmup_s, names)
         started = time.perf_counter()
-        while time.perf_counter() - started < warmup_s:
+        while (passed := time.perf_counter() - started) < warmup_s:
+            news(f"warming up, {passed:.0f} of {warmup_s:.0f} s")
             for runner in runners:
                 runner.run(block)
                 synchronize(runner.device)
-        for order in orders(len(runners), rounds=-(-steps // block)):
+        rounds = list(orders(len(runners), rounds=-(-steps // block)))
+        _log.info("timing %d rounds of %d steps of each: %s", len(rounds), min(block, steps), names)
+        for number, order in enumerate(rounds):
+            news(f"timed {number} of {len(rounds)} rounds")
             for index in order:
                 runners[index].blocks_ms.append(runners[index].timed(min(block, steps)))
+
+
+class _News:
+    """Lines that are logged only if there was none for a while."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        now = time.perf_counter()
+        if now - self._last >= _NEWS_S:
+            self._last = now
+            _log.info("%s", text)
 
 
 def orders(count: int, *, rounds: int) -> Iterator[list[int]]:

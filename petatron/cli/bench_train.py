@@ -2,8 +2,13 @@
 
 Everything a run could be told is a flag of its own (`--preset llama-1b --seq-length 4096 --micro-batch-size 8 --bf16` ...); the
 batch is one micro-batch per update, and tokens are random and lie on the device already. Contenders have the same shapes, tokens,
-first weights, fp32 master weights, AdamW and clipping (`bench_peers`), and alternate in one process (`bench_timing`), if the device
-holds them all. If not, each is measured in a process of its own, in the order ours, theirs, theirs, ours.
+first weights, fp32 master weights, AdamW and clipping (`bench_peers`), and alternate in one process (`bench_timing`). There, each
+keeps its state while the others run, and all use the same memory for activations. As soon as ours is built and its memory known,
+
+    needed = contenders x our state + largest activations
+
+says whether the device holds all of them; if not, peers come one after the other beside ours; if it does not hold two, each is
+measured in a process of its own, in the order ours, theirs, theirs, ours.
 
 Speed is tokens per second of the median step. MFU divides the model's arithmetic (`models/flops.py`) by the published peak in
 bfloat16, in both conventions: attention counted in full, as most tables do, and counted as the half that a causal model needs.
@@ -23,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, Problem, TrainError
+from petatron.base.log import get_logger
 
 if TYPE_CHECKING:
     from petatron.base.device import DeviceFacts
@@ -33,16 +39,26 @@ if TYPE_CHECKING:
     from petatron.models.base import Batch
 
 TAKES_RUN_FLAGS = True
-PEERS = ("torchtitan", "hf")
+OWN_BF16 = "bf16"
+PEERS = ("torchtitan", "hf", OWN_BF16)
 BATCHES = 4
 # A peer's activations, as a multiple of ours, and how much of the device can be filled before memory is given back and forth.
-_PEER_ACTIVATIONS, _USABLE = 1.6, 0.93
+_PEER_ACTIVATIONS = {"torchtitan": 1.6, "hf": 1.6, OWN_BF16: 1.1}
+_USABLE = 0.93
 TRAINING = "--mock-data --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --weight-decay 0.1 --adam-beta2 0.95"
+_log = get_logger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Every other flag is one of the run's own: --preset, --seq-length, --micro-batch-size, --device ..."
-    parser.add_argument("--against", action="append", choices=PEERS, default=[], help="a peer; may be given again")
+    parser.add_argument(
+        "--against",
+        action="extend",
+        type=_peers,
+        default=[],
+        metavar="PEER",
+        help=f"{', '.join(PEERS[:-1])}, or bf16: our own step without its FP8 flags; several with commas, or given again",
+    )
     parser.add_argument(
         "--peer-path",
         action="append",
@@ -65,6 +81,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--breakdown", action="store_true", help="say where the time of a step goes (CUDA only)")
 
 
+def _peers(text: str) -> list[str]:
+    """Names with commas between them.
+
+    >>> _peers("torchtitan,bf16")
+    ['torchtitan', 'bf16']
+    """
+    names = text.split(",")
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0] or 'nothing'!r} is none of {', '.join(PEERS)}")
+    return names
+
+
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Measure as asked; `flags` are the run's."""
     from petatron.base.device import detect
@@ -72,7 +101,9 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     from petatron.cli.bench_timing import release
 
     spec = _spec(args, flags)
-    names = [args.only] if args.only else ["petatron", *dict.fromkeys(args.against)]
+    # Our own come first: a peer may change what the compiler does from then on, as torchtitan's rowwise FP8 does.
+    peers = sorted(dict.fromkeys(args.against), key=lambda name: name != OWN_BF16)
+    names = [args.only] if args.only else ["petatron", *peers]
     device = detect(spec.run.train.device)
     _check(args, spec, names, device)
     found = None if args.apart else _together(args, spec, names, device)
@@ -88,12 +119,14 @@ def _spec(args: argparse.Namespace, flags: Sequence[str]) -> BenchSpec:
     words = [*TRAINING.split(), *flags]
     words += ["--no-compile"] if args.no_compile and "compile" in by_name() else []
     if args.fp8_recipe is not None:
-        words += ["--fp8-format", "hybrid", "--fp8-recipe", args.fp8_recipe]
+        format_given = any(flag.partition("=")[0] in ("--fp8-format", "--fp8-hybrid") for flag in flags)
+        words += ([] if format_given else ["--fp8-format", "hybrid"]) + ["--fp8-recipe", args.fp8_recipe]
     spec = model_spec(words)
+    precision = spec.run.precision
     return replace(
         spec,
         compile=not args.no_compile and spec.device.type == "cuda",
-        fp8_recipe=args.fp8_recipe,
+        fp8_recipe=None if precision.fp8_format is None else precision.fp8_recipe,
         peer_paths=tuple(Path(path) for path in args.peer_path),
         keep_gathered=args.peer_keeps_gathered,
     )
@@ -126,7 +159,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], devi
             found.append(Problem(flag, str(value), f"is below {least}", f"Use {least} or more."))
     if args.warmup_seconds < 0:
         found.append(Problem("--warmup-seconds", str(args.warmup_seconds), "is negative", "Use 0 or more."))
-    if spec.micro_batches > 1 and (args.against or args.only not in (None, "petatron")):
+    if spec.micro_batches > 1 and not {"petatron", OWN_BF16}.issuperset(names):
         rule = "makes steps of several micro-batches, and peers make an update after each"
         found.append(Problem("--global-batch-size", str(spec.run.train.global_batch_size), rule, "Leave it out."))
     if args.breakdown and device.kind != "cuda":
@@ -158,29 +191,38 @@ def _batches(spec: BenchSpec) -> list[Batch]:
 
 
 def _together(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> Findings | None:
-    """All in this process, one peer after the other beside ours; None if the device does not hold two of them."""
+    """In this process, all beside each other or each peer in turn beside ours; None if the device does not hold two."""
     from petatron.cli.bench_report import Findings
 
     batches, found = _batches(spec), Findings()
-    first = _prepare(names[0], spec, batches)
-    if len(names) == 1:
+    first, peers = _prepare(names[0], spec, batches), names[1:]
+    if not peers:
         if first is None:
             found.contenders[names[0]] = {"out_of_memory": True}
         else:
             _duel(args, [first], found)
         return found
-    for peer in names[1:]:
-        if first is None or not _fits_twice(first, device) or not _against(args, first, peer, spec, found):
-            return None
-    return found
+    if first is None:
+        return None
+    if _fits(first, peers, device) and _against(args, first, peers, spec, found):
+        return found
+    found.in_pairs = len(peers) > 1
+    if found.in_pairs and all(
+        _fits(first, [peer], device) and _against(args, first, [peer], spec, found) for peer in peers
+    ):
+        return found
+    return None
 
 
-def _against(args: argparse.Namespace, first: Runner, peer: str, spec: BenchSpec, found: Findings) -> bool:
-    """Measure one peer beside ours and forget it; False if it does not fit."""
-    second = _prepare(peer, spec, list(first.batches))
-    if second is None:
-        return False
-    _duel(args, [first, second], found)
+def _against(args: argparse.Namespace, first: Runner, peers: Sequence[str], spec: BenchSpec, found: Findings) -> bool:
+    """Measure peers beside ours, in one go, and forget them; False if one does not fit."""
+    runners = [first]
+    for peer in peers:
+        runner = _prepare(peer, spec, list(first.batches))
+        if runner is None:
+            return False
+        runners.append(runner)
+    _duel(args, runners, found)
     return True
 
 
@@ -192,20 +234,26 @@ def _duel(args: argparse.Namespace, runners: list[Runner], found: Findings) -> N
     runners[0].blocks_ms.clear()
     with sampled(runners[0].device) as samples:
         alternate(runners, steps=args.steps, block=args.block, warmup_s=args.warmup_seconds)
-    found.samples[runners[-1].name] = samples.describe()
+    for runner in runners[1:] or runners:
+        found.samples[runner.name] = samples.describe()
     for runner in runners:
         breakdown = profile_steps(runner).as_json() if args.breakdown else None
         found.contenders[runner.name] = {**runner.values(), "breakdown": breakdown}
-    if len(runners) > 1:
-        found.pairs[runners[1].name] = paired_ratios(runners[0].blocks_ms, runners[1].blocks_ms)
+    for runner in runners[1:]:
+        found.pairs[runner.name] = paired_ratios(runners[0].blocks_ms, runner.blocks_ms)
 
 
-def _fits_twice(first: Runner, device: DeviceFacts) -> bool:
-    """Whether a peer fits beside ours: as much state again, and the larger's activations, which both take turns to use."""
+def _fits(first: Runner, peers: Sequence[str], device: DeviceFacts) -> bool:
+    """Whether peers fit beside ours: as much state for each, and the largest activations, which all take turns to use."""
     if first.peak_bytes is None:
         return True
-    activations = first.peak_bytes - first.held_bytes
-    return 2 * first.held_bytes + _PEER_ACTIVATIONS * activations < _USABLE * device.memory_bytes
+    activations = max(_PEER_ACTIVATIONS[peer] for peer in peers) * (first.peak_bytes - first.held_bytes)
+    needed, usable = (1 + len(peers)) * first.held_bytes + activations, _USABLE * device.memory_bytes
+    if needed < usable:
+        return True
+    names = ", ".join((first.name, *peers))
+    _log.info("%s together would take about %.0f GB of the %.0f GB that can be used", names, needed / 1e9, usable / 1e9)
+    return False
 
 
 def _prepare(name: str, spec: BenchSpec, batches: list[Batch]) -> Runner | None:
@@ -215,6 +263,7 @@ def _prepare(name: str, spec: BenchSpec, batches: list[Batch]) -> Runner | None:
     from petatron.cli.bench_peers import build
     from petatron.cli.bench_timing import Runner, held, release, synchronize
 
+    _log.info("building %s", name)
     release(spec.device)
     before = held(spec.device)
     started = time.perf_counter()
@@ -223,7 +272,9 @@ def _prepare(name: str, spec: BenchSpec, batches: list[Batch]) -> Runner | None:
         synchronize(spec.device)
         runner.build_s = time.perf_counter() - started
         runner.first_runs(held_before=before)
+        _log.info("%s: built in %.0f s, first steps %.0f s", name, runner.build_s, runner.first_steps_s)
     except torch.OutOfMemoryError:
+        _log.info("%s: out of memory", name)
         runner = None
     release(spec.device)
     return runner
@@ -235,8 +286,10 @@ def _apart(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str])
     from petatron.cli.bench_timing import paired_ratios
 
     visits: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for name in [*names, *reversed(names)]:
+    turns = [*names, *reversed(names)]
+    for number, name in enumerate(turns, start=1):
         if not any(values.get("out_of_memory") for values in visits[name]):
+            _log.info("%s in a process of its own, %d of %d", name, number, len(turns))
             visits[name].append(_child(args, flags, name))
     found = Findings(apart=True, contenders={name: joined(values) for name, values in visits.items()})
     ours = found.contenders[names[0]]

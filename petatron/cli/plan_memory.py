@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError, Problem
 from petatron.cli.train import with_preset
-from petatron.config import load_config
+from petatron.config import PrecisionConfig, load_config
 from petatron.train.build import open_tokenizer
 from petatron.train.memory import MemoryForecast, as_gigabytes, forecasts
 from petatron.train.memory_changes import candidates
@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     loaded, _ = open_tokenizer(load_config(with_preset(flags), require_training=False))
     run = loaded.config
     found = forecasts(run, device="cuda")
+    print(f"planned for {_precision(run.precision)}")
     print(_table(found))
     if capacity is None:
         print(f"\nGive {_SIZE} N to be told whether that fits a device.")
@@ -70,6 +71,14 @@ def _take_size(argv: list[str]) -> tuple[list[str], int | None]:
     if not 0.0 < size < float("inf"):
         raise ConfigError([Problem(_SIZE, given, "is not a size above 0", f"Write, for example, {_SIZE} 80.")])
     return flags, int(size * 1e9)
+
+
+def _precision(precision: PrecisionConfig) -> str:
+    """The number format that the plan counts with, and how it came to that if nobody asked for it."""
+    named = next((name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)), "fp32")
+    products = f", products in FP8 ({precision.fp8_format}, {precision.fp8_recipe})" if precision.fp8_format else ""
+    unasked = ", since no --bf16 or --fp16 is given" if named == "fp32" else ""
+    return f"{named}{products}{unasked}"
 
 
 def _table(found: Sequence[MemoryForecast]) -> str:

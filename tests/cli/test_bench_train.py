@@ -110,14 +110,6 @@ def test_a_peer_that_does_not_fit_beside_ours_is_measured_apart(monkeypatch: pyt
     assert bench(tmp_path, "--only", "petatron")["contenders"]["petatron"] == {"out_of_memory": True}
 
 
-def test_room_for_two():
-    device = DeviceFacts(kind="cuda", name="H200", memory_bytes=150 * 10**9, peak_flops=None, reason="")
-    runner = Runner("petatron", build("petatron", spec_of()), [], torch.device("cpu"))
-    for held, peak, fits in ((27, 60, True), (50, 65, True), (72, 90, False), (20, 95, False)):
-        runner.held_bytes, runner.peak_bytes = held * 10**9, peak * 10**9
-        assert bench_train._fits_twice(runner, device) == fits
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -18,8 +18,8 @@ def plan(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str, str]
 
 def test_every_pipeline_rank_has_a_row(capsys: pytest.CaptureFixture[str]):
     code, text, _ = plan(capsys, f"{EIGHT} --pp 2 --global-batch-size 8")
-    head, first, second, _, hint = text.splitlines()
-    assert code == 0
+    precision, head, first, second, _, hint = text.splitlines()
+    assert code == 0 and precision == "planned for bf16"
     assert head.split() == [
         *("pipeline", "rank", "weights", "gradients", "optimizer", "activations", "logits", "total", "GB")
     ]
@@ -40,6 +40,30 @@ def test_a_run_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[s
     assert [line.split(".")[0] for line in text.splitlines()[-3:]] == ["  1", "  2", "  3"]
     code, text, _ = plan(capsys, f"{EIGHT} --device-memory-gb 10")
     assert code == 1 and "No setting of this run is predicted to fit" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "planned"),
+    [
+        ("", "fp32, since no --bf16 or --fp16 is given"),
+        ("--bf16", "bf16"),
+        ("--fp16", "fp16"),
+        ("--fp64", "fp64"),
+        ("--bf16 --fp8-hybrid --fp8-recipe rowwise", "bf16, products in FP8 (hybrid, rowwise)"),
+    ],
+)
+def test_the_precision_comes_first(capsys: pytest.CaptureFixture[str], flags: str, planned: str):
+    _, text, _ = plan(capsys, f"tiny-llama --vocab-size 1000 {flags}")
+    assert text.splitlines()[0] == f"planned for {planned}"
+
+
+def test_a_run_in_fp32_is_offered_bf16_first(capsys: pytest.CaptureFixture[str]):
+    narrow = f"{EIGHT} --micro-batch-size 4 --device-memory-gb 200"
+    code, text, _ = plan(capsys, narrow.replace(" --bf16", ""))
+    advice = text.splitlines()[-3:]
+    assert code == 1 and advice[0].startswith("  1. --bf16: frees ") and "less time; computes in bfloat16" in advice[0]
+    code, text, _ = plan(capsys, narrow)
+    assert code == 0 and "--bf16" not in text
 
 
 @pytest.mark.parametrize("size", ["much", "0", "-3", "inf", "nan", ""])

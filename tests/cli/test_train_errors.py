@@ -267,3 +267,39 @@ def test_a_timeline_that_cannot_be_written_is_refused(path: str, rule: str):
     flags = f"--mock-data --lr 1e-3 --train-iters 3 --pipeline-timeline {path}"
     with pytest.raises(ConfigError, match=rule):
         run_training(load_config(flags.split(), preset="tiny-llama"))
+
+
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("file", "--optimizer-nvme-offload {folder}/file is a file. Give the path of a folder."),
+        ("file/state", "--optimizer-nvme-offload {folder}/file/state is in {folder}/file, which is no folder. "),
+        (
+            "missing/state",
+            "--optimizer-nvme-offload {folder}/missing/state is in {folder}/missing, which is no folder. "
+            "Make {folder}/missing first, or give a folder on a disk that is there.",
+        ),
+    ],
+)
+def test_a_folder_for_optimizer_state_that_cannot_be(capsys, tmp_path: Path, path: str, rule: str):
+    (tmp_path / "file").write_text("")
+    code, text = _fails(capsys, "--mock-data", "--optimizer-nvme-offload", str(tmp_path / path))
+    assert code == 2 and rule.format(folder=tmp_path) in text
+    assert [found.name for found in tmp_path.iterdir()] == ["file"], "nothing is made on the way"
+
+
+@pytest.mark.parametrize("folder", ["there", "new"])
+def test_a_folder_for_optimizer_state_that_may_not_be_written(capsys, tmp_path: Path, monkeypatch, folder: str):
+    """Asked of the folder if it is there, else of the one that it would be made in."""
+    (tmp_path / "there").mkdir()
+    asked: list[Path] = []
+    monkeypatch.setattr("petatron.config.preflight.os.access", lambda path, mode: asked.append(path))
+    code, text = _fails(capsys, "--mock-data", "--optimizer-nvme-offload", str(tmp_path / folder))
+    assert code == 2 and f"{folder} cannot be written to. Change its permissions, or give another folder." in text
+    assert asked == [tmp_path / "there" if folder == "there" else tmp_path]
+
+
+def test_a_folder_for_optimizer_state_is_made(tmp_path: Path):
+    where = ["--log-dir", str(tmp_path), "--optimizer-nvme-offload", str(tmp_path / "state")]
+    assert main([*MODEL, "--mock-data", *where]) == 0
+    assert list((tmp_path / "state").iterdir()) == []

@@ -34,3 +34,19 @@ def test_speed_memory_and_breakdown(tmp_path: Path):
     busy = sum(ms for name, ms in shares.items() if name != "idle")
     assert ours["breakdown"]["step_ms"] == pytest.approx(busy + shares["idle"], rel=0.05)
     assert shares["other"] < 0.1 * busy, ours["breakdown"]["top"]
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="FP8 needs capability 9.0"
+)
+def test_fp8_beside_our_own_bf16(tmp_path: Path):
+    """Both of them in one process, with memory of their own."""
+    path = tmp_path / "found.json"
+    assert main(["train", *FLAGS.split(), "--fp8-recipe", "tensorwise", "--against", "bf16", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    eight, wide = found["contenders"]["petatron"], found["contenders"]["bf16"]
+    assert not found["apart"] and not found["in_pairs"] and len(found["ratio"]["bf16"]["pairs"]) == 2
+    assert eight["losses"] != wide["losses"] and found["ratio"]["bf16"]["largest_loss_difference"] < 1e-2
+    for values in (eight, wide):
+        assert 16 * found["model"]["parameters"] < values["held_bytes"] < values["peak_bytes"]
+        assert values["loss"]["falls"]

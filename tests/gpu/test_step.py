@@ -27,9 +27,11 @@ MODEL = (
 FP8 = "--fp8-format hybrid --fp8-recipe"
 CASES = {
     "bf16": "",
+    "graphs": "--cuda-graphs",
     "dropout": "--hidden-dropout 0.1",
     "packed": "--seq-length 2048 --reset-attention-mask --reset-position-ids --eod-mask-loss",
     "experts": "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01",
+    "dropping": "--num-experts 8 --moe-router-topk 2 --moe-expert-capacity-factor 0.9",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "compiled": "--normalization LayerNorm --activation gelu --add-bias-linear",
     "tensorwise": f"{FP8} tensorwise",

@@ -25,6 +25,7 @@ _HOMES: Mapping[str, str] = {
     OURS: "petatron.cli.bench_peers.ours",
     "torchtitan": "petatron.cli.bench_peers.torchtitan",
     "hf": "petatron.cli.bench_peers.huggingface",
+    "bf16": "petatron.cli.bench_peers.bf16",
 }
 
 
@@ -44,7 +45,7 @@ class BenchSpec:
 
     @property
     def micro_batches(self) -> int:
-        """Of one step. More than one is for our own step alone: peers make one update per micro-batch."""
+        """Of one step. More than one is for our own steps: others make one update per micro-batch."""
         assert self.run.train.global_batch_size is not None
         return self.run.train.global_batch_size // self.run.train.micro_batch_size
 

@@ -1,0 +1,241 @@
+"""Several contenders in one run of `petatron bench train`, our own bf16 among them; what is said on the way; where numbers go."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petatron.base.device import DeviceFacts
+from petatron.base.errors import ConfigError, DataError
+from petatron.cli import bench, bench_timing, bench_train
+from petatron.cli.bench_peers import BenchSpec, Contender
+from petatron.cli.bench_peers.bf16 import without_fp8
+from petatron.cli.bench_timing import Runner
+from petatron.cli.bench_units import prefixed
+from petatron.config import load_config
+from petatron.models.base import Batch
+
+SMALL = (
+    "--preset tiny-llama --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
+    "--ffn-hidden-size 64 --seq-length 16 --vocab-size 67 --micro-batch-size 2"
+).split()
+QUICK = "--warmup-seconds 0 --steps 4 --block 2".split()
+
+
+def run(tmp_path: Path, flags: str) -> dict[str, Any]:
+    path = tmp_path / "found.json"
+    assert bench.main(["train", *QUICK, *SMALL, "--json", str(path), *flags.split()]) == 0
+    return json.loads(path.read_text())
+
+
+class Scripted:
+    """A contender that only says that it was called."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        self.calls.append(self.name)
+        return torch.ones(())
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whatever is built says when it steps, and nothing is refused."""
+    calls: list[str] = []
+
+    def build(name: str, spec: BenchSpec) -> Contender:
+        return Scripted(name, calls)
+
+    monkeypatch.setattr("petatron.cli.bench_peers.build", build)
+    monkeypatch.setattr("petatron.cli.bench_peers.problems", lambda name, spec: ())
+    return calls
+
+
+def blocks(calls: Sequence[str], first_steps: int) -> list[str]:
+    """Who had the turn, one after the other, once all were built."""
+    return [name for name, _ in groupby(calls[first_steps:])]
+
+
+def test_fp8_beside_our_own_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = run(tmp_path, "--fp8-recipe rowwise --against bf16")
+    ratio, shown = found["ratio"]["bf16"], capsys.readouterr().out
+    assert len(ratio["pairs"]) == 2 and ratio["spread"] == [min(ratio["pairs"]), max(ratio["pairs"])]
+    assert re.search(r"speed / bf16 +\d+\.\d+x \(median of 2 pairs, ", shown) and "FP8 rowwise products" in shown
+    alone = run(tmp_path, "")["contenders"]["petatron"]["losses"]
+    assert found["contenders"]["bf16"]["losses"] == alone, "bf16 is what the run is without FP8"
+    assert found["contenders"]["petatron"]["losses"] != alone and ratio["largest_loss_difference"] < 5e-3
+
+
+def test_several_micro_batches_of_our_own(tmp_path: Path):
+    assert run(tmp_path, "--fp8-recipe tensorwise --against bf16 --global-batch-size 4")["ratio"]["bf16"]["speed"] > 0
+
+
+@pytest.mark.parametrize("flags", ["--against hf,bf16", "--against hf --against bf16 --against hf"])
+def test_all_take_turns_after_one_warm_up(flags: str, tmp_path: Path, scripted: list[str]):
+    found = run(tmp_path, flags)
+    there, first_steps = ["petatron", "bf16", "hf"], 3 * bench_timing.FIRST_STEPS
+    turns = [*there, *reversed(there)]
+    assert blocks(scripted, first_steps) == [name for name, _ in groupby(turns)]
+    assert list(found["ratio"]) == ["bf16", "hf"] and not found["in_pairs"] and not found["apart"]
+    assert all(len(ratio["pairs"]) == 2 for ratio in found["ratio"].values())
+
+
+def test_two_at_a_time_where_three_do_not_fit(
+    tmp_path: Path, scripted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(bench_train, "_fits", lambda first, peers, device: len(peers) == 1)
+    found = run(tmp_path, "--against hf,bf16")
+    assert found["in_pairs"] and list(found["ratio"]) == ["bf16", "hf"]
+    assert "bf16" not in scripted[scripted.index("hf") :], "the first peer is gone when the second comes"
+    assert "alternating in one process, each peer in turn beside ours" in capsys.readouterr().out
+
+
+def test_two_at_a_time_where_the_third_runs_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    calls: list[str] = []
+    built: list[str] = []
+
+    def build(name: str, spec: BenchSpec) -> Contender:
+        built.append(name)
+        if built == ["petatron", "bf16", "hf"]:
+            raise torch.OutOfMemoryError("too much")
+        return Scripted(name, calls)
+
+    monkeypatch.setattr("petatron.cli.bench_peers.build", build)
+    monkeypatch.setattr("petatron.cli.bench_peers.problems", lambda name, spec: ())
+    found = run(tmp_path, "--against hf,bf16")
+    assert found["in_pairs"] and list(found["ratio"]) == ["bf16", "hf"]
+    assert built == ["petatron", "bf16", "hf", "bf16", "hf"]
+    assert "hf: out of memory" in capsys.readouterr().err
+
+
+def test_room(capsys: pytest.CaptureFixture[str]):
+    """An H200 holds the 8B shape of eight layers twice, not three times; of the 1B model it holds three."""
+    device = DeviceFacts(kind="cuda", name="H200", memory_bytes=150 * 10**9, peak_flops=None, reason="")
+    runner = Runner("petatron", Scripted("petatron", []), [], torch.device("cpu"))
+    bench.configure()
+    for held, peak, peers, fits in (
+        (27, 60, "torchtitan", True),
+        (50, 65, "torchtitan", True),
+        (72, 90, "torchtitan", False),
+        (20, 95, "torchtitan", False),
+        (20, 95, "bf16", True),
+        (54, 72, "bf16", True),
+        (54, 72, "torchtitan bf16", False),
+        (27, 56, "torchtitan bf16", True),
+    ):
+        runner.held_bytes, runner.peak_bytes = held * 10**9, peak * 10**9
+        assert bench_train._fits(runner, peers.split(), device) == fits, (held, peak, peers)
+    assert "petatron, torchtitan, bf16 together would take about 191 GB of the 140 GB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--against bf16",
+            "--against bf16 compares FP8 with bf16, and this run has no FP8 to compare. Add --fp8-recipe",
+        ),
+        ("--only bf16", "this run has no FP8 to compare"),
+        ("--fp8-recipe tensorwise --against hf,bf16", "--against hf has no FP8 training"),
+        ("--fp8-hybrid --against hf", "--against hf has no FP8 training"),
+    ],
+)
+def test_what_cannot_be_compared(flags: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        bench.main(["train", *QUICK, *SMALL, *flags.split()])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("flag", "name"), [("bf16,megatron", "'megatron'"), ("bf16,", "'nothing'"), ("", "'nothing'")])
+def test_peers_nobody_knows(flag: str, name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        bench.main(["train", "--against", flag])
+    assert f"{name} is none of torchtitan, hf, bf16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "format_and_recipe"),
+    [
+        ("--fp8-recipe rowwise", ("hybrid", "rowwise")),
+        ("--fp8-recipe rowwise --fp8-format e4m3", ("e4m3", "rowwise")),
+        ("--fp8-recipe rowwise --fp8-format=e4m3", ("e4m3", "rowwise")),
+        ("--fp8-hybrid", ("hybrid", "tensorwise")),
+        ("", (None, None)),
+    ],
+)
+def test_fp8_is_told_by_the_run(flags: str, format_and_recipe: tuple[str | None, str | None], tmp_path: Path):
+    seen: list[BenchSpec] = []
+
+    def build(name: str, spec: BenchSpec) -> Contender:
+        seen.append(spec)
+        return Scripted(name, [])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("petatron.cli.bench_peers.build", build)
+        found = run(tmp_path, flags)
+    assert (seen[0].run.precision.fp8_format, found["fp8_recipe"]) == format_and_recipe
+
+
+def test_a_run_without_its_fp8_flags():
+    words = "--bf16 --fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --lr 1e-3 --train-iters 1 --mock-data"
+    plain = load_config([*SMALL, *"--bf16 --lr 1e-3 --train-iters 1 --mock-data".split()]).config
+    assert without_fp8(load_config([*SMALL, *words.split()]).config) == plain
+
+
+def test_progress_is_said_on_the_way(tmp_path: Path, scripted: list[str], monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(bench_timing, "_NEWS_S", 0.0)
+    run(tmp_path, "--against bf16 --warmup-seconds 0.01")
+    said = capsys.readouterr().err.splitlines()
+    for line in ("building petatron", "building bf16", "warming up for 0 s: petatron, bf16", "timed 1 of 2 rounds"):
+        assert line in said
+    assert "timing 2 rounds of 2 steps of each: petatron, bf16" in said
+    assert any(line.startswith("warming up, 0 of") for line in said)
+
+
+def test_a_file_that_cannot_be_written_is_noticed_at_once(tmp_path: Path, scripted: list[str]):
+    for path in (tmp_path / "none" / "found.json", tmp_path):
+        with pytest.raises(DataError, match="Choose a writable file"):
+            bench.main(["train", *QUICK, *SMALL, "--json", str(path)])
+    assert not scripted, "nothing was measured"
+
+
+@pytest.mark.parametrize("name", bench.BENCHES)
+def test_so_it_is_in_every_bench(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def unexpected(*_: object) -> None:
+        raise AssertionError("the bench ran")
+
+    monkeypatch.setattr(f"{bench.BENCHES[name][0]}.run", unexpected)
+    with pytest.raises(DataError, match="Cannot write"):
+        bench.main([name, "--json", str(tmp_path / "none" / "found.json")])
+
+
+def test_looking_leaves_no_trace(tmp_path: Path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("as it was")
+    bench.check_writable(old)
+    bench.check_writable(new)
+    assert old.read_text() == "as it was" and not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"), [(0.0, "0.00 B/s"), (999.0, "999 B/s"), (3.14159e7, "31.4 MB/s"), (2.5e12, "2.50 TB/s")]
+)
+def test_units_have_something_before_the_point(amount: float, text: str):
+    assert prefixed(amount, "B/s") == text
+
+
+def test_kernels_on_a_cpu_are_given_in_units_that_say_something(capsys: pytest.CaptureFixture[str]):
+    assert bench.main(["kernels", "--device", "cpu", "--repeat", "1", "--only", "norm"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"copies [1-9][\d.]* GB/s, multiplies [1-9][\d.]* [MG]FLOP/s", shown)
+    assert " 0.00 " not in shown and "/s, " in shown
