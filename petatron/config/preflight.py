@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,8 @@ _LIBRARIES = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 
 def preflight(config: RunConfig) -> list[Problem]:
     """Everything that is missing, all at once."""
-    return [*_missing_files(config), *_missing_data(config), *_missing_libraries(config), *_timeline(config)]
+    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _state_folder)
+    return [problem for ask in asked for problem in ask(config)]
 
 
 def _timeline(config: RunConfig) -> Iterator[Problem]:
@@ -30,6 +32,21 @@ def _timeline(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--pipeline-timeline", path, "is a folder", "Give the path of a file.")
     elif path is not None and not Path(path).absolute().parent.is_dir():
         yield Problem("--pipeline-timeline", path, "is in a folder that does not exist", "Make the folder first.")
+
+
+def _state_folder(config: RunConfig) -> Iterator[Problem]:
+    """The folder itself is made if need be. One that lies in nothing is a mistyped path, or a disk that is not mounted."""
+    flag, path = "--optimizer-nvme-offload", config.memory.optimizer_nvme_offload
+    if path is None:
+        return
+    folder = Path(path).absolute()
+    if folder.exists() and not folder.is_dir():
+        yield Problem(flag, path, "is a file", "Give the path of a folder.")
+    elif not folder.exists() and not folder.parent.is_dir():
+        fix = f"Make {folder.parent} first, or give a folder on a disk that is there."
+        yield Problem(flag, path, f"is in {folder.parent}, which is no folder", fix)
+    elif not os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK):
+        yield Problem(flag, path, "cannot be written to", "Change its permissions, or give another folder.")
 
 
 def _missing_files(config: RunConfig) -> Iterator[Problem]:

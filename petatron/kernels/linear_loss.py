@@ -19,8 +19,12 @@ beforehand, as a tensor on the device; the gradient that autograd later brings f
 contract and is never read, which would cost a pass or a wait for the device. And the weight's gradient is delivered during
 the forward pass: the receiver must run the job before it returns, since the next chunk takes the same memory.
 
-Where the vocabulary is spread over ranks, a chunk needs the two exchanges of `kernels/loss.py`, one number and two numbers
-per token, and dx is this rank's summand.
+Where the vocabulary is spread over ranks, no rank has all of a token's logits. With m the maximum over the whole vocabulary,
+
+    loss_t = log(sum_v exp(z_v - m)) - (z_t - m)
+
+so ranks exchange one number per token, the maximum, and then two, the sum of exponentials and the target's logit, where a
+rank that does not hold the target contributes 0. The gradient of the logits is local, and dx is this rank's summand.
 
 Cost on an H200 for T = 16,384, V = 128,256 (C = 5,504: 1.41 GB of logits). Products: 6 T V D floating-point operations, 37 ms
 for D = 2048 and 75 ms for D = 4096 at 690 TFLOP/s. Softmax: 4.2 GB of logits read once from memory and written once, with a
@@ -37,13 +41,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petatron.kernels.loss import Exchange
 from petatron.kernels.multiplication import PLAIN, Multiplication, WeightGrad
 
 CHUNK_BYTES = 7 << 28
 """Most that a chunk's logits may take: 7,325 tokens of a vocabulary of 128,256 in bf16."""
 _CHUNK_MULTIPLE = 128
 """Chunks are whole tiles of a product."""
+
+Exchange = Callable[[Tensor], Tensor]
+"""Combines a tensor with those of other ranks, in place."""
 
 Write = Callable[[Tensor, bool], None]
 """write(out, accumulate): puts a weight's gradient into `out`, or adds it."""

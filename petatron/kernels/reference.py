@@ -1,4 +1,4 @@
-"""Plain PyTorch versions of every op with a faster twin: the specification the twins are tested against."""
+"""Attention as plain PyTorch with a dense mask: the specification that the faster ones are tested against."""
 
 from __future__ import annotations
 
@@ -25,9 +25,3 @@ def attention(
         hidden = (hidden | behind).unsqueeze(1)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("bhst,tbhe->sbhe", weights, v)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Token losses: minus the log-probability of each target, in at least float32."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return -wide.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)

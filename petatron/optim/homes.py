@@ -77,7 +77,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _mapped(folder: Path, num_bytes: int, rank: int) -> Tensor:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     path = folder / f"optimizer-state-{os.getpid()}-{rank}.bin"
     with path.open("wb") as file:
         try:

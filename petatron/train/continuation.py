@@ -20,6 +20,9 @@ _BATCHES = "the next global batch begins at sample {samples:,}; none is lost or 
 _LENGTH = "the run now ends there; it continues at iteration {iteration:,}"
 _LAYOUT = "weights, optimizer state and data order continue; random states (dropout) start anew"
 _PRECISION = "weights continue from the widest precision that was saved"
+_FP8 = "matrix products are done so from iteration {iteration:,} on; weights and optimizer state are not in FP8 and continue"
+_FP8_GATHER = "weights travel so from iteration {iteration:,} on; no number depends on it"
+_FIRST_SCALE = "a dynamic loss scale goes on where the checkpoint's stood"
 _FROM_HERE = "takes effect from iteration {iteration:,} on"
 _EFFECTS: Mapping[str, str] = {
     "model.seq_length": _ORDER,
@@ -31,7 +34,19 @@ _EFFECTS: Mapping[str, str] = {
     "train.micro_batch_size": _BATCHES,
     "train.rampup_batch_size": _BATCHES,
     "parallel": _LAYOUT,
-    "precision": _PRECISION,
+    "precision.fp16": _PRECISION,
+    "precision.bf16": _PRECISION,
+    "precision.fp64": _PRECISION,
+    "precision.initial_loss_scale": _FIRST_SCALE,
+    "precision.fp8_format": _FP8,
+    "precision.fp8_recipe": _FP8,
+    "precision.fp8_amax_history_len": _FP8,
+    "precision.fp8_amax_compute_algo": _FP8,
+    "precision.fp8_param_gather": _FP8_GATHER,
+    "precision.first_last_layers_bf16": _FP8,
+    "precision.num_layers_at_start_in_bf16": _FP8,
+    "precision.num_layers_at_end_in_bf16": _FP8,
+    "precision": _FROM_HERE,
     "model": _FROM_HERE,
     "moe": _FROM_HERE,
     "optim": _FROM_HERE,

@@ -3,7 +3,7 @@
 A candidate is a set of at most three changes. It counts if the validator accepts it and the forecast says that it fits; among
 the variants of one kind of change the cheapest is taken. Costs are shares of the step's time, from rules of thumb for
 one GPU that are meant to order candidates, not to promise speed (b bytes per second of the link to the host, 50 GB/s; F the
-time of a forward pass, a third of the step's operations at 500 TFLOP/s):
+time of a forward pass, a third of the step's operations at 500 TFLOP/s, or 50 in fp32):
 
     smaller micro-batch      products of t rows take 1 + 256 / t of their best time; weights and gradients are passed over
                              once more per micro-batch, 12 bytes per element at 4 TB/s
@@ -11,6 +11,7 @@ time of a forward pass, a third of the step's operations at 500 TFLOP/s):
     activation offload       bytes / b beyond F on the way out, and beyond 2 F on the way back
     optimizer offload        12 bytes per element and direction over b
     context parallelism      keys and values of the other ranks, three times, at 150 GB/s
+    bf16 in place of fp32    a tenth of the time for operations
     sequence parallelism, distributed optimizer, bf16 moments      nothing
 """
 
@@ -34,7 +35,7 @@ from petatron.models.state_bytes import held_elements
 from petatron.train.build import steps_micro_batches
 from petatron.train.memory import Device, heaviest, memory_plans
 
-_FLOPS, _HOST_LINK, _COPY, _DEVICE_LINK = 500e12, 50e9, 4e12, 150e9
+_FLOPS, _FLOPS_WIDE, _HOST_LINK, _COPY, _DEVICE_LINK = 500e12, 50e12, 50e9, 4e12, 150e9
 _MOST_TOGETHER = 3
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 
@@ -65,15 +66,17 @@ def candidates(run: RunConfig, capacity_bytes: int, *, device: Device = "cuda") 
     """Changes under which the heaviest rank needs at most `capacity_bytes`, the cheapest first.
 
     A kind of change is added to others that do already only if the whole gets cheaper; a third only while fewer than
-    three sets do.
+    three sets do, or to --bf16: it makes any other set cheaper, so those without it would hide the ones with it.
     """
     search = _Search(run, capacity_bytes, device)
     kinds = list(_kinds(run))
+    narrower = bool(_narrower(run))  # the first kind, if it is one
     found: dict[frozenset[int], Change] = {}
     for together in range(1, _MOST_TOGETHER + 1):
-        if together == _MOST_TOGETHER and len(found) >= 3:
-            break
+        enough = together == _MOST_TOGETHER and len(found) >= 3
         for chosen in combinations(range(len(kinds)), together):
+            if enough and not (narrower and chosen[0] == 0):
+                continue
             fitting = [search.try_out(variants) for variants in product(*(kinds[at] for at in chosen))]
             best = min((change for change in fitting if change is not None), key=_price, default=None)
             inside = [_price(change) for fewer, change in found.items() if fewer < set(chosen)]
@@ -121,17 +124,18 @@ class _Search:
 def predicted_time(run: RunConfig, *, device: Device = "cuda") -> float:
     """Seconds of a step on one rank by the rules of thumb above; to be compared with others of its kind only."""
     parallel, micro_batches = run.parallel, steps_micro_batches(run)
+    speed = _FLOPS_WIDE if _is_wide(run) else _FLOPS
     assert run.train.global_batch_size is not None and parallel.world_size is not None
     per_token = model_flops_per_token(
         run.model, run.moe, experts_in=moe_layers(run), tensor_parallel=parallel.tensor_model_parallel_size
     )
     tokens = run.train.global_batch_size * run.model.seq_length
-    ideal = per_token * tokens / parallel.world_size / _FLOPS
+    ideal = per_token * tokens / parallel.world_size / speed
     shape = ActivationShape.of(run, device=device)
     elements = held_elements(run, stages(run)[:1])
     held = elements.dense + elements.experts
     seconds = ideal * (1.0 + 256.0 / shape.gathered) + micro_batches * 12.0 * held / _COPY
-    seconds += _again(run, shape, device) * micro_batches / _FLOPS
+    seconds += _again(run, shape, device) * micro_batches / speed
     seconds += _moved(run, shape, device, forward=ideal / micro_batches / 3.0) * micro_batches
     if run.memory.optimizer_cpu_offload:
         shared = parallel.data_parallel_sharding_strategy != "no_shard"
@@ -141,6 +145,11 @@ def predicted_time(run: RunConfig, *, device: Device = "cuda") -> float:
     layers = sum(len(stage.layers) for stage in stages(run)) / parallel.pipeline_model_parallel_size
     keys = 2 * shape.keys * shape.gathered * shape.element
     return seconds + 3.0 * others * keys * layers * micro_batches / _DEVICE_LINK
+
+
+def _is_wide(run: RunConfig) -> bool:
+    """Whether the run computes in fp32, or wider."""
+    return not (run.precision.bf16 or run.precision.fp16)
 
 
 def _again(run: RunConfig, shape: ActivationShape, device: Device) -> float:
@@ -177,7 +186,8 @@ def _section(name: str, **values: Any) -> Edit:
 
 def _kinds(run: RunConfig) -> Iterator[list[Variant]]:
     """Every kind of change that this run leaves open, as its variants."""
-    yield from filter(None, (_micro_batches(run), _recompute(run), _offloaded_activations(run), _sharing(run)))
+    common = (_narrower(run), _micro_batches(run), _recompute(run), _offloaded_activations(run), _sharing(run))
+    yield from filter(None, common)
     optim, memory, parallel = run.optim, run.memory, run.parallel
     if optim.optimizer == "adam" and optim.exp_avg_dtype == optim.exp_avg_sq_dtype == "fp32":
         edit = _section("optim", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
@@ -191,19 +201,15 @@ def _kinds(run: RunConfig) -> Iterator[list[Variant]]:
             for fraction in _FRACTIONS
         ]
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield [_split_sequence(run)]
+        yield [Variant("--sequence-parallel", _section("parallel", sequence_parallel=True))]
     yield from filter(None, [_context(run)])
 
 
-def _split_sequence(run: RunConfig) -> Variant:
-    """With norms made again: a gathered input that is kept would cost more than the split saves."""
-    memory = run.memory
-    if memory.recompute_granularity is not None or memory.recompute_memory_budget_gb is not None:
-        return Variant("--sequence-parallel", _section("parallel", sequence_parallel=True))
-    split = _section("parallel", sequence_parallel=True)
-    norms = _section("memory", recompute_granularity="selective", recompute_modules=("layernorm",))
-    flags = "--sequence-parallel --recompute-granularity selective --recompute-modules layernorm"
-    return Variant(flags, lambda run: norms(split(run)))
+def _narrower(run: RunConfig) -> list[Variant]:
+    """bf16 for a run in fp32; one in float64 wants to be exact."""
+    if run.precision.fp64 or not _is_wide(run):
+        return []
+    return [Variant("--bf16", _section("precision", bf16=True), "computes in bfloat16, master weights stay in fp32")]
 
 
 def _micro_batches(run: RunConfig) -> list[Variant]:

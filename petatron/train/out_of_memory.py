@@ -110,6 +110,8 @@ def out_of_memory(error: BaseException, run: RunConfig, facts: MemoryFacts, *, w
 def describe(change: Change) -> str:
     """One line for people."""
     slower = f"about {100 * change.cost:.0f}% slower" if change.cost >= 0.005 else "no slower"
+    if change.cost <= -0.005:
+        slower = f"about {-100 * change.cost:.0f}% less time"
     remark = f"; {change.remark}" if change.remark else ""
     freed, total = as_gigabytes(change.saved_bytes), as_gigabytes(change.total_bytes)
     return f"{change.flags}: frees {freed} GB, needs {total} GB, {slower}{remark}"

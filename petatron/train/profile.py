@@ -33,9 +33,11 @@ class StepProfile:
     """
 
     def __init__(self, run: RunConfig, *, rank: int, device: torch.device, tell: Callable[[str], None]) -> None:
-        """`tell` hears where a trace was written, or why it could not be."""
+        """`tell` hears, on rank 0, where traces will go, and where each was written, or why it could not be."""
         log = run.log
         self._wanted = log.profile and rank in log.profile_ranks
+        self._untold = log.profile and rank == 0
+        self._ranks = ", ".join(str(rank) for rank in log.profile_ranks)
         self._first, self._stop = log.profile_step_start, log.profile_step_end
         self._rank, self._device, self._tell = rank, device, tell
         self._folder = profile_directory(run)
@@ -52,6 +54,9 @@ class StepProfile:
 
     def begin(self, iteration: int) -> None:
         """Called before an iteration; a resumed run may begin between first and stop."""
+        if self._untold:
+            self._untold = False
+            self._tell(self._plan(iteration))
         if not self._wanted or self._running is not None or not self._first <= iteration < self._stop:
             return
         self._wait()
@@ -65,6 +70,17 @@ class StepProfile:
         self._last = iteration
         if iteration >= self._stop - 1:
             self._finish()
+
+    def _plan(self, iteration: int) -> str:
+        """What a run that is at this iteration will trace."""
+        first, last = max(self._first, iteration), self._stop - 1
+        if first > last:
+            return (
+                f"nothing will be traced: the run is at iteration {iteration}, and --profile-step-end is {self._stop}"
+            )
+        which = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+        whose = f"rank {self._ranks}" if "," not in self._ranks else f"ranks {self._ranks}"
+        return f"--profile: will trace {which} on {whose} into {self._folder}"
 
     def _finish(self) -> None:
         running, self._running = self._running, None

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels import reference
-from petatron.kernels.linear_loss import Columns, Write
-from petatron.kernels.loss import Exchange
+from petatron.kernels.linear_loss import Columns, Exchange, Write
 
 Result = TypeVar("Result")
 
@@ -48,7 +47,8 @@ class Ranks:
         self._slots: list[Tensor] = [torch.empty(0)] * count
         self._turn = threading.Lock()
 
-    def _exchange(self, rank: int, x: Tensor) -> Tensor:
+    def all_of(self, rank: int, x: Tensor) -> Tensor:
+        """What every rank gave, one after the other along a new first dimension."""
         self._turn.release()
         self._slots[rank] = x.clone()
         self._barrier.wait()
@@ -60,9 +60,13 @@ class Ranks:
     def columns(self, rank: int, size: int, local: int) -> Columns:
         """Of `size` ids, `local` rows on every rank, the last of them padding."""
         rows = min(max(size - rank * local, 0), local)
-        max_over: Exchange = lambda x: x.copy_(self._exchange(rank, x).amax(0))  # noqa: E731
-        sum_over: Exchange = lambda x: x.copy_(self._exchange(rank, x).sum(0))  # noqa: E731
-        return Columns(rows, rank * local, max_over, sum_over)
+        return Columns(rows, rank * local, *self.exchanges(rank))
+
+    def exchanges(self, rank: int) -> tuple[Exchange, Exchange]:
+        """The maximum and the sum over the ranks."""
+        max_over: Exchange = lambda x: x.copy_(self.all_of(rank, x).amax(0))  # noqa: E731
+        sum_over: Exchange = lambda x: x.copy_(self.all_of(rank, x).sum(0))  # noqa: E731
+        return max_over, sum_over
 
     def run(self, work: Callable[[int], Result]) -> list[Result]:
         def in_turn(rank: int) -> Result:
@@ -89,7 +93,7 @@ class Case:
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = self.x.double().requires_grad_(), self.weight.double().requires_grad_()
-        losses = reference.cross_entropy(x @ weight.t(), self.targets)
+        losses = F.cross_entropy(x @ weight.t(), self.targets, reduction="none")
         return losses.detach(), *torch.autograd.grad((losses * self.token_weights.double()).sum(), (x, weight))
 
 

@@ -186,6 +186,33 @@ def test_a_token_without_weight_may_have_no_target():
     assert torch.equal(grad_x, expected) and torch.equal(grad.out, without.out)
 
 
+def test_gradients_are_slopes_of_the_loss():
+    """By differences, which share nothing with the derivation."""
+    case, step = Case.random(4, 6, hidden=3), 1e-6
+    grad = MainGrad.poisoned(case.weight)
+    wanted = Wanted(case.token_weights, grad.deliver)
+    _, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, Columns(6), wanted=wanted)
+    assert grad_x is not None
+    for tensor, found in ((case.x, grad_x), (case.weight, grad.out)):
+        for index in range(tensor.numel()):
+            ends: list[Tensor] = []
+            for place in (step, -2 * step, step):
+                tensor.view(-1)[index] += place
+                losses, _ = linear_cross_entropy(case.x, case.weight, case.targets, Columns(6))
+                ends.append((losses * case.token_weights).sum())
+            slope = float(ends[0] - ends[1]) / (2 * step)
+            assert float(found.view(-1)[index]) == pytest.approx(slope, abs=1e-8)
+
+
+@pytest.mark.parametrize("shift", [-1e4, 1e4])
+def test_logits_far_from_zero_do_not_overflow(shift: float):
+    """All of a row's: their exponentials alone would be nothing, or infinite."""
+    case = Case.random(10, 30, dtype=torch.float32)
+    case.x[:, 0], case.weight[:, 0] = shift, 1.0
+    losses, _ = linear_cross_entropy(case.x, case.weight, case.targets, Columns(30))
+    torch.testing.assert_close(losses.double(), case.expected()[0], rtol=1e-4, atol=1e-2)
+
+
 def test_large_logits_do_not_overflow():
     case = Case.random(10, 30, dtype=torch.float32)
     case.x *= 1e3

@@ -106,7 +106,13 @@ def test_no_rows():
     assert torch.equal(grad_weight, torch.zeros(16, device=DEVICE))
 
 
-def test_refuses_what_does_not_stay_in_registers():
-    (x,), weight = sample((1, norm.WIDEST + 1), torch.float32, 1)
-    with pytest.raises(AssertionError, match="16385"):
-        norm.rms_norm(x, weight, eps=1e-5, from_one=False)
+@pytest.mark.parametrize("again", [False, True])
+def test_rows_too_wide_for_registers(again: bool):
+    (x, branch, grad, joining), weight = sample((2, norm.WIDEST + 1), torch.float32, 4)
+    ours, wanted = ([*kind.rms_norm(x, weight, eps=1e-5, from_one=True, branch=branch)] for kind in (norm, plain))
+    options = {"from_one": True, "grad_total": joining, "again": again}
+    for kind, found in ((norm, ours), (plain, wanted)):
+        found += kind.rms_norm_backward(grad, found[0], found[2], weight, **options)
+    for mine, true in zip(ours, wanted, strict=True):
+        assert (mine is None and true is None) or torch.equal(mine, true)
+    assert (ours[-1] is not None) == again

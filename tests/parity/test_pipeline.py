@@ -50,6 +50,13 @@ def test_four_ranks_with_two_stages_each(ranks: RankPool, name: str):
     check_layout(ranks, f"--pp 4 {SCHEDULES[name]}", flags, world_size=4)
 
 
+@pytest.mark.parametrize("more", ["", "--recompute-granularity selective --recompute-modules mlp"])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_weight_gradients_that_wait_for_a_split_sequence(ranks: RankPool, name: str, more: str):
+    """The operand waits as a rank's own part, and is gathered when its turn comes."""
+    check_layout(ranks, f"--pp 2 --tp 2 --sequence-parallel {SCHEDULES[name]} {more}", MODEL, world_size=4)
+
+
 CUTS = {
     "short first": ("--num-layers 5", "--pp 2 --decoder-first-pipeline-num-layers 1"),
     "short last": (

@@ -16,6 +16,8 @@ CHOSEN = "--recompute-granularity selective --recompute-modules"
 LAYOUTS = {
     "tp-sp": (DENSE, f"--tp 2 --sequence-parallel {CHOSEN} layernorm mlp core_attn"),
     "pp": (DENSE, f"--pp 2 {WHOLE} 2"),
+    "tp-sp-whole": (DENSE, f"--tp 2 --sequence-parallel {WHOLE} 1"),
+    "tp-sp-attention": (DENSE, f"--tp 2 --sequence-parallel {CHOSEN} attention"),
     "interleaved": (DENSE, f"--pp 2 --num-virtual-stages-per-pipeline-rank 2 {CHOSEN} layernorm attention"),
     "zero-bubble": (DENSE, f"--pp 2 --pipeline-schedule zb-h1 {CHOSEN} layernorm mlp"),
     "zero-bubble-whole": (DENSE, f"--pp 2 --pipeline-schedule zb-v {WHOLE} 1"),

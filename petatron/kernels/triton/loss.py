@@ -6,8 +6,8 @@ exponentials, once for the gradient. Three choices keep the second read away fro
 - The running maximum m and sum s are kept per group of 8 neighbouring columns, which are one 16-byte load of one thread, as
   s <- s exp(m - m') + sum exp(z - m') with m' = max(m, z). Threads never wait for each other inside the loop, and the
   correction costs one exponential in nine. The groups are put together once, after the loop.
-- A program has 32 warps, so one program fills a multiprocessor, and 132 rows (34 MB) are under way at a time: less than the
-  L2 cache. Four loads per thread, 64 KB per multiprocessor, are in flight.
+- A program has 16 warps and eight loads per thread in flight, 64 KB; few rows are under way at a time, so that the L2 cache
+  still holds them. Measured for 6,656 rows: 1.00 ms, with 32 warps of four loads 1.12; copying the logits takes 0.81.
 - The second pass walks backwards, so what was read last, and is surely still cached, is read first.
 
 Bytes per logit: 2 read, 2 written, and up to 2 more where the caches fail. For 16,384 tokens of 128,256: 8.4 to 12.6 GB, 2.1
@@ -33,7 +33,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)  # finite: minus infinity below itself is not a number
 _WIDTH = 8
 _MAX_GROUPS = 4096
-_GROUPS_PER_WARP = 128
+_GROUPS_PER_WARP = 256
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _losses_and_gradient_kernel(
 
 
 def _shape(logits_CV: Tensor, rows: int) -> dict[str, int]:
-    """Columns of a row and of a tile, as groups x width, and warps: four groups per thread."""
+    """Columns of a row and of a tile, as groups x width, and warps: eight groups per thread."""
     assert logits_CV.stride(1) == 1 and logits_CV.dtype != torch.float64
     padded = logits_CV.shape[1]
     groups = min(max(triton.next_power_of_2(triton.cdiv(padded, _WIDTH)), 32), _MAX_GROUPS)

@@ -35,6 +35,36 @@ def test_each_effect_is_said_once_with_all_its_settings():
     assert any("bf16 False -> True" in settings for settings in by_settings)
 
 
+def test_fp8_is_how_products_are_done_and_not_how_weights_are_kept():
+    [settings, effect] = _changes("--fp8-hybrid --fp8-recipe delayed --first-last-layers-bf16")[0].split(": ")
+    for words in (
+        "fp8_format None -> hybrid",
+        "fp8_recipe tensorwise -> delayed",
+        "first_last_layers_bf16 False -> True",
+    ):
+        assert words in settings
+    assert effect.startswith("matrix products are done so from iteration 6 on; weights and optimizer state are not in")
+    travel = "weights travel so from iteration 6 on; no number depends on it"
+    assert f"fp8_param_gather False -> True: {travel}" in _changes(
+        "--fp8-hybrid --fp8-param-gather --use-distributed-optimizer"
+    )
+
+
+def test_only_the_three_formats_of_weights_change_the_precision_of_weights():
+    """Every other setting of the section has a word of its own."""
+    said = {
+        info.name: _effect("precision", info.name) or "" for info in by_path().values() if info.section == "precision"
+    }
+    assert {name for name, effect in said.items() if "widest precision" in effect} == {"fp16", "bf16", "fp64"}
+    of_products = {name for name, effect in said.items() if effect.startswith("matrix products")}
+    assert {"fp8_format", "fp8_recipe", "fp8_amax_history_len", "num_layers_at_end_in_bf16"} <= of_products
+    assert _changes("--fp16 --loss-scale 8 --initial-loss-scale 16") == [
+        "fp16 False -> True: weights continue from the widest precision that was saved",
+        "initial_loss_scale 4294967296.0 -> 16.0: a dynamic loss scale goes on where the checkpoint's stood",
+        "loss_scale None -> 8.0: takes effect from iteration 6 on",
+    ]
+
+
 def test_every_setting_of_the_config_has_a_word_or_is_left_out_on_purpose():
     silent = {info.section for info in by_path().values() if _effect(info.section, info.name) is None}
     assert silent <= {"checkpoint", "log", "launch", "tokenizer", "data", "train"}

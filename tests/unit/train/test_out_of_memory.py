@@ -42,6 +42,7 @@ CASES = [
     ("llama3-8b", f"{SEVEN} --micro-batch-size 2 --global-batch-size 64 --pp 4", 4, 0.7),
     ("mixtral-8x7b", f"{SEVEN} --micro-batch-size 2 --global-batch-size 64 --ep 8", 8, 0.5),
     ("tiny-llama", f"{BASE} --micro-batch-size 8", 1, 0.6),
+    ("llama3-8b", f"{SEVEN} --micro-batch-size 2 --global-batch-size 8".replace("--bf16", ""), 1, 0.75),
 ]
 
 
@@ -75,6 +76,23 @@ def test_changes_that_the_layout_allows():
     flags = " ".join(change.flags for change in candidates(alone, heaviest(alone, device="cuda").total - 1))
     assert not any(word in flags for word in ("distributed", "sequence", "context"))
     assert "--micro-batch-size 1" in flags
+
+
+def test_bf16_is_offered_to_a_run_in_fp32():
+    wide = SEVEN.replace("--bf16", "--micro-batch-size 2 --global-batch-size 8")
+    run = load("llama3-8b", wide)
+    need = heaviest(run, device="cuda").total
+    cheapest = candidates(run, need - 1)[0]
+    assert cheapest.flags == "--bf16" and cheapest.cost < -0.5
+    error = out_of_memory(torch.OutOfMemoryError("no more"), run, facts(total=need + GB), when="iteration 1")
+    assert "  1. --bf16: frees " in str(error) and "less time; computes in bfloat16, master weights" in str(error)
+    together = candidates(run, int(0.7 * need))[:3]
+    assert all("--bf16 " in change.flags for change in together), "sets without it do not crowd it out"
+    assert max(change.flags.count("--exp-avg-dtype") for change in together) == 1
+    for precision in ("--bf16", "--fp16", "--fp64"):
+        other = load("llama3-8b", f"{wide} {precision}")
+        half = int(0.9 * heaviest(other, device="cuda").total)
+        assert not any("--bf16" in change.flags for change in candidates(other, half))
 
 
 def test_nothing_can_be_done():

@@ -30,7 +30,30 @@ def test_a_run_writes_a_trace_of_the_chosen_iterations(tmp_path: Path, capsys: p
         events = json.load(file)["traceEvents"]
     backwards = [event for event in events if event.get("name", "").startswith("autograd::engine::evaluate_function")]
     assert events and backwards
-    assert "wrote the trace of iterations 2 to 3" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    before, after = (
+        f"--profile: will trace iterations 2 to 3 on rank 0 into {tmp_path}/profile\n",
+        f"wrote the trace of iterations 2 to 3 to {tmp_path}/profile/iterations-2-3-rank-0.json.gz\n",
+    )
+    assert -1 < text.find(before) < text.find("iteration        1/") < text.find(after)
+
+
+def test_without_any_folder_the_log_says_where_traces_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    profile, told = start("--profile --profile-step-start 1 --profile-step-end 2")
+    steps(profile, range(1, 3))
+    assert told[0] == "--profile: will trace iteration 1 on rank 0 into runs/profile"
+    assert told[1].endswith("to runs/profile/iterations-1-1-rank-0.json.gz")
+
+
+def test_rank_0_speaks_for_the_ranks_that_are_traced(tmp_path: Path):
+    flags = f"--tp 2 --profile --profile-ranks 1 --profile-dir {tmp_path}"
+    told: list[str] = []
+    for rank in (1, 0):
+        run = tiny_run(flags, world_size=2)
+        profile = StepProfile(run, rank=rank, device=torch.device("cpu"), tell=told.append)
+        profile.begin(1)
+    assert told == [f"--profile: will trace iterations 10 to 11 on rank 1 into {tmp_path}"]
 
 
 def start(flags: str, *, rank: int = 0) -> tuple[StepProfile, list[str]]:
@@ -60,7 +83,9 @@ def test_what_is_traced(tmp_path: Path, flags: str, numbers: range, name: str | 
     profile, told = start(f"--profile --profile-dir {tmp_path} {flags}")
     steps(profile, numbers)
     assert traced(tmp_path) == ([] if name is None else [name])
-    assert len(told) == (name is not None)
+    assert [text.split(" ")[0] for text in told[1:]] == ([] if name is None else ["wrote"])
+    if numbers:
+        assert told[0].startswith("nothing will be traced: the run is at" if name is None else "--profile: will trace")
 
 
 def test_other_ranks_and_runs_without_the_flag_do_nothing(tmp_path: Path):
@@ -84,7 +109,7 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path):
     folder.rmdir()
     folder.write_text("in the way")
     steps(profile, range(1, 3))
-    assert told[0].startswith("WARNING: the trace could not be written")
+    assert told[1].startswith("WARNING: the trace could not be written")
 
 
 def test_a_folder_that_cannot_be_made_is_found_before_training(tmp_path: Path):
