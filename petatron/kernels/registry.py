@@ -17,6 +17,7 @@ import importlib.util
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,9 +119,29 @@ def _module(name: str, attribute: str | None = None) -> Callable[[], Any]:
 def _compiled(name: str, *functions: str) -> Kernel:
     def load() -> Any:
         module = importlib.import_module(f"petatron.kernels.{name}")
-        return SimpleNamespace(**{each: torch.compile(getattr(module, each), fullgraph=True) for each in functions})
+        return SimpleNamespace(**{each: compiled(getattr(module, each)) for each in functions})
 
     return Kernel("compiled", load, _compiles)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function under torch.compile; itself, once it has been called in more ways than the compiler makes versions of.
+
+    The compiler says so in the log.
+    """
+    fast = torch.compile(function, fullgraph=True)
+    too_many = importlib.import_module(
+        "torch._dynamo.exc"
+    ).FailOnRecompileLimitHit  # a second's import, for those who compile
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fast(*args, **kwargs)
+        except too_many:
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _expert_rows() -> Any:

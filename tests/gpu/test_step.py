@@ -102,7 +102,8 @@ def dynamo_counts() -> dict[str, dict[str, int]]:
 def test_a_step_only_starts_work(case: str):
     if FP8 in CASES[case] and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a CUDA device of capability 9.0")
-    counters.clear()  # other tests leave theirs
+    torch.compiler.reset()  # other tests leave their versions of compiled functions, and their counts
+    counters.clear()
     step = stepper(CASES[case], torch.device("cuda", 0))
     with loaded_kernels() as loaded:
         for _ in range(WARM_UP):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 import petatron.kernels.triton
 from petatron.kernels import moe, registry
 from petatron.kernels.fp8 import Fp8Kernels
-from petatron.kernels.registry import OPERATIONS, Situation, choose, survey
+from petatron.kernels.registry import OPERATIONS, Situation, choose, compiled, survey
 from petatron.kernels.wire import WireKernels
 
 CPU = Situation("cpu", (0, 0), torch.bfloat16, True, None)
@@ -171,3 +173,16 @@ def test_every_module_with_kernels_loads_and_is_in_use():
             name = implementation.__name__ if isinstance(implementation, ModuleType) else some.__module__
             used.add(name.rpartition(".")[2])
     assert used == set(loaded)
+
+
+def test_what_the_compiler_gives_up_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    def give_up(function: object, **options: object):
+        assert options == {"fullgraph": True}
+
+        def fail(*args: object):
+            raise FailOnRecompileLimitHit("too many versions")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", give_up)
+    assert compiled(lambda x: x + 1)(2) == 3

@@ -84,8 +84,8 @@ def _narrow(
     else:
         bits = tl.load(scale)
     inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)  # of a power of two in bits
-    # Numbers minus themselves are 0, and NaN where they are not finite. The scale leaves none too large.
-    values = numbers * inverse + (numbers - numbers)
+    # Numbers minus themselves are 0, but for those that are not finite. The scale leaves none too large.
+    values = tl.where(numbers - numbers == 0.0, numbers * inverse, float("nan"))
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
 
 
@@ -113,7 +113,7 @@ def _restore(
     else:
         factor = tl.load(scale)
     # Minimum and maximum drop NaN, so it comes back afterwards.
-    wide = tl.minimum(tl.maximum(numbers * factor, -LIMIT), LIMIT) + (numbers - numbers)
+    wide = tl.where(numbers == numbers, tl.minimum(tl.maximum(numbers * factor, -LIMIT), LIMIT), float("nan"))
     tl.store(out + part * out_stride + at, wide.to(out.dtype.element_ty), mask=inside)
 
 
