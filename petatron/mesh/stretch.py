@@ -14,7 +14,7 @@ so everything that asks by logical tensor (checkpoints, comparisons, norms) work
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -42,13 +42,16 @@ class Stretch:
     parts: tuple[Part, ...]
     share: tuple[int, int]
 
-    def pieces(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """Every logical box inside the stretch, with its view into a tensor of the stretch's length."""
+    def pieces(self, flat: Tensor, *, wanted: Callable[[Piece], bool] | None = None) -> Iterator[tuple[Piece, Tensor]]:
+        """Every logical box inside the stretch, or those wanted, with its view into a tensor of the stretch's length."""
         for part in self.parts:
+            pieces = part.placement.pieces if wanted is None else [*filter(wanted, part.placement.pieces)]
+            if not pieces:
+                continue
             for start, shape, skipped in range_boxes(part.placement.shape, part.begin, part.end):
                 at = part.offset + skipped
                 box = flat[at : at + math.prod(shape)].view(shape)
-                for piece in part.placement.pieces:
+                for piece in pieces:
                     found = _meet(piece, start, shape)
                     if found is not None:
                         narrowed, inside = found
@@ -102,10 +105,12 @@ def share_of(length: int, axis: Axis) -> tuple[int, int]:
     return length * axis.rank // axis.size, length * (axis.rank + 1) // axis.size
 
 
-def group_pieces(group: ParameterGroup, tensors: Sequence[Tensor]) -> Iterator[tuple[Piece, Tensor]]:
-    """Every logical box of a quantity given as one tensor per stretch."""
+def group_pieces(
+    group: ParameterGroup, tensors: Sequence[Tensor], *, wanted: Callable[[Piece], bool] | None = None
+) -> Iterator[tuple[Piece, Tensor]]:
+    """Every logical box, or those wanted, of a quantity given as one tensor per stretch."""
     for stretch, tensor in zip(group.stretches, tensors, strict=True):
-        yield from stretch.pieces(tensor)
+        yield from stretch.pieces(tensor, wanted=wanted)
 
 
 def range_boxes(shape: Shape, begin: int, end: int) -> Iterator[tuple[Shape, Shape, int]]:

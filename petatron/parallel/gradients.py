@@ -187,9 +187,9 @@ def sum_inside_replica(groups: Sequence[ParameterGroup], mesh: ParallelMesh) -> 
     """Add up the gradient pieces that ranks of one replica hold as summands, one exchange per axis."""
     views: dict[tuple[str, torch.dtype], list[Tensor]] = {}
     for group in groups:
-        for piece, view in group_pieces(group, group.grads()):
-            if piece.sum_over is not None:
-                views.setdefault((piece.sum_over, view.dtype), []).append(view)
+        for piece, view in group_pieces(group, group.grads(), wanted=lambda piece: piece.sum_over is not None):
+            assert piece.sum_over is not None
+            views.setdefault((piece.sum_over, view.dtype), []).append(view)
     for (name, _), parts in sorted(views.items(), key=lambda item: item[0][0]):
         flat = torch.cat([part.reshape(-1) for part in parts])
         collectives.all_reduce(flat, mesh.axis(name))
