@@ -26,7 +26,7 @@ Where the vocabulary is spread over ranks, no rank has all of a token's logits. 
 so ranks exchange one number per token, the maximum, and then two, the sum of exponentials and the target's logit, where a
 rank that does not hold the target contributes 0. The gradient of the logits is local, and dx is this rank's summand.
 
-Cost on an H200 for T = 16,384, V = 128,256 (C = 5,504: 1.41 GB of logits). Products: 6 T V D floating-point operations, 37 ms
+Cost on an H200 for T = 16,384, V = 128,256 (C = 6,144: 1.58 GB of logits). Products: 6 T V D floating-point operations, 37 ms
 for D = 2048 and 75 ms for D = 4096 at 690 TFLOP/s. Softmax: 4.2 GB of logits read once from memory and written once, with a
 second read that mostly hits the caches: 2.1 to 3.2 ms. Extra memory: one chunk of logits and dx.
 
@@ -43,10 +43,12 @@ from torch import Tensor
 
 from petatron.kernels.multiplication import PLAIN, Multiplication, WeightGrad
 
-CHUNK_BYTES = 7 << 28
-"""Most that a chunk's logits may take: 7,325 tokens of a vocabulary of 128,256 in bf16."""
-_CHUNK_MULTIPLE = 128
-"""Chunks are whole tiles of a product."""
+CHUNK_BYTES, MOST_CHUNK_BYTES = 7 << 28, 1 << 31
+"""Most that a chunk's logits may take, and of a batch of 32,768 tokens or more, beside whose activations more does not count: 7,325
+and 8,372 tokens of a vocabulary of 128,256 in bf16."""
+_CHUNK_MULTIPLES = (2048, 128)
+"""Tokens of a chunk, the best first. The product of its gradient with the weight reaches 687 TFLOP/s for 4,096 and 6,144 tokens,
+but 644 to 659 for 5,504, 6,656 and 7,168 (H200, 128,256 x 2,048); 128 are at least whole tiles."""
 
 Exchange = Callable[[Tensor], Tensor]
 """Combines a tensor with those of other ranks, in place."""
@@ -133,11 +135,14 @@ REFERENCE = SoftmaxKernels(statistics, gradient_, losses_and_gradient_)
 
 def chunk_tokens(num_tokens: int, num_columns: int, element_size: int) -> int:
     """Tokens of a chunk: as few chunks as the bound allows, since each adds to the whole weight's gradient, and even ones."""
-    most = max(CHUNK_BYTES // max(num_columns * element_size, 1), 1)
-    most = max(most // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE, 1)
-    chunks = -(-num_tokens // most)
-    each = -(-num_tokens // max(chunks, 1))
-    return max(min(-(-each // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE, most), 1)
+    bound = MOST_CHUNK_BYTES if num_tokens >= 32768 else CHUNK_BYTES
+    most = max(bound // max(num_columns * element_size, 1), 1)
+    if num_tokens <= most:
+        return max(num_tokens, 1)
+    multiple = next((size for size in _CHUNK_MULTIPLES if size <= most), 1)
+    most = most // multiple * multiple
+    each = -(-num_tokens // -(-num_tokens // most))
+    return min(-(-each // multiple) * multiple, most)
 
 
 def _over_ranks(part_3C: Tensor, targets_C: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from petatron.kernels.linear_loss import (
     CHUNK_BYTES,
+    MOST_CHUNK_BYTES,
     Columns,
     Wanted,
     chunk_tokens,
@@ -224,11 +225,13 @@ def test_large_logits_do_not_overflow():
 
 
 def test_chunks_stay_within_their_bound():
-    assert chunk_tokens(16384, 128256, 2) == 5504 and chunk_tokens(32768, 128256, 2) == 6656
+    assert chunk_tokens(16384, 128256, 2) == 6144 and chunk_tokens(32768, 128256, 2) == 8192
+    assert chunk_tokens(8192, 128256, 2) == 4096 and chunk_tokens(16384, 32000, 2) == 16384
     for tokens in (1, 100, 4096, 32768, 10**6):
         for columns in (1, 1000, 32000, 256000, 10**9, 10**10):
             for size in (2, 4, 8):
                 chunk = chunk_tokens(tokens, columns, size)
-                assert chunk == 1 or chunk * columns * size <= max(CHUNK_BYTES, 0)
-                fewest = -(-tokens * columns * size // CHUNK_BYTES)
+                bound = CHUNK_BYTES if tokens < 32768 else MOST_CHUNK_BYTES
+                assert chunk == 1 or chunk * columns * size <= bound
+                fewest = -(-tokens * columns * size // bound)
                 assert chunk < 128 or -(-tokens // chunk) <= 2 * fewest, "no more chunks than there must be"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from petatron.base.errors import DataError
-from petatron.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from petatron.config.schema import ModelConfig, RunConfig
+from petatron.config.schema_run import DataConfig, TrainConfig
 from petatron.data.build import build_datasets
 from petatron.data.dataset import SampleDataset
 from petatron.data.tokenizer import ByteTokenizer

@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from petatron.base.errors import DataError
-from petatron.config.schema import TokenizerConfig
+from petatron.config.schema_run import TokenizerConfig
 from petatron.data import preprocess as module
 from petatron.data.indexed import IndexedDataset
 from petatron.data.jsonl import read_blocks

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config.schema import RunConfig, TrainConfig
+from petatron.config.schema import RunConfig
+from petatron.config.schema_run import TrainConfig
 from petatron.train.batch_size import BatchSchedule
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config.schema import OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from petatron.config.schema import OptimizerConfig, RunConfig
+from petatron.config.schema_run import ScheduleConfig, TrainConfig
 from petatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
 
 STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from petatron.base.errors import ConfigError, TrainError
-from petatron.config.schema import LogConfig
+from petatron.config.schema_run import LogConfig
 from petatron.train.live import ConsoleSink
 from petatron.train.metrics import event_record, validation_record
 from petatron.train.sinks import METRICS_FILE, JsonlSink, TensorBoardSink, WandbSink, build_sinks, scalars
