@@ -110,7 +110,7 @@ def corpus(size_bytes: int) -> list[str]:
 
 
 def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) -> dict[str, list[float]]:
-    from petatron.config.schema import TokenizerConfig
+    from petatron.config.schema_run import TokenizerConfig
     from petatron.data.preprocess import PreprocessOptions, preprocess
     from petatron.data.tokenizer import train_bpe
 

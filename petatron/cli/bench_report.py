@@ -159,7 +159,8 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
     pairs, (least, most) = ratio["pairs"], ratio["spread"]
     memory = "" if ratio["memory"] is None else f"; {ratio['memory']:.2f}x its peak memory"
     difference = ratio["largest_loss_difference"]
-    verdict = "the same" if difference <= _SAME_LOSS else "NOT the same"
+    different = "in another precision" if name == "bf16" else "NOT the same"
+    verdict = "the same" if difference <= _SAME_LOSS else different
     return [
         (
             f"speed / {name}",

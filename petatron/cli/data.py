@@ -13,7 +13,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import configure
 
 if TYPE_CHECKING:
-    from petatron.config.schema import TokenizerConfig
+    from petatron.config.schema_run import TokenizerConfig
     from petatron.data.indexed import IndexedDataset
     from petatron.data.preprocess import PreprocessReport, Progress
 
@@ -105,7 +105,7 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tokenizer_config(args: argparse.Namespace, problems: list[Problem]) -> TokenizerConfig:
-    from petatron.config.schema import TokenizerConfig
+    from petatron.config.schema_run import TokenizerConfig
 
     if args.tokenizer_type is not None and args.tokenizer_type not in TOKENIZER_TYPES:
         fix = f"Use one of {', '.join(TOKENIZER_TYPES)}."

@@ -7,11 +7,7 @@ from petatron.config.load import Loaded, load_config, resolve_config, with_vocab
 from petatron.config.origins import Origin
 from petatron.config.presets import preset_names
 from petatron.config.schema import (
-    CheckpointConfig,
-    DataConfig,
     LatentAttentionConfig,
-    LaunchConfig,
-    LogConfig,
     MemoryConfig,
     ModelConfig,
     MoEConfig,
@@ -19,6 +15,12 @@ from petatron.config.schema import (
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
+)
+from petatron.config.schema_run import (
+    CheckpointConfig,
+    DataConfig,
+    LaunchConfig,
+    LogConfig,
     ScheduleConfig,
     TokenizerConfig,
     TrainConfig,

@@ -14,13 +14,13 @@ import difflib
 import functools
 import inspect
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from petatron.config import schema
 from petatron.config.schema import RunConfig
 
 Kind = Literal["int", "float", "bool", "str", "choice"]
@@ -181,7 +181,10 @@ def _describe(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInfo:
 
 def _field_docs() -> dict[tuple[str, str], str]:
     docs: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    # By file and not by class: to find one class, Python would parse all of its file again.
+    files = dict.fromkeys(section_class.__module__ for section_class in sections().values())
+    nodes = [node for name in files for node in ast.parse(inspect.getsource(sys.modules[name])).body]
+    for node in nodes:
         if not isinstance(node, ast.ClassDef):
             continue
         for statement, following in zip(node.body, [*node.body[1:], ast.Pass()]):

@@ -10,7 +10,8 @@ import numpy as np
 
 from petatron.base.errors import DataError
 from petatron.base.log import get_logger
-from petatron.config.schema import DataConfig, RunConfig
+from petatron.config.schema import RunConfig
+from petatron.config.schema_run import DataConfig
 from petatron.data.blend import Blend, BlendedDataset, load_blend, parse_blend
 from petatron.data.dataset import SampleDataset
 from petatron.data.gpt import GPTDataset, split_documents

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
-from petatron.config.schema import TokenizerConfig
+from petatron.config.schema_run import TokenizerConfig
 from petatron.data.indexed import optimal_dtype
 from petatron.data.jsonl import BLOCK_BYTES, Block, read_blocks
 from petatron.data.tokenizer import Tokenizer, build_tokenizer

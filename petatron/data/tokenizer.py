@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from petatron.base.errors import DataError
-from petatron.config.schema import TokenizerConfig
+from petatron.config.schema_run import TokenizerConfig
 
 END_OF_TEXT = "<|endoftext|>"
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")

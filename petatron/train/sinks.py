@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem, TrainError
-from petatron.config.schema import LogConfig
+from petatron.config.schema_run import LogConfig
 from petatron.train.live import choose_console
 from petatron.train.metrics import Record, Sink
 

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.config.schema import TokenizerConfig
+from petatron.config.schema_run import TokenizerConfig
 from petatron.data.indexed import IndexedDataset
 from petatron.data.preprocess import PreprocessOptions, preprocess
 from petatron.data.tokenizer import HuggingFaceTokenizer, train_bpe
