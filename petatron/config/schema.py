@@ -288,7 +288,7 @@ class PrecisionConfig:
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
     """Which of the remembered magnitudes the delayed recipe goes by: the last, or the largest."""
     fp8_param_gather: bool = False
-    """Gather weights that are multiplied in FP8 over data-parallel ranks in FP8, half the bytes; no number changes."""
+    """Gather weights that are multiplied in FP8 over data-parallel ranks in FP8, half the bytes; no FP8 product changes."""
     first_last_layers_bf16: bool = False
     """Keep some of the first and last layers out of FP8."""
     num_layers_at_start_in_bf16: int = 1

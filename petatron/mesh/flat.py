@@ -109,6 +109,7 @@ class FlatGroup:
             view.copy_(slot.parameter.detach())
             slot.parameter.data = view
         self._wire = self._build_wire(eight_bits) if eight_bits is not None else None
+        self._scales: Tensor | None = None
         self._weights = self._owned(self.flat_weights)
         if self._wire is not None:
             self._weights = [weight.clone() for weight in self._weights]
@@ -162,19 +163,25 @@ class FlatGroup:
     def grads(self) -> list[Tensor]:
         return self._owned(self.flat_grads)
 
+    def agree(self) -> None:
+        """Find the scales of weights that travel in eight bits, over all ranks."""
+        if self._wire is not None:
+            self._scales = self._wire.scales(self._weights)
+
     def publish(self) -> None:
         """Begin to gather every bucket's weights, those the forward pass needs first in front."""
         if not self.axes.sharded:
             return
         self.wait()
-        scales = None if self._wire is None else self._wire.scales(self._weights)
         for index in reversed(range(len(self.buckets))):
             bucket, own = self.buckets[index], self._weights[index]
             out = self.flat_weights[bucket.begin : bucket.end]
-            if self._wire is None or scales is None:
+            if self._wire is None:
                 self._gathers[index] = collectives.start_all_gather(out, own, self.axes.shard)
             else:
-                self._gathers[index] = self._wire.start(index, out, own, scales)
+                assert self._scales is not None, "nothing was agreed on"
+                self._gathers[index] = self._wire.start(index, out, own, self._scales)
+        self._scales = None
         if not self._overlap_gather:
             self.wait()
 

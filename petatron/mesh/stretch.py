@@ -95,9 +95,21 @@ class ParameterGroup(Protocol):
         """The owned gradients, reduced over all ranks; in at least float32."""
         ...
 
+    def agree(self) -> None:
+        """Exchange what publishing needs to know and has to wait for."""
+        ...
+
     def publish(self) -> None:
         """Make changed weights known to every rank that computes with them."""
         ...
+
+
+def publish(groups: Sequence[ParameterGroup]) -> None:
+    """Make all groups' changed weights known; nothing that is waited for stands behind weights under way."""
+    for group in groups:
+        group.agree()
+    for group in groups:
+        group.publish()
 
 
 def share_of(length: int, axis: Axis) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from petatron.config.schema import MemoryConfig, OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Piece
-from petatron.mesh.stretch import ParameterGroup
+from petatron.mesh.stretch import ParameterGroup, publish
 from petatron.optim.build import PLAIN, OptimizerKernels, build_rule
 from petatron.optim.clip import GlobalNorm
 from petatron.optim.homes import DeviceHome, DiskHome, Home, HostHome
@@ -142,8 +142,7 @@ class MasterOptimizer:
         skipped = (~norm.isfinite()).to(torch.float32)
         update = self._rule.begin(StepFacts(factor=factor, skipped=skipped, lr=lr, weight_decay=weight_decay))
         self._update(update, grads)
-        for group in self._groups:
-            group.publish()
+        publish(self._groups)
         return UpdateResult(norm, skipped)
 
     def _update(self, update: Update, grads: Sequence[Tensor]) -> None:
@@ -171,8 +170,7 @@ class MasterOptimizer:
         for segment in self._segments:
             if segment.apart:
                 segment.of(weights).copy_(segment.master)
-        for group in self._groups:
-            group.publish()
+        publish(self._groups)
 
     def zero_grad_elements(self) -> Tensor:
         """How many gradient elements are exactly zero, over the whole model."""

@@ -123,6 +123,9 @@ class ShardedGroup:
     def grads(self) -> list[Tensor]:
         return list(self.flat_grads.split([stretch.length for stretch in self.stretches]))
 
+    def agree(self) -> None:
+        """Nothing: scales are agreed on where a block is gathered."""
+
     def publish(self) -> None:
         """Let go of gathered parameters, so that the next forward pass gathers the new ones."""
         for unit in _units(self.stage):

@@ -47,6 +47,8 @@ _log = get_logger(__name__)
 
 WARM_UP = 3
 """Steps of each kind that run as they are."""
+KEPT = 4
+"""Recordings that are kept: those of a ramp of the batch size never come back, and each knows every kernel of its step."""
 _OLDEST = (8, 0)
 """Older devices have no FlashAttention, and the host plays a part in what takes its place."""
 
@@ -146,7 +148,8 @@ class StepGraphs:
         assert scales is not None, "there is nothing to record in an evaluation"
         shapes = tuple(_shape(batch) for batch in batches)
         if clock is None and shapes in self._recordings:
-            return self._replay(self._recordings[shapes], batches, scales)
+            self._recordings[shapes] = recording = self._recordings.pop(shapes)  # the last to be dropped
+            return self._replay(recording, batches, scales)
         # From the second micro-batch on gradients are added, by kernels that a step of one never calls.
         kind = (len(batches) > 1, frozenset(shapes))
         if clock is not None or self._ran[kind] < WARM_UP:
@@ -155,6 +158,8 @@ class StepGraphs:
                 self._recorder.forget()
             self._ran[kind] += 1
             return self._recorder.run(partial(self._run, schedule, batches, scales, clock=clock))
+        while len(self._recordings) >= KEPT:
+            del self._recordings[next(iter(self._recordings))]
         self._recordings[shapes] = recording = self._record(schedule, batches, scales)
         _log.info("a step of %d micro-batches is recorded, and replayed from now on", len(batches))
         return self._replay(recording, batches, scales)

@@ -12,6 +12,7 @@ from torch import Tensor
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
+from petatron.mesh.stretch import publish
 from petatron.models.base import Architecture, Batch
 from petatron.models.decoder import Decoder
 from petatron.parallel.apply import Parallelized
@@ -157,8 +158,7 @@ class ParallelModel:
     def publish(self) -> None:
         """Make weights that were changed from outside known to every rank that computes with them."""
         self.eight_bits.weights_changed()
-        for group in self.groups:
-            group.publish()
+        publish(self.groups)
 
     def _count_tokens(self, batches: Sequence[Batch]) -> Tensor:
         count = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()

@@ -9,7 +9,7 @@ So each half of a block costs one exchange forward and one backward (Shoeybi et 
 
 The second moves the same bytes but keeps norms, dropout and the residual stream split. Nobody keeps what was gathered: for the
 weight's gradient it is gathered once more, beside the product that makes the input's (`layers/product.py` says how), so the
-backward pass moves half as much again, hidden. The vocabulary is split too, and the loss is computed where the logits are.
+backward pass moves half as much again, beside products. The vocabulary is split too, and the loss is computed where the logits are.
 """
 
 from __future__ import annotations

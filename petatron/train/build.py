@@ -106,7 +106,9 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, draw: bool = True) -> Mod
     >>> tuple(model.module.layers["0"].attention.out.weight.shape)
     (128, 128)
     """
-    streams = RandomStreams.start(run.train.seed, mesh, drawn=draws(run))
+    # Only what is recorded has to do without reading random states, so only that relies on knowing who draws.
+    drawn = draws(run) or not run.train.cuda_graphs
+    streams = RandomStreams.start(run.train.seed, mesh, drawn=drawn)
     plan = pipeline_plan(run)
     dtype = compute_dtype(run.precision)
     architecture = architecture_of(run)

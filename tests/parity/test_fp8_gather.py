@@ -167,6 +167,8 @@ def test_bytes_of_the_distributed_optimizer(ranks: RankPool, bucket_size: int):
         assert 2 * others <= eight[torch.bfloat16] <= 2 * (others + padding)
         [largest] = [e for e in ours.events if (e.axis, e.op) == ("shard", "all_reduce")]
         assert (largest.elements, largest.dtype) == (4 * LAYERS, torch.int32)
+        first = next(index for index, e in enumerate(ours.events) if e.op == "all_gather")
+        assert ours.events.index(largest) < first, "it would wait for weights that are under way"
         assert [(e.axis, e.op) for e in ours.events if e is not largest] == [(e.axis, e.op) for e in wanted.events]
 
 

@@ -145,7 +145,7 @@ def test_who_is_dropped_is_no_matter_of_memory(variant: str):
 
 @pytest.mark.parametrize("model", [GATED_MODEL, PLAIN_MODEL], ids=["gated", "plain-bias"])
 @pytest.mark.parametrize("variant", DROPS)
-def test_dropping_reads_nothing_back_and_rows_of_no_expert_reach_nothing(
+def test_rows_of_no_expert_reach_nothing_and_are_not_counted_by_the_host(
     variant: str, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ):
     """The grouped kernel leaves rows beyond the counts as memory was; here they become NaN."""
@@ -164,7 +164,7 @@ def test_dropping_reads_nothing_back_and_rows_of_no_expert_reach_nothing(
         return made
 
     with Seen("_local_scalar_dense") as seen:
-        layer(x, Pass())
+        gradients(layer, x, layer(x, Pass()))
     assert seen.count == 0
     monkeypatch.setattr(grouped, "looped_linear", leaving_the_rest)
     y = layer(x, Pass())

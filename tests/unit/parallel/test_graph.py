@@ -20,7 +20,7 @@ from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.base import Batch
 from petatron.parallel.gradients import GradientSync
-from petatron.parallel.graph import WARM_UP, CudaRecorder, Replay, Work
+from petatron.parallel.graph import KEPT, WARM_UP, CudaRecorder, Replay, Work
 from petatron.parallel.model import ParallelModel
 from petatron.parallel.pipeline import Outcome
 from petatron.parallel.schedule.actions import TimedAction
@@ -160,6 +160,14 @@ def test_each_number_of_micro_batches_has_a_recording():
     same(found, train("", counts, recorded=False))
     kinds = "forget run run run record replay forget run run run record replay record replay replay record replay replay replay"
     assert found.calls == kinds.split(), "the third size adds gradients like the second, and needs no warm-up"
+
+
+def test_recordings_that_were_not_used_for_long_are_dropped():
+    counts = [2, 2, 2, *range(2, 2 + KEPT), 2, 2 + KEPT, 2, 3]
+    found = train("", counts, recorded=True)
+    same(found, train("", counts, recorded=False))
+    fresh = ["record", "replay"]
+    assert found.calls == ["forget", *["run"] * 3, *fresh * KEPT, "replay", *fresh, "replay", *fresh]
 
 
 def test_a_step_that_is_timed_is_not_replayed():

@@ -44,7 +44,7 @@ def test_fp8_is_how_products_are_done_and_not_how_weights_are_kept():
     ):
         assert words in settings
     assert effect.startswith("matrix products are done so from iteration 6 on; weights and optimizer state are not in")
-    travel = "weights travel so from iteration 6 on; no number depends on it"
+    travel = "weights travel so from iteration 6 on; no product in FP8 depends on it"
     assert f"fp8_param_gather False -> True: {travel}" in _changes(
         "--fp8-hybrid --fp8-param-gather --use-distributed-optimizer"
     )
