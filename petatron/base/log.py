@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -14,7 +15,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure(*, rank: int = 0, verbose: bool = False) -> None:
-    """Send info and above of rank 0 to stderr, and warnings and above of the other ranks with their rank."""
+    """Send info and above of rank 0 to stderr, and errors of the other ranks with their rank; leave out torch's false alarms."""
     root = logging.getLogger("petatron")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
@@ -22,3 +23,5 @@ def configure(*, rank: int = 0, verbose: bool = False) -> None:
     root.propagate = False
     quiet = logging.INFO if rank == 0 else logging.ERROR
     root.setLevel(logging.DEBUG if verbose else quiet)
+    # Layers give views, and nothing works on them in place, which is what torch warns of.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

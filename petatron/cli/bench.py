@@ -11,13 +11,12 @@ import importlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from petatron import __version__
-from petatron.base.errors import DataError
+from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import configure
 
 
@@ -69,8 +68,7 @@ def main(argv: Sequence[str]) -> int:
             "python": platform.python_version(),
         }
         content = {"bench": args.bench, "petatron": __version__, "machine": machine, **result.values}
-        with _explained(Path(args.json)):
-            Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _write(Path(args.json), content)
     return 0
 
 
@@ -79,17 +77,27 @@ def check_writable(path: Path) -> None:
 
     Trying is the only sure way: permissions do not tell of a file system that is read-only.
     """
-    with _explained(path):
+    try:
         there = path.exists()
         with path.open("ab"):
             pass
         if not there:
             path.unlink()
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
+    except IsADirectoryError as error:
+        raise _refused(path, "is a folder", "Give the path of a file.") from error
+    except FileNotFoundError as error:
+        raise _refused(path, "is in a folder that does not exist", "Make the folder first.") from error
     except OSError as error:
-        raise DataError(f"Cannot write {path}: {error}. Choose a writable file.") from error
+        rule = f"cannot be written: {error.strerror or error}"
+        raise _refused(path, rule, "Choose a file in a writable folder.") from error
+
+
+def _refused(path: Path, rule: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("--json", str(path), rule, fix)])
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"Cannot write {path}: {error.strerror or error}. Choose a writable file.") from error

@@ -34,6 +34,8 @@ class Findings:
 
     @property
     def how(self) -> str:
+        if len(self.contenders) == 1:
+            return "alone, in two processes of its own" if self.apart else "alone, in one process"
         if self.apart:
             return "each in a process of its own, there and back"
         return f"alternating in one process{', each peer in turn beside ours' if self.in_pairs else ''}"

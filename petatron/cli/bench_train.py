@@ -46,6 +46,18 @@ BATCHES = 4
 _PEER_ACTIVATIONS = {"torchtitan": 1.6, "hf": 1.6, OWN_BF16: 1.1}
 _USABLE = 0.93
 TRAINING = "--mock-data --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --weight-decay 0.1 --adam-beta2 0.95"
+# What would take more than one process if it is above 1.
+_RANKS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "data_parallel_size",
+    "world_size",
+    "nproc_per_node",
+    "nnodes",
+)
 _log = get_logger(__name__)
 
 
@@ -73,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warmup-seconds", type=float, default=20.0, metavar="S", help="real steps before timing (default: 20)"
     )
-    parser.add_argument("--fp8-recipe", metavar="NAME", help="products in FP8 by this recipe, on both sides")
+    parser.add_argument("--fp8-recipe", metavar="NAME", help="products in FP8 by this recipe, on all sides but bf16")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, on both sides")
     parser.add_argument(
         "--peer-keeps-gathered", action="store_true", help="torchtitan: no second gathering of weights; more memory"
@@ -140,10 +152,30 @@ def model_spec(flags: Sequence[str]) -> BenchSpec:
     from petatron.cli.bench_peers import BenchSpec
     from petatron.config import load_config
 
+    _check_one_process(flags)
     run = load_config([*_precision(flags), *flags], world_size=1).config
     on_cuda = detect(run.train.device).kind == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     return BenchSpec(run=run, device=device, compile=on_cuda, fp8_recipe=None)
+
+
+def _check_one_process(flags: Sequence[str]) -> None:
+    """Said first and alone: rules about ranks would explain it by a world size that nobody gave."""
+    from petatron.config import resolve_config
+    from petatron.config.fields import by_name, flatten
+
+    asked = resolve_config(flags, require_training=False)[0]
+    values, given = flatten(asked.config), []
+    for name in _RANKS:
+        info = by_name()[name]
+        origin, value = asked.origins[info.path], values[info.path]
+        if origin.chosen and isinstance(value, int) and value > 1:
+            typed = origin.detail if origin.kind == "flag" else f"{info.flag} ({origin})"
+            given.append(f"{typed} {value}")
+    if given:
+        asks, fix = ("asks", "Leave it out.") if len(given) == 1 else ("ask", "Leave them out.")
+        rule = f"{asks} for more than one process, and this bench measures one"
+        raise ConfigError([Problem(" ".join(given), "", rule, fix)])
 
 
 def _precision(flags: Sequence[str]) -> list[str]:
@@ -154,6 +186,10 @@ def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], devi
     from petatron.cli.bench_peers import problems
 
     found = [problem for name in names for problem in problems(name, spec)]
+    if args.only == OWN_BF16:
+        found = []  # what it may be compared with does not matter to it alone
+    elif args.only:
+        found = [replace(it, where="--only") if it.where == "--against" else it for it in found]
     for flag, value, least in (("--steps", args.steps, 1), ("--block", args.block, 1)):
         if value < least:
             found.append(Problem(flag, str(value), f"is below {least}", f"Use {least} or more."))

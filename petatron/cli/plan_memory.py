@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError, Problem
 from petatron.cli.train import with_preset
-from petatron.config import PrecisionConfig, load_config
-from petatron.train.build import open_tokenizer
+from petatron.config import Loaded, PrecisionConfig, RunConfig, load_config
+from petatron.train.build import open_tokenizer, pipeline_plan, steps_micro_batches
 from petatron.train.memory import MemoryForecast, as_gigabytes, forecasts
 from petatron.train.memory_changes import candidates
 from petatron.train.out_of_memory import RESERVE_BYTES, describe
@@ -16,7 +17,8 @@ from petatron.train.out_of_memory import RESERVE_BYTES, describe
 USAGE = """usage: petatron plan memory [PRESET] [--config FILE] [flags of petatron train] [--device-memory-gb N]
 
 Predicts what every pipeline rank will hold at its worst moment, by kind. With a device's memory (that of the GPU here, or
---device-memory-gb) says whether it fits, and if not the three cheapest changes that would.
+--device-memory-gb) says whether it fits, and if not the three cheapest changes that would. A pipeline is planned full where
+no --global-batch-size says how many micro-batches a step has.
 
 For example: petatron plan memory llama3-8b --bf16 --vocab-size 128256 --tp 2 --dp 4 --device-memory-gb 80
 """
@@ -29,9 +31,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     flags, capacity = _take_size(list(argv))
     loaded, _ = open_tokenizer(load_config(with_preset(flags), require_training=False))
-    run = loaded.config
+    run, batch = _batch(loaded)
     found = forecasts(run, device="cuda")
-    print(f"planned for {_precision(run.precision)}")
+    print(f"planned for {_precision(run.precision)}\n{batch}")
     print(_table(found))
     if capacity is None:
         print(f"\nGive {_SIZE} N to be told whether that fits a device.")
@@ -71,6 +73,32 @@ def _take_size(argv: list[str]) -> tuple[list[str], int | None]:
     if not 0.0 < size < float("inf"):
         raise ConfigError([Problem(_SIZE, given, "is not a size above 0", f"Write, for example, {_SIZE} 80.")])
     return flags, int(size * 1e9)
+
+
+def _batch(loaded: Loaded) -> tuple[RunConfig, str]:
+    """The run that is planned for, and how many micro-batches its step has, in words."""
+    run = loaded.config
+    given = loaded.origins["train.global_batch_size"].chosen
+    piped = run.parallel.pipeline_model_parallel_size > 1
+    if piped and not given:
+        assert run.train.global_batch_size is not None
+        size = run.train.global_batch_size * _to_fill(run)  # derived: one micro-batch for every replica
+        run = replace(run, train=replace(run.train, global_batch_size=size))
+    count = steps_micro_batches(run)
+    why = " to fill the pipeline, since no --global-batch-size is given" if piped and not given else ""
+    return (
+        run,
+        f"planned for {count} micro-batch{'es' if count > 1 else ''} per step{why}; --global-batch-size changes that",
+    )
+
+
+def _to_fill(run: RunConfig) -> int:
+    """Micro-batches from which on no stage holds more of them; gpipe holds all, so there it is as many as ranks."""
+    pipeline = pipeline_plan(run)
+    count = pipeline.ranks
+    while pipeline.name != "gpipe" and pipeline.in_flight(2 * count) != pipeline.in_flight(count):
+        count *= 2
+    return count
 
 
 def _precision(precision: PrecisionConfig) -> str:

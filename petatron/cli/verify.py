@@ -16,7 +16,7 @@ from petatron.cli.train import with_preset
 from petatron.mesh.launch import guard, read_environment
 
 if TYPE_CHECKING:
-    from petatron.config import Loaded
+    from petatron.config import Loaded, RunConfig
     from petatron.train.compare import Verdict
     from petatron.train.verify import Comparison
 
@@ -72,6 +72,8 @@ def main(argv: list[str]) -> int:
     if options.inject:
         parse_injection(options.inject, both.candidate.config)
     print(f"reference: {_layout(both.reference)}\nlayout:    {_layout(both.candidate)}")
+    for notice in both.candidate.notices:
+        print(f"note: {notice}")
     if both.left_out:
         print(f"not part of the comparison: {', '.join(both.left_out)}")
     if not both.every_step:
@@ -118,12 +120,14 @@ def _record(argv: list[str], options: argparse.Namespace) -> int:
 
 def _layout(loaded: Loaded) -> str:
     """`tp 2 with sequence parallel, pp 2 (1f1b), dp 2, 4 micro-batches of 1, 8 ranks`; tp and dp always, others if used."""
-    parallel, train = loaded.config.parallel, loaded.config.train
+    parallel, train, memory = loaded.config.parallel, loaded.config.train, loaded.config.memory
     virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
     stages = f", {virtual} stages per rank" if virtual > 1 else ""
-    shared = parallel.data_parallel_sharding_strategy
+    shared = parallel.data_parallel_sharding_strategy if _has_replicas(loaded.config) else "no_shard"
     words = [f"tp {parallel.tensor_model_parallel_size}"]
-    words[0] += " with sequence parallel" if parallel.sequence_parallel else ""
+    words[0] += (
+        " with sequence parallel" if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 else ""
+    )
     for size, text in (
         (parallel.pipeline_model_parallel_size, f"pp {{}} ({parallel.pipeline_schedule}{stages})"),
         (parallel.context_parallel_size, f"cp {{}} ({parallel.cp_comm_type})"),
@@ -133,7 +137,21 @@ def _layout(loaded: Loaded) -> str:
     words.append(f"dp {parallel.data_parallel_size}" + ("" if shared == "no_shard" else f" ({shared} sharded)"))
     assert train.global_batch_size is not None and parallel.data_parallel_size is not None
     count = train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size)
-    return ", ".join([*words, f"{count} micro-batches of {train.micro_batch_size}, {parallel.world_size} ranks"])
+    words.append(f"{count} micro-batches of {train.micro_batch_size}")
+    if memory.recompute_granularity == "selective":
+        words.append(f"recompute of {' '.join(memory.recompute_modules)}")
+    elif memory.recompute_granularity is not None:
+        words.append("recompute of layers")
+    if memory.recompute_memory_budget_gb is not None:
+        words.append(f"recompute to fit {memory.recompute_memory_budget_gb:g} GB")
+    return ", ".join([*words, f"{parallel.world_size} ranks"])
+
+
+def _has_replicas(run: RunConfig) -> bool:
+    """Whether ranks share weights at all, so that a way to shard them has an effect."""
+    parallel = run.parallel
+    dense = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
+    return dense > 1 or run.moe.num_experts is not None
 
 
 def table(verdict: Verdict) -> str:

@@ -96,7 +96,8 @@ def _experts(config: RunConfig) -> Iterator[Refusal]:
     why = "the host must know how many rows each expert has"
     eight_bits = precision.fp8_format is not None and not precision.first_last_layers_bf16
     if not precision.bf16:
-        yield "experts in another precision than bf16", why, "Add --bf16, or --moe-pad-expert-input-to-capacity."
+        fix = "Add --bf16, or --moe-pad-expert-input-to-capacity with --moe-expert-capacity-factor."
+        yield "experts in another precision than bf16", why, fix
     elif not moe.moe_grouped_gemm and not eight_bits:
         yield "--no-moe-grouped-gemm", why, "Leave one of them out."
     for name, width in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
@@ -164,9 +165,20 @@ def _expert(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--expert-tensor-parallel-size", str(etp), rule, "Leave it out.")
     elif experts is not None and world is not None and etp is not None and world % (etp * ep * pp):
         rule = f"x etp {etp} x pp {pp} = {etp * ep * pp} does not divide the world size {world}"
-        yield Problem("--expert-model-parallel-size", str(ep), rule, "Change the expert layout or the world size.")
+        yield Problem("--expert-model-parallel-size", str(ep), rule, _more_ranks(config, etp * ep * pp))
     if experts is not None and etp is not None:
         yield from _expert_widths(config, etp)
+
+
+def _more_ranks(config: RunConfig, expert_ranks: int) -> str:
+    """What to write for the fewest ranks, no fewer than now, that both the experts' layout and the others' divide."""
+    parallel, nodes = config.parallel, config.launch.nnodes
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    model_ranks *= parallel.context_parallel_size
+    step = math.lcm(expert_ranks, model_ranks)
+    ranks = -(-(parallel.world_size or 1) // step) * step
+    local = f" or --nproc-per-node {ranks // nodes}" if nodes > 0 and ranks % nodes == 0 else ""
+    return f"Use {ranks} ranks (--dp {ranks // model_ranks}{local}), or fewer for the experts."
 
 
 def _expert_widths(config: RunConfig, etp: int) -> Iterator[Problem]:

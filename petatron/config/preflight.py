@@ -22,7 +22,7 @@ _LIBRARIES = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 
 def preflight(config: RunConfig) -> list[Problem]:
     """Everything that is missing, all at once."""
-    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _state_folder)
+    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _state_folder, _trace_folder)
     return [problem for ask in asked for problem in ask(config)]
 
 
@@ -36,9 +36,21 @@ def _timeline(config: RunConfig) -> Iterator[Problem]:
 
 def _state_folder(config: RunConfig) -> Iterator[Problem]:
     """The folder itself is made if need be. One that lies in nothing is a mistyped path, or a disk that is not mounted."""
-    flag, path = "--optimizer-nvme-offload", config.memory.optimizer_nvme_offload
-    if path is None:
+    if config.memory.optimizer_nvme_offload is not None:
+        yield from _new_folder("--optimizer-nvme-offload", config.memory.optimizer_nvme_offload)
+
+
+def _trace_folder(config: RunConfig) -> Iterator[Problem]:
+    """As above; it may also lie in a folder that the run itself will make."""
+    log = config.log
+    if not log.profile or log.profile_dir is None:
         return
+    made = (config.checkpoint.save, log.log_dir, log.tensorboard_dir)
+    if Path(log.profile_dir).absolute().parent not in [Path(folder).absolute() for folder in made if folder]:
+        yield from _new_folder("--profile-dir", log.profile_dir)
+
+
+def _new_folder(flag: str, path: str) -> Iterator[Problem]:
     folder = Path(path).absolute()
     if folder.exists() and not folder.is_dir():
         yield Problem(flag, path, "is a file", "Give the path of a folder.")

@@ -196,7 +196,7 @@ class LogConfig:
     profile_ranks: tuple[int, ...] = (0,)
     """Ranks that `--profile` traces."""
     profile_dir: str | None = None
-    """Folder for the traces, made if need be; unset means `profile` in the TensorBoard, log or save folder, else in runs."""
+    """Folder for the traces, made if need be in one that exists; unset: `profile` in the TensorBoard, log or save folder, or runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from petatron.base.errors import LaunchError, PetatronError
+from petatron.base.errors import ConfigError, LaunchError, PetatronError
 from petatron.base.log import get_logger
 
 logger = get_logger(__name__)
@@ -328,12 +328,13 @@ def guard(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> in
             raise
         _end_now(130 if isinstance(stop, KeyboardInterrupt) else _exit_code(stop))
     except Exception as error:
+        failed = 2 if isinstance(error, ConfigError) else 1  # as the command line says it without other ranks
         if error_file and _write_error_file(error, error_file):
-            _end_now(1)
+            _end_now(failed)
         if alone:
             raise
         logger.error("rank %s failed: %s", env.get("RANK", env.get("SLURM_PROCID", "?")), _text(error))
-        _end_now(1)
+        _end_now(failed)
     if not alone:
         _end_now(code)
     return code

@@ -105,7 +105,7 @@ def parallelize(
         offloaded = apply_activation_offload(stage, run.memory, link)
         if offloaded is not None:
             _log.info("%s", offloaded)
-    weights = _eight_bit_weights(eight_bits, run, situation)
+    weights = _eight_bit_weights(eight_bits, run, mesh, situation)
     if fully_sharded:
         groups, gradients = _shard_fully(stages, placements, recipe, mesh, run, dtype, weights, draw=draw)
     else:
@@ -139,9 +139,11 @@ def _split(
     return placements
 
 
-def _eight_bit_weights(eight_bits: EightBits, run: RunConfig, situation: Situation) -> EightBitWeights:
+def _eight_bit_weights(
+    eight_bits: EightBits, run: RunConfig, mesh: ParallelMesh, situation: Situation
+) -> EightBitWeights:
     """The weights that are the same in eight bits for all their products, and how they are made so if they are to travel."""
-    if not run.precision.fp8_param_gather:
+    if not (run.precision.fp8_param_gather and eight_bits.one_cast and mesh["shard"].size > 1):
         return EightBitWeights(scalings=eight_bits.one_cast)
     choice = choose("weights to eight bits", situation)
     _log.info("%d weights of this rank travel in eight bits; %s", len(eight_bits.one_cast), choice)
@@ -214,6 +216,8 @@ def _shard_fully(
     _materialise(stages, mesh)
     if draw:
         _fill((found for group in groups for found in group_pieces(group, group.weights())), recipe, run.train.seed)
+        for weight in (weight for group in groups for weight in group.weights()):
+            weight.copy_(weight.to(dtype))  # the numbers that masters begin with where weights are not shared
     return groups, ShardedGradients(groups, mesh)
 
 

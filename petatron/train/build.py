@@ -19,6 +19,7 @@ import torch
 
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.log import get_logger
 from petatron.config import Loaded, RunConfig, load_config, parse_split, with_vocab_size
 from petatron.config.check_graphs import draws
 from petatron.config.layer_pattern import moe_layers
@@ -42,6 +43,8 @@ from petatron.parallel.model import ParallelModel, PipelinePlan
 from petatron.parallel.routing import RouterTotals
 from petatron.train.batch_size import BatchSchedule
 from petatron.train.model import Model
+
+_log = get_logger(__name__)
 
 
 def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
@@ -144,6 +147,10 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, draw: bool = True) -> Mod
     )
     if run.train.cuda_graphs and mesh.device.type == "cuda":
         model.record_steps(CudaRecorder(mesh.device))
+    elif (
+        run.train.cuda_graphs and mesh.rank == 0 and run.train.device != "cpu"
+    ):  # asked for, that is said with the flags
+        _log.info("--cuda-graphs has no effect: the device is a %s", mesh.device.type)
     return model
 
 

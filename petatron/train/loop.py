@@ -57,7 +57,13 @@ class Loop:
         self._saved_at: int | None = None
         self._saving: int | None = None
         self._valid: tuple[int, float] | None = None
-        self._profile = StepProfile(self._run, rank=state.mesh.rank, device=state.mesh.device, tell=self._event)
+        self._profile = StepProfile(
+            self._run,
+            rank=state.mesh.rank,
+            iterations=self._length.iterations,
+            device=state.mesh.device,
+            tell=self._event,
+        )
         self._device_kind: DeviceKind = device.kind
         self._told_memory = False
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=state.mesh.device)

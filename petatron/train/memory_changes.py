@@ -3,7 +3,7 @@
 A candidate is a set of at most three changes. It counts if the validator accepts it and the forecast says that it fits; among
 the variants of one kind of change the cheapest is taken. Costs are shares of the step's time, from rules of thumb for
 one GPU that are meant to order candidates, not to promise speed (b bytes per second of the link to the host, 50 GB/s; F the
-time of a forward pass, a third of the step's operations at 500 TFLOP/s, or 50 in fp32):
+time of the layers' forward pass, without the head, at 600 TFLOP/s, or 60 in fp32):
 
     smaller micro-batch      products of t rows take 1 + 256 / t of their best time; weights and gradients are passed over
                              once more per micro-batch, 12 bytes per element at 4 TB/s
@@ -28,14 +28,14 @@ from petatron.config.check import check
 from petatron.config.layer_pattern import moe_layers
 from petatron.config.stages import largest_stage, stages
 from petatron.models.activations import ActivationShape
-from petatron.models.flops import model_flops_per_token
+from petatron.models.flops import model_flops_per_token, padded_vocabulary
 from petatron.models.offload_plan import offloaded_bytes
 from petatron.models.recompute_plan import recompute_flops
 from petatron.models.state_bytes import held_elements
 from petatron.train.build import steps_micro_batches
 from petatron.train.memory import Device, heaviest, memory_plans
 
-_FLOPS, _FLOPS_WIDE, _HOST_LINK, _COPY, _DEVICE_LINK = 500e12, 50e12, 50e9, 4e12, 150e9
+_FLOPS, _FLOPS_WIDE, _HOST_LINK, _COPY, _DEVICE_LINK = 600e12, 60e12, 50e9, 4e12, 150e9
 _MOST_TOGETHER = 3
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 
@@ -136,7 +136,9 @@ def predicted_time(run: RunConfig, *, device: Device = "cuda") -> float:
     held = elements.dense + elements.experts
     seconds = ideal * (1.0 + 256.0 / shape.gathered) + micro_batches * 12.0 * held / _COPY
     seconds += _again(run, shape, device) * micro_batches / speed
-    seconds += _moved(run, shape, device, forward=ideal / micro_batches / 3.0) * micro_batches
+    head = 6 * run.model.hidden_size * padded_vocabulary(run.model, tensor_parallel=parallel.tensor_model_parallel_size)
+    forward = (1.0 - head / per_token) * ideal / micro_batches / 3.0
+    seconds += _moved(run, shape, device, forward=forward) * micro_batches
     if run.memory.optimizer_cpu_offload:
         shared = parallel.data_parallel_sharding_strategy != "no_shard"
         owned = held / (parallel.data_parallel_size or 1) if shared else held

@@ -15,7 +15,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.log import get_logger
 from petatron.config.schema import RunConfig
+
+_log = get_logger(__name__)
 
 
 def profile_directory(run: RunConfig) -> Path:
@@ -32,13 +35,15 @@ class StepProfile:
     Used as a context around the loop, with `begin` and `end` called around every iteration.
     """
 
-    def __init__(self, run: RunConfig, *, rank: int, device: torch.device, tell: Callable[[str], None]) -> None:
-        """`tell` hears, on rank 0, where traces will go, and where each was written, or why it could not be."""
+    def __init__(
+        self, run: RunConfig, *, rank: int, iterations: int, device: torch.device, tell: Callable[[str], None]
+    ) -> None:
+        """`tell` hears, on rank 0, where traces will go and where its own was written. The run has so many iterations."""
         log = run.log
         self._wanted = log.profile and rank in log.profile_ranks
         self._untold = log.profile and rank == 0
         self._ranks = ", ".join(str(rank) for rank in log.profile_ranks)
-        self._first, self._stop = log.profile_step_start, log.profile_step_end
+        self._first, self._stop = log.profile_step_start, min(log.profile_step_end, iterations + 1)
         self._rank, self._device, self._tell = rank, device, tell
         self._folder = profile_directory(run)
         self._running: profile | None = None
@@ -74,11 +79,13 @@ class StepProfile:
     def _plan(self, iteration: int) -> str:
         """What a run that is at this iteration will trace."""
         first, last = max(self._first, iteration), self._stop - 1
-        if first > last:
+        if iteration > last:
             return (
                 f"nothing will be traced: the run is at iteration {iteration}, and --profile-step-end is {self._stop}"
             )
-        which = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+        if first > last:
+            return f"nothing will be traced: --profile-step-start is {first}, and the run ends with iteration {last}"
+        which = _iterations(first, last)
         whose = f"rank {self._ranks}" if "," not in self._ranks else f"ranks {self._ranks}"
         return f"--profile: will trace {which} on {whose} into {self._folder}"
 
@@ -95,13 +102,19 @@ class StepProfile:
         try:
             running.export_chrome_trace(str(path))
         except OSError as error:
-            self._tell(f"WARNING: the trace could not be written to {path}: {error}")
+            # Only rank 0 has somewhere to tell things, but of the others errors are shown.
+            warn = self._tell if self._rank == 0 else _log.error
+            warn(f"WARNING: the trace could not be written to {path}: {error.strerror or error}")
         else:
-            self._tell(f"wrote the trace of iterations {self._first} to {self._last} to {path}")
+            self._tell(f"wrote the trace of {_iterations(self._first, self._last)} to {path}")
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _iterations(first: int, last: int) -> str:
+    return f"iteration {first}" if first == last else f"iterations {first} to {last}"
 
 
 def _make(folder: Path) -> None:

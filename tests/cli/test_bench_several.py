@@ -145,7 +145,6 @@ def test_room(capsys: pytest.CaptureFixture[str]):
             "--against bf16",
             "--against bf16 compares FP8 with bf16, and this run has no FP8 to compare. Add --fp8-recipe",
         ),
-        ("--only bf16", "this run has no FP8 to compare"),
         ("--fp8-recipe tensorwise --against hf,bf16", "--against hf has no FP8 training"),
         ("--fp8-hybrid --against hf", "--against hf has no FP8 training"),
     ],
@@ -203,10 +202,30 @@ def test_progress_is_said_on_the_way(tmp_path: Path, scripted: list[str], monkey
 
 
 def test_a_file_that_cannot_be_written_is_noticed_at_once(tmp_path: Path, scripted: list[str]):
-    for path in (tmp_path / "none" / "found.json", tmp_path):
-        with pytest.raises(DataError, match="Choose a writable file"):
+    (tmp_path / "file").touch()
+    for path, rule in {
+        tmp_path / "none" / "found.json": "is in a folder that does not exist. Make the folder first.",
+        tmp_path: "is a folder. Give the path of a file.",
+        tmp_path / "file" / "found.json": "cannot be written: Not a directory. Choose a file in a writable folder.",
+    }.items():
+        with pytest.raises(ConfigError) as refused:
             bench.main(["train", *QUICK, *SMALL, "--json", str(path)])
+        assert [str(problem) for problem in refused.value.problems] == [f"--json {path} {rule}"]
     assert not scripted, "nothing was measured"
+
+
+def test_a_file_that_can_no_longer_be_written_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "folder" / "found.json"
+    path.parent.mkdir()
+
+    def measure(_: object) -> bench.BenchResult:
+        path.parent.rmdir()
+        return bench.BenchResult(rows=(("speed", "1"),), values={})
+
+    monkeypatch.setattr(f"{bench.BENCHES['data'][0]}.run", measure)
+    with pytest.raises(DataError) as lost:
+        bench.main(["data", "--json", str(path)])
+    assert str(lost.value) == f"Cannot write {path}: No such file or directory. Choose a writable file."
 
 
 @pytest.mark.parametrize("name", bench.BENCHES)
@@ -215,7 +234,7 @@ def test_so_it_is_in_every_bench(name: str, tmp_path: Path, monkeypatch: pytest.
         raise AssertionError("the bench ran")
 
     monkeypatch.setattr(f"{bench.BENCHES[name][0]}.run", unexpected)
-    with pytest.raises(DataError, match="Cannot write"):
+    with pytest.raises(ConfigError, match=r"--json .* is in a folder that does not exist"):
         bench.main([name, "--json", str(tmp_path / "none" / "found.json")])
 
 

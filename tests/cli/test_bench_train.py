@@ -50,6 +50,7 @@ def test_our_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert found["flops_per_token"]["full"] - found["flops_per_token"]["causal"] == attention / 2
     shown = capsys.readouterr().out
     assert "12 L q (T/s) s^2/2" in shown and "12 L q (T/s) s^2 " in shown and "tok/s" in shown
+    assert "alone, in one process" in shown
 
 
 def test_against_transformers_from_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -118,6 +119,7 @@ def test_a_peer_that_does_not_fit_beside_ours_is_measured_apart(monkeypatch: pyt
         ("--warmup-seconds -1", "--warmup-seconds -1.0 is negative. Use 0 or more."),
         ("--breakdown", "--breakdown needs a CUDA device. Leave it out."),
         ("--only hf --apart", "--only hf measures one alone"),
+        ("--only torchtitan", "--only torchtitan needs its source. Give --peer-path"),
         ("--against hf --global-batch-size 8", "--global-batch-size 8 makes steps of several micro-batches, and peers"),
         ("--against torchtitan", "--against torchtitan needs its source. Give --peer-path"),
         ("--against torchtitan --qk-layernorm", "--against torchtitan has no normalised query and key heads."),
@@ -128,6 +130,40 @@ def test_what_cannot_be_measured(flags: str, message: str):
     with pytest.raises(ConfigError) as error:
         main(["train", *QUICK, *SMALL, *flags.split()])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--tp 2", "--tp 2"),
+        ("--nproc-per-node=2", "--nproc-per-node 2"),
+        ("--world-size 2 --hidden-size 33", "--world-size 2"),
+        ("--num-experts 4 --ep 2 --dp 2", "--ep 2 --dp 2"),
+    ],
+)
+def test_one_process_is_measured(flags: str, named: str):
+    with pytest.raises(ConfigError) as error:
+        main(["train", *QUICK, *SMALL, *flags.split()])
+    asks, fix = ("asks", "Leave it out.") if named.count("--") == 1 else ("ask", "Leave them out.")
+    assert [str(problem) for problem in error.value.problems] == [
+        f"{named} {asks} for more than one process, and this bench measures one. {fix}"
+    ]
+
+
+def test_one_process_is_measured_whatever_a_file_says(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("parallel:\n  context_parallel_size: 2\n")
+    with pytest.raises(ConfigError, match=r"--context-parallel-size \(.*run.yaml:2\) 2 asks for more than one process"):
+        main(["train", *QUICK, *SMALL, "--config", str(file), "--tp", "1"])
+
+
+def test_bf16_alone_needs_no_fp8(tmp_path: Path):
+    assert list(bench(tmp_path, "--only", "bf16")["contenders"]) == ["bf16"]
+
+
+def test_how_one_was_measured():
+    assert Findings(contenders={"petatron": {}}, apart=True).how == "alone, in two processes of its own"
+    assert Findings(contenders={"petatron": {}, "hf": {}}).how == "alternating in one process"
 
 
 def test_other_benches_take_no_run_flags(capsys: pytest.CaptureFixture[str]):

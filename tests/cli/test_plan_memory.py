@@ -18,8 +18,9 @@ def plan(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str, str]
 
 def test_every_pipeline_rank_has_a_row(capsys: pytest.CaptureFixture[str]):
     code, text, _ = plan(capsys, f"{EIGHT} --pp 2 --global-batch-size 8")
-    precision, head, first, second, _, hint = text.splitlines()
+    precision, batch, head, first, second, _, hint = text.splitlines()
     assert code == 0 and precision == "planned for bf16"
+    assert batch == "planned for 8 micro-batches per step; --global-batch-size changes that"
     assert head.split() == [
         *("pipeline", "rank", "weights", "gradients", "optimizer", "activations", "logits", "total", "GB")
     ]
@@ -27,6 +28,32 @@ def test_every_pipeline_rank_has_a_row(capsys: pytest.CaptureFixture[str]):
         number, *sizes, total = (float(word) for word in line.split())
         assert number == rank and total == pytest.approx(sum(sizes), abs=0.3)
     assert "--device-memory-gb N" in hint
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("--pp 4", 4),
+        ("--pp 2 --dp 3 --micro-batch-size 2", 2),
+        ("--pp 2 --pipeline-schedule gpipe", 2),
+        ("--pp 2 --num-virtual-stages-per-pipeline-rank 2", 4),
+        ("--pp 2 --pipeline-schedule zb-v", 4),
+    ],
+)
+def test_a_pipeline_is_planned_full(capsys: pytest.CaptureFixture[str], flags: str, count: int):
+    small = f"tiny-llama --vocab-size 1000 {flags}"
+    _, text, _ = plan(capsys, small)
+    _, batch, *rows = text.splitlines()
+    why = "to fill the pipeline, since no --global-batch-size is given; --global-batch-size changes that"
+    assert batch == f"planned for {count} micro-batches per step {why}"
+    per_micro_batch = 6 if "--dp 3" in flags else 1
+    _, given, _ = plan(capsys, f"{small} --global-batch-size {count * per_micro_batch}")
+    _, said, *same = given.splitlines()
+    assert said == f"planned for {count} micro-batches per step; --global-batch-size changes that" and same == rows
+    _, twice, _ = plan(capsys, f"{small} --global-batch-size {2 * count * per_micro_batch}")
+    assert (twice.splitlines()[2:] == rows) == ("gpipe" not in flags)
+    _, one, _ = plan(capsys, f"{small} --global-batch-size {per_micro_batch}")
+    assert one.splitlines()[2:] != rows and one.splitlines()[1].startswith("planned for 1 micro-batch per step;")
 
 
 def test_a_run_that_fits(capsys: pytest.CaptureFixture[str]):

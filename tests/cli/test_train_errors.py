@@ -12,6 +12,7 @@ import petatron
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
 from petatron.config import load_config
+from petatron.config.preflight import preflight
 from petatron.data.writer import IndexedWriter
 from petatron.train.folders import claimed
 from petatron.train.memory import memory_plans
@@ -262,6 +263,12 @@ def test_a_budget_no_stage_can_keep_is_refused_before_ranks_start():
     assert len(memory_plans(enough, device="cpu")) == 2
 
 
+def test_a_rank_that_finds_a_problem_ends_like_the_command_line():
+    """With 2, as for what is found before ranks are started."""
+    flags = "train tiny-llama --mock-data --lr 1e-3 --train-iters 1 --recompute-memory-budget-gb 0.00001".split()
+    assert main(flags) == main([*flags, "--nproc-per-node", "2"]) == 2
+
+
 @pytest.mark.parametrize(("path", "rule"), [(".", "is a folder"), ("missing/x.json", "is in a folder that does not")])
 def test_a_timeline_that_cannot_be_written_is_refused(path: str, rule: str):
     flags = f"--mock-data --lr 1e-3 --train-iters 3 --pipeline-timeline {path}"
@@ -286,6 +293,27 @@ def test_a_folder_for_optimizer_state_that_cannot_be(capsys, tmp_path: Path, pat
     code, text = _fails(capsys, "--mock-data", "--optimizer-nvme-offload", str(tmp_path / path))
     assert code == 2 and rule.format(folder=tmp_path) in text
     assert [found.name for found in tmp_path.iterdir()] == ["file"], "nothing is made on the way"
+
+
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("file", "--profile-dir {folder}/file is a file. Give the path of a folder."),
+        ("missing/traces", "--profile-dir {folder}/missing/traces is in {folder}/missing, which is no folder. "),
+    ],
+)
+def test_a_folder_for_traces_that_cannot_be(capsys, tmp_path: Path, path: str, rule: str):
+    (tmp_path / "file").write_text("")
+    flags = ["--mock-data", "--profile", "--profile-step-start", "1", "--profile-dir", str(tmp_path / path)]
+    code, text = _fails(capsys, *flags)
+    assert code == 2 and rule.format(folder=tmp_path) in text
+    assert [found.name for found in tmp_path.iterdir()] == ["file"], "nothing is made on the way"
+
+
+def test_a_folder_for_traces_may_lie_in_one_that_the_run_makes(tmp_path: Path):
+    flags = f"--profile --profile-step-start 1 --save {tmp_path}/new --profile-dir {tmp_path}/new/traces"
+    for words in (flags, f"--profile-dir {tmp_path}/missing/traces"):  # without --profile nothing is asked
+        assert preflight(load_config([*MODEL[1:], "--mock-data", *words.split()]).config) == []
 
 
 @pytest.mark.parametrize("folder", ["there", "new"])

@@ -72,6 +72,29 @@ def test_both_runs_differ_only_in_layout():
     assert candidate.data.mock_data and candidate.model.hidden_dropout == 0.0
 
 
+def test_the_layout_names_what_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("petatron.cli.verify._train", lambda *_: 3)  # only what is said before anything runs
+    flags = ["--sequence-parallel", "--use-distributed-optimizer", "--reference", "--dp 1"]
+    assert main(["verify", *TINY, *flags, "--recompute-granularity", "selective"]) == 3
+    reference, layout, *notes = capsys.readouterr().out.splitlines()
+    said = "tp 1, dp 1, 4 micro-batches of 1, recompute of core_attn, 1 ranks"
+    assert reference == f"reference: {said}" and layout == f"layout:    {said}"
+    assert notes[0] == "note: --sequence-parallel has no effect: the tensor-parallel size is 1"
+    assert any(note.startswith("note: --use-distributed-optimizer has no effect") for note in notes)
+
+
+def test_the_layout_names_recompute_of_one_side(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("petatron.cli.verify._train", lambda *_: 3)
+    other = ["--reference", "--dp 1 --recompute-memory-budget-gb 1"]
+    assert main(["verify", *TINY, "--dp", "2", "--use-distributed-optimizer", *other]) == 3
+    reference, layout, *_ = capsys.readouterr().out.splitlines()
+    assert reference.endswith(", recompute to fit 1 GB, 1 ranks") and "recompute" not in layout
+    assert "dp 2 (optim sharded)" in layout
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    assert main(["verify", *TINY, *full]) == 3
+    assert capsys.readouterr().out.count(", recompute of layers, 1 ranks") == 2
+
+
 def test_reference_may_be_another_layout(capfd: pytest.CaptureFixture[str]):
     assert main(["verify", *TINY, "--dp", "2", "--steps", "2", "--reference", "--tp 2 --dp 1"]) == 0
     assert "reference: tp 2, dp 1" in capfd.readouterr().out

@@ -54,6 +54,18 @@ def _steps(run: RunConfig) -> tuple[list[Step], dict[str, torch.dtype]]:
     return steps, {"weights": group.weights()[0].dtype, "grads": group.grads()[0].dtype, "masters": masters[0].dtype}
 
 
+def _first_masters_are_first_weights(run: RunConfig) -> bool:
+    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
+    state = TrainState.build(run, mesh)
+    return all(torch.equal(view, view.to(torch.bfloat16).to(view.dtype)) for _, _, view in state.optimizer.weights())
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_masters_begin_with_the_same_numbers_however_state_is_shared(ranks: RankPool, strategy: str):
+    run = tiny_run(f"{SMALL} --bf16 --dp 2 --data-parallel-sharding-strategy {strategy}", world_size=2)
+    assert ranks.run(_first_masters_are_first_weights, 2, run) == [True, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("layout", "world_size"), [("--tp 2", 2), ("--tp 2 --sequence-parallel", 2), ("--tp 2 --dp 2", 4)]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, check, load_config, resolve_config
+from petatron.config.check_files import PATHS
 from petatron.config.derive import derive
 from petatron.config.fields import all_fields, assemble, flatten
 
@@ -287,6 +288,21 @@ ONE_PROBLEM = [
 @pytest.mark.parametrize(("flags", "message"), ONE_PROBLEM, ids=[flags for flags, _ in ONE_PROBLEM])
 def test_rule(flags: str, message: str):
     assert problems_of(flags) == [message]
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("attached", [True, False])
+def test_an_empty_path_is_said(name: str, attached: bool):
+    flag = "--" + name.replace("_", "-")
+    _, problems = resolve_config([*BASE, *([f"{flag}="] if attached else [flag, ""])])
+    said = f"{flag} '' is an empty path. Name a file or folder, or leave it out."
+    assert [str(problem) for problem in problems if "empty path" in problem.rule] == [said]
+
+
+def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
+    words = {info.name for info in all_fields() if info.kind == "str"}
+    others = {"moe_layer_freq", "pipeline_model_parallel_layout", "split", "master_addr"}
+    assert words - set(PATHS) == others | {"wandb_project", "wandb_exp_name"}
 
 
 def test_query_groups_that_fit_heads_but_not_ranks():

@@ -67,6 +67,7 @@ def test_what_can_be_recorded(flags: str, world_size: int):
         ("--fp8-hybrid --fp8-recipe delayed", 1, "--fp8-recipe delayed: the host counts on in the histories of scales."),
         (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", 1, "sinkhorn: the host looks when the load is even enough."),
         (f"{EXPERTS} --no-moe-grouped-gemm", 1, "--no-moe-grouped-gemm: the host must know how many rows each expert has."),
+        (f"{EXPERTS} --no-bf16", 1, "--moe-pad-expert-input-to-capacity with --moe-expert-capacity-factor."),
         (f"{EXPERTS} --no-bf16", 1, "experts in another precision than bf16: the host must know"),
         (f"{EXPERTS} --moe-ffn-hidden-size 100", 1, "--moe-ffn-hidden-size 100: the host must know how many rows"),
         (f"{EXPERTS} --moe-latent-size 20", 1, "--moe-latent-size 20: the host must know how many rows"),

@@ -77,7 +77,7 @@ def test_mixtral_listing_lacks_a_length_and_a_learning_rate():
     assert messages(MIXTRAL, world_size=8) == LACKING
     assert messages(MIXTRAL, world_size=2) == LACKING | {
         "--expert-model-parallel-size 4 x etp 2 x pp 1 = 8 does not divide the world size 2. "
-        "Change the expert layout or the world size."
+        "Use 8 ranks (--dp 4 or --nproc-per-node 8), or fewer for the experts."
     }
 
 

@@ -21,7 +21,7 @@ def run_child(body: str, **variables: str) -> subprocess.CompletedProcess[str]:
     # The atexit hook stands for a process group whose destruction would wait for peers that are gone.
     code = (
         "import atexit, sys\n"
-        "from petatron.base.errors import DataError\n"
+        "from petatron.base.errors import ConfigError, DataError\n"
         "from petatron.mesh.launch import guard\n"
         "atexit.register(lambda: print('destructors ran'))\n"
         f"def main():\n    {body}\n    return 0\n"
@@ -58,6 +58,11 @@ def test_alone_the_exception_goes_on() -> None:
         guard(fail, env={})
     with pytest.raises(SystemExit):
         guard(leave, env={"WORLD_SIZE": "1"})
+
+
+def test_a_problem_of_the_configuration_has_a_code_of_its_own(tmp_path: Path) -> None:
+    for variables in ({ERROR_FILE: str(tmp_path / "error.json")}, {"WORLD_SIZE": "2"}):
+        assert run_child("raise ConfigError([])", **variables).returncode == 2
 
 
 def test_a_failure_is_written_for_torchrun_and_not_printed(tmp_path: Path) -> None:

@@ -308,3 +308,9 @@ def test_devices_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch):
         TrainError, match=r"needs a GPU of compute capability 8\.0 \(Ampere\) or later, and this one has 7\.5"
     ):
         CudaRecorder(torch.device("cuda", 0))
+
+
+def test_on_another_device_it_is_said_to_have_no_effect(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    build_model(tiny_run("--cuda-graphs"), ParallelMesh.single())
+    assert "--cuda-graphs has no effect: the device is a cpu" in caplog.text

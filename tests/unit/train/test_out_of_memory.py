@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,22 @@ def test_bf16_is_offered_to_a_run_in_fp32():
         other = load("llama3-8b", f"{wide} {precision}")
         half = int(0.9 * heaviest(other, device="cuda").total)
         assert not any("--bf16" in change.flags for change in candidates(other, half))
+
+
+@pytest.mark.parametrize(("preset", "width", "length"), [("llama-1b", 2048, 4096), ("llama3-8b", 4096, 8192)])
+def test_offloaded_activations_are_free_up_to_the_share_that_the_docs_give(preset: str, width: int, length: int):
+    """docs/memory.md: (D + S / 13) / 10,600 of the layers."""
+    run = load(preset, BASE)
+    layers = run.model.num_layers
+    share = (width + length / 13) / 10_600
+    free = [
+        number
+        for number in range(1, layers)
+        if predicted_time(replace(run, memory=replace(run.memory, cpu_offloading_num_layers=number)))
+        == predicted_time(run)
+    ]
+    assert (run.model.hidden_size, run.model.seq_length) == (width, length)
+    assert free == list(range(1, int(share * layers) + 1))
 
 
 def test_nothing_can_be_done():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_without_any_folder_the_log_says_where_traces_go(tmp_path: Path, monkeyp
     profile, told = start("--profile --profile-step-start 1 --profile-step-end 2")
     steps(profile, range(1, 3))
     assert told[0] == "--profile: will trace iteration 1 on rank 0 into runs/profile"
-    assert told[1].endswith("to runs/profile/iterations-1-1-rank-0.json.gz")
+    assert told[1] == "wrote the trace of iteration 1 to runs/profile/iterations-1-1-rank-0.json.gz"
 
 
 def test_rank_0_speaks_for_the_ranks_that_are_traced(tmp_path: Path):
@@ -51,14 +52,15 @@ def test_rank_0_speaks_for_the_ranks_that_are_traced(tmp_path: Path):
     told: list[str] = []
     for rank in (1, 0):
         run = tiny_run(flags, world_size=2)
-        profile = StepProfile(run, rank=rank, device=torch.device("cpu"), tell=told.append)
+        profile = StepProfile(run, rank=rank, iterations=20, device=torch.device("cpu"), tell=told.append)
         profile.begin(1)
     assert told == [f"--profile: will trace iterations 10 to 11 on rank 1 into {tmp_path}"]
 
 
-def start(flags: str, *, rank: int = 0) -> tuple[StepProfile, list[str]]:
+def start(flags: str, *, rank: int = 0, iterations: int = 20) -> tuple[StepProfile, list[str]]:
     told: list[str] = []
-    return StepProfile(tiny_run(flags), rank=rank, device=torch.device("cpu"), tell=told.append), told
+    device = torch.device("cpu")
+    return StepProfile(tiny_run(flags), rank=rank, iterations=iterations, device=device, tell=told.append), told
 
 
 def steps(profile: StepProfile, numbers: range) -> None:
@@ -88,6 +90,28 @@ def test_what_is_traced(tmp_path: Path, flags: str, numbers: range, name: str | 
         assert told[0].startswith("nothing will be traced: the run is at" if name is None else "--profile: will trace")
 
 
+@pytest.mark.parametrize(
+    ("asked", "begun", "plan"),
+    [
+        ((2, 100), 1, "--profile: will trace iterations 2 to 5 on rank 0 into {folder}"),
+        ((2, 100), 5, "--profile: will trace iteration 5 on rank 0 into {folder}"),
+        ((2, 4), 4, "nothing will be traced: the run is at iteration 4, and --profile-step-end is 4"),
+        ((7, 9), 1, "nothing will be traced: --profile-step-start is 7, and the run ends with iteration 5"),
+    ],
+)
+def test_the_plan_ends_with_the_run(tmp_path: Path, asked: tuple[int, int], begun: int, plan: str):
+    """Its length may come from samples, with which steps that lie behind it are accepted."""
+    flags = f"--profile --profile-dir {tmp_path} --profile-step-start {asked[0]} --profile-step-end {asked[1]}"
+    profile, told = start(flags, iterations=5)
+    for number in range(begun, 6):
+        profile.begin(number)
+        profile.end(number)
+    assert told[0] == plan.format(folder=tmp_path)
+    assert len(traced(tmp_path)) == plan.startswith("--profile"), (
+        "the trace ends with the last iteration, before what comes after it"
+    )
+
+
 def test_other_ranks_and_runs_without_the_flag_do_nothing(tmp_path: Path):
     for flags, rank in (("--profile", 1), ("--no-profile", 0)):
         profile, told = start(f"{flags} --profile-dir {tmp_path / 'traces'}", rank=rank)
@@ -110,6 +134,20 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path):
     folder.write_text("in the way")
     steps(profile, range(1, 3))
     assert told[1].startswith("WARNING: the trace could not be written")
+    assert told[1].count(str(folder)) == 1
+
+
+def test_another_rank_says_that_it_could_not_write(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch):
+    """As an error: of other ranks than 0 nothing else is shown."""
+    folder, told = tmp_path / "traces", list[str]()
+    run = tiny_run(f"--tp 2 --profile --profile-ranks 0 1 --profile-dir {folder} --profile-step-start 1", world_size=2)
+    profile = StepProfile(run, rank=1, iterations=20, device=torch.device("cpu"), tell=told.append)
+    folder.rmdir()
+    folder.write_text("in the way")
+    monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)
+    with caplog.at_level(logging.ERROR, logger="petatron"):
+        steps(profile, range(1, 2))
+    assert "the trace could not be written" in caplog.text and told == []
 
 
 def test_a_folder_that_cannot_be_made_is_found_before_training(tmp_path: Path):
