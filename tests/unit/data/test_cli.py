@@ -146,8 +146,8 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {len(seconds) for seconds in values["seconds"].values()} == {3}
     assert set(values["ratio"]) == set(bench_data.METHODS) and values["index"]["documents"] == 5000
     assert "time / bare encode_batch" in capsys.readouterr().out
-    assert main(["bench", "data", *flags[:-1], str(tmp_path / "no" / "where.json")]) == 1
-    assert "Cannot write" in capsys.readouterr().err
+    assert main(["bench", "data", *flags[:-1], str(tmp_path / "no" / "where.json")]) == 2
+    assert "is in a folder that does not exist" in capsys.readouterr().err
     assert main(["bench", "data", "--workers", "0", "--size-mb", "-1"]) == 2
     assert "2 problems" in capsys.readouterr().err
 
