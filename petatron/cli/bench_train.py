@@ -46,18 +46,6 @@ BATCHES = 4
 _PEER_ACTIVATIONS = {"torchtitan": 1.6, "hf": 1.6, OWN_BF16: 1.1}
 _USABLE = 0.93
 TRAINING = "--mock-data --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --weight-decay 0.1 --adam-beta2 0.95"
-# What would take more than one process if it is above 1.
-_RANKS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "data_parallel_size",
-    "world_size",
-    "nproc_per_node",
-    "nnodes",
-)
 _log = get_logger(__name__)
 
 
@@ -162,11 +150,12 @@ def model_spec(flags: Sequence[str]) -> BenchSpec:
 def _check_one_process(flags: Sequence[str]) -> None:
     """Said first and alone: rules about ranks would explain it by a world size that nobody gave."""
     from petatron.config import resolve_config
+    from petatron.config.check_layout import RANKS
     from petatron.config.fields import by_name, flatten
 
     asked = resolve_config(flags, require_training=False)[0]
     values, given = flatten(asked.config), []
-    for name in _RANKS:
+    for name in (*RANKS, "nproc_per_node", "nnodes"):
         info = by_name()[name]
         origin, value = asked.origins[info.path], values[info.path]
         if origin.chosen and isinstance(value, int) and value > 1:

@@ -13,17 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
+from petatron.config.check_layout import MODEL_RANKS
 from petatron.config.check_sharding import FSDP
 from petatron.config.fields import flag_of
 from petatron.config.schema import RunConfig
 
 FLAG = "--cuda-graphs"
-_MODEL_PARALLEL = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
 _GROUPED_MULTIPLE = 8  # elements of bfloat16 in the 16 bytes that the grouped kernel copies at a time
 _WIDEST_HEAD = 256  # of FlashAttention
 
@@ -56,7 +51,7 @@ Refusal = tuple[str, str, str]
 def _communication(config: RunConfig) -> Iterator[Refusal]:
     parallel = config.parallel
     split_experts = config.moe.num_experts is not None and parallel.tensor_model_parallel_size == 1
-    for name in (*_MODEL_PARALLEL, *(("expert_tensor_parallel_size",) if split_experts else ())):
+    for name in (*MODEL_RANKS, *(("expert_tensor_parallel_size",) if split_experts else ())):
         size = getattr(parallel, name)
         if size is not None and size > 1:
             fix = "Use data parallelism alone, or leave one of them out."

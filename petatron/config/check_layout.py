@@ -9,16 +9,16 @@ from petatron.base.errors import Problem
 from petatron.config.schema import RunConfig
 from petatron.config.wording import above, at_least, divisors, multiples_near, within
 
-_SIZES = (
+MODEL_RANKS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "data_parallel_size",
-    "world_size",
-    "ddp_bucket_size",
 )
+"""Over how many ranks one model is spread; above 1, ranks communicate inside a forward pass."""
+RANKS = (*MODEL_RANKS, "expert_tensor_parallel_size", "data_parallel_size", "world_size")
+"""Every size of the mesh."""
+_SIZES = (*RANKS, "ddp_bucket_size")
 _HIERARCHY = "--hierarchical-context-parallel-sizes"
 
 

@@ -138,5 +138,7 @@ def test_streams_that_nobody_draws_from_are_not_asked(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(RandomStreams, "state", asked)
     monkeypatch.setattr(RandomStreams, "restore", asked)
-    with streams.from_mark(streams.mark()):
-        pass
+    mark = streams.mark()
+    with streams.from_mark(mark):
+        inside = torch.rand(3)
+    assert mark == {} and not torch.equal(torch.rand(3), inside), "nothing is put back"
