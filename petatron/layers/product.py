@@ -5,17 +5,19 @@ a step's micro-batches are summed. Here the product that makes the gradient writ
 multiplied how is a `Multiplication` (plain here, FP8 in `fp8.py`, experts in `kernels/grouped.py`); where the operand comes from
 a second time is the business of `remade.py`; who takes gradients is a slot. Without a taker autograd gets them.
 
-A product may have an `Entrance`: what it multiplies is gathered from the ranks that share a sequence. Then only a rank's own
-part of the operand is had again, and gathered once more. The gradient of that part is wanted at once by what lies before, the
-weight's by nobody; so with m the maker of the operand, communication runs beside both products of the backward pass:
+A product may have an `Entrance`: what it multiplies is gathered from the ranks that share a sequence, or is the same on all of
+them. Then only a rank's own part of the operand is had again, and gathered once more. The gradient of that part is wanted at
+once by what lies before, the weight's by nobody; so with m the maker of the operand, communication runs beside both products of
+the backward pass:
 
     computing       m again (own part)   g W               g^T x
     communicating                        gather x          scatter-add g W
 
 If the weight's gradient waited for the backward pass of m, as it does without an entrance, both would be waited for, one before
-and one behind m. Making the own part by itself costs one more reading of what it is made of, 1 / ranks of the rows: one to three
-hundredths of the time of one of the products. A taker that postpones weight gradients (zero-bubble schedules) changes that: then the part
-is made in passing in the backward pass of m, waits with g, and is gathered while the weight's gradient before it is computed.
+and one behind m. Making the own part by itself costs one more reading of what it is made of: where 1 / ranks of the rows are a
+rank's own, one to three hundredths of the time of one of the products. A taker that postpones weight gradients (zero-bubble
+schedules) changes that: then the part is made in passing in the backward pass of m, waits with g, and is gathered while the
+weight's gradient before it is computed.
 
 R rows, D input width, O output width.
 """

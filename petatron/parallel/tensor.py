@@ -9,7 +9,8 @@ So each half of a block costs one exchange forward and one backward (Shoeybi et 
 
 The second moves the same bytes but keeps norms, dropout and the residual stream split. Nobody keeps what was gathered: for the
 weight's gradient it is gathered once more, beside the product that makes the input's (`layers/product.py` says how), so the
-backward pass moves half as much again, beside products. The vocabulary is split too, and the loss is computed where the logits are.
+backward pass moves half as much again, beside products. The sum that a copied input's gradient needs runs beside the product
+of the weight's. The vocabulary is split too, and the loss is computed where the logits are.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from petatron.layers.linear import Linear
 from petatron.layers.norm import LayerNorm, RMSNorm
 from petatron.layers.product import MULTIPLY, Arrival, Multiply, TakesWeightGrads
 from petatron.layers.remade import Remade, remade
+from petatron.layers.rows import batch_first, from_rows, to_rows
 from petatron.layers.seam import Seam
 from petatron.layers.vocabulary import OutputHead, PositionEmbedding, TokenEmbedding, Vocabulary
 from petatron.mesh import collectives
@@ -69,6 +71,25 @@ class GatheredSequence:
         return partial(_arrived, collectives.start_reduce_scatter(part, whole, self.axis), part, whole)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedSequence:
+    """The entrance of a product for which every rank of an axis has the whole sequence, and a summand of its gradient."""
+
+    axis: Axis
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def start_enter(self, x: Tensor) -> Arrival:
+        return lambda: x
+
+    def start_leave(self, grad: Tensor) -> Arrival:
+        by_batch = batch_first(grad)
+        rows = to_rows(grad, by_batch=by_batch)
+        whole = from_rows(rows, grad, by_batch=by_batch)
+        return partial(_arrived, collectives.start_all_reduce(rows, self.axis), whole, rows)
+
+
 def _arrived(handle: Handle, received: Tensor, sent: Tensor) -> Tensor:
     """`sent` must live until it has gone, so it is among the arguments."""
     handle.wait()
@@ -89,15 +110,12 @@ class ColumnProduct:
     regather: bool = True
 
     def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
-        if not self.gathers:
-            here = remade(x)
-            return self.multiply(Remade(collectives.copy(here.value, self.axis), here.source), weight)
+        if self.axis.size == 1:
+            return self.multiply(remade(x), weight)
+        if not self.sequence:
+            return self.multiply(remade(x), weight, entrance=SharedSequence(self.axis))
         here = remade(x) if self.regather else Remade(x.value if isinstance(x, Remade) else x, None)
         return self.multiply(here, weight, entrance=GatheredSequence(self.axis))
-
-    @property
-    def gathers(self) -> bool:
-        return self.sequence and self.axis.size > 1
 
 
 @dataclass(frozen=True, slots=True)
