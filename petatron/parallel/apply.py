@@ -28,10 +28,11 @@ from petatron.models.activations import ActivationShape
 from petatron.models.decoder import Decoder
 from petatron.parallel.context import connect_context
 from petatron.parallel.deferred import WeightGradQueue
+from petatron.parallel.eight_bits import EightBits, multiply_in_eight_bits
 from petatron.parallel.expert import connect_experts
 from petatron.parallel.gather import wait_before_use
 from petatron.parallel.gradients import GradientSync
-from petatron.parallel.kernels import EightBits, fill_kernels, multiply_in_eight_bits
+from petatron.parallel.kernels import fill_kernels
 from petatron.parallel.offload import HostLink, apply_activation_offload
 from petatron.parallel.recompute import apply_recompute
 from petatron.parallel.tensor import connect, split_vocabulary, split_weights, take_weight_gradients

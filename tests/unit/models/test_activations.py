@@ -25,8 +25,8 @@ from petatron.models.base import Batch
 from petatron.models.decoder import Decoder, shards
 from petatron.models.recompute_plan import plan_recompute
 from petatron.parallel.deferred import WeightGradQueue
+from petatron.parallel.eight_bits import multiply_in_eight_bits
 from petatron.parallel.expert import connect_experts
-from petatron.parallel.kernels import multiply_in_eight_bits
 from petatron.parallel.recompute import apply_recompute
 from petatron.parallel.tensor import (
     ColumnProduct,
