@@ -33,6 +33,7 @@ from petatron.checkpoint.safetensors_file import DTYPE_CODES, file_parts
 from petatron.checkpoint.sources import Source
 from petatron.checkpoint.state import ROUTERS, WEIGHTS, Chunk
 from petatron.checkpoint.writing import index_document
+from petatron.config.identity import identity
 from petatron.mesh.boxes import Box
 from petatron.models.hf import Entry, Region, folder_entries, model_config_json, to_hf_config
 
@@ -205,7 +206,8 @@ class _Writer:
         tables = [self.write_folder(draft / storage.MODEL, f"{storage.MODEL}/")]
         if source.routers:
             tables.append(self._write_routers(draft))
-        facts = {"optimizer": None, "facts": {"converted_from": source.kind}}
+        model = identity(source.architecture.model, source.architecture.moe)
+        facts = {"optimizer": None, "facts": {"converted_from": source.kind, "model": model}}
         storage.publish(folder, source.step, tables, facts=facts, layout="", disk=disk)
         disk.write(folder / SETTINGS, [config_text(source.values).encode()])
 

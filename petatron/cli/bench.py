@@ -1,7 +1,8 @@
 """`petatron bench`: measurements that compare two ways of doing the same work in one run, on this machine.
 
 A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES. One that sets
-TAKES_RUN_FLAGS also gets the flags it did not ask for, as `run(args, flags)`: they are those of a training run.
+TAKES_RUN_FLAGS also gets the flags it did not ask for, as `run(args, flags)`: they are those of a training run; a preset may come
+first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from petatron import __version__
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import configure
+from petatron.cli.train import with_preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     takes_flags = getattr(module, "TAKES_RUN_FLAGS", False)
     if flags and not takes_flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    flags = with_preset(flags)
     configure()
     if args.json:
         check_writable(Path(args.json))

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.cli.bench_moe import median_ms
+from petatron.cli.bench_news import News
+from petatron.cli.bench_timing import median_ms
 from petatron.cli.bench_units import prefixed
 from petatron.kernels.attention import causal_attention, cudnn, flash
 from petatron.kernels.attention.documents import Documents
@@ -69,8 +70,9 @@ def measure(
 ) -> list[tuple[str, str]]:
     """For every shape the speed of our way and of the others."""
     moves: RowMoves = choose("packed rows", Situation.of(device, torch.bfloat16, compiles=False)).functions
-    table = [("attention", "; ".join(choice(device)))]
+    table, news = [("attention", "; ".join(choice(device)))], News()
     for shape in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
+        news(f"attention, {shape.name}")
         ways = contenders(shape, device, moves)
         inputs, grad = batch(shape, device)
         runs = [partial(both_ways, way, inputs, grad) for way in ways.values()]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petatron.kernels.precision import wide_dtype
 from petatron.kernels.registry import OPERATIONS, Situation, choose
 
 Outputs = Sequence[Tensor | None]
@@ -56,6 +57,11 @@ class Place:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         situation = Situation.of(device, dtype, compiles=compiles)
         return cls(device, dtype, situation, compiles and device.type == "cuda" and situation.tools is None)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What sums and gradients of weights are kept in."""
+        return wide_dtype(self.dtype)
 
     def random(self, *size: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         made = torch.randn(size, device=self.device, dtype=dtype or self.dtype)

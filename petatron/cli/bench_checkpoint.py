@@ -23,7 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.log import get_logger
+from petatron.cli.bench_arguments import not_positive, too_small
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _BYTES_PER_WEIGHT = 14  # bf16, and three times fp32
 _LAYOUT = "one rank"
+_log = get_logger(__name__)
 Times = dict[str, list[float]]
 
 
@@ -45,8 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> BenchResult:
     """All rounds, and what they say."""
-    if args.gigabytes <= 0:
-        raise ConfigError([Problem("--gigabytes", str(args.gigabytes), "must be positive", "Leave it out.")])
+    wrong = [*not_positive({"--gigabytes": args.gigabytes}), *too_small({"--repeat": (args.repeat, 1)})]
+    if wrong:
+        raise ConfigError(wrong)
     folder = Path(args.folder or ".")
     needed = 4 * args.gigabytes * 1e9  # ours and torch's, and as much again in memory that is written back late
     try:
@@ -60,8 +64,10 @@ def run(args: argparse.Namespace) -> BenchResult:
                 f"{folder} has {free / 1e9:.1f} GB left, and this needs {needed / 1e9:.1f} GB. Give a smaller --gigabytes, or "
                 "another --folder."
             )
-        bench = _Bench.build(Path(path), args.gigabytes)
-        for round_number in range(max(3, args.repeat)):
+        _log.info("making %g GB of state", args.gigabytes)
+        bench, rounds = _Bench.build(Path(path), args.gigabytes), max(3, args.repeat)
+        for round_number in range(rounds):
+            _log.info("saving and loading, round %d of %d", round_number + 1, rounds)
             bench.round(round_number)
     return _result(bench)
 
@@ -172,19 +178,22 @@ class _Bench:
 
 
 def model_shapes(num_weights: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a decoder of about so many weights: a large embedding, then layers as far as they go.
+    """Names and shapes of a decoder of about so many weights: layers as far as they go, the rest is embedding.
 
     >>> shapes = model_shapes(100_000_000)
-    >>> round(sum(a * b for a, b in shapes.values()), -6), shapes["embedding.weight"]
-    (89000000, (24576, 1024))
+    >>> sum(a * b for a, b in shapes.values()), shapes["embedding.weight"]
+    (99999744, (34936, 1024))
     """
-    width = next((width for width in (256, 512, 1024, 2048) if num_weights < 24 * width * width * 6), 4096)
+    widths = (16, 32, 64, 128, 256, 512, 1024, 2048)
+    width = next((width for width in widths if num_weights < 24 * width * width * 6), 4096)
     inner = width * 11 // 4
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (24 * width, width)}
     layer = {"q": (width, width), "k": (width, width), "v": (width, width), "out": (width, width)}
     layer |= {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
     size = sum(rows * columns for rows, columns in layer.values())
-    for number in range(max(1, (num_weights - 24 * width * width) // size)):
+    layers = max(1, (num_weights - 24 * width * width) // size)
+    rows = max(24 * width, (num_weights - layers * size) // width)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (rows, width)}
+    for number in range(layers):
         shapes |= {f"layers.{number}.{name}.weight": shape for name, shape in layer.items()}
     return shapes
 

@@ -25,7 +25,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError
+from petatron.base.log import get_logger
+from petatron.cli.bench_arguments import not_positive, too_small
 
 if TYPE_CHECKING:
     from petatron.cli.bench import BenchResult
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 BATCH_TEXTS = 64
 TRAINING_BYTES = 2_000_000
 METHODS = ("encode_batch", "encode_batch_fast")
+_log = get_logger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +56,8 @@ def run(args: argparse.Namespace) -> BenchResult:
     """Both measurements."""
     from petatron.cli.bench import BenchResult
 
-    sizes = {"--size-mb": args.size_mb, "--workers": args.workers, "--documents": args.documents}
-    wrong = [
-        Problem(flag, str(value), "must be positive", "Leave it out.") for flag, value in sizes.items() if value <= 0
-    ]
+    wrong = not_positive({"--size-mb": args.size_mb, "--workers": args.workers, "--documents": args.documents})
+    wrong += too_small({"--repeat": (args.repeat, 1)})
     if wrong:
         raise ConfigError(wrong)
     texts = corpus(int(args.size_mb * 1e6))
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace) -> BenchResult:
         method: statistics.median(ours / bare for ours, bare in zip(times["preprocess"], times[method]))
         for method in METHODS
     }
+    _log.info("building a sample index of %s documents", f"{args.documents:,}")
     index = measure_index(args.documents)
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     speed = {name: megabytes / statistics.median(seconds) for name, seconds in times.items()}
@@ -114,6 +116,7 @@ def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) 
     from petatron.data.preprocess import PreprocessOptions, preprocess
     from petatron.data.tokenizer import train_bpe
 
+    _log.info("training a tokenizer")
     tokenizer = folder / "tokenizer.json"
     train_bpe(_at_most(texts, TRAINING_BYTES), args.vocab, tokenizer)
     source = folder / "corpus.jsonl"
@@ -128,7 +131,9 @@ def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) 
     )
     times: dict[str, list[float]] = {name: [] for name in (*METHODS, "preprocess")}
     with _bare_workers(tokenizer, texts, args.workers) as pipes:
-        for _ in range(max(3, args.repeat)):
+        rounds = max(3, args.repeat)
+        for number in range(rounds):
+            _log.info("tokenizing, round %d of %d", number + 1, rounds)
             for method in METHODS:
                 times[method].append(_bare_seconds(pipes, method))
             started = time.perf_counter()

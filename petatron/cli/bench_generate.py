@@ -1,53 +1,66 @@
 """`petatron bench generate`: the first token and the tokens after it, ours against transformers' `generate`, in one run.
 
 One prompt, greedy, the same weights on both sides in the run's precision. The time of one new token is that of the prompt; what
-each further token costs is the difference to a longer continuation. Sides alternate, and medians count. Both are told to ignore
-the end of a text, so both make the same number of tokens.
+each further token costs is the difference to a longer continuation. Sides alternate in both orders, and medians count. Both are
+told to ignore the end of a text, so both make the same number of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError
+from petatron.base.log import get_logger
+from petatron.cli.bench_arguments import too_small
+from petatron.cli.bench_news import News
+from petatron.cli.bench_peers import OURS
 
 if TYPE_CHECKING:
     from petatron.cli.bench import BenchResult
     from petatron.cli.bench_peers import BenchSpec
 
 TAKES_RUN_FLAGS = True
+_log = get_logger(__name__)
 Continue = Callable[[int], Sequence[int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Every other flag is one of the model's own: --preset, --seq-length, --device, --bf16 ..."
+    parser.epilog = "Every other word is the model's own: a preset's name, --seq-length, --device, --bf16 ..."
     parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="length of the prompt (default: 64)")
     parser.add_argument(
         "--new-tokens", type=int, default=32, metavar="N", help="tokens to make, at least 2 (default: 32)"
     )
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="alternations (default: 3)")
+    parser.add_argument(
+        "--repeat", type=int, default=4, metavar="N", help="rounds, made even against a peer (default: 4)"
+    )
     parser.add_argument("--against", choices=("hf",), help="transformers, if it is installed")
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Alternate, and compare what both wrote: at the same weights it is the same, but for ties."""
     from petatron.cli.bench import BenchResult
-    from petatron.cli.bench_train import TRAINING, model_spec
+    from petatron.cli.bench_spec import model_spec
+    from petatron.cli.bench_timing import orders, seconds
 
-    spec = model_spec([*TRAINING.split(), *flags])
+    spec = model_spec(flags)
     _check(args, spec)
-    sides: dict[str, Continue] = {"petatron": _ours(args, spec)}
+    _log.info("building %s", OURS)
+    sides: dict[str, Continue] = {OURS: _ours(args, spec)}
     if args.against:
+        _log.info("building hf")
         sides["hf"] = _transformers(args, spec)
     texts = {name: list(side(args.new_tokens)) for name, side in sides.items()}  # also warms up
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for number in range(args.repeat):
-        for name in list(sides) if number % 2 == 0 else reversed(sides):
-            one, all_of_them = (_seconds(lambda n=n, name=name: sides[name](n)) for n in (1, args.new_tokens))
+    rounds, news = list(orders(list(sides), rounds=args.repeat)), News()
+    _log.info("timing %d rounds of %d tokens of each: %s", len(rounds), args.new_tokens, ", ".join(sides))
+    for number, order in enumerate(rounds):
+        news(f"timed {number} of {len(rounds)} rounds")
+        for name in order:
+            # Both sides return tokens to the host, so there is nothing left to wait for.
+            one, all_of_them = (seconds(lambda n=n, name=name: sides[name](n)) for n in (1, args.new_tokens))
             times[name].append((one, (all_of_them - one) / (args.new_tokens - 1)))
     medians = {name: [statistics.median(column) for column in zip(*pairs)] for name, pairs in times.items()}
     rows = [("prompt", f"{args.prompt_tokens} tokens, {args.new_tokens} new ones, greedy, one text at a time")]
@@ -59,7 +72,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     values["first_token_s"] = {name: first for name, (first, _) in medians.items()}
     values["tokens_per_s"] = {name: 1 / each for name, (_, each) in medians.items()}
     if args.against:
-        ratio, same = medians["hf"][1] / medians["petatron"][1], _common(texts["petatron"], texts["hf"])
+        ratio, same = medians["hf"][1] / medians[OURS][1], _common(texts[OURS], texts["hf"])
         rows.append(
             ("speed / hf", f"{ratio:.2f}x after the prompt; the first {same} of {args.new_tokens} tokens are the same")
         )
@@ -75,12 +88,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
         "--new-tokens": (args.new_tokens, 2),
         "--repeat": (args.repeat, 1),
     }
-    found = [
-        Problem(flag, str(value), f"is below {minimum}", f"Use {minimum} or more.")
-        for flag, (value, minimum) in least.items()
-        if value < minimum
-    ]
-    found += problems(args.against, spec) if args.against else []
+    found = [*too_small(least), *(problems(args.against, spec) if args.against else ())]
     if found:
         raise ConfigError(found)
 
@@ -126,13 +134,6 @@ def _transformers(args: argparse.Namespace, spec: BenchSpec) -> Continue:
         return made[0, prompt.shape[1] :].tolist()
 
     return more
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    """Both sides return tokens to the host, so there is nothing left to wait for."""
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

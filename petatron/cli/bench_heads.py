@@ -21,8 +21,7 @@ def heads(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
 def _rotations(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     width, heads, groups = shape.hidden // shape.heads, shape.heads, shape.groups
     qkv = place.random(shape.batch, shape.sequence, (heads + 2 * groups) * width).transpose(0, 1)
-    angles = torch.randn(shape.sequence, 1, 1, width // 2, device=place.device).repeat(1, 1, 1, 2)
-    cos, sin = angles.cos().to(place.dtype), angles.sin().to(place.dtype)
+    cos, sin = _rotation(place, shape.sequence, width)
     few = slice(min(CHECKED_ROWS, shape.sequence))
     grads = rotate.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=True)
     out = torch.empty_like(qkv)
@@ -58,8 +57,7 @@ def _normed_rotations(place: Place, shape: Shape) -> Iterator[Case]:
         place.random(shape.batch, shape.sequence, (norm.heads + 2 * norm.groups) * width).transpose(0, 1)
         for _ in range(2)
     )
-    angles = torch.randn(shape.sequence, 1, 1, width // 2, device=place.device).repeat(1, 1, 1, 2)
-    rotation = angles.cos().to(place.dtype), angles.sin().to(place.dtype)
+    rotation = _rotation(place, shape.sequence, width)
     weights, grads, out = (place.random(width), place.random(width)), norm.split(given), torch.empty_like(qkv)
     few = min(CHECKED_ROWS, shape.sequence)
 
@@ -90,6 +88,12 @@ def _normed_rotations(place: Place, shape: Shape) -> Iterator[Case]:
         true=true_backward,
         bytes=(3 * (norm.heads + norm.groups) + 2 * norm.groups) * head_bytes,
     )
+
+
+def _rotation(place: Place, sequence: int, width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of random angles, those of a head's halves the same."""
+    angles = torch.randn(sequence, 1, 1, width // 2, device=place.device).repeat(1, 1, 1, 2)
+    return angles.cos().to(place.dtype), angles.sin().to(place.dtype)
 
 
 def _exact(tensors: Sequence[Tensor], rows: int | None = None) -> Any:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.log import get_logger
+from petatron.cli.bench_arguments import add_device, device_of, too_small
 from petatron.cli.bench_units import prefixed
 
 if TYPE_CHECKING:
@@ -25,66 +26,53 @@ if TYPE_CHECKING:
 NAMES = ("norm", "activation", "rotary", "loss", "embedding", "product", "fp8", "attention", "moe")
 _REPEAT, _WARMUP_S = 10, 0.05
 _LAYER_REPEAT, _LAYER_WARMUP_S = 6, 0.5
-_COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 22}
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 128}
 _BOUND = {"bfloat16": 1e-2, "float32": 1e-4}
+_log = get_logger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"some of: {', '.join(NAMES)}")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)")
+    add_device(parser)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    parser.add_argument("--repeat", type=int, default=_REPEAT, metavar="N", help=f"rounds (default: {_REPEAT})")
+    parser.add_argument(
+        "--repeat", type=int, default=_REPEAT, metavar="N", help=f"rounds, made even (default: {_REPEAT})"
+    )
 
 
 def run(args: argparse.Namespace) -> BenchResult:
     """All that is asked for, one operation and shape after the other."""
-    import torch
-
     from petatron.cli.bench import BenchResult
     from petatron.cli.bench_cases import Place
+    from petatron.cli.bench_machine import choice_row, device_name
     from petatron.kernels.registry import survey
 
-    _check(args, cuda=torch.cuda.is_available())
-    kind = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    place = Place.of(torch.device(kind), compiles=not args.no_compile)
+    device = device_of(args.device, problems=too_small({"--repeat": (args.repeat, 1)}))
+    place = Place.of(device, compiles=not args.no_compile)
     names = NAMES if args.only is None else [name for name in NAMES if name in args.only]
-    choices = [str(choice) for choice in survey(place.situation)]
+    choices = survey(place.situation)
+    _log.info("measuring the device: a copy and a product")
     speed = Speed.measure(place, repeat=args.repeat)
     found, tables = [], []
-    for name in names:
+    for number, name in enumerate(names, start=1):
+        _log.info("measuring %s, %d of %d", name, number, len(names))
         if name in ("attention", "moe"):
-            tables += _layer(name, place.device, repeat=min(args.repeat, _LAYER_REPEAT))
+            tables += _layer(name, device, repeat=min(args.repeat, _LAYER_REPEAT))
         else:
             found += _operations(name, place, repeat=args.repeat)
-    rows = [*(_chosen(choice) for choice in choices), ("the device", str(speed))]
+    rows = [*(choice_row(choice) for choice in choices), ("the device", str(speed))]
     rows += [(one.label, one.describe(speed)) for one in found]
     rows += [*tables, ("adamw", "is measured by `petatron bench optimizer`")]
     values = {
-        "device": torch.cuda.get_device_name(place.device) if kind == "cuda" else "the CPU",
+        "device": device_name(device),
         "dtype": str(place.dtype).removeprefix("torch."),
-        "choices": choices,
+        "choices": [str(choice) for choice in choices],
         "copy_tb_per_s": speed.copy,
         "product_tflops": speed.product,
         "operations": [one.as_json(speed) for one in found],
         "layers": dict(tables),
     }
     return BenchResult(tuple(rows), values)
-
-
-def _check(args: argparse.Namespace, *, cuda: bool) -> None:
-    problems = []
-    if args.repeat < 1:
-        problems.append(Problem("--repeat", str(args.repeat), "is below 1", "Use 1 or more."))
-    if args.device == "cuda" and not cuda:
-        problems.append(Problem("--device", "cuda", "needs a CUDA device", "Use cpu."))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _chosen(choice: str) -> tuple[str, str]:
-    operation, _, why = choice.partition(": ")
-    return f"{operation}:", why
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +84,13 @@ class Speed:
 
     @classmethod
     def measure(cls, place: Place, *, repeat: int) -> Speed:
-        import torch
+        from petatron.cli.bench_machine import large_copy
+        from petatron.cli.bench_timing import median_ms
 
-        from petatron.cli.bench_moe import median_ms
-
-        size, side = _COPY_BYTES[place.device.type], _PRODUCT_SIZE[place.device.type]
-        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=place.device)
-        target, a, b = torch.empty_like(source), place.random(side, side), place.random(side, side)
-        runs: list[Callable[[], object]] = [lambda: target.copy_(source), lambda: a @ b]
-        copy, product = median_ms(runs, place.device, repeat=repeat, warmup_s=_WARMUP_S)
-        return cls(2 * size / copy / 1e9, 2 * side**3 / product / 1e9)
+        side = _PRODUCT_SIZE[place.device.type]
+        (move, moved), a, b = large_copy(place.device), place.random(side, side), place.random(side, side)
+        copy, product = median_ms([move, lambda: a @ b], place.device, repeat=repeat, warmup_s=_WARMUP_S)
+        return cls(moved / copy / 1e9, 2 * side**3 / product / 1e9)
 
     def __str__(self) -> str:
         return f"copies {prefixed(self.copy * 1e12, 'B/s')}, multiplies {prefixed(self.product * 1e12, 'FLOP/s')}"
@@ -182,7 +167,7 @@ def _operations(name: str, place: Place, *, repeat: int) -> list[Found]:
 
 def measure(case: Case, place: Place, *, repeat: int = 1) -> Found:
     """Compare with float64, then time whatever runs."""
-    from petatron.cli.bench_moe import median_ms
+    from petatron.cli.bench_timing import median_ms
 
     bound = case.bound or _BOUND[str(place.dtype).removeprefix("torch.")]
     failed: dict[str, str] = {}

@@ -1,17 +1,20 @@
-"""What a measurement was taken on: the device, its clocks and power while it worked, and the versions of the libraries."""
+"""What a measurement was taken on: the device, how fast it copies, its clocks and power while it worked, kernels and versions."""
 
 from __future__ import annotations
 
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from petatron.kernels.registry import Choice
+
 _FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
+_COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 25}  # more than caches hold
 
 
 @dataclass(slots=True)
@@ -66,6 +69,27 @@ def sampled(device: torch.device) -> Iterator[Samples]:
     finally:
         process.terminate()
         samples.readings += parse_readings(process.communicate()[0] or "")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def large_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
+    """The yardstick of what moves memory: a copy, and the bytes it reads and writes."""
+    source = torch.randint(0, 255, (_COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2 * source.numel()
+
+
+def choice_row(choice: Choice) -> tuple[str, str]:
+    """Which kernels an operation uses, and why no better ones.
+
+    >>> choice_row(Choice("adamw", "torch fused", None, (("triton", "the device is no GPU"),)))
+    ('adamw:', 'torch fused; not triton: the device is no GPU')
+    """
+    operation, _, why = str(choice).partition(": ")
+    return f"{operation}:", why
 
 
 def versions() -> dict[str, str | None]:

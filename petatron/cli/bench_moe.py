@@ -12,8 +12,6 @@ T tokens, K choices per token, D hidden size, F inner size, R = T K rows.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,19 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petatron.cli.bench_news import News
+from petatron.cli.bench_timing import median_ms
 from petatron.cli.bench_units import prefixed
-from petatron.kernels.moe import (
-    Arrangement,
-    GroupedMultiplication,
-    arrange,
-    choices_of_rows,
-    row_kernels,
-    rows_of_choices,
-)
+from petatron.kernels.grouped import GroupedMultiplication
+from petatron.kernels.moe import Arrangement, RowKernels, arrange, choices_of_rows, rows_of_choices
+from petatron.kernels.precision import wide_dtype
+from petatron.kernels.registry import Situation, choose
 
 ROUTINGS = ("even", "skewed")
 ACTIVATION = "swiglu"
-_HEAD_START_CYCLES = 3_000_000  # about 2 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +56,7 @@ class Layer:
     """The experts' weights, their float32 gradients, and one batch: tokens, choices, weights, and the output's gradient."""
 
     shape: Shape
+    kernels: RowKernels
     gate_up: Tensor
     down: Tensor
     gate_up_grad: Tensor
@@ -99,9 +95,10 @@ def build(shape: Shape, routing: str, device: torch.device, *, dtype: torch.dtyp
     likely = torch.arange(1, e + 1, device=device).log().neg() if routing == "skewed" else torch.zeros(e, device=device)
     noise = torch.rand(t, e, device=device).clamp(1e-20, 1 - 1e-7).log().neg().log().neg()
     scores_TK, experts_TK = (likely + noise).topk(k, dim=1)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = wide_dtype(dtype)
     return Layer(
         shape=shape,
+        kernels=choose("expert rows", Situation.of(device, dtype, compiles=False)).functions,
         gate_up=normal(e, 2 * f, d, scale=d**-0.5),
         down=normal(e, d, f, scale=f**-0.5),
         gate_up_grad=torch.empty((e, 2 * f, d), device=device, dtype=wide),
@@ -116,8 +113,7 @@ def build(shape: Shape, routing: str, device: torch.device, *, dtype: torch.dtyp
 @torch.no_grad()
 def ours(layer: Layer) -> Result:
     """Forward and backward with the kernels of this library; rows are kept for the backward pass, the activation is not."""
-    kernels = row_kernels(layer.x_TD)
-    arrangement = arrange(layer.experts_TK, layer.shape.experts)
+    kernels, arrangement = layer.kernels, arrange(layer.experts_TK, layer.shape.experts)
     multiply = GroupedMultiplication(arrangement.counts)
     weight_R = rows_of_choices(layer.weights_TK, arrangement)
     rows = kernels.take_rows(layer.x_TD, arrangement)
@@ -183,7 +179,7 @@ def _peer_module(shape: Shape) -> Any:
 
 def parts(layer: Layer) -> Iterator[Part]:
     """The passes of `ours`, each alone."""
-    shape, kernels = layer.shape, row_kernels(layer.x_TD)
+    shape, kernels = layer.shape, layer.kernels
     tokens, rows = layer.x_TD.numel() * layer.x_TD.itemsize, shape.choices * layer.x_TD.numel() * layer.x_TD.itemsize
     hidden = shape.tokens * shape.choices * shape.inner * layer.x_TD.itemsize
     flops = 2 * shape.tokens * shape.choices * shape.hidden * shape.inner
@@ -228,9 +224,11 @@ def measure(
 ) -> list[tuple[str, str]]:
     """For every shape and routing ours and the peer's time, and for every shape its parts, even routing."""
     table: list[tuple[str, str]] = []
+    news = News()
     for shape in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
         label = f"MoE {shape.family} E{shape.experts} K{shape.choices} D{shape.hidden} F{shape.inner}"
         for routing in ROUTINGS:
+            news(f"{label}, {routing}")
             layer = build(shape, routing, device)
             theirs = peer(layer)
             runs: list[Callable[[], object]] = [lambda layer=layer: ours(layer)]
@@ -241,6 +239,7 @@ def measure(
                 text += f"; transformers {ms[1]:.2f} ms, {reached[1]}: {ms[1] / ms[0]:.3f}x"
             table.append((f"{label}, {routing}", text))
             del layer, theirs, runs
+        news(f"{label}, its parts")
         layer = build(shape, ROUTINGS[0], device)
         table += [(f"{label}: {part.name}", _rate(part, device, repeat)) for part in parts(layer)]
     return table
@@ -251,38 +250,3 @@ def _rate(part: Part, device: torch.device, repeat: int) -> str:
     if part.flops:
         return f"{ms:.3f} ms, {prefixed(part.flops / ms * 1e3, 'FLOP/s')}"
     return f"{ms:.3f} ms, {prefixed(part.bytes / ms * 1e3, 'B/s')}" if part.bytes else f"{ms:.3f} ms"
-
-
-def median_ms(
-    runs: Sequence[Callable[[], object]], device: torch.device, *, repeat: int, warmup_s: float
-) -> list[float]:
-    """Median time of each, one after the other in turn, after all have run twice and for a while."""
-    end, rounds = time.monotonic() + warmup_s, 0
-    while rounds < 2 or time.monotonic() < end:
-        for run in runs:
-            run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        rounds += 1
-    times: list[list[float]] = [[] for _ in runs]
-    for turn in range(repeat):
-        # Both orders, since what runs before decides what is in the caches and how warm the device is.
-        for number in range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs))):
-            times[number].append(_time_ms(runs[number], device))
-    return [statistics.median(ms) for ms in times]
-
-
-def _time_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Of one run, from two in a row on a device that is kept busy until the host has queued them."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        run()
-        return (time.perf_counter() - begin) * 1e3
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HEAD_START_CYCLES)
-    first.record()
-    for _ in range(2):
-        run()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 2

@@ -39,7 +39,7 @@ def norms(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     weight, bias = place.random(width), place.random(width)
     exact = [t.double() for t in (x, weight, branch, grad, grad_total)]
     made = norm.rms_norm(exact[0], exact[1], eps=EPSILON, from_one=False, branch=exact[2])
-    statistics = made[2].to(torch.promote_types(place.dtype, torch.float32))
+    statistics = made[2].to(place.wide)
     total, moved = made[0].to(place.dtype), x.numel() * x.itemsize
     again = partial(norm.rms_norm_backward, exact[3], made[0], made[2], exact[1], from_one=False)
     ways = place.ways("rms_norm", *(("rms_norm", "rms_norm_backward") if first else ()))
@@ -101,14 +101,14 @@ def activations(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
 
 
 def losses(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
-    tokens, few, wide = min(shape.rows, _LOSS_TOKENS), CHECKED_ROWS, torch.promote_types(place.dtype, torch.float32)
+    tokens, few = min(shape.rows, _LOSS_TOKENS), CHECKED_ROWS
     ways, columns = place.ways("softmax and loss"), Columns(shape.vocabulary)
     targets = torch.randint(shape.vocabulary, (tokens,), device=place.device)
-    weights = torch.rand(tokens, device=place.device, dtype=wide)
+    weights = torch.rand(tokens, device=place.device, dtype=place.wide)
     if first:
         yield _softmax(place, ways, shape.vocabulary, targets[:_CHUNK_TOKENS], weights[:_CHUNK_TOKENS])
     x, head = place.random(tokens, shape.hidden), place.random(shape.vocabulary, shape.hidden, scale=shape.hidden**-0.5)
-    head_grad = torch.empty(shape.vocabulary, shape.hidden, device=place.device, dtype=wide)
+    head_grad = torch.empty(shape.vocabulary, shape.hidden, device=place.device, dtype=place.wide)
 
     def whole(kernels: Any) -> Outputs:
         written: list[bool] = []  # the first chunk's part of the head's gradient takes the place of what was there
@@ -164,8 +164,8 @@ def _softmax(place: Place, ways: Mapping[str, Any], columns: int, targets: Tenso
 
 def embeddings(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     ids = torch.randint(shape.vocabulary, (shape.rows,), device=place.device)
-    grad, wide = place.random(shape.rows, shape.hidden), torch.promote_types(place.dtype, torch.float32)
-    out = torch.zeros(shape.vocabulary, shape.hidden, device=place.device, dtype=wide)
+    grad = place.random(shape.rows, shape.hidden)
+    out = torch.zeros(shape.vocabulary, shape.hidden, device=place.device, dtype=place.wide)
     few = min(CHECKED_ROWS, shape.vocabulary)
 
     def once(kernels: Any) -> Outputs:
@@ -190,9 +190,9 @@ def embeddings(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
 
 def products(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
     """The weight's gradient of the widest product, added to a wide buffer."""
-    wide, few = torch.promote_types(place.dtype, torch.float32), min(CHECKED_ROWS, 2 * shape.inner)
+    few = min(CHECKED_ROWS, 2 * shape.inner)
     x, grad = place.random(shape.rows, shape.hidden), place.random(shape.rows, 2 * shape.inner)
-    out = torch.zeros(2 * shape.inner, shape.hidden, device=place.device, dtype=wide)
+    out = torch.zeros(2 * shape.inner, shape.hidden, device=place.device, dtype=place.wide)
 
     def once(_: Any) -> Outputs:
         matmul_into(out, grad.t(), x, accumulate=False)
@@ -244,9 +244,9 @@ def _widened(cast: Cast) -> Outputs:
 
 
 def _eight_bit_products(place: Place, shape: Shape, kernels: Fp8Kernels, x: Tensor) -> Iterator[Case]:
-    wide, few = torch.promote_types(place.dtype, torch.float32), min(CHECKED_ROWS, shape.rows)
+    few = min(CHECKED_ROWS, shape.rows)
     weight, grad = place.random(2 * shape.inner, shape.hidden), place.random(shape.rows, 2 * shape.inner)
-    out = torch.empty(2 * shape.inner, shape.hidden, device=place.device, dtype=wide)
+    out = torch.empty(2 * shape.inner, shape.hidden, device=place.device, dtype=place.wide)
     plain: tuple[Callable[[], Tensor], ...] = (lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x)
     recipes = {
         "tensor": (kernels.cast_tensor, kernels.cast_tensor, E5M2),
@@ -258,7 +258,7 @@ def _eight_bit_products(place: Place, shape: Shape, kernels: Fp8Kernels, x: Tens
         operands = ((left.rows, right.rows), (up.rows, right.columns), (up.columns, left.columns))
         names = ("", ", input gradient", ", weight gradient")
         for number, (name, (a, b)) in enumerate(zip(names, operands, strict=True)):
-            into = {"dtype": wide, "out": out} if number == 2 else {"dtype": place.dtype}
+            into = {"dtype": place.wide, "out": out} if number == 2 else {"dtype": place.dtype}
             run = partial(kernels.product, a, b, fast=number == 0, **into)
             yield Case(
                 label=f"FP8 product by {recipe}{name}, {shape.name}",

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem
+from petatron.base.log import get_logger
+from petatron.cli.bench_arguments import add_device, device_of, too_small
+from petatron.cli.bench_news import News
 from petatron.cli.bench_units import prefixed
 
 if TYPE_CHECKING:
@@ -31,20 +33,22 @@ if TYPE_CHECKING:
     from torch import nn
 
     from petatron.cli.bench import BenchResult
+    from petatron.kernels.registry import Choice
     from petatron.mesh.flat import FlatGroup
-    from petatron.optim.build import OptimizerKernels
     from petatron.optim.master import MasterOptimizer
 
 _DEFAULTS = {"cuda": 1.24e9, "cpu": 4e6}
-_COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 25}
 _STEPS = 4  # of each per round
 _RATE = 1e-4
+_log = get_logger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parameters", type=float, metavar="N", help="size of the model (1.24e9; on a CPU 4e6)")
-    parser.add_argument("--repeat", type=int, default=10, metavar="N", help="rounds, at least 3 (default: 10)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)")
+    parser.add_argument(
+        "--repeat", type=int, default=10, metavar="N", help="rounds, at least 4, made even (default: 10)"
+    )
+    add_device(parser)
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="format of both (default: fp32)")
     parser.add_argument("--main-grads", choices=("fp32", "bf16"), default="fp32", help="of gradients (default: fp32)")
     parser.add_argument("--offload-fraction", type=float, default=0.0, metavar="F", help="in host memory (default: 0)")
@@ -52,23 +56,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> BenchResult:
     """All rounds, and what they say."""
-    import torch
+    from petatron.cli.bench_timing import orders
 
-    problems = []
+    problems = too_small({"--repeat": (args.repeat, 1)})
     if args.parameters is not None and not 1e4 <= args.parameters < 1e12:
         rule = "is not between 1e4, which takes long enough to time, and 1e12"
         problems.append(Problem("--parameters", f"{args.parameters:g}", rule, "Use 1e7, for instance."))
     if not 0.0 <= args.offload_fraction <= 1.0:
         found = f"{args.offload_fraction:g}"
         problems.append(Problem("--offload-fraction", found, "is out of range", "Use a number from 0 to 1."))
-    if args.device == "cuda" and not torch.cuda.is_available():
-        problems.append(Problem("--device", "cuda", "needs a CUDA device", "Use cpu."))
-    if problems:
-        raise ConfigError(problems)
-    kind = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    bench = _Bench.build(args, torch.device(kind))
-    for number in range(max(3, args.repeat)):
-        bench.round(number)
+    device = device_of(args.device, problems=problems)
+    size = int(args.parameters or _DEFAULTS[device.type])
+    _log.info("building %s parameters and their optimizer, and warming up", f"{size:,}")
+    bench, news = _Bench.build(args, device, size), News()
+    rounds = list(orders(list(bench.contenders), rounds=max(4, args.repeat)))
+    _log.info("timing %d rounds of %d steps of each: %s", len(rounds), _STEPS, ", ".join(bench.contenders))
+    for number, order in enumerate(rounds):
+        news(f"timed {number} of {len(rounds)} rounds")
+        bench.round(order)
     return bench.result()
 
 
@@ -80,79 +85,70 @@ class _Bench:
     num_parameters: int
     moved_bytes: dict[str, int]
     contenders: dict[str, Callable[[], object]]
-    kernels: str
+    choice: Choice
     offloaded_bytes: float
     times: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, args: argparse.Namespace, device: torch.device) -> _Bench:
+    def build(cls, args: argparse.Namespace, device: torch.device, num_parameters: int) -> _Bench:
         import torch
 
+        from petatron.cli.bench_machine import large_copy
         from petatron.config.schema import MemoryConfig, OptimizerConfig
+        from petatron.kernels.registry import Situation, choose
         from petatron.mesh.mesh import ParallelMesh
+        from petatron.optim.build import OptimizerKernels
         from petatron.optim.master import MasterOptimizer
 
-        groups = _groups(int(args.parameters or _DEFAULTS[device.type]), device, args.main_grads)
+        groups = _groups(num_parameters, device, args.main_grads)
         fraction = args.offload_fraction
         config = OptimizerConfig(lr=_RATE, exp_avg_dtype=args.moments, exp_avg_sq_dtype=args.moments)
         memory = MemoryConfig(optimizer_cpu_offload=fraction > 0, optimizer_offload_fraction=fraction)
-        kernels, name = _kernels(device)
+        choice = choose("adamw", Situation.of(device, torch.bfloat16, compiles=True))
+        kernels = OptimizerKernels.chosen(choice)
         mesh = ParallelMesh.single(device)
         optimizer = MasterOptimizer(config, groups, mesh, memory=memory, kernels=kernels)
         size = sum(group.flat_weights.numel() for group in groups)
         gradient, moment = (2 if word == "bf16" else 4 for word in (args.main_grads, args.moments))
         norm, update = size * gradient, size * (gradient + 2 * 4 + 4 * moment + 2)
-        copied = _COPY_BYTES[device.type]
-        source = torch.randint(0, 255, (copied,), dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
+        copy, copied = large_copy(device)
         grads = [group.flat_grads for group in groups]
         contenders: dict[str, Callable[[], object]] = {
             "ours": optimizer.step,
             "norm": lambda: kernels.sum_of_squares(grads),
-            "copy": lambda: target.copy_(source),
+            "copy": copy,
         }
-        moved = {"ours": norm + update, "norm": norm, "copy": 2 * copied}
+        moved = {"ours": norm + update, "norm": norm, "copy": copied}
         if not fraction and args.moments == args.main_grads == "fp32":
             contenders["torch"] = _torch_step(optimizer, groups)
-        bench = cls(device, size, moved, contenders, name, fraction * size * (4 + 2 * moment))
+        bench = cls(device, size, moved, contenders, choice, fraction * size * (4 + 2 * moment))
         for contender in contenders.values():  # compiles, and takes memory for the first time
             bench.timed(contender)
             bench.timed(contender)
         return bench
 
-    def round(self, number: int) -> None:
-        """Everything, forwards and backwards in turn."""
-        names = list(self.contenders)
-        for name in names if number % 2 == 0 else reversed(names):
+    def round(self, order: Sequence[str]) -> None:
+        """Everything once."""
+        for name in order:
             self.times.setdefault(name, []).append(self.timed(self.contenders[name]))
 
     def timed(self, step: Callable[[], object]) -> float:
-        """Milliseconds of one step, as the mean of a few in a row, which the host does not wait for."""
-        import torch
+        """Milliseconds of one step. State in host memory comes on a stream of its own, so there is no head start."""
+        from petatron.cli.bench_timing import mean_ms
 
-        if self.device.type == "cpu":
-            started = time.perf_counter()
-            for _ in range(_STEPS):
-                step()
-            return (time.perf_counter() - started) * 1e3 / _STEPS
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self.device)
-        before.record()
-        for _ in range(_STEPS):
-            step()
-        after.record()
-        torch.cuda.synchronize(self.device)
-        return before.elapsed_time(after) / _STEPS
+        return mean_ms(step, self.device, calls=_STEPS, head_start=False)
 
     def result(self) -> BenchResult:
         from petatron.cli.bench import BenchResult
+        from petatron.cli.bench_machine import choice_row, device_name
 
         medians = {name: statistics.median(values) for name, values in self.times.items()}
         speeds = {name: size / medians[name] / 1e9 for name, size in self.moved_bytes.items()}  # bytes per ms in TB/s
         said = {name: prefixed(speed * 1e12, "B/s") for name, speed in speeds.items()}
         of_copy = speeds["ours"] / speeds["copy"]
         rows = [
-            ("parameters", f"{self.num_parameters:,} on {_device_name(self.device)}, kernels: {self.kernels}"),
+            ("parameters", f"{self.num_parameters:,} on {device_name(self.device)}"),
+            choice_row(self.choice),
             ("copy", f"{said['copy']} read and written"),
             ("ours", f"{medians['ours']:.3f} ms, {said['ours']}, {of_copy:.1%} of the copy"),
             ("  of it the norm", f"{medians['norm']:.3f} ms, {said['norm']}"),
@@ -168,8 +164,8 @@ class _Bench:
         rows.append(("medians of", f"{len(self.times['ours'])} rounds of {_STEPS} steps"))
         values = {
             "parameters": self.num_parameters,
-            "device": _device_name(self.device),
-            "kernels": self.kernels,
+            "device": device_name(self.device),
+            "kernels": str(self.choice),
             "moved_bytes": self.moved_bytes,
             "offloaded_bytes": self.offloaded_bytes,
             "ms": self.times,
@@ -207,18 +203,6 @@ def _groups(num_parameters: int, device: torch.device, grads_dtype: str) -> list
     return groups
 
 
-def _kernels(device: torch.device) -> tuple[OptimizerKernels, str]:
-    """Triton's where there is a device for them; and their name."""
-    import importlib
-
-    from petatron.optim.build import PLAIN, OptimizerKernels
-
-    if device.type != "cuda":
-        return PLAIN, "torch"
-    module = importlib.import_module("petatron.kernels.triton.adam")
-    return OptimizerKernels(module.adamw, module.sum_of_squares), "triton"
-
-
 def _torch_step(optimizer: MasterOptimizer, groups: Sequence[FlatGroup]) -> Callable[[], None]:
     """The same update by torch, on the very same memory."""
     import torch
@@ -247,9 +231,3 @@ def _torch_step(optimizer: MasterOptimizer, groups: Sequence[FlatGroup]) -> Call
         torch._foreach_copy_(copies, masters)
 
     return step
-
-
-def _device_name(device: torch.device) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

@@ -10,7 +10,8 @@ from typing import Any
 from petatron.base.device import DeviceFacts
 from petatron.cli.bench import BenchResult
 from petatron.cli.bench_machine import versions
-from petatron.cli.bench_peers import OURS, BenchSpec
+from petatron.cli.bench_peers import OURS, OWN_BF16, BenchSpec
+from petatron.cli.bench_spec import BATCHES
 from petatron.cli.bench_units import prefixed
 from petatron.config.layer_pattern import moe_layers
 from petatron.models.flops import formula, model_flops_per_token, parameter_count
@@ -90,6 +91,7 @@ def _setting(spec: BenchSpec, device: DeviceFacts, found: Findings) -> list[tupl
     run = spec.run
     products = "bf16" if spec.fp8_recipe is None else f"FP8 {spec.fp8_recipe}"
     how = "compiled" if spec.compile else "not compiled"
+    optimizer = {"adam": "AdamW", "sgd": "SGD"}[run.optim.optimizer]
     peak = device.peak("bfloat16")
     return [
         ("device", f"{device.name}; " + ", ".join(f"{name} {value}" for name, value in versions().items() if value)),
@@ -100,7 +102,7 @@ def _setting(spec: BenchSpec, device: DeviceFacts, found: Findings) -> list[tupl
             f"{_parameters(spec):,} parameters, {run.train.global_batch_size} x {run.model.seq_length} tokens per step"
             + (f" ({spec.micro_batches} micro-batches, all the same)" if spec.micro_batches > 1 else ""),
         ),
-        ("training", f"{products} products, fp32 master weights, AdamW, clip {run.optim.clip_grad:g}, {how}"),
+        ("training", f"{products} products, fp32 master weights, {optimizer}, clip {run.optim.clip_grad:g}, {how}"),
         ("measured", found.how),
     ]
 
@@ -112,7 +114,7 @@ def _derived(
         return dict(values)
     step_ms = statistics.median(value for block in values["blocks_ms"] for value in block)
     speed, peak = spec.tokens / step_ms * 1e3, device.peak("bfloat16")
-    cycle = max(1, min(4, len(values["losses"]) // 2))
+    cycle = max(1, min(BATCHES, len(values["losses"]) // 2))
     first, last = statistics.mean(values["losses"][:cycle]), statistics.mean(values["losses"][-cycle:])
     return {
         **values,
@@ -161,7 +163,7 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
     pairs, (least, most) = ratio["pairs"], ratio["spread"]
     memory = "" if ratio["memory"] is None else f"; {ratio['memory']:.2f}x its peak memory"
     difference = ratio["largest_loss_difference"]
-    different = "in another precision" if name == "bf16" else "NOT the same"
+    different = "in another precision" if name == OWN_BF16 else "NOT the same"
     verdict = "the same" if difference <= _SAME_LOSS else different
     return [
         (

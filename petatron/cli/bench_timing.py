@@ -1,9 +1,8 @@
-"""Timing contenders against each other on one device.
+"""How everything is timed: contenders take turns in both orders, and on a device the host does not wait in between.
 
-A device that has just been idle is cold and fast; one at its power cap is slow. So nothing is timed before a warm-up of real
-steps, and contenders alternate in short blocks, in both orders: ours, theirs, theirs, ours. Each block of ours and the peer's of
-the same round give a ratio, and the median of the ratios counts. Inside a block the host never waits: events are queued between
-steps and read at its end.
+What runs before decides what is in the caches and how warm the device is, so nobody may always follow the same one: ours, theirs,
+theirs, ours, an even number of rounds. A device is timed by events that are queued with the work. Work that is shorter than the
+host needs to queue it would be timed at the host's speed, so the device may get something to do first, a head start.
 """
 
 from __future__ import annotations
@@ -13,76 +12,77 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from petatron.base.log import get_logger
-from petatron.cli.bench_peers import Contender
-from petatron.models.base import Batch
-
-FIRST_STEPS, PEAK_STEPS = 3, 2
-_NEWS_S = 10.0
-_log = get_logger(__name__)
+_CALLS = 2  # of each in a row
+_HEAD_START_CYCLES = 3_000_000  # about 2 ms
+_T = TypeVar("_T")
 
 
-@dataclass(slots=True)
-class Runner:
-    """A contender on the shared batches, with everything measured so far."""
+def orders(items: Sequence[_T], *, rounds: int) -> Iterator[Sequence[_T]]:
+    """Forwards and backwards in turn, an even number of times, so that nobody always follows the same one.
 
-    name: str
-    contender: Contender
-    batches: Sequence[Batch]
-    device: torch.device
-    build_s: float = 0.0
-    first_steps_s: float = 0.0
-    peak_bytes: int | None = None
-    """The most a step takes, weights and optimizer state included; None where it cannot be told."""
-    held_bytes: int = 0
-    """What is held between steps."""
-    blocks_ms: list[list[float]] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
+    >>> list(orders("ab", rounds=3))
+    ['ab', 'ba', 'ab', 'ba']
+    """
+    for number in range(rounds + rounds % 2 if len(items) > 1 else rounds):
+        yield items if number % 2 == 0 else items[::-1]
 
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.losses.append(self.contender.step(self.batches[len(self.losses) % len(self.batches)]).detach())
 
-    def timed(self, steps: int) -> list[float]:
-        """Milliseconds of each step of a block."""
-        synchronize(self.device)
-        if self.device.type != "cuda":
-            return [_seconds(lambda: self.run(1)) * 1e3 for _ in range(steps)]
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            self.run(1)
-            mark.record()
-        synchronize(self.device)
-        return [before.elapsed_time(after) for before, after in pairwise(marks)]
+def median_ms(
+    runs: Sequence[Callable[[], object]], device: torch.device, *, repeat: int, warmup_s: float
+) -> list[float]:
+    """Median time of each over at least `repeat` rounds in both orders, after all have run twice and for a while."""
+    end, rounds = time.monotonic() + warmup_s, 0
+    while rounds < 2 or time.monotonic() < end:
+        for run in runs:
+            run()
+        synchronize(device)
+        rounds += 1
+    times: list[list[float]] = [[] for _ in runs]
+    for order in orders(range(len(runs)), rounds=repeat):
+        for number in order:
+            times[number].append(mean_ms(runs[number], device, calls=_CALLS))
+    return [statistics.median(ms) for ms in times]
 
-    def values(self) -> dict[str, Any]:
-        """Everything measured, as JSON has it."""
-        return {
-            "blocks_ms": [list(block) for block in self.blocks_ms],
-            "losses": [float(loss) for loss in self.losses],
-            "peak_bytes": self.peak_bytes,
-            "held_bytes": self.held_bytes,
-            "build_s": self.build_s,
-            "first_steps_s": self.first_steps_s,
-        }
 
-    def first_runs(self, *, held_before: int) -> None:
-        """Compile, and then look how much memory a step takes beyond what was held before this was built."""
-        self.first_steps_s = _seconds(lambda: (self.run(FIRST_STEPS), synchronize(self.device)))
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.run(PEAK_STEPS)
-            synchronize(self.device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - held_before
-            self.held_bytes = held(self.device) - held_before
+def mean_ms(run: Callable[[], object], device: torch.device, *, calls: int, head_start: bool = True) -> float:
+    """Of one call, from some in a row. No head start is for work that would begin during it, on streams of its own."""
+    synchronize(device)
+    if device.type != "cuda":
+        return seconds(lambda: [run() for _ in range(calls)]) * 1e3 / calls
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if head_start:
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+    first.record()
+    for _ in range(calls):
+        run()
+    last.record()
+    synchronize(device)
+    return first.elapsed_time(last) / calls
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """How long the host is busy with it."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def paired_ratios(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
+    """How many times as fast as theirs each block of ours was; above 1 we are faster.
+
+    >>> paired_ratios([[1.0, 1.0, 9.0], [2.0]], [[1.5, 1.5, 1.5], [2.2]])
+    [1.5, 1.1]
+    """
+    return [statistics.median(other) / statistics.median(own) for own, other in zip(ours, theirs, strict=True)]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def held(device: torch.device) -> int:
@@ -97,71 +97,8 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def alternate(runners: Sequence[Runner], *, steps: int, block: int, warmup_s: float) -> None:
-    """Warm up, then time at least `steps` steps of each, in blocks that alternate in both orders."""
-    names, news = ", ".join(runner.name for runner in runners), _News()
-    with _collector_off():
-        _log.info("warming up for %.0f s: %s", warmup_s, names)
-        started = time.perf_counter()
-        while (passed := time.perf_counter() - started) < warmup_s:
-            news(f"warming up, {passed:.0f} of {warmup_s:.0f} s")
-            for runner in runners:
-                runner.run(block)
-                synchronize(runner.device)
-        rounds = list(orders(len(runners), rounds=-(-steps // block)))
-        _log.info("timing %d rounds of %d steps of each: %s", len(rounds), min(block, steps), names)
-        for number, order in enumerate(rounds):
-            news(f"timed {number} of {len(rounds)} rounds")
-            for index in order:
-                runners[index].blocks_ms.append(runners[index].timed(min(block, steps)))
-
-
-class _News:
-    """Lines that are logged only if there was none for a while."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def __call__(self, text: str) -> None:
-        now = time.perf_counter()
-        if now - self._last >= _NEWS_S:
-            self._last = now
-            _log.info("%s", text)
-
-
-def orders(count: int, *, rounds: int) -> Iterator[list[int]]:
-    """Forwards and backwards in turn, an even number of times, so that nobody always follows the same one.
-
-    >>> list(orders(2, rounds=3))
-    [[0, 1], [1, 0], [0, 1], [1, 0]]
-    """
-    forwards = list(range(count))
-    for number in range(rounds + rounds % 2 if count > 1 else rounds):
-        yield forwards if number % 2 == 0 else forwards[::-1]
-
-
-def paired_ratios(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
-    """How many times as fast as theirs each block of ours was; above 1 we are faster.
-
-    >>> paired_ratios([[1.0, 1.0, 9.0], [2.0]], [[1.5, 1.5, 1.5], [2.2]])
-    [1.5, 1.1]
-    """
-    return [statistics.median(other) / statistics.median(own) for own, other in zip(ours, theirs, strict=True)]
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
 @contextmanager
-def _collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
     """Python's cyclic collector would stop the host for longer than a step is, at random."""
     was_on = gc.isenabled()
     gc.collect()

@@ -2,7 +2,7 @@
 
 Everything a run could be told is a flag of its own (`--preset llama-1b --seq-length 4096 --micro-batch-size 8 --bf16` ...); the
 batch is one micro-batch per update, and tokens are random and lie on the device already. Contenders have the same shapes, tokens,
-first weights, fp32 master weights, AdamW and clipping (`bench_peers`), and alternate in one process (`bench_timing`). There, each
+first weights, fp32 master weights, AdamW and clipping (`bench_peers`), and alternate in one process (`bench_runner`). There, each
 keeps its state while the others run, and all use the same memory for activations. As soon as ours is built and its memory known,
 
     needed = contenders x our state + largest activations
@@ -29,35 +29,33 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.log import get_logger
+from petatron.cli import bench_peers
+from petatron.cli.bench_arguments import too_small
+from petatron.cli.bench_peers import OURS, OWN_BF16, PEERS
 
 if TYPE_CHECKING:
     from petatron.base.device import DeviceFacts
     from petatron.cli.bench import BenchResult
     from petatron.cli.bench_peers import BenchSpec
     from petatron.cli.bench_report import Findings
-    from petatron.cli.bench_timing import Runner
+    from petatron.cli.bench_runner import Runner
     from petatron.models.base import Batch
 
 TAKES_RUN_FLAGS = True
-OWN_BF16 = "bf16"
-PEERS = ("torchtitan", "hf", OWN_BF16)
-BATCHES = 4
 # A peer's activations, as a multiple of ours, and how much of the device can be filled before memory is given back and forth.
 _PEER_ACTIVATIONS = {"torchtitan": 1.6, "hf": 1.6, OWN_BF16: 1.1}
 _USABLE = 0.93
-TRAINING = "--mock-data --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --weight-decay 0.1 --adam-beta2 0.95"
 _log = get_logger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Every other flag is one of the run's own: --preset, --seq-length, --micro-batch-size, --device ..."
+    parser.epilog = "Every other word is the run's own: a preset's name, --seq-length, --micro-batch-size, --device ..."
     parser.add_argument(
         "--against",
-        action="extend",
-        type=_peers,
+        action="append",
         default=[],
         metavar="PEER",
-        help=f"{', '.join(PEERS[:-1])}, or bf16: our own step without its FP8 flags; several with commas, or given again",
+        help=f"{', '.join(PEERS[:-1])}, or {OWN_BF16}: our own step without its FP8 flags; several with commas, or given again",
     )
     parser.add_argument(
         "--peer-path",
@@ -66,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder with a peer's source; may be given again",
     )
-    parser.add_argument("--only", choices=("petatron", *PEERS), help="measure this one alone")
+    parser.add_argument("--only", choices=(OURS, *PEERS), help="measure this one alone")
     parser.add_argument("--apart", action="store_true", help="a process of its own for each, one after the other")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of each (default: 20)")
     parser.add_argument("--block", type=int, default=5, metavar="N", help="steps before the turn changes (default: 5)")
     parser.add_argument(
         "--warmup-seconds", type=float, default=20.0, metavar="S", help="real steps before timing (default: 20)"
     )
-    parser.add_argument("--fp8-recipe", metavar="NAME", help="products in FP8 by this recipe, on all sides but bf16")
+    parser.add_argument("--fp8-recipe", metavar="NAME", help="FP8 hybrid by this recipe, on all sides but bf16")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, on both sides")
     parser.add_argument(
         "--peer-keeps-gathered", action="store_true", help="torchtitan: no second gathering of weights; more memory"
@@ -81,17 +79,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--breakdown", action="store_true", help="say where the time of a step goes (CUDA only)")
 
 
-def _peers(text: str) -> list[str]:
-    """Names with commas between them.
+def _peers(texts: Sequence[str]) -> list[str]:
+    """Each peer once, from names with commas between them.
 
-    >>> _peers("torchtitan,bf16")
-    ['torchtitan', 'bf16']
+    Our own come first: a peer may change what the compiler does from then on, as torchtitan's rowwise FP8 does.
+
+    >>> _peers(["torchtitan,bf16", "torchtitan"])
+    ['bf16', 'torchtitan']
     """
-    names = text.split(",")
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0] or 'nothing'!r} is none of {', '.join(PEERS)}")
-    return names
+    from petatron.config.fields import listing, nearest
+
+    found: list[Problem] = []
+    names = [(name.strip(), text) for text in texts for name in text.split(",")]
+    for name, text in names:
+        close = nearest(name, PEERS, count=1, cutoff=0.6)
+        fix = f"Did you mean {close[0]}?" if close else f"Use {listing(PEERS)}."
+        if not name:
+            comma = "," in text
+            rule, fix = ("names nobody beside a comma", "Leave the comma out.") if comma else ("names nobody", fix)
+            found.append(Problem("--against", f"'{text}'", rule, fix))
+        elif name not in PEERS:
+            found.append(Problem("--against", name, "is no peer", fix))
+    if found:
+        raise ConfigError(found)
+    return sorted(dict.fromkeys(name for name, _ in names), key=lambda name: name != OWN_BF16)
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
@@ -100,10 +111,9 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     from petatron.cli.bench_report import report
     from petatron.cli.bench_timing import release
 
-    spec = _spec(args, flags)
-    # Our own come first: a peer may change what the compiler does from then on, as torchtitan's rowwise FP8 does.
-    peers = sorted(dict.fromkeys(args.against), key=lambda name: name != OWN_BF16)
-    names = [args.only] if args.only else ["petatron", *peers]
+    peers = _peers(args.against)
+    names = [args.only] if args.only else [OURS, *peers]
+    spec = _spec(args, flags, names)
     device = detect(spec.run.train.device)
     _check(args, spec, names, device)
     found = None if args.apart else _together(args, spec, names, device)
@@ -113,15 +123,22 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     return report(spec, device, found)
 
 
-def _spec(args: argparse.Namespace, flags: Sequence[str]) -> BenchSpec:
+def _spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> BenchSpec:
+    from petatron.cli.bench_spec import model_spec
     from petatron.config.fields import by_name
 
-    words = [*TRAINING.split(), *flags]
+    words = [*flags]
     words += ["--no-compile"] if args.no_compile and "compile" in by_name() else []
     if args.fp8_recipe is not None:
         format_given = any(flag.partition("=")[0] in ("--fp8-format", "--fp8-hybrid") for flag in flags)
         words += ([] if format_given else ["--fp8-format", "hybrid"]) + ["--fp8-recipe", args.fp8_recipe]
-    spec = model_spec(words)
+    if "torchtitan" in names:
+        spec = model_spec(words, unsaid=("--no-compile",))  # it may do nothing for ours, but it does for torchtitan
+    else:
+        spec = model_spec(words)
+        for flag, given in (("--peer-path", args.peer_path), ("--peer-keeps-gathered", args.peer_keeps_gathered)):
+            if given:
+                _log.info("note: %s has no effect: it is for --against torchtitan", flag)
     precision = spec.run.precision
     return replace(
         spec,
@@ -132,61 +149,22 @@ def _spec(args: argparse.Namespace, flags: Sequence[str]) -> BenchSpec:
     )
 
 
-def model_spec(flags: Sequence[str]) -> BenchSpec:
-    """The model and device that a run's flags name, for one rank."""
-    import torch
-
-    from petatron.base.device import detect
-    from petatron.cli.bench_peers import BenchSpec
-    from petatron.config import load_config
-
-    _check_one_process(flags)
-    run = load_config([*_precision(flags), *flags], world_size=1).config
-    on_cuda = detect(run.train.device).kind == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    return BenchSpec(run=run, device=device, compile=on_cuda, fp8_recipe=None)
-
-
-def _check_one_process(flags: Sequence[str]) -> None:
-    """Said first and alone: rules about ranks would explain it by a world size that nobody gave."""
-    from petatron.config import resolve_config
-    from petatron.config.check_layout import RANKS
-    from petatron.config.fields import by_name, flatten
-
-    asked = resolve_config(flags, require_training=False)[0]
-    values, given = flatten(asked.config), []
-    for name in (*RANKS, "nproc_per_node", "nnodes"):
-        info = by_name()[name]
-        origin, value = asked.origins[info.path], values[info.path]
-        if origin.chosen and isinstance(value, int) and value > 1:
-            typed = origin.detail if origin.kind == "flag" else f"{info.flag} ({origin})"
-            given.append(f"{typed} {value}")
-    if given:
-        asks, fix = ("asks", "Leave it out.") if len(given) == 1 else ("ask", "Leave them out.")
-        rule = f"{asks} for more than one process, and this bench measures one"
-        raise ConfigError([Problem(" ".join(given), "", rule, fix)])
-
-
-def _precision(flags: Sequence[str]) -> list[str]:
-    return [] if any(flag in ("--fp16", "--bf16", "--fp64", "--no-bf16") for flag in flags) else ["--bf16"]
-
-
 def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> None:
-    from petatron.cli.bench_peers import problems
-
-    found = [problem for name in names for problem in problems(name, spec)]
+    found = [problem for name in names for problem in bench_peers.problems(name, spec)]
     if args.only == OWN_BF16:
         found = []  # what it may be compared with does not matter to it alone
     elif args.only:
         found = [replace(it, where="--only") if it.where == "--against" else it for it in found]
-    for flag, value, least in (("--steps", args.steps, 1), ("--block", args.block, 1)):
-        if value < least:
-            found.append(Problem(flag, str(value), f"is below {least}", f"Use {least} or more."))
+    found += too_small({"--steps": (args.steps, 1), "--block": (args.block, 1)})
     if args.warmup_seconds < 0:
         found.append(Problem("--warmup-seconds", str(args.warmup_seconds), "is negative", "Use 0 or more."))
-    if spec.micro_batches > 1 and not {"petatron", OWN_BF16}.issuperset(names):
+    beside_peers = not {OURS, OWN_BF16}.issuperset(names)
+    if spec.micro_batches > 1 and beside_peers:
         rule = "makes steps of several micro-batches, and peers make an update after each"
         found.append(Problem("--global-batch-size", str(spec.run.train.global_batch_size), rule, "Leave it out."))
+    if spec.run.optim.optimizer != "adam" and beside_peers:
+        rule = "would be ours alone: peers are measured with AdamW"
+        found.append(Problem("--optimizer", spec.run.optim.optimizer, rule, "Leave it out."))
     if args.breakdown and device.kind != "cuda":
         found.append(Problem("--breakdown", "", "needs a CUDA device", "Leave it out."))
     if args.only and (args.against or args.apart):
@@ -197,29 +175,12 @@ def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], devi
         raise ConfigError(found)
 
 
-def _batches(spec: BenchSpec) -> list[Batch]:
-    """The same random tokens for everyone, seen again and again, so that the loss must fall."""
-    import torch
-
-    from petatron.models.base import Batch
-
-    model, size = spec.run.model, spec.run.train.micro_batch_size
-    assert model.vocab_size is not None
-    generator = torch.Generator().manual_seed(spec.run.train.seed)
-    batches = []
-    for _ in range(BATCHES):
-        text = torch.randint(model.vocab_size, (size, model.seq_length + 1), generator=generator).to(spec.device)
-        labels = text[:, 1:].contiguous()
-        mask = torch.ones(labels.shape, device=spec.device)
-        batches.append(Batch(text[:, :-1].contiguous(), labels, mask))
-    return batches
-
-
 def _together(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> Findings | None:
     """In this process, all beside each other or each peer in turn beside ours; None if the device does not hold two."""
     from petatron.cli.bench_report import Findings
+    from petatron.cli.bench_spec import make_batches
 
-    batches, found = _batches(spec), Findings()
+    batches, found = make_batches(spec), Findings()
     first, peers = _prepare(names[0], spec, batches), names[1:]
     if not peers:
         if first is None:
@@ -254,7 +215,8 @@ def _against(args: argparse.Namespace, first: Runner, peers: Sequence[str], spec
 def _duel(args: argparse.Namespace, runners: list[Runner], found: Findings) -> None:
     from petatron.cli.bench_breakdown import profile_steps
     from petatron.cli.bench_machine import sampled
-    from petatron.cli.bench_timing import alternate, paired_ratios
+    from petatron.cli.bench_runner import alternate
+    from petatron.cli.bench_timing import paired_ratios
 
     runners[0].blocks_ms.clear()
     with sampled(runners[0].device) as samples:
@@ -285,15 +247,15 @@ def _prepare(name: str, spec: BenchSpec, batches: list[Batch]) -> Runner | None:
     """Build one, compile it and see how much memory it takes; None if that is more than there is."""
     import torch
 
-    from petatron.cli.bench_peers import build
-    from petatron.cli.bench_timing import Runner, held, release, synchronize
+    from petatron.cli.bench_runner import Runner
+    from petatron.cli.bench_timing import held, release, synchronize
 
     _log.info("building %s", name)
     release(spec.device)
     before = held(spec.device)
     started = time.perf_counter()
     try:
-        runner = Runner(name, build(name, spec), batches, spec.device)
+        runner = Runner(name, bench_peers.build(name, spec), batches, spec.device)
         synchronize(spec.device)
         runner.build_s = time.perf_counter() - started
         runner.first_runs(held_before=before)
@@ -308,10 +270,10 @@ def _prepare(name: str, spec: BenchSpec, batches: list[Batch]) -> Runner | None:
 def _apart(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> Findings:
     """Each in a process of its own, there and back again; what a visit timed is one block."""
     from petatron.cli.bench_report import Findings, joined
-    from petatron.cli.bench_timing import paired_ratios
+    from petatron.cli.bench_timing import orders, paired_ratios
 
     visits: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    turns = [*names, *reversed(names)]
+    turns = [name for order in orders(names, rounds=2) for name in order]
     for number, name in enumerate(turns, start=1):
         if not any(values.get("out_of_memory") for values in visits[name]):
             _log.info("%s in a process of its own, %d of %d", name, number, len(turns))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import configure
+from petatron.base.words import counted
 
 if TYPE_CHECKING:
     from petatron.checkpoint.compare import Comparison
@@ -145,7 +146,7 @@ def _layout(summary: Summary) -> str:
     sharding = parallel.get("data_parallel_sharding_strategy")
     words += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
     ranks = parallel.get("world_size") or 1
-    return ", ".join([*words, f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"])
+    return ", ".join([*words, counted(ranks, "rank")])
 
 
 def _print_tensors(summary: Summary, *, every: bool) -> None:

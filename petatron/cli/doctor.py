@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -191,7 +191,24 @@ def _kernels(device: torch.device) -> tuple[str, ...]:
 
     from petatron.kernels.registry import Situation, survey
 
-    return tuple(map(str, survey(Situation.of(device, torch.bfloat16, compiles=True))))
+    chosen = survey(Situation.of(device, torch.bfloat16, compiles=True))
+    return (*map(str, chosen), *_products(device.type, torch.bfloat16))
+
+
+def _products(device: str, dtype: torch.dtype) -> Iterator[str]:
+    """The products that are no matter of the registry: their choice is one of PyTorch's functions."""
+    from petatron.kernels import grouped, matmul
+
+    reason = grouped.lacks(device, dtype)
+    if reason is None:
+        yield "experts' products: one kernel for all experts; one after the other for widths that are no multiples of 8"
+    else:
+        yield f"experts' products: one expert after the other; not one kernel: {reason}"
+    reason = matmul.lacks(device)
+    if reason is None:
+        yield "weight gradients: added in float32 by the product that makes them; experts' by another pass"
+    else:
+        yield f"weight gradients: added by a product of operands widened to float32; not one kernel: {reason}"
 
 
 def _fused_adamw(device: torch.device) -> None:

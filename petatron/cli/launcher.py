@@ -5,7 +5,8 @@ Here the first failure ends the run within `grace_s` plus a moment, and the user
 
 Signals. Ranks run in a session of their own, so Ctrl-C in a terminal reaches only this process, which passes it on
 exactly once: a rank that took it as "save and exit" is not hit again while saving, and may take as long as it needs.
-A second Ctrl-C means "now", and kills. SIGHUP (a closed terminal) is passed on as SIGTERM.
+A second Ctrl-C means "now", and kills. SIGHUP (a closed terminal) is passed on as SIGTERM. A run that a signal ended before its
+ranks could end by themselves has the exit code 128 + that signal, whichever way its ranks died.
 
 Orphans. If this process is killed in a way nothing can catch, the kernel kills the ranks (PR_SET_PDEATHSIG, Linux);
 ranks that train on with no one to stop them would hold the devices for ever.
@@ -47,7 +48,7 @@ def run_ranks(
     master_port: int | None = None,
     grace_s: float = 3.0,
 ) -> int:
-    """Run `command` once per local rank and return the exit code: 0, the first failure's, or 128 + its signal."""
+    """Run `command` once per local rank and return the exit code: 0, the first failure's, or 128 + the signal that ended it."""
     environments = _local_ranks(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, master_port=master_port
     )
@@ -86,6 +87,28 @@ class Received:
     """Signals this process got while the ranks ran."""
 
     signals: list[signal.Signals] = field(default_factory=list)
+
+    @property
+    def killing(self) -> bool:
+        """Whether a second Ctrl-C has killed the ranks."""
+        return self.signals.count(signal.SIGINT) > 1
+
+    def ended(self, code: int) -> bool:
+        """Whether a rank with this exit code died of what was passed on, which needs no error report.
+
+        Ranks die of it in many ways: by the signal itself, as Python ends on Ctrl-C, or because their peers did. Only the
+        kernel's SIGKILL is never an answer to a signal that can be caught.
+        """
+        if not self.signals:
+            return False
+        if code == -signal.SIGKILL:
+            return self.killing
+        return code < 0 or code in {128 + number for number in self.signals}
+
+    @property
+    def code(self) -> int:
+        """What a shell says of a program that such a signal ended: the one that killed, or the one that was passed on."""
+        return 128 + (signal.SIGINT if self.killing else self.signals[0])
 
 
 def _local_ranks(
@@ -161,10 +184,9 @@ def _forwarding(ranks: list[Rank]) -> Iterator[Received]:
         return
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        again = signal.SIGINT in received.signals and number == signal.SIGINT
         already = bool(received.signals)
         received.signals.append(signal.Signals(number))
-        if again:
+        if received.killing:
             _signal_all(ranks, signal.SIGKILL)
         elif not already:
             _signal_all(ranks, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
@@ -229,10 +251,10 @@ def _conclude(ranks: Sequence[Rank], first: Rank | None, received: Received, *, 
         return 0
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h")  # a rank that was killed may have left the cursor hidden
-    if received.signals and _died_of(received, first.process.returncode):
+    if received.ended(first.process.returncode):
         names = " and ".join(dict.fromkeys(number.name for number in received.signals))
         print(f"Stopped by {names} before the run could end by itself.", file=sys.stderr)
-        return _code(first)
+        return received.code
     culprit, report = _first_cause(ranks)
     if report and all((own := _read_report(rank.error_file)) and own.text == report for rank in ranks):
         print(report, file=sys.stderr)  # every rank found the same fault: it is the input's, not a rank's
@@ -246,11 +268,6 @@ def _conclude(ranks: Sequence[Rank], first: Rank | None, received: Received, *, 
     if others:
         print(f"Other ranks on this machine: {', '.join(others)}.", file=sys.stderr)
     return _code(culprit)
-
-
-def _died_of(received: Received, code: int) -> bool:
-    """Killed, or ended the way Python ends on Ctrl-C, after we passed a signal on: that needs no error report."""
-    return code < 0 or code in {128 + number for number in received.signals}
 
 
 def _first_cause(ranks: Sequence[Rank]) -> tuple[Rank, str]:

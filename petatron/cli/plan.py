@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.words import counted
 from petatron.parallel.schedule import SCHEDULES, build_schedule, schedule_problem
 from petatron.parallel.schedule.actions import COMPUTE, TimedAction
 from petatron.parallel.schedule.timeline_file import read_measured
@@ -183,11 +184,9 @@ def _simulate(options: argparse.Namespace, name: str, costs: dict[str, float]) -
 
 def _title(options: argparse.Namespace, virtual: int) -> str:
     stages = f", {virtual} stages per rank" if virtual > 1 else ""
-    return f"{options.name}: {_count(options.pp, 'rank')}{stages}, {_count(options.microbatches, 'micro-batch', 'es')}"
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
+    return (
+        f"{options.name}: {counted(options.pp, 'rank')}{stages}, {counted(options.microbatches, 'micro-batch', 'es')}"
+    )
 
 
 def _percent(fraction: float | None) -> str:
@@ -263,7 +262,7 @@ def _measured(options: argparse.Namespace) -> int:
     ]
     if not any(milliseconds):
         raise DataError(f"{options.measured} has transfers only. A timeline needs computations to draw.")
-    title = f"{measured.name}: {_count(len(measured.ranks), 'rank')}, measured"
+    title = f"{measured.name}: {counted(len(measured.ranks), 'rank')}, measured"
     print(f"{title}\n\n{timeline_text(milliseconds)}\n\n{_measured_summary(milliseconds)}")
     if options.out is not None:
         _write(options.out, timeline_svg(milliseconds, title=title, unit="ms"))

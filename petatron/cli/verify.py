@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.words import counted
 from petatron.cli import verify_matrix
 from petatron.cli.train import with_preset
 from petatron.mesh.launch import guard, read_environment
@@ -137,14 +138,14 @@ def _layout(loaded: Loaded) -> str:
     words.append(f"dp {parallel.data_parallel_size}" + ("" if shared == "no_shard" else f" ({shared} sharded)"))
     assert train.global_batch_size is not None and parallel.data_parallel_size is not None
     count = train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size)
-    words.append(f"{count} micro-batches of {train.micro_batch_size}")
+    words.append(f"{counted(count, 'micro-batch', 'es')} of {train.micro_batch_size}")
     if memory.recompute_granularity == "selective":
         words.append(f"recompute of {' '.join(memory.recompute_modules)}")
     elif memory.recompute_granularity is not None:
         words.append("recompute of layers")
     if memory.recompute_memory_budget_gb is not None:
         words.append(f"recompute to fit {memory.recompute_memory_budget_gb:g} GB")
-    return ", ".join([*words, f"{parallel.world_size} ranks"])
+    return ", ".join([*words, counted(parallel.world_size or 1, "rank")])
 
 
 def _has_replicas(run: RunConfig) -> bool:

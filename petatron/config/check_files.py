@@ -8,7 +8,7 @@ from petatron.base.errors import Problem
 from petatron.config.blend import BlendError, parse_blend, parse_split
 from petatron.config.fields import by_name, flag_of
 from petatron.config.schema import RunConfig
-from petatron.config.wording import at_least
+from petatron.config.wording import at_least, or_default
 
 # Fields that hold a path, or several.
 PATHS = (
@@ -61,7 +61,8 @@ def _timeline(config: RunConfig) -> Iterator[Problem]:
     yield from at_least("pipeline_timeline_step", step, 1)
     if config.log.pipeline_timeline is not None and last is not None and step > last >= 1:
         rule = f"is after the last of --train-iters {last}, so nothing would be written"
-        yield Problem("--pipeline-timeline-step", str(step), rule, f"Use {last} or less.")
+        found = or_default("pipeline_timeline_step", step)
+        yield Problem("--pipeline-timeline-step", found, rule, f"Use {last} or less.")
 
 
 def _profile(config: RunConfig) -> Iterator[Problem]:
@@ -70,12 +71,13 @@ def _profile(config: RunConfig) -> Iterator[Problem]:
     if not log.profile:
         return
     start, end = log.profile_step_start, log.profile_step_end
+    first = or_default("profile_step_start", start)
     if end <= start:
-        rule = f"is not after --profile-step-start {start}, so nothing would be traced"
-        yield Problem("--profile-step-end", str(end), rule, f"Use {start + 1} or more.")
+        rule = f"is not after --profile-step-start {first}, so nothing would be traced"
+        yield Problem("--profile-step-end", or_default("profile_step_end", end), rule, f"Use {start + 1} or more.")
     if last is not None and start > last >= 1:
         rule = f"is after the last of --train-iters {last}, so nothing would be traced"
-        yield Problem("--profile-step-start", str(start), rule, f"Use {last} or less.")
+        yield Problem("--profile-step-start", first, rule, f"Use {last} or less.")
     beyond = [str(rank) for rank in log.profile_ranks if rank < 0 or (ranks is not None and rank >= ranks)]
     if beyond:
         rule = "is no rank of this run" if ranks is None else f"is not among the {ranks} ranks of this run"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
@@ -45,7 +46,7 @@ def _gathered(config: RunConfig) -> Iterator[Problem]:
         yield Problem(_GATHER, "", rule, fix)
     if config.parallel.data_parallel_sharding_strategy == "no_shard":
         rule = "has nothing to gather: every rank updates all weights"
-        fix = "Add --use-distributed-optimizer, or leave it out."
+        fix = "Add --use-distributed-optimizer, on two or more data-parallel ranks; or leave it out."
         yield Problem(_GATHER, "", rule, fix)
 
 
@@ -58,7 +59,12 @@ def _sizes(config: RunConfig) -> Iterator[Problem]:
     if model.hidden_size % multiple != 0:
         fix = f"Nearest: {multiples_near(model.hidden_size, multiple)}."
         yield Problem(_FLAG, how, f"{takes}, but --hidden-size is {model.hidden_size}", fix)
-    tokens = model.seq_length * config.train.micro_batch_size // max(config.parallel.context_parallel_size, 1)
+    ranks, samples = max(config.parallel.context_parallel_size, 1), config.train.micro_batch_size
+    tokens = model.seq_length * samples // ranks
     if tokens > 0 and tokens % multiple != 0:
         rule = f"{takes}, but a rank's micro-batch has {tokens} tokens"
-        yield Problem(_FLAG, how, rule, "Change --seq-length or --micro-batch-size.")
+        # Context parallelism cuts a sequence into two parts for each rank, which are of one length.
+        length_step = math.lcm(multiple * ranks // math.gcd(multiple * ranks, samples), 2 * ranks if ranks > 1 else 1)
+        lengths = multiples_near(model.seq_length, length_step)
+        batches = multiples_near(samples, multiple // math.gcd(multiple, max(model.seq_length // ranks, 1)))
+        yield Problem(_FLAG, how, rule, f"Nearest: --seq-length {lengths}, or --micro-batch-size {batches}.")

@@ -106,10 +106,10 @@ def listing(words: Iterable[object], last: str = "or") -> str:
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {last} {items[-1]}"
 
 
-def nearest(word: str, candidates: Iterable[str], *, count: int = 2) -> list[str]:
+def nearest(word: str, candidates: Iterable[str], *, count: int = 2, cutoff: float = 0.72) -> list[str]:
     """The candidates that look most like `word` whatever its case, best first; clearly worse ones are left out."""
     lowered = {candidate.lower(): candidate for candidate in candidates}
-    close = difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=0.72)
+    close = difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=cutoff)
     scores = [difflib.SequenceMatcher(None, match, word.lower()).ratio() for match in close]
     return [lowered[match] for match, score in zip(close, scores) if score >= scores[0] - 0.04]
 

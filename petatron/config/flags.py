@@ -9,7 +9,7 @@ a value, so negative numbers need no quoting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from petatron.base.errors import Problem
@@ -53,7 +53,7 @@ def parse_flags(argv: Sequence[str]) -> ParsedFlags:
         surplus = _take(word, parsed)
         parsed.problems += [_stray(text) for text in surplus]
     _drop_yielding_shorthands(parsed)
-    _refuse_two_shorthands(parsed)
+    _refuse_contradictions(parsed)
     return parsed
 
 
@@ -75,9 +75,14 @@ def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Proble
     feature = spellings.LATER_VALUES.get(info.name, {}).get(text)
     if feature is not None:
         return later_problem(where, text, feature, f"Use {listing(info.choices)}")
-    close = nearest(text, info.choices, count=1)
-    fix = f"Did you mean {close[0]}?" if close else f"It is: {info.doc.removesuffix('.')}."
+    fix = _did_you_mean(text, info.choices) or f"It is: {info.doc.removesuffix('.')}."
     return Problem(where, text or "''", reason, fix)
+
+
+def _did_you_mean(text: str, choices: Iterable[str]) -> str:
+    """Of a few choices one is easily told, so a swapped pair of letters in a short word (`mpl`) is near enough."""
+    close = nearest(text, choices, count=1, cutoff=0.6)
+    return f"Did you mean {close[0]}?" if close else ""
 
 
 def _split(argv: Sequence[str], parsed: ParsedFlags) -> list[_Word]:
@@ -177,7 +182,8 @@ def _take_choice(choices: Mapping[str, spellings.Shorthand], word: _Word, parsed
         parsed.add(by_name()[meant.field], meant.value, word.typed)
     else:
         rule = f"is not one of {listing(choices)}" if text else "needs a value"
-        parsed.problems.append(Problem(word.typed, text, rule, f"Use {listing(choices)}."))
+        fix = _did_you_mean(text, choices) or f"Use {listing(choices)}."
+        parsed.problems.append(Problem(word.typed, text, rule, fix))
         parsed.suspects.update(by_name()[choice.field].flag for choice in choices.values())
     return word.following if word.attached is not None else word.following[1:]
 
@@ -233,13 +239,21 @@ def _drop_yielding_shorthands(parsed: ParsedFlags) -> None:
     parsed.settings = [setting for setting in parsed.settings if not (yields(setting) and setting.path in named)]
 
 
-def _refuse_two_shorthands(parsed: ParsedFlags) -> None:
-    """`--swiglu --squared-relu`: each names a whole choice, so neither can quietly win."""
-    seen: dict[str, Setting] = {}
+def _refuse_contradictions(parsed: ParsedFlags) -> None:
+    """`--swiglu --squared-relu`, `--fp8-format e4m3 --fp8-hybrid`: each names a whole choice, so neither can quietly win.
+
+    The same flag twice is no contradiction, the last one wins; nor is a `none` or `--no-x` that takes back what stood before,
+    nor a field's own flag that refines a model whose base was described in shorthands.
+    """
+    before: dict[str, Setting] = {}
     for setting in parsed.settings:
-        if setting.origin.detail.replace("_", "-") not in spellings.SHORTHANDS:
+        earlier, info = before.get(setting.path), by_path()[setting.path]
+        before[setting.path] = setting
+        if earlier is None or setting.value in (None, False) or earlier.value == setting.value:
             continue
-        earlier = seen.setdefault(setting.path, setting)
-        if earlier.value != setting.value:
-            rule = f"contradicts {earlier.origin.detail}; both set {by_path()[setting.path].flag}"
+        first, last = (one.origin.detail.replace("_", "-") for one in (earlier, setting))
+        short = [flag in spellings.SHORTHANDS or flag in spellings.CHOICES for flag in (first, last)]
+        if first != last and (all(short) or (any(short) and info.section != "model")):
+            own = info.flag in (first, last)
+            rule = f"contradicts {earlier.origin.detail}" + ("" if own else f"; both set {info.flag}")
             parsed.problems.append(Problem(setting.origin.detail, "", rule, "Keep one of them."))

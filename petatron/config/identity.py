@@ -5,6 +5,11 @@ A checkpoint, a config.json and a resumed run must agree on the first; the other
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
+from petatron.config.schema import ModelConfig, MoEConfig
+
 # How a run lays out or computes the model.
 RUN_CHOICES = frozenset(
     {
@@ -42,3 +47,12 @@ def is_identity(name: str) -> bool:
     (True, False)
     """
     return name not in RUN_CHOICES and name not in TRAINING_CHOICES
+
+
+def identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
+    """The settings that make a model the same function of its weights, as a checkpoint holds them.
+
+    A dense model says nothing of experts, so that a checkpoint from before there were any is still its own.
+    """
+    experts = asdict(moe) if moe is not None and moe.num_experts is not None else {}
+    return {name: value for name, value in (asdict(model) | experts).items() if is_identity(name)}

@@ -46,20 +46,21 @@ def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[s
         if asked and values[info.path] != info.default:
             typed = f"--no-{info.flag[2:]}" if values[info.path] is False else info.flag
             yield f"{typed} has no effect: {reason}"
-    yield from _other_than_asked(config)
+    yield from _other_than_asked(config, origins)
     if origins["memory.recompute_modules"].kind in ("flag", "file"):
         yield from _idle_modules(config)
 
 
-def _other_than_asked(config: RunConfig) -> Iterator[str]:
+def _other_than_asked(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
     """Settings that have an effect, but not the one that their name promises."""
     precision = config.precision
     if precision.fp8_format == "hybrid" and precision.fp8_recipe == "blockwise":
         yield "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2"
     if precision.fp8_format is not None and not (precision.bf16 or precision.fp16 or precision.fp64):
+        refused = origins["precision.bf16"].kind == "flag"  # --no-bf16, as in every run of `petatron verify`
         yield (
             f"--fp8-format {precision.fp8_format} is emulated, and slower than no FP8, in a run in fp32: hardware multiplies "
-            "eight-bit numbers for bfloat16 ones. Add --bf16"
+            f"eight-bit numbers for bfloat16 ones{'' if refused else '. Add --bf16'}"
         )
 
 

@@ -8,7 +8,7 @@ the one fact that needs a file to be opened.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,6 +82,8 @@ def resolve_config(
     given = {path for path, origin in origins.items() if origin.chosen}
     raw = assemble(values)
     problems += _source_problems(raw, flags, world_size)
+    if "--fp8-format" not in suspects:
+        problems += _recipe_without_format(raw, origins)
     config, derived = derive(raw, given=given, world_size=world_size)
     origins |= derived
     problems += [
@@ -130,3 +132,13 @@ def _source_problems(config: RunConfig, flags: ParsedFlags, world_size: int | No
         fix = "Use --position-embedding-type rope, or none."
         problems.append(Problem(NO_POSITION_EMBEDDING, "", rule, fix))
     return problems
+
+
+def _recipe_without_format(config: RunConfig, origins: Mapping[str, Origin]) -> list[Problem]:
+    """Who names a recipe wants FP8, unless `fp8_format: none` is said in the same place, or on the command line."""
+    asked, switch = (origins[f"precision.{name}"].kind for name in ("fp8_recipe", "fp8_format"))
+    if config.precision.fp8_format is not None or asked not in ("flag", "file") or switch in (asked, "flag"):
+        return []
+    rule = "says how FP8 scales are chosen, but --fp8-format is not set, so nothing would be in FP8"
+    fix = "Add --fp8-format hybrid, or leave it out."
+    return [Problem("--fp8-recipe", config.precision.fp8_recipe, rule, fix)]

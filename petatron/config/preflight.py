@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ _LIBRARIES = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 
 def preflight(config: RunConfig) -> list[Problem]:
     """Everything that is missing, all at once."""
-    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _state_folder, _trace_folder)
+    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _state_folder, _trace_folder)
     return [problem for ask in asked for problem in ask(config)]
 
 
@@ -32,6 +33,24 @@ def _timeline(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--pipeline-timeline", path, "is a folder", "Give the path of a file.")
     elif path is not None and not Path(path).absolute().parent.is_dir():
         yield Problem("--pipeline-timeline", path, "is in a folder that does not exist", "Make the folder first.")
+
+
+def _run_folders(config: RunConfig) -> Iterator[Problem]:
+    """They are made with all that they lie in, so what can be in the way is a file. Logs go beside checkpoints by default."""
+    save, log = config.checkpoint.save, config.log
+    named = {
+        "save": save,
+        "log_dir": log.log_dir if log.log_dir != save else None,
+        "tensorboard_dir": log.tensorboard_dir,
+    }
+    for name, path in named.items():
+        if path is None:
+            continue
+        folder = Path(path).absolute()
+        there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+        if not there.is_dir():
+            rule = "is a file" if there == folder else f"is in {there}, which is a file"
+            yield Problem(flag_of(name), path, rule, "Give the path of a folder.")
 
 
 def _state_folder(config: RunConfig) -> Iterator[Problem]:
@@ -57,8 +76,17 @@ def _new_folder(flag: str, path: str) -> Iterator[Problem]:
     elif not folder.exists() and not folder.parent.is_dir():
         fix = f"Make {folder.parent} first, or give a folder on a disk that is there."
         yield Problem(flag, path, f"is in {folder.parent}, which is no folder", fix)
-    elif not os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK):
-        yield Problem(flag, path, "cannot be written to", "Change its permissions, or give another folder.")
+    elif (why := _refusal(folder if folder.exists() else folder.parent)) is not None:
+        yield Problem(flag, path, f"cannot be written to ({why})", "Make it writable, or give another folder.")
+
+
+def _refusal(folder: Path) -> str | None:
+    """Why nothing can be made in a folder. Found by making something: permissions say nothing to root, nor of /proc or a full disk."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="petatron-", dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _missing_files(config: RunConfig) -> Iterator[Problem]:

@@ -282,7 +282,7 @@ class PrecisionConfig:
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Run matrix products in FP8; hybrid uses e5m2 for gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
-    """How FP8 scales are chosen: by tensor, by tensor from past steps, by row, or by block of 128."""
+    """How the scales of `--fp8-format` are chosen: by tensor, by tensor from past steps, by row, or by block of 128."""
     fp8_amax_history_len: int = 1
     """Steps whose largest magnitudes the delayed recipe remembers."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
@@ -314,7 +314,8 @@ class MemoryConfig:
     cpu_offloading_num_layers: int = 0
     """Layers of every pipeline stage, evenly spread, whose activations wait in host memory for the backward pass."""
     optimizer_cpu_offload: bool = False
-    """Keep master weights and moments in host memory; they visit the device for every update, and no number changes."""
+    """Keep master weights and moments in host memory; they visit the device for every update, and no number changes.
+    Where weights are their own master weights (FSDP, and runs without --bf16 or --fp16), moments alone."""
     optimizer_nvme_offload: str | None = None
     """Folder on a fast disk for the same, made if need be in a folder that exists. What is there ends with the run;
     checkpoints are what lasts."""

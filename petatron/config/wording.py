@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.fields import flag_of, listing
+from petatron.config.fields import by_name, flag_of, listing
 
 
 def divisors(number: int, *, limit: int = 12) -> str:
@@ -20,6 +20,11 @@ def multiples_near(number: int, step: int) -> str:
     """The multiples of `step` on both sides of `number`: `96 or 112`."""
     below = number // step * step
     return f"{below} or {below + step}" if below > 0 else str(step)
+
+
+def or_default(name: str, value: int) -> str:
+    """`12`, or `10 (default)`: nobody need have typed it."""
+    return f"{value} (default)" if value == by_name()[name].default else str(value)
 
 
 def at_least(name: str, value: float | None, minimum: float) -> Iterator[Problem]:

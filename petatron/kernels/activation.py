@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from petatron.kernels.precision import widened
+
 _QUICK = 1.702
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,28 +41,24 @@ GATED: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_
 
 
 def plain(x_RF: Tensor, name: str) -> Tensor:
-    return PLAIN[name](_wide(x_RF)).to(x_RF.dtype)
+    return PLAIN[name](widened(x_RF)).to(x_RF.dtype)
 
 
 def plain_backward(grad_RF: Tensor, x_RF: Tensor, name: str, *, again: bool) -> tuple[Tensor, Tensor | None]:
     """The gradient of x, and the activation's output if it is wanted again."""
-    x = _wide(x_RF)
+    x = widened(x_RF)
     made = PLAIN[name](x).to(x_RF.dtype) if again else None
     return _SLOPE[name](grad_RF.to(x.dtype), x).to(x_RF.dtype), made
 
 
 def gated(gate_up_RG: Tensor, name: str) -> Tensor:
-    gate, up = (_wide(part) for part in gate_up_RG.chunk(2, dim=-1))
+    gate, up = (widened(part) for part in gate_up_RG.chunk(2, dim=-1))
     return (PLAIN[GATED[name]](gate) * up).to(gate_up_RG.dtype)
 
 
 def gated_backward(grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, again: bool) -> tuple[Tensor, Tensor | None]:
     """The gradient of gate and up side by side, and the activation's output if it is wanted again."""
-    gate, up = (_wide(part) for part in gate_up_RG.chunk(2, dim=-1))
+    gate, up = (widened(part) for part in gate_up_RG.chunk(2, dim=-1))
     grad, active = grad_RF.to(gate.dtype), PLAIN[GATED[name]](gate)
     made = (active * up).to(gate_up_RG.dtype) if again else None
     return torch.cat((_SLOPE[GATED[name]](grad * up, gate), grad * active), dim=-1).to(gate_up_RG.dtype), made
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

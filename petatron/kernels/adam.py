@@ -140,10 +140,10 @@ def adamw_fused(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamR
 
 
 def sum_of_squares(views: Sequence[Tensor]) -> Tensor:
-    """By torch's norm of many tensors at once."""
+    """By torch's norm of many tensors at once: each in the precision of the result, and together in float64."""
     wide = torch.promote_types(views[0].dtype, torch.float32)
     norms = torch._foreach_norm(list(views), dtype=wide)
-    return sum((norm.square() for norm in norms), views[0].new_zeros((), dtype=wide))
+    return torch.stack(norms).double().square().sum().to(wide)
 
 
 def _chunks(flat: Tensor) -> Iterator[tuple[int, int]]:

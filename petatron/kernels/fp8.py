@@ -36,9 +36,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from petatron.kernels.alignment import begins_aligned
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
-_SQUARES_MULTIPLE = 4
+SQUARES_MULTIPLE = 4
 _EXPONENT_LIMIT = 126
 
 Scaling = Literal["tensor", "rows", "blocks", "squares"]
@@ -236,15 +238,15 @@ def hardware_product(a: Operand, b: Operand, *, dtype: torch.dtype, fast: bool, 
         return result if out is None else out.copy_(result)
     left, right = a.scale, b.scale if b.scaling == "tensor" else b.scale.t()
     quick = fast and a.scaling != "blocks"
-    if out is None or not _aligned(out):
+    if out is None or not _is_writable(out):
         result = torch._scaled_mm(a.values, b.values.t(), left, right, out_dtype=dtype, use_fast_accum=quick)
         return result if out is None else out.copy_(result)
     return torch._scaled_mm(a.values, b.values.t(), left, right, out_dtype=dtype, use_fast_accum=quick, out=out)
 
 
-def _aligned(out: Tensor) -> bool:
+def _is_writable(out: Tensor) -> bool:
     """Whether cuBLAS may write there: rows one after the other, from a multiple of 16 bytes on."""
-    return out.is_contiguous() and out.storage_offset() * out.element_size() % 16 == 0
+    return out.is_contiguous() and begins_aligned(out)
 
 
 def hardware_grouped_product(
@@ -287,7 +289,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _padded_squares(scale: Tensor) -> Tensor:
-    return F.pad(scale, (0, -scale.shape[1] % _SQUARES_MULTIPLE), value=1.0).contiguous()
+    return F.pad(scale, (0, -scale.shape[1] % SQUARES_MULTIPLE), value=1.0).contiguous()
 
 
 def _spread(scale: Tensor, shape: torch.Size, size: int) -> Tensor:

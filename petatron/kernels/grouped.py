@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from petatron.kernels.alignment import begins_aligned
 from petatron.kernels.matmul import matmul_into
 
 Counts = Tensor | int
@@ -55,11 +56,18 @@ def _one_kernel(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     return F.grouped_mm(a, b, offs=counts.cumsum(0, dtype=torch.int32))
 
 
+def lacks(device: str, dtype: torch.dtype) -> str | None:
+    """What a kind of device and operands lack for the one kernel, whatever the shapes; None: nothing."""
+    if device != "cuda":
+        return "the device is no GPU"
+    return None if dtype == torch.bfloat16 else "it takes bfloat16"
+
+
 def _has_grouped_kernel(x_RD: Tensor, other: Tensor) -> bool:
     """The kernel copies 16 bytes at a time: widths are multiples of 8, and a weight in a larger buffer begins at one."""
-    right_kind = x_RD.device.type == "cuda" and x_RD.dtype == other.dtype == torch.bfloat16 and x_RD.shape[0] > 0
+    right_kind = lacks(x_RD.device.type, x_RD.dtype) is None and x_RD.dtype == other.dtype and x_RD.shape[0] > 0
     widths = (x_RD.shape[1], *other.shape[1:])
-    return right_kind and all(width % 8 == 0 for width in widths) and other.data_ptr() % 16 == 0
+    return right_kind and all(width % 8 == 0 for width in widths) and begins_aligned(other)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.multiplication import PLAIN, Multiplication, WeightGrad
+from petatron.kernels.precision import widened
 
 CHUNK_BYTES, MOST_CHUNK_BYTES = 7 << 28, 1 << 31
 """Most that a chunk's logits may take, and of a batch of 32,768 tokens or more, beside whose activations more does not count: 7,325
@@ -94,16 +95,12 @@ class SoftmaxKernels:
     """(logits, targets, weights, rows) -> losses; both of the above in one, where no other rank has to be asked."""
 
 
-def _wide(logits_CV: Tensor, rows: int) -> Tensor:
-    return logits_CV[:, :rows].to(torch.promote_types(logits_CV.dtype, torch.float32))
-
-
 def _is_here(targets_C: Tensor, rows: int) -> Tensor:
     return (targets_C >= 0) & (targets_C < rows)
 
 
 def statistics(logits_CV: Tensor, targets_C: Tensor, rows: int) -> Tensor:
-    wide = _wide(logits_CV, rows)
+    wide = widened(logits_CV[:, :rows])
     if not rows:  # all of this rank's part is padding
         nothing = wide.new_zeros(wide.shape[0])
         return torch.stack((nothing - float("inf"), nothing, nothing))
@@ -116,7 +113,7 @@ def statistics(logits_CV: Tensor, targets_C: Tensor, rows: int) -> Tensor:
 
 def gradient_(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, log_total_C: Tensor, rows: int) -> None:
     if rows:
-        grad = (_wide(logits_CV, rows) - log_total_C.unsqueeze(1)).exp_()
+        grad = (widened(logits_CV[:, :rows]) - log_total_C.unsqueeze(1)).exp_()
         here = _is_here(targets_C, rows).to(grad.dtype).unsqueeze(1)
         grad.scatter_add_(1, targets_C.clamp(0, rows - 1).unsqueeze(1), -here)
         logits_CV[:, :rows] = grad.mul_(weights_C.unsqueeze(1))
@@ -176,6 +173,11 @@ def _deliver(job: WeightGrad, x_CD: Tensor, deliver: Deliver) -> None:
     deliver(lambda out, accumulate: job.write(inputs, out, accumulate=accumulate))
 
 
+def _write_nothing(out: Tensor, accumulate: bool) -> None:
+    if not accumulate:
+        out.zero_()
+
+
 @torch.no_grad()
 def linear_cross_entropy(
     x_TD: Tensor,
@@ -191,7 +193,8 @@ def linear_cross_entropy(
     """Each token's loss, not weighted, and the gradient of the weighted sum of losses with respect to x.
 
     Targets are ids of the whole vocabulary; one that is no id needs a weight of zero. `wanted` None evaluates: no gradient,
-    and None in its place. The weight's gradient goes to `wanted.deliver` chunk by chunk before this returns.
+    and None in its place. The weight's gradient goes to `wanted.deliver` chunk by chunk before this returns; that of no tokens
+    is zero, and goes there too.
     """
     tokens = chunk or chunk_tokens(x_TD.shape[0], weight_VD.shape[0], x_TD.element_size())
     targets_T = targets_T - columns.first
@@ -211,4 +214,6 @@ def linear_cross_entropy(
 
     for start in range(0, x_TD.shape[0], tokens):
         take(slice(start, start + tokens))
+    if not x_TD.shape[0] and wanted is not None and wanted.deliver is not None:
+        wanted.deliver(_write_nothing)
     return losses_T, grad_x_TD

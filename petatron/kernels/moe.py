@@ -33,7 +33,6 @@ T tokens, K choices per token, R rows, E experts, D width, O output width, G inn
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,41 +41,8 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.activation import GATED, gated, gated_backward, plain, plain_backward
-from petatron.kernels.grouped import (
-    Counts,
-    GroupedMultiplication,
-    GroupedWeightGrad,
-    grouped_weight_grad,
-    looped_linear,
-)
-from petatron.kernels.registry import Situation, choose
-
-__all__ = [
-    "REFERENCE",
-    "Arrangement",
-    "Counts",
-    "GroupedMultiplication",
-    "GroupedWeightGrad",
-    "RowKernels",
-    "Sorted",
-    "arrange",
-    "choices_of_rows",
-    "combine",
-    "combine_backward",
-    "grouped_weight_grad",
-    "inverse",
-    "looped_linear",
-    "reorder",
-    "row_kernels",
-    "rows_of_choices",
-    "sort_by_expert",
-    "sum_rows",
-    "take",
-    "take_rows",
-    "weight_of_rows",
-    "weighted_activation",
-    "weighted_activation_backward",
-]
+from petatron.kernels.grouped import Counts
+from petatron.kernels.precision import widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +151,15 @@ def arrange(
 
 def take_rows(x_TD: Tensor, arrangement: Arrangement) -> Tensor:
     """The token of every row; zeros in padding."""
-    rows = x_TD.index_select(0, arrangement.token_R)
-    return rows if arrangement.real_R is None else rows * arrangement.real_R[:, None]
+    return _pick(x_TD, arrangement.token_R, arrangement.real_R)
+
+
+def _pick(source: Tensor, at_R: Tensor, real_R: Tensor | None) -> Tensor:
+    """What every row has of a source; zeros in padding, for which `at_R` is anything: without tokens there is nothing at it."""
+    if not source.shape[0]:
+        return source.new_zeros((at_R.shape[0], *source.shape[1:]))
+    rows = source.index_select(0, at_R)
+    return rows if real_R is None else rows.masked_fill(~real_R.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
 def sum_rows(rows_RD: Tensor, arrangement: Arrangement, *, weights_TK: Tensor | None = None) -> Tensor:
@@ -203,7 +176,7 @@ def combine_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a weighted sum: of the rows (zeros in padding), and of the weights."""
     weight_R = rows_of_choices(weights_TK, arrangement)
-    grad_RD = (grad_TD.index_select(0, arrangement.token_R) * weight_R[:, None]).to(rows_RD.dtype)
+    grad_RD = (take_rows(grad_TD, arrangement) * weight_R[:, None]).to(rows_RD.dtype)
     wide = torch.promote_types(grad_TD.dtype, torch.float32)
     grad_weights = torch.zeros_like(weights_TK)
     for k, part in enumerate(_parts(rows_RD, arrangement)):
@@ -223,8 +196,7 @@ def _parts(rows_RD: Tensor, arrangement: Arrangement) -> Iterator[Tensor]:
 
 def rows_of_choices(of_TK: Tensor, arrangement: Arrangement) -> Tensor:
     """For every row what its choice has, [R]; zeros in padding."""
-    of_R = of_TK.flatten().index_select(0, arrangement.choice_R)
-    return of_R if arrangement.real_R is None else of_R.masked_fill(~arrangement.real_R, 0)
+    return _pick(of_TK.flatten(), arrangement.choice_R, arrangement.real_R)
 
 
 def choices_of_rows(of_R: Tensor, arrangement: Arrangement) -> Tensor:
@@ -237,7 +209,7 @@ def choices_of_rows(of_R: Tensor, arrangement: Arrangement) -> Tensor:
 
 def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str) -> Tensor:
     """The activation, plain or gated, times the weight of each row, rounded once, [R, F]."""
-    inner = _wide(inner_RG)
+    inner = widened(inner_RG)
     active = gated(inner, name) if name in GATED else plain(inner, name)
     return (active * weight_R[:, None]).to(inner_RG.dtype)
 
@@ -246,16 +218,12 @@ def weighted_activation_backward(
     grad_RF: Tensor, inner_RG: Tensor, weight_R: Tensor, name: str, *, again: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of what went in and of the weights, and the weighted activation if it is wanted again."""
-    inner, grad = _wide(inner_RG), _wide(grad_RF)
+    inner, grad = widened(inner_RG), widened(grad_RF)
     backward = gated_backward if name in GATED else plain_backward
     grad_inner, active = backward(grad * weight_R[:, None], inner, name, again=True)
     assert active is not None
     made = (active * weight_R[:, None]).to(inner_RG.dtype) if again else None
     return grad_inner.to(inner_RG.dtype), (active * grad).sum(-1).to(weight_R.dtype), made
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,52 +240,43 @@ class RowKernels:
 REFERENCE = RowKernels(take_rows, sum_rows, combine_backward, weighted_activation, weighted_activation_backward)
 
 
-def row_kernels(x: Tensor) -> RowKernels:
-    """What rows like these are moved with."""
-    return _rows_of(x.device, x.dtype)
-
-
-@functools.cache
-def _rows_of(device: torch.device, dtype: torch.dtype) -> RowKernels:
-    return choose("expert rows", Situation.of(device, dtype, compiles=False)).functions
-
-
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, arrangement: Arrangement) -> Tensor:
-        ctx.arrangement = arrangement
-        return row_kernels(x_TD).take_rows(x_TD, arrangement)
+    def forward(ctx: Any, x_TD: Tensor, arrangement: Arrangement, kernels: RowKernels) -> Tensor:
+        ctx.arrangement, ctx.kernels = arrangement, kernels
+        return kernels.take_rows(x_TD, arrangement)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return row_kernels(grads[0]).sum_rows(grads[0], ctx.arrangement), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.kernels.sum_rows(grads[0], ctx.arrangement), None, None
 
 
-def take(x_TD: Tensor, arrangement: Arrangement) -> Tensor:
+def take(x_TD: Tensor, arrangement: Arrangement, *, kernels: RowKernels) -> Tensor:
     """The tokens of all rows [R, D]; zeros in padding."""
-    return _Take.apply(x_TD, arrangement)  # pyright: ignore[reportReturnType]
+    return _Take.apply(x_TD, arrangement, kernels)  # pyright: ignore[reportReturnType]
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor | None, arrangement: Arrangement) -> Tensor:
-        ctx.arrangement = arrangement
+    def forward(
+        ctx: Any, rows_RD: Tensor, weights_TK: Tensor | None, arrangement: Arrangement, kernels: RowKernels
+    ) -> Tensor:
+        ctx.arrangement, ctx.kernels = arrangement, kernels
         ctx.save_for_backward(*(() if weights_TK is None else (rows_RD, weights_TK)))
-        return row_kernels(rows_RD).sum_rows(rows_RD, arrangement, weights_TK=weights_TK)
+        return kernels.sum_rows(rows_RD, arrangement, weights_TK=weights_TK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        kernels = row_kernels(grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         saved = ctx.saved_tensors  # asked for once: where this is recomputed, every time is a run
         if not saved:
-            return kernels.take_rows(grads[0], ctx.arrangement), None, None
+            return ctx.kernels.take_rows(grads[0], ctx.arrangement), None, None, None
         rows_RD, weights_TK = saved
-        return *kernels.combine_backward(grads[0], rows_RD, weights_TK, ctx.arrangement), None
+        return *ctx.kernels.combine_backward(grads[0], rows_RD, weights_TK, ctx.arrangement), None, None
 
 
-def combine(rows_RD: Tensor, weights_TK: Tensor | None, arrangement: Arrangement) -> Tensor:
+def combine(rows_RD: Tensor, weights_TK: Tensor | None, arrangement: Arrangement, *, kernels: RowKernels) -> Tensor:
     """For every token the sum of its rows, each times the weight of its choice if not yet applied, [T, D]."""
-    return _Combine.apply(rows_RD, weights_TK, arrangement)  # pyright: ignore[reportReturnType]
+    return _Combine.apply(rows_RD, weights_TK, arrangement, kernels)  # pyright: ignore[reportReturnType]
 
 
 class _WeightOfRows(torch.autograd.Function):

@@ -18,13 +18,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from petatron.kernels.precision import widened
+
 
 def rms_norm(
     x_RD: Tensor, weight_D: Tensor, *, eps: float, from_one: bool, branch: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Total, normalised total and reciprocal root mean square; `from_one`: weights are kept as an offset from one."""
     total = x_RD if branch is None else x_RD + branch
-    wide = _wide(total)
+    wide = widened(total)
     rstd_R = torch.rsqrt(wide.square().mean(dim=-1) + eps)
     return total, _scaled(wide * rstd_R[:, None], weight_D, total.dtype, from_one=from_one), rstd_R
 
@@ -40,7 +42,7 @@ def rms_norm_backward(
     again: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of the total and of the weight (in at least float32), and the normalised total if it is wanted again."""
-    normal, grad = _wide(total_RD) * rstd_R[:, None], _wide(grad_RD)
+    normal, grad = widened(total_RD) * rstd_R[:, None], widened(grad_RD)
     inner = grad * _whole_weight(weight_D, grad.dtype, from_one=from_one)
     out = (inner - normal * (inner * normal).mean(dim=-1, keepdim=True)) * rstd_R[:, None]
     if grad_total is not None:
@@ -54,7 +56,7 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Total, normalised total, and mean and reciprocal deviation [2, R]."""
     total = x_RD if branch is None else x_RD + branch
-    wide = _wide(total)
+    wide = widened(total)
     mean_R = wide.mean(dim=-1)
     rstd_R = torch.rsqrt((wide - mean_R[:, None]).square().mean(dim=-1) + eps)
     normal = (wide - mean_R[:, None]) * rstd_R[:, None]
@@ -74,7 +76,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the total, the weight and the bias, and the normalised total if it is wanted again."""
     mean_R1, rstd_R1 = statistics.unsqueeze(-1)
-    normal, grad = (_wide(total_RD) - mean_R1) * rstd_R1, _wide(grad_RD)
+    normal, grad = (widened(total_RD) - mean_R1) * rstd_R1, widened(grad_RD)
     inner = grad * _whole_weight(weight_D, grad.dtype, from_one=from_one)
     along = (inner * normal).mean(dim=-1, keepdim=True)
     out = (inner - inner.mean(dim=-1, keepdim=True) - normal * along) * rstd_R1
@@ -82,10 +84,6 @@ def layer_norm_backward(
         out = out + grad_total
     made = _shifted(normal, weight_D, bias_D, total_RD.dtype, from_one=from_one) if again else None
     return out.to(total_RD.dtype), (grad * normal).sum(dim=0), grad.sum(dim=0), made
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _whole_weight(weight_D: Tensor, dtype: torch.dtype, *, from_one: bool) -> Tensor:

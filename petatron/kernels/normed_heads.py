@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.norm import rms_norm, rms_norm_backward
-from petatron.kernels.rotate import laid_out, turn
+from petatron.kernels.precision import widened
+from petatron.kernels.rotate import laid_out, split_heads, turn
 
 Pair = tuple[Tensor, Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
@@ -37,9 +38,7 @@ class HeadNorm:
 
     def split(self, qkv: Tensor) -> Three:
         """Views [S, B, heads, E] of queries, keys and values that lie side by side."""
-        width = qkv.shape[-1] // (self.heads + 2 * self.groups)
-        all_heads, keys = qkv.unflatten(-1, (-1, width)), self.heads + self.groups
-        return all_heads[:, :, : self.heads], all_heads[:, :, self.heads : keys], all_heads[:, :, keys:]
+        return split_heads(qkv, heads=self.heads, groups=self.groups)
 
 
 def split_norm_rotate(qkv: Tensor, weights: Pair, rotation: Pair, norm: HeadNorm, *, batch_major: bool) -> Three:
@@ -60,7 +59,6 @@ def split_norm_rotate_backward(
     grads: Three, qkv: Tensor, weights: Pair, rotation: Pair, norm: HeadNorm, *, out: Tensor
 ) -> Pair:
     """Write the gradient of qkv to `out`, which lies in memory as qkv does; returns those of the weights, in at least float32."""
-    wide = torch.promote_types(qkv.dtype, torch.float32)
     cos, sin = rotation
     *parts, _ = norm.split(qkv)
     *targets, to_v = norm.split(out)
@@ -68,8 +66,8 @@ def split_norm_rotate_backward(
     found = []
     for grad, x, weight, target in zip(grads[:2], parts, weights, targets, strict=True):
         rows = x.reshape(-1, x.shape[-1])
-        rstd = torch.rsqrt(rows.to(wide).square().mean(dim=-1) + norm.eps)
-        turned = turn(grad.to(wide), cos, -sin).reshape(rows.shape)
+        rstd = torch.rsqrt(widened(rows).square().mean(dim=-1) + norm.eps)
+        turned = turn(widened(grad), cos, -sin).reshape(rows.shape)
         row_grads, weight_grad, _ = rms_norm_backward(turned, rows, rstd, weight, from_one=norm.from_one, again=False)
         target.copy_(row_grads.view(x.shape))
         found.append(weight_grad)

@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -144,21 +144,18 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _expert_rows() -> Any:
-    kind = importlib.import_module("petatron.kernels.moe").RowKernels
-    twins = importlib.import_module("petatron.kernels.triton.moe")
-    return kind(**{field.name: getattr(twins, field.name) for field in fields(kind)})
-
-
 def _adam_of_torch() -> Any:
     module = importlib.import_module("petatron.kernels.adam")
     return SimpleNamespace(adamw=module.adamw_fused, sum_of_squares=module.sum_of_squares)
 
 
-def _twins(name: str, triton: str | None = None, plain: str | None = None) -> tuple[Kernel, Kernel]:
+def _twins(
+    name: str, *, records: bool = False, lacks: Lacks = _triton, plain: str = "reference"
+) -> tuple[Kernel, Kernel]:
+    """The modules of a name, or the records that they have of their functions."""
     return (
-        Kernel("triton", _module(f"triton.{name}", triton), _triton),
-        Kernel("reference", _module(name, plain), _anywhere),
+        Kernel("triton", _module(f"triton.{name}", "TRITON" if records else None), lacks),
+        Kernel(plain, _module(name, "REFERENCE" if records else None), _anywhere),
     )
 
 
@@ -175,31 +172,16 @@ OPERATIONS: Mapping[str, tuple[Kernel, ...]] = {
     ),
     "rotary embedding": _twins("rotate"),
     "normed rotary embedding": _twins("normed_heads"),
-    "softmax and loss": (
-        Kernel("triton", _module("triton.loss", "TRITON"), _triton),
-        Kernel("reference", _module("linear_loss", "REFERENCE"), _anywhere),
-    ),
+    "softmax and loss": _twins("linear_loss", records=True),
     "embedding gradient": _twins("embedding"),
     "adamw": (
         Kernel("triton", _module("triton.adam"), _triton),
         Kernel("torch fused", _adam_of_torch, _anywhere),
     ),
-    "expert rows": (
-        Kernel("triton", _expert_rows, _triton),
-        Kernel("reference", _module("moe", "REFERENCE"), _anywhere),
-    ),
-    "packed rows": (
-        Kernel("triton", _module("triton.rows"), _triton),
-        Kernel("reference", _module("attention.rows"), _anywhere),
-    ),
-    "fp8": (
-        Kernel("triton", _module("triton.quantise", "KERNELS"), _eight_bits),
-        Kernel("emulation", _module("fp8", "REFERENCE"), _anywhere),
-    ),
-    "weights to eight bits": (
-        Kernel("triton", _module("triton.wire", "KERNELS"), _eight_bits),
-        Kernel("reference", _module("wire", "REFERENCE"), _anywhere),
-    ),
+    "expert rows": _twins("moe", records=True),
+    "packed rows": _twins("attention.rows"),
+    "fp8": _twins("fp8", records=True, lacks=_eight_bits, plain="emulation"),
+    "weights to eight bits": _twins("wire", records=True, lacks=_eight_bits),
 }
 
 

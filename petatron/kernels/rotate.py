@@ -18,20 +18,25 @@ def split_rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, heads: int, groups: int, batch_major: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [S, B, H, E], k and v [S, B, K, E]; cos and sin are [S, 1 or B, 1, n]."""
-    width = qkv.shape[-1] // (heads + 2 * groups)
-    q, k, v = qkv.unflatten(-1, (-1, width)).split((heads, groups, groups), dim=2)
+    q, k, v = split_heads(qkv, heads=heads, groups=groups)
     q, k, v = (laid_out(part, batch_major=batch_major) for part in (turn(q, cos, sin), turn(k, cos, sin), v))
     return q, k, v
 
 
 def split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
     """Write the gradient of qkv to `out`, which lies in memory as qkv did, and return it."""
-    heads, groups = dq.shape[2], dk.shape[2]
-    to_q, to_k, to_v = out.unflatten(-1, (-1, dq.shape[-1])).split((heads, groups, groups), dim=2)
+    to_q, to_k, to_v = split_heads(out, heads=dq.shape[2], groups=dk.shape[2])
     to_q.copy_(turn(dq, cos, -sin))
     to_k.copy_(turn(dk, cos, -sin))
     to_v.copy_(dv)
     return out
+
+
+def split_heads(qkv: Tensor, *, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q [S, B, H, E], k and v [S, B, K, E] of [S, B, (H + 2K) E], in which they lie side by side."""
+    width = qkv.shape[-1] // (heads + 2 * groups)
+    q, k, v = qkv.unflatten(-1, (-1, width)).split((heads, groups, groups), dim=2)
+    return q, k, v
 
 
 def turn(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

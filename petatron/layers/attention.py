@@ -12,7 +12,7 @@ from petatron.kernels import normed_heads, rotate
 from petatron.kernels.attention import causal_attention, rows
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import RowMoves
-from petatron.kernels.rotate import turn
+from petatron.kernels.rotate import split_heads, turn
 from petatron.layers.heads import NormedHeadsKernels, Norms, RotateKernels, split_norm_rotate, split_rotate
 from petatron.layers.linear import Linear
 from petatron.layers.norm import RMSNorm, build_norm
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         if passing.rotation is not None and self.rms_norms is not None:
             sizes = {"heads": heads, "groups": groups}
             return split_norm_rotate(qkv, passing.rotation, self.rms_norms, **sizes, kernels=self.norm_kernels)
-        q, k, v = qkv.unflatten(-1, (-1, self.head_width)).split((heads, groups, groups), dim=2)
+        q, k, v = split_heads(qkv, heads=heads, groups=groups)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if passing.rotation is not None:

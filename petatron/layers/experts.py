@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.schema import GATED_ACTIVATIONS, ModelConfig, MoEConfig
-from petatron.kernels.moe import Counts, GroupedMultiplication, row_kernels
+from petatron.kernels.grouped import Counts, GroupedMultiplication
+from petatron.kernels.moe import REFERENCE, RowKernels
 from petatron.kernels.multiplication import Multiplication
 from petatron.layers.mlp import Activation
 from petatron.layers.product import Multiply, TakesWeightGrads
@@ -55,6 +56,7 @@ class GroupedLinear(nn.Module):
 class _MakeWeighted:
     """(inner, weight of each row) to the weighted activation."""
 
+    kernels: RowKernels
     name: str
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
@@ -65,25 +67,28 @@ class _MakeWeighted:
     def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
         (inner, weight), (grad,) = kept, grads
         assert grad is not None
-        kernels = row_kernels(inner)
-        inner_grad, weight_grad, made = kernels.weighted_activation_backward(
+        inner_grad, weight_grad, made = self.kernels.weighted_activation_backward(
             grad.contiguous(), inner, weight, self.name, again=again
         )
         return (inner_grad, weight_grad), made
 
     def again(self, kept: Tensors) -> Tensor:
         inner, weight = kept
-        return row_kernels(inner).weighted_activation(inner, weight, self.name)
+        return self.kernels.weighted_activation(inner, weight, self.name)
 
 
 class RoutedExperts(nn.Module):
-    """down(act(up(x))) of every row's expert; for a gated activation gate and up are one product, `gate_up`."""
+    """down(act(up(x))) of every row's expert; for a gated activation gate and up are one product, `gate_up`.
+
+    The slot `kernels` has what runs over rows, in here and on their way here and back.
+    """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, width: int) -> None:
         super().__init__()
         experts, inner, bias = moe.num_experts, moe.moe_ffn_hidden_size, config.add_bias_linear
         assert experts is not None and inner is not None, "the config is not derived"
         self.act = Activation(config.activation)
+        self.kernels: RowKernels = REFERENCE
         gated = config.activation in GATED_ACTIVATIONS
         self.first = "gate_up" if gated else "up"
         self.add_module(self.first, GroupedLinear(experts, width, 2 * inner if gated else inner, bias=bias))
@@ -101,5 +106,5 @@ class RoutedExperts(nn.Module):
         inner = self.get_submodule(self.first)(x_RD, counts)
         if weight_R is None:
             return self.down(self.act(inner), counts)
-        (value,), source = make(_MakeWeighted(self.act.name), inner, weight_R)
+        (value,), source = make(_MakeWeighted(self.kernels, self.act.name), inner, weight_R)
         return self.down(Remade(value, source), counts)

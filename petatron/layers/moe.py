@@ -17,7 +17,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from petatron.config.schema import ModelConfig, MoEConfig
-from petatron.kernels.moe import Counts, combine, take, weight_of_rows
+from petatron.kernels.grouped import Counts
+from petatron.kernels.moe import RowKernels, combine, take, weight_of_rows
 from petatron.layers.balance import attach
 from petatron.layers.experts import RoutedExperts
 from petatron.layers.linear import Linear
@@ -31,8 +32,11 @@ from petatron.layers.rows import batch_first, from_rows, to_rows
 class RunExperts(Protocol):
     """Rows in the order of the experts held here, and how many each has, to what the experts make of them.
 
-    Where it `takes_weights`, the router's weight of each row may be given too.
+    Where it `takes_weights`, the router's weight of each row may be given too. Rows are made and summed with its `kernels`.
     """
+
+    @property
+    def kernels(self) -> RowKernels: ...
 
     @property
     def takes_weights(self) -> bool: ...
@@ -48,12 +52,12 @@ class Dispatcher(Protocol):
 
 def dispatch_here(x_TD: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
     """All experts are on this device: sort, compute, put back."""
-    arrangement = routing.arranged()
-    rows = take(x_TD, arrangement)
+    arrangement, kernels = routing.arranged(), experts.kernels
+    rows = take(x_TD, arrangement, kernels=kernels)
     if not experts.takes_weights:
-        return combine(experts(rows, arrangement.counts), routing.weights_TK, arrangement)
+        return combine(experts(rows, arrangement.counts), routing.weights_TK, arrangement, kernels=kernels)
     weight_R = weight_of_rows(routing.weights_TK, arrangement)
-    return combine(experts(rows, arrangement.counts, weight_R), None, arrangement)
+    return combine(experts(rows, arrangement.counts, weight_R), None, arrangement, kernels=kernels)
 
 
 class MoE(nn.Module):

@@ -49,12 +49,12 @@ class Vocabulary:
     join: Seam = same
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows of the table held here, and which ids lie elsewhere (their row is 0); None when all are here."""
+        """Rows of the table held here, and which ids lie elsewhere (their row is -1); None when all are here."""
         if self.rows == self.size:
             return ids, None
         local = ids - self.first
         elsewhere = (local < 0) | (local >= self.rows)
-        return local.masked_fill(elsewhere, 0), elsewhere
+        return local.masked_fill(elsewhere, -1), elsewhere
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Logits over all ids, on every device; for generation and tests, never for training."""
@@ -66,17 +66,18 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any, rows_BS: Tensor, elsewhere_BS: Tensor | None, weight: Tensor, table: TokenEmbedding
     ) -> Tensor:
-        ctx.save_for_backward(rows_BS, elsewhere_BS)
+        ctx.save_for_backward(rows_BS)
         ctx.weight, ctx.table = weight, table
-        found = F.embedding(rows_BS, weight)
-        return found if elsewhere_BS is None else found.masked_fill_(elsewhere_BS.unsqueeze(-1), 0)
+        if elsewhere_BS is None:
+            return F.embedding(rows_BS, weight)
+        return F.embedding(rows_BS.clamp(min=0), weight).masked_fill_(elsewhere_BS.unsqueeze(-1), 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None, None]:
-        rows_BS, elsewhere_BS = ctx.saved_tensors
-        grad = grads[0] if elsewhere_BS is None else grads[0].masked_fill(elsewhere_BS.unsqueeze(-1), 0)
-        ids_T, grad_TD = rows_BS.flatten(), grad.contiguous().flatten(0, 1)
+        (rows_BS,) = ctx.saved_tensors
+        # Tokens that lie elsewhere come along: the kernel passes over their row, -1.
+        ids_T, grad_TD = rows_BS.flatten(), grads[0].contiguous().flatten(0, 1)
         taker, kernels = ctx.table.weight_grads, ctx.table.kernels
         if taker is None:
             out = torch.empty_like(ctx.weight, dtype=torch.promote_types(ctx.weight.dtype, torch.float32))
@@ -201,7 +202,7 @@ class OutputHead(nn.Module):
 
         own = None
         if self.weight_grads is None:
-            own = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            own = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
             write(own, False)
         else:
             self.weight_grads.take(weight, write, now=True)

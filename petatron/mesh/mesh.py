@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from petatron.base.words import counted
 from petatron.mesh.layout import AXES, Layout
 from petatron.mesh.record import Record
 
@@ -134,4 +135,4 @@ class ParallelMesh:
         """`tp 2 x dp 4 (8 ranks)`: the dimensions that are larger than one."""
         sizes = [(name, self[name].size) for name in ("tp", "cp", "dp", "pp", "ep")]
         parts = [f"{name} {size}" for name, size in sizes if size > 1]
-        return f"{' x '.join(parts) or 'one device'} ({self.layout.world_size} ranks)"
+        return f"{' x '.join(parts) or 'one device'} ({counted(self.layout.world_size, 'rank')})"

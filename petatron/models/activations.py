@@ -258,7 +258,7 @@ def ends_bytes(shape: ActivationShape, stage: Stage) -> int:
     if stage.embedding:
         kept += _dropout_mask(shape)
         kept += 8 * shape.sequence if model.position_embedding_type == "learned_absolute" else 0
-        kept += 9 * shape.gathered if shape.tp > 1 else 0  # row (8 bytes) and whether it lies elsewhere (1)
+        kept += 8 * shape.gathered if shape.tp > 1 else 0  # rows of this rank's part of the table
     if stage.loss:
         kept += _norm(shape, shape.tokens)
         kept += shape.stream(shape.gathered)  # the gradient of what the last product saw

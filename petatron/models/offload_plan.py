@@ -6,6 +6,8 @@ then: what one of them keeps has the time of all layers up to the next one to le
 
 from __future__ import annotations
 
+from collections import Counter
+
 from petatron.models.activations import ActivationShape, layer_bytes
 from petatron.models.recompute_plan import RecomputePlan
 
@@ -25,15 +27,16 @@ def offloaded_layers(layers: int, number: int) -> tuple[int, ...]:
 
 def offloaded_bytes(plan: RecomputePlan, shape: ActivationShape, mixed: tuple[bool, ...], number: int) -> int:
     """Bytes of one micro-batch that wait in host memory; `mixed` says which of the stage's layers are mixtures of experts."""
-    return sum(_kept(plan, shape, mixed, at) for at in offloaded_layers(len(mixed), number))
+    return sum(layers * size for size, layers in _kept(plan, shape, mixed, number))
 
 
 def freed_bytes(plan: RecomputePlan, shape: ActivationShape, mixed: tuple[bool, ...], number: int) -> int:
     """Bytes that offload takes from a stage's peak: all that waits, less what is on its way at a time."""
-    places = offloaded_layers(len(mixed), number)
-    largest = max((_kept(plan, shape, mixed, at) for at in places), default=0)
+    largest = max((size for size, _ in _kept(plan, shape, mixed, number)), default=0)
     return max(0, plan.in_flight * offloaded_bytes(plan, shape, mixed, number) - AT_ONCE * largest)
 
 
-def _kept(plan: RecomputePlan, shape: ActivationShape, mixed: tuple[bool, ...], at: int) -> int:
-    return layer_bytes(shape, plan.modules[at], mixed=mixed[at])
+def _kept(plan: RecomputePlan, shape: ActivationShape, mixed: tuple[bool, ...], number: int) -> list[tuple[int, int]]:
+    """What offloaded layers of each sort keep, and how many there are of it."""
+    sorts = Counter((plan.modules[at], mixed[at]) for at in offloaded_layers(len(mixed), number))
+    return [(layer_bytes(shape, modules, mixed=kind), layers) for (modules, kind), layers in sorts.items()]

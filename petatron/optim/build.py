@@ -8,6 +8,7 @@ import torch
 
 from petatron.config.schema import OptimizerConfig
 from petatron.kernels.adam import AdamKernel, SquaresKernel, adamw_fused, sum_of_squares
+from petatron.kernels.registry import Choice
 from petatron.optim.rules import AdamRule, SgdRule, UpdateRule
 
 
@@ -17,6 +18,11 @@ class OptimizerKernels:
 
     adamw: AdamKernel = adamw_fused
     sum_of_squares: SquaresKernel = sum_of_squares
+
+    @classmethod
+    def chosen(cls, choice: Choice) -> OptimizerKernels:
+        """Those of the registry's choice for `adamw`."""
+        return cls(choice.functions.adamw, choice.functions.sum_of_squares)
 
 
 PLAIN = OptimizerKernels()

@@ -72,6 +72,18 @@ class DiskHome:
         return self._memory[begin : begin + length * dtype.itemsize].view(dtype)
 
 
+def offload_place(folder: str | None, device: torch.device) -> str:
+    """Where offloaded state waits, for people; on a CPU also what that gains.
+
+    >>> offload_place("scratch", torch.device("cuda"))
+    'a file in scratch'
+    """
+    if folder is not None:
+        paged = "; on a CPU that gains only what the system pages out of memory" if device.type == "cpu" else ""
+        return f"a file in {folder}{paged}"
+    return "host memory" + ("; on a CPU that gains nothing" if device.type == "cpu" else "")
+
+
 def _padded(num_bytes: int) -> int:
     return math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT
 

@@ -17,16 +17,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from petatron.base.log import get_logger
 from petatron.config.schema import MemoryConfig, OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Piece
 from petatron.mesh.stretch import ParameterGroup, publish
+from petatron.models.recompute_plan import gigabytes
 from petatron.optim.build import PLAIN, OptimizerKernels, build_rule
 from petatron.optim.clip import GlobalNorm
-from petatron.optim.homes import DeviceHome, DiskHome, Home, HostHome
+from petatron.optim.homes import DeviceHome, DiskHome, Home, HostHome, offload_place
 from petatron.optim.offload import DiskSide, Lanes, PinnedSide, Shuttle, Visit
 from petatron.optim.rules import Elements, StepFacts, Update
 from petatron.optim.segments import Range, Segment, cut, plan_ranges
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class MasterOptimizer:
         self._rule = build_rule(config, kernels, self._device)
         self._segments = self._place(memory or MemoryConfig(), weights, mesh.rank)
         self._shuttle = self._build_shuttle(memory or MemoryConfig())
+        self._tell_offloaded(None if memory is None else memory.optimizer_nvme_offload)
         stretches = [stretch for group in groups for stretch in group.stretches]
         self._norm = GlobalNorm(stretches, mesh.world, self._device, kernels.sum_of_squares)
         own = [segment.stretch for segment in self._segments]
@@ -111,6 +116,12 @@ class MasterOptimizer:
         wide = torch.promote_types(weight.dtype, torch.float32)
         moments = [dtype or wide for dtype in self._rule.moments.values()]
         return moments if weight.dtype == wide else [wide, *moments]
+
+    def _tell_offloaded(self, folder: str | None) -> None:
+        away = sum(state.nbytes for one in self._segments if one.range.offloaded for state in one.state)
+        if away:
+            where = offload_place(folder, self._device)
+            _log.info("offload: %s GB of this rank's optimizer state wait in %s", gigabytes(away), where)
 
     def _build_shuttle(self, memory: MemoryConfig) -> Shuttle | None:
         """What takes state to a device that cannot reach it; a CPU works on it where it lies."""

@@ -113,7 +113,9 @@ def parallelize(
         groups, gradients = _flatten(stages, placements, recipe, mesh, run, weights, draw=draw)
         weight_grads.deliver = gradients.write
     held = sum(stretch.length for group in groups for stretch in group.stretches)
-    _log.info("rank %d updates %s elements of parameters, padding included, %s", mesh.rank, f"{held:,}", str(dtype)[6:])
+    _log.debug(
+        "rank %d updates %s elements of parameters, padding included, %s", mesh.rank, f"{held:,}", str(dtype)[6:]
+    )
     return Parallelized(placements, groups, gradients, weight_grads, eight_bits)
 
 

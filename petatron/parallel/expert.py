@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.schema import MoEConfig
-from petatron.kernels.moe import Arrangement, Counts, combine, inverse, reorder, take
+from petatron.kernels.grouped import Counts
+from petatron.kernels.moe import Arrangement, combine, inverse, reorder, take
 from petatron.layers.balance import Together
 from petatron.layers.moe import Dispatcher, MoE, RunExperts, dispatch_here
 from petatron.layers.router import Routing
@@ -85,14 +86,15 @@ class AllToAll:
         if self.etp > 1:
             copies = self._copies(arrangement, journey.send)
             weights = weights.repeat_interleave(self.etp, dim=1)
-        rows = collectives.exchange(take(x_TD, copies), self.axis, send=journey.send, receive=journey.receive)
+        rows = take(x_TD, copies, kernels=experts.kernels)
+        rows = collectives.exchange(rows, self.axis, send=journey.send, receive=journey.receive)
         if journey.order is not None:
             back = inverse(journey.order)
             rows = reorder(experts(reorder(rows, journey.order, back), journey.counts), back, journey.order)
         else:
             rows = experts(rows, journey.counts)
         rows = collectives.exchange(rows, self.axis, send=journey.receive, receive=journey.send)
-        return combine(rows, weights, copies)
+        return combine(rows, weights, copies, kernels=experts.kernels)
 
     def _journey(self, counts: Counts, experts_here: int, device: torch.device) -> _Journey:
         """What comes from the ranks is sorted by expert within each rank; here the experts come first, then the ranks."""

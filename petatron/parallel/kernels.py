@@ -7,6 +7,7 @@ from torch import nn
 from petatron.config.schema import GATED_ACTIVATIONS
 from petatron.kernels.registry import Choice, Situation, choose
 from petatron.layers.attention import Attention, CoreAttention
+from petatron.layers.experts import RoutedExperts
 from petatron.layers.mlp import Activation
 from petatron.layers.norm import LayerNorm, RMSNorm
 from petatron.layers.vocabulary import OutputHead, TokenEmbedding
@@ -42,6 +43,8 @@ def _operation(module: nn.Module) -> str | None:
             return "gated activation" if module.name in GATED_ACTIVATIONS else "plain activation"
         case Attention(rms_norms=None):
             return "rotary embedding"
+        case RoutedExperts():
+            return "expert rows"
         case OutputHead():
             return "softmax and loss"
         case TokenEmbedding():

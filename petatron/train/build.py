@@ -81,7 +81,7 @@ def launch(run: RunConfig) -> ParallelMesh:
     """Join the other ranks, if any, and build the mesh of this run's layout.
 
     >>> launch(load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])).describe()
-    'one device (1 ranks)'
+    'one device (1 rank)'
     """
     environment = read_environment()
     facts = detect(run.train.device, local_rank=environment.local_rank)
@@ -187,14 +187,8 @@ def build_optimizer(run: RunConfig, model: ParallelModel) -> MasterOptimizer:
     {'updates': 0.0}
     """
     situation = Situation.of(model.mesh.device, model.dtype, compiles=run.train.compile)
-    return MasterOptimizer(
-        run.optim, model.groups, model.mesh, memory=run.memory, kernels=_optimizer_kernels(situation)
-    )
-
-
-def _optimizer_kernels(situation: Situation) -> OptimizerKernels:
-    functions = choose("adamw", situation).functions
-    return OptimizerKernels(functions.adamw, functions.sum_of_squares)
+    kernels = OptimizerKernels.chosen(choose("adamw", situation))
+    return MasterOptimizer(run.optim, model.groups, model.mesh, memory=run.memory, kernels=kernels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,9 @@ class Loop:
         began_at = state.progress.iteration
         if began_at >= self._length.iterations:
             self._event(f"nothing left to train: the run is at iteration {began_at} of {self._length.iterations}")
-        with Stopping(config.train, state.mesh.control, started_s=self._started_s) as stopping, self._profile as traced:
+        saves = state.saver is not None
+        stops = Stopping(config.train, state.mesh.control, saves=saves, started_s=self._started_s)
+        with stops as stopping, self._profile as traced:
             while state.progress.iteration < self._length.iterations and stopped is None:
                 traced.begin(state.progress.iteration + 1)
                 batches = self._next_batches()
@@ -228,7 +230,8 @@ class Loop:
         self._saved_at = saving
         self._event(f"saved checkpoint of iteration {saving} to {self._run.checkpoint.save}")
         if saver.pruned:
-            self._event(f"removed the checkpoints of iterations {', '.join(map(str, saver.pruned))}")
+            plural = "s" if len(saver.pruned) > 1 else ""
+            self._event(f"removed the checkpoint{plural} of iteration{plural} {', '.join(map(str, saver.pruned))}")
 
     def _report_failed_save(self, error: CheckpointError) -> None:
         self._event(f"WARNING: a checkpoint was not saved; training goes on, and the next save tries again. {error}")

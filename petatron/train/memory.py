@@ -10,7 +10,9 @@ prediction beside the measured peak.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from petatron.config import RunConfig
@@ -19,6 +21,7 @@ from petatron.models.activations import ActivationShape, ends_bytes
 from petatron.models.offload_plan import freed_bytes
 from petatron.models.recompute_plan import BudgetError, RecomputePlan, plan_recompute
 from petatron.models.state_bytes import StateBytes, state_bytes
+from petatron.parallel.model import PipelinePlan
 from petatron.train.build import pipeline_plan, steps_micro_batches
 
 Device = Literal["cpu", "cuda"]
@@ -66,7 +69,7 @@ def memory_plans(run: RunConfig, *, device: Device) -> list[RecomputePlan]:
     """The plan of every stage in model order; a budget that some stage cannot keep is refused with what the largest needs."""
     shape = ActivationShape.of(run, device=device)
     pipeline = pipeline_plan(run)
-    in_flight = pipeline.in_flight(steps_micro_batches(run))
+    in_flight = _in_flight(pipeline, steps_micro_batches(run))
     plans: list[RecomputePlan] = []
     refused: list[BudgetError] = []
     for stage, held in zip(stages(run), in_flight, strict=True):
@@ -79,19 +82,42 @@ def memory_plans(run: RunConfig, *, device: Device) -> list[RecomputePlan]:
     return plans
 
 
+@lru_cache(maxsize=64)
+def _in_flight(pipeline: PipelinePlan, micro_batches: int) -> tuple[int, ...]:
+    """A search for settings asks again and again, and the answer takes a walk through the schedule."""
+    return tuple(pipeline.in_flight(micro_batches))
+
+
 def forecasts(run: RunConfig, *, device: Device) -> list[MemoryForecast]:
     """What every pipeline rank will hold at most; ranks that differ in other ways hold the same."""
-    shape = ActivationShape.of(run, device=device)
-    pipeline, every = pipeline_plan(run), stages(run)
     plans = memory_plans(run, device=device)
-    found: list[MemoryForecast] = []
-    for rank in range(pipeline.ranks):
-        own = [number for number in range(len(every)) if pipeline.rank_of(number) == rank]
-        logits = sum(plans[number].in_flight * ends_bytes(shape, every[number]) for number in own)
-        peak = sum(_peak(run, plans[number], shape, every[number]) for number in own)
-        state = state_bytes(run, [every[number] for number in own])
-        found.append(MemoryForecast(pipeline_rank=rank, state=state, activations=peak - logits, logits=logits))
-    return found
+    return [
+        MemoryForecast(pipeline_rank=rank, state=state, activations=peak - logits, logits=logits)
+        for rank, (state, (peak, logits)) in enumerate(zip(states(run), peaks(run, plans, device=device), strict=True))
+    ]
+
+
+def states(run: RunConfig) -> list[StateBytes]:
+    """What every pipeline rank holds from step to step."""
+    every = stages(run)
+    return [state_bytes(run, [every[number] for number in own]) for own in _stages_of_ranks(run)]
+
+
+def peaks(run: RunConfig, plans: Sequence[RecomputePlan], *, device: Device) -> list[tuple[int, int]]:
+    """What every pipeline rank keeps beside that at its worst moment, and how much of it lies outside layers."""
+    shape, every = ActivationShape.of(run, device=device), stages(run)
+    return [
+        (
+            sum(_peak(run, plans[number], shape, every[number]) for number in own),
+            sum(plans[number].in_flight * ends_bytes(shape, every[number]) for number in own),
+        )
+        for own in _stages_of_ranks(run)
+    ]
+
+
+def _stages_of_ranks(run: RunConfig) -> list[list[int]]:
+    pipeline, count = pipeline_plan(run), len(stages(run))
+    return [[number for number in range(count) if pipeline.rank_of(number) == rank] for rank in range(pipeline.ranks)]
 
 
 def heaviest(run: RunConfig, *, device: Device) -> MemoryForecast:

@@ -1,54 +1,36 @@
 """Settings that would make a run fit, and what each would cost: predicted, not tried.
 
-A candidate is a set of at most three changes. It counts if the validator accepts it and the forecast says that it fits; among
-the variants of one kind of change the cheapest is taken. Costs are shares of the step's time, from rules of thumb for
-one GPU that are meant to order candidates, not to promise speed (b bytes per second of the link to the host, 50 GB/s; F the
-time of the layers' forward pass, without the head, at 600 TFLOP/s, or 60 in fp32):
+A candidate takes one variant of each of some kinds of change. It counts if the validator accepts it and the forecast says that
+it fits; among the variants of the same kinds the cheapest is taken. `memory_time.py` has the prices.
 
-    smaller micro-batch      products of t rows take 1 + 256 / t of their best time; weights and gradients are passed over
-                             once more per micro-batch, 12 bytes per element at 4 TB/s
-    recompute                the operations that are repeated
-    activation offload       bytes / b beyond F on the way out, and beyond 2 F on the way back
-    optimizer offload        12 bytes per element and direction over b
-    context parallelism      keys and values of the other ranks, three times, at 150 GB/s
-    bf16 in place of fp32    a tenth of the time for operations
-    sequence parallelism, distributed optimizer, bf16 moments      nothing
+There are thousands, and an answer should take no longer than a second:
+
+- What a step keeps and how long its passes take does not depend on the optimizer's settings, and what is held from step to
+  step, and how long it travels, on those alone and on who shares it. Both halves are worked out once for each choice that
+  touches them, and a candidate is the sum of two.
+- Kinds of which the variants that free most do not fit together need no further look.
+- Nor does a candidate that is too dear already without one of its changes, if that change can only slow it down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
 from petatron.config.check import check
-from petatron.config.layer_pattern import moe_layers
-from petatron.config.stages import largest_stage, stages
-from petatron.models.activations import ActivationShape
-from petatron.models.flops import model_flops_per_token, padded_vocabulary
-from petatron.models.offload_plan import offloaded_bytes
-from petatron.models.recompute_plan import recompute_flops
-from petatron.models.state_bytes import held_elements
-from petatron.train.build import steps_micro_batches
-from petatron.train.memory import Device, heaviest, memory_plans
+from petatron.train.memory import Device, heaviest, memory_plans, peaks, states
+from petatron.train.memory_settings import Kind, Variant, kinds_of, narrower
+from petatron.train.memory_time import passes_time, predicted_time, visits_time
 
-_FLOPS, _FLOPS_WIDE, _HOST_LINK, _COPY, _DEVICE_LINK = 600e12, 60e12, 50e9, 4e12, 150e9
-_MOST_TOGETHER = 3
-_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+_ASKED_FOR = 3
+_FEW = 3  # kinds in a set
+_WORTH_A_KIND = 0.01  # of a step's time
 
-Edit = Callable[[RunConfig], RunConfig]
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One setting: the flags that say it, how it changes a config, and what it means beyond memory and time."""
-
-    flags: str
-    edit: Edit
-    remark: str = ""
+Variants = tuple[Variant, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,216 +45,171 @@ class Change:
 
 
 def candidates(run: RunConfig, capacity_bytes: int, *, device: Device = "cuda") -> list[Change]:
-    """Changes under which the heaviest rank needs at most `capacity_bytes`, the cheapest first.
+    """The three cheapest changes under which the heaviest rank needs at most `capacity_bytes`, or as many as there are.
 
-    A kind of change is added to others that do already only if the whole gets cheaper; a third only while fewer than
-    three sets do, or to --bf16: it makes any other set cheaper, so those without it would hide the ones with it.
+    They are sets of at most three kinds of change, and of more only while fewer than three of those do. A kind is added to
+    others that do already only if that is worth a per cent. A run in fp32 is looked at in bf16, and as it is only while that
+    leaves fewer than three: any other set costs far more.
     """
-    search = _Search(run, capacity_bytes, device)
-    kinds = list(_kinds(run))
-    narrower = bool(_narrower(run))  # the first kind, if it is one
-    found: dict[frozenset[int], Change] = {}
-    for together in range(1, _MOST_TOGETHER + 1):
-        enough = together == _MOST_TOGETHER and len(found) >= 3
-        for chosen in combinations(range(len(kinds)), together):
-            if enough and not (narrower and chosen[0] == 0):
-                continue
-            fitting = [search.try_out(variants) for variants in product(*(kinds[at] for at in chosen))]
-            best = min((change for change in fitting if change is not None), key=_price, default=None)
-            inside = [_price(change) for fewer, change in found.items() if fewer < set(chosen)]
-            if best is not None and all(_price(best)[0] < cost for cost, _ in inside):
-                found[frozenset(chosen)] = best
-    return sorted(found.values(), key=_price)
+    before = _Before(heaviest(run, device=device).total, predicted_time(run, device=device))
+    found: list[Change] = []
+    for given in [*([narrow] for narrow in narrower(run)), []]:
+        if len(found) < _ASKED_FOR:
+            found += _Search(run, given, capacity_bytes, device, before).changes()
+    return sorted(found, key=lambda change: (round(change.cost, 4), change.total_bytes))[:_ASKED_FOR]
 
 
-def _price(change: Change) -> tuple[float, int]:
-    return round(change.cost, 4), change.total_bytes
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The run as it is."""
+
+    total_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """What one half of a candidate takes: bytes of every pipeline rank, and seconds."""
+
+    sizes: Sequence[int]
+    seconds: float
+
+
+_IMPOSSIBLE = _Half((), math.inf)
+"""For a memory budget that cannot be kept any more."""
 
 
 class _Search:
-    """What is the same for all candidates of a run."""
+    """Everything that is known of the candidates that have the `given` variants in common."""
 
-    def __init__(self, run: RunConfig, capacity_bytes: int, device: Device) -> None:
-        self._run, self._capacity = run, capacity_bytes
+    def __init__(
+        self, run: RunConfig, given: Sequence[Variant], capacity_bytes: int, device: Device, before: _Before
+    ) -> None:
+        self._given, self._capacity, self._before = given, capacity_bytes, before
         self._device: Device = device
         self._known = {str(problem) for problem in check(run, require_training=False)}
-        self._total = heaviest(run, device=device).total
-        self._time = predicted_time(run, device=device)
+        self._run = _edited(run, given)
+        self._passes: dict[Variants, _Half] = {}
+        self._states: dict[Variants, _Half] = {}
+        self._floors: dict[Variants, float] = {}
+        self._verdicts: dict[Variants, bool] = {}
 
-    def try_out(self, variants: Sequence[Variant]) -> Change | None:
-        """The change that these variants make together, if they may be combined and fit."""
-        run = self._run
-        for variant in variants:
-            run = variant.edit(run)
-        if any(str(problem) not in self._known for problem in check(run, require_training=False)):
+    def changes(self) -> list[Change]:
+        """The cheapest of every set of kinds, as far as it may be among the first three."""
+        kinds = list(kinds_of(self._run))
+        found: dict[frozenset[int], Change] = {}
+        if not self._may_fit(kinds):
+            return []
+        for together in range(0 if self._given else 1, len(kinds) + 1):
+            if together > _FEW and len(found) >= _ASKED_FOR:
+                break
+            for chosen in combinations(range(len(kinds)), together):
+                limits = [change.cost - _WORTH_A_KIND for fewer, change in found.items() if fewer < set(chosen)]
+                limits += sorted(change.cost for change in found.values())[_ASKED_FOR - 1 : _ASKED_FOR]
+                best = self._cheapest([kinds[at] for at in chosen], below=min(limits, default=math.inf))
+                if best is not None:
+                    found[frozenset(chosen)] = best
+        return list(found.values())
+
+    def _cheapest(self, kinds: Sequence[Kind], *, below: float) -> Change | None:
+        """The cheapest way to change these kinds of settings that is allowed and fits, if it costs less than `below`."""
+        every = product(
+            *(self._viable(kinds, at) if len(kinds) > _FEW else kinds[at].variants for at in range(len(kinds)))
+        )
+        cheap = [variants for variants in every if self._least_cost(variants) < below]
+        if not cheap or not self._may_fit(kinds):
             return None
-        try:
-            total = heaviest(run, device=self._device).total
-        except ConfigError:  # a memory budget that cannot be kept any more
-            return None
-        if total > self._capacity:
-            return None
+        best: tuple[float, float, Variants] | None = None
+        for variants in cheap:
+            if best is not None and round(self._least_cost(variants), 4) > best[0]:
+                continue
+            size, cost = self._size(variants), self._cost(variants)
+            price = (round(cost, 4), size)
+            better = size <= self._capacity and cost < below and (best is None or price < best[:2])
+            if better and self._allowed(variants):
+                best = (*price, variants)
+        return None if best is None else self._change(best[2])
+
+    def _may_fit(self, kinds: Sequence[Kind]) -> bool:
+        """Whether the variants that free most would fit together, allowed or not."""
+        return any(self._size(variants) <= self._capacity for variants in product(*(kind.strongest for kind in kinds)))
+
+    def _viable(self, kinds: Sequence[Kind], at: int) -> list[Variant]:
+        """Variants of one kind with which the others' may be enough."""
+        before, behind = kinds[:at], kinds[at + 1 :]
+        return [one for one in kinds[at].variants if self._may_fit([*before, Kind([one], [one]), *behind])]
+
+    def _size(self, variants: Variants) -> float:
+        """Bytes of the heaviest rank; infinite if what it holds from step to step is too much already."""
+        state = self._state_of(variants)
+        passes = self._passes_of(variants) if max(state.sizes) <= self._capacity else _IMPOSSIBLE
+        return max((a + b for a, b in zip(passes.sizes, state.sizes)), default=math.inf)
+
+    def _cost(self, variants: Variants) -> float:
+        return (self._passes_of(variants).seconds + self._state_of(variants).seconds) / self._before.seconds - 1.0
+
+    def _least_cost(self, variants: Variants) -> float:
+        """What a candidate costs at least, as far as is known without working out its passes."""
+        floor = self._floor(_touching(variants, "passes"))
+        return (floor + self._state_of(variants).seconds) / self._before.seconds - 1.0
+
+    def _floor(self, variants: Variants) -> float:
+        known = self._passes.get(variants)
+        if known is not None:
+            return known.seconds
+        if variants not in self._floors:
+            fewer = (variants[:at] + variants[at + 1 :] for at, one in enumerate(variants) if one.only_slows)
+            self._floors[variants] = max((self._floor(rest) for rest in fewer), default=0.0)
+        return self._floors[variants]
+
+    def _passes_of(self, variants: Variants) -> _Half:
+        key = _touching(variants, "passes")
+        if key not in self._passes:
+            run = _edited(self._run, key)
+            try:
+                plans = memory_plans(run, device=self._device)
+            except ConfigError:
+                self._passes[key] = _IMPOSSIBLE
+            else:
+                sizes = [peak for peak, _ in peaks(run, plans, device=self._device)]
+                self._passes[key] = _Half(sizes, passes_time(run, plans, device=self._device))
+        return self._passes[key]
+
+    def _state_of(self, variants: Variants) -> _Half:
+        key = _touching(variants, "state")
+        if key not in self._states:
+            run = _edited(self._run, key)
+            self._states[key] = _Half([state.total for state in states(run)], visits_time(run))
+        return self._states[key]
+
+    def _allowed(self, variants: Variants) -> bool:
+        """Whether the validator has nothing against these variants that it has not against the run as it is.
+
+        Two that do not go together are in many sets, and are refused by name.
+        """
+        if len(variants) > 2 and not all(self._allowed(pair) for pair in combinations(variants, 2)):
+            return False
+        if variants not in self._verdicts:
+            found = check(_edited(self._run, variants), require_training=False)
+            self._verdicts[variants] = all(str(problem) in self._known for problem in found)
+        return self._verdicts[variants]
+
+    def _change(self, variants: Variants) -> Change:
+        every, total = [*self._given, *variants], int(self._size(variants))
         return Change(
-            flags=" ".join(variant.flags for variant in variants),
+            flags=" ".join(variant.flags for variant in every),
             total_bytes=total,
-            saved_bytes=self._total - total,
-            cost=predicted_time(run, device=self._device) / self._time - 1.0,
-            remark="; ".join(variant.remark for variant in variants if variant.remark),
+            saved_bytes=self._before.total_bytes - total,
+            cost=self._cost(variants),
+            remark="; ".join(variant.remark for variant in every if variant.remark),
         )
 
 
-def predicted_time(run: RunConfig, *, device: Device = "cuda") -> float:
-    """Seconds of a step on one rank by the rules of thumb above; to be compared with others of its kind only."""
-    parallel, micro_batches = run.parallel, steps_micro_batches(run)
-    speed = _FLOPS_WIDE if _is_wide(run) else _FLOPS
-    assert run.train.global_batch_size is not None and parallel.world_size is not None
-    per_token = model_flops_per_token(
-        run.model, run.moe, experts_in=moe_layers(run), tensor_parallel=parallel.tensor_model_parallel_size
-    )
-    tokens = run.train.global_batch_size * run.model.seq_length
-    ideal = per_token * tokens / parallel.world_size / speed
-    shape = ActivationShape.of(run, device=device)
-    elements = held_elements(run, stages(run)[:1])
-    held = elements.dense + elements.experts
-    seconds = ideal * (1.0 + 256.0 / shape.gathered) + micro_batches * 12.0 * held / _COPY
-    seconds += _again(run, shape, device) * micro_batches / speed
-    head = 6 * run.model.hidden_size * padded_vocabulary(run.model, tensor_parallel=parallel.tensor_model_parallel_size)
-    forward = (1.0 - head / per_token) * ideal / micro_batches / 3.0
-    seconds += _moved(run, shape, device, forward=forward) * micro_batches
-    if run.memory.optimizer_cpu_offload:
-        shared = parallel.data_parallel_sharding_strategy != "no_shard"
-        owned = held / (parallel.data_parallel_size or 1) if shared else held
-        seconds += run.memory.optimizer_offload_fraction * 12.0 * owned / _HOST_LINK
-    others = parallel.context_parallel_size - 1
-    layers = sum(len(stage.layers) for stage in stages(run)) / parallel.pipeline_model_parallel_size
-    keys = 2 * shape.keys * shape.gathered * shape.element
-    return seconds + 3.0 * others * keys * layers * micro_batches / _DEVICE_LINK
+def _touching(variants: Variants, side: str) -> Variants:
+    return tuple([variant for variant in variants if variant.side in (side, "both")])
 
 
-def _is_wide(run: RunConfig) -> bool:
-    """Whether the run computes in fp32, or wider."""
-    return not (run.precision.bf16 or run.precision.fp16)
-
-
-def _again(run: RunConfig, shape: ActivationShape, device: Device) -> float:
-    """Operations that the busiest stage repeats for one micro-batch."""
-    plans = memory_plans(run, device=device)
-    return max(
-        sum(
-            recompute_flops(shape, modules, mixed=shape.mixed[layer])
-            for layer, modules in zip(stage.layers, plan.modules, strict=True)
-        )
-        for stage, plan in zip(stages(run), plans, strict=True)
-    )
-
-
-def _moved(run: RunConfig, shape: ActivationShape, device: Device, *, forward: float) -> float:
-    """Seconds for which a micro-batch waits for activations that leave or come back."""
-    number = run.memory.cpu_offloading_num_layers
-    if number == 0:
-        return 0.0
-    plan, stage = memory_plans(run, device=device)[0], stages(run)[0]
-    mixed = tuple(shape.mixed[layer] for layer in stage.layers)
-    seconds = offloaded_bytes(plan, shape, mixed, number) / _HOST_LINK
-    return max(0.0, seconds - forward) + max(0.0, seconds - 2.0 * forward)
-
-
-def _section(name: str, **values: Any) -> Edit:
-    """Sets fields of one section of a config."""
-
-    def edit(run: RunConfig) -> RunConfig:
-        return replace(run, **{name: replace(getattr(run, name), **values)})
-
-    return edit
-
-
-def _kinds(run: RunConfig) -> Iterator[list[Variant]]:
-    """Every kind of change that this run leaves open, as its variants."""
-    common = (_narrower(run), _micro_batches(run), _recompute(run), _offloaded_activations(run), _sharing(run))
-    yield from filter(None, common)
-    optim, memory, parallel = run.optim, run.memory, run.parallel
-    if optim.optimizer == "adam" and optim.exp_avg_dtype == optim.exp_avg_sq_dtype == "fp32":
-        edit = _section("optim", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-        yield [Variant("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", edit, "moments are rounded")]
-    if not memory.optimizer_cpu_offload:
-        yield [
-            Variant(
-                f"--optimizer-cpu-offload --optimizer-offload-fraction {fraction:g}",
-                _section("memory", optimizer_cpu_offload=True, optimizer_offload_fraction=fraction),
-            )
-            for fraction in _FRACTIONS
-        ]
-    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield [Variant("--sequence-parallel", _section("parallel", sequence_parallel=True))]
-    yield from filter(None, [_context(run)])
-
-
-def _narrower(run: RunConfig) -> list[Variant]:
-    """bf16 for a run in fp32; one in float64 wants to be exact."""
-    if run.precision.fp64 or not _is_wide(run):
-        return []
-    return [Variant("--bf16", _section("precision", bf16=True), "computes in bfloat16, master weights stay in fp32")]
-
-
-def _micro_batches(run: RunConfig) -> list[Variant]:
-    """Smaller ones, of which a step has more. The global batch stays, which must be said if it was derived before."""
-    size, batch = run.train.micro_batch_size, run.train.global_batch_size
-    return [
-        Variant(
-            f"--micro-batch-size {smaller} --global-batch-size {batch}", _section("train", micro_batch_size=smaller)
-        )
-        for smaller in range(1, size)
-        if size % smaller == 0
-    ]
-
-
-def _recompute(run: RunConfig) -> list[Variant]:
-    memory, layers = run.memory, largest_stage(run)
-    if memory.recompute_granularity == "full" or memory.recompute_memory_budget_gb is not None or layers is None:
-        return []
-    branches = ("moe", "mlp") if run.moe.num_experts is not None else ("mlp",)
-    asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    variants: list[Variant] = []
-    for more in (branches, (*branches, "attention")):
-        modules = tuple(dict.fromkeys((*asked, *more)))
-        edit = _section("memory", recompute_granularity="selective", recompute_modules=modules)
-        variants.append(Variant(f"--recompute-granularity selective --recompute-modules {' '.join(modules)}", edit))
-    whole = {"recompute_granularity": "full"}
-    for number in sorted({max(1, layers * part // 8) for part in range(1, 8)} - {layers}):
-        edit = _section("memory", **whole, recompute_method="block", recompute_num_layers=number)
-        flags = f"--recompute-granularity full --recompute-method block --recompute-num-layers {number}"
-        variants.append(Variant(flags, edit))
-    edit = _section("memory", **whole, recompute_method="uniform", recompute_num_layers=1)
-    flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    return [*variants, Variant(flags, edit)]
-
-
-def _offloaded_activations(run: RunConfig) -> list[Variant]:
-    layers, now = largest_stage(run) or 0, run.memory.cpu_offloading_num_layers
-    numbers = sorted({max(1, layers * part // 8) for part in range(1, 7)})
-    return [
-        Variant(f"--cpu-offloading-num-layers {number}", _section("memory", cpu_offloading_num_layers=number))
-        for number in numbers
-        if now < number < layers
-    ]
-
-
-def _sharing(run: RunConfig) -> list[Variant]:
-    """State spread over the ranks that hold the same weights."""
-    parallel = run.parallel
-    copies = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
-    if copies == 1 or parallel.data_parallel_sharding_strategy != "no_shard":
-        return []
-    edit = _section("parallel", use_distributed_optimizer=True, data_parallel_sharding_strategy="optim")
-    return [Variant("--use-distributed-optimizer", edit)]
-
-
-def _context(run: RunConfig) -> list[Variant]:
-    """Data-parallel ranks that share each sequence instead, at the same number of ranks."""
-    replicas, size = run.parallel.data_parallel_size or 1, run.parallel.context_parallel_size
-    variants: list[Variant] = []
-    for factor in (2, 4, 8):
-        if replicas % factor == 0:
-            edit = _section("parallel", context_parallel_size=size * factor, data_parallel_size=replicas // factor)
-            variants.append(Variant(f"--context-parallel-size {size * factor}", edit))
-    return variants
+def _edited(run: RunConfig, variants: Sequence[Variant]) -> RunConfig:
+    for variant in variants:
+        run = variant.edit(run)
+    return run

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from petatron.base.errors import TrainError
+from petatron.base.errors import CheckpointError, TrainError
 from petatron.config import RunConfig
 from petatron.train.memory import as_gigabytes, heaviest
 from petatron.train.memory_changes import Change, candidates
@@ -80,6 +82,23 @@ def asked_bytes(error: BaseException) -> int:
     """
     found = _ASKED.search(str(error))
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+@contextmanager
+def memory_reported(run: RunConfig, device: torch.device, *, when: Callable[[], str]) -> Iterator[None]:
+    """Ends with the report where an allocation inside fails; `when` is asked then what was being done.
+
+    What ranks read together fails on all of them at once, as a checkpoint that could not be read; why it could not is behind that.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, CheckpointError) as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, torch.OutOfMemoryError):
+            reason = reason.__cause__
+        if reason is None:
+            raise
+        raise out_of_memory(reason, run, device_facts(device), when=when()) from error
 
 
 def out_of_memory(error: BaseException, run: RunConfig, facts: MemoryFacts, *, when: str) -> TrainError:

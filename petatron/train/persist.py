@@ -134,11 +134,11 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """The facts of a checkpoint, and whether its random states and its FP8 histories went on, if the run has any."""
+    """The facts of a checkpoint, whether its random states went on, and why its FP8 histories did not if the run needs some."""
 
     facts: dict[str, Any]
     random_states: bool
-    fp8_histories: bool
+    no_histories: str | None
 
 
 def load_state(
@@ -198,9 +198,21 @@ def load_state(
     streams = {name: state for name, state in kept.items() if not name.startswith(_HISTORIES) and random_states}
     if streams:
         model.streams.restore(streams)
-    histories = {name.removeprefix(_HISTORIES): state for name, state in kept.items() if whole}
+    histories = {
+        name.removeprefix(_HISTORIES): state for name, state in kept.items() if whole and name.startswith(_HISTORIES)
+    }
     went_on = model.eight_bits.load_state(histories, model.mesh.device)
-    return LoadedState(facts, random_states=bool(streams), fp8_histories=went_on)
+    anew = None if went_on else _why_anew(histories, same_layout=found.local is not None)
+    return LoadedState(facts, random_states=bool(streams), no_histories=anew)
+
+
+def _why_anew(histories: Mapping[str, Tensor], *, same_layout: bool) -> str:
+    """Why a rank cannot go on with a checkpoint's FP8 histories."""
+    if not same_layout:
+        return "the checkpoint has none for this layout, where a rank sees other parts of the tensors"
+    if not histories:
+        return "the checkpoint has none"
+    return "those in the checkpoint are of other products, another format or another --fp8-amax-history-len"
 
 
 def _check_no_routers(folder: str, model: ParallelModel) -> None:

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.base.log import get_logger
+from petatron.base.words import counted
 from petatron.config import Loaded, RunConfig, dump_yaml
 from petatron.config.layer_pattern import moe_layers
 from petatron.config.preflight import preflight
@@ -28,7 +27,7 @@ from petatron.train.folders import check_folders, claimed
 from petatron.train.loop import Loop, Outcome
 from petatron.train.memory import memory_plans
 from petatron.train.metrics import event_record
-from petatron.train.out_of_memory import device_facts, out_of_memory
+from petatron.train.out_of_memory import memory_reported
 from petatron.train.sinks import build_sinks
 from petatron.train.state import TrainState
 
@@ -66,14 +65,13 @@ def run_training(loaded: Loaded) -> Outcome:
 def _build_and_run(loaded: Loaded, tokenizer: Tokenizer | None, *, started_s: float) -> Outcome:
     run = loaded.config
     mesh = launch(run)
-    try:
+    with memory_reported(run, mesh.device, when=lambda: "building the model"):
         state = TrainState.build(run, mesh, tokenizer)
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(error, run, device_facts(mesh.device), when="building the model") from error
-    resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
-    pretrained = None if resumed else run.checkpoint.pretrained_checkpoint
-    if pretrained is not None:
-        state.take_weights(pretrained)
+    with memory_reported(run, mesh.device, when=lambda: "loading the checkpoint"):
+        resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
+        pretrained = None if resumed else run.checkpoint.pretrained_checkpoint
+        if pretrained is not None:
+            state.take_weights(pretrained)
     length = state.length()
     loaders = _rank_zero_first(mesh.control, lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples))
     headline = [_headline(run, length, mesh, tokenizer)]
@@ -100,11 +98,8 @@ def _run(state: TrainState, loaders: Loaders, *, settings: str, headline: list[s
             for text in headline:
                 sink.write(event_record(text, iteration=state.progress.iteration))
         device = detect(run.train.device, local_rank=read_environment().local_rank)
-        try:
+        with memory_reported(run, mesh.device, when=lambda: f"iteration {state.progress.iteration + 1}"):
             return Loop(state, loaders, sinks, device, started_s=started_s).run()
-        except torch.OutOfMemoryError as error:
-            when = f"iteration {state.progress.iteration + 1}"
-            raise out_of_memory(error, run, device_facts(mesh.device), when=when) from error
     finally:
         for sink in sinks:
             sink.close()
@@ -126,7 +121,7 @@ def _headline(run: RunConfig, length: RunLength, mesh: ParallelMesh, tokenizer: 
     text = f"{tokenizer.name}, {tokenizer.vocab_size:,} ids" if tokenizer is not None else "no tokenizer"
     return (
         f"{_parameters(run)} on {mesh.describe()}, {mesh.device.type}; "
-        f"{length.iterations:,} iterations, {samples:,} samples, {tokens:,} tokens; {text}"
+        f"{counted(length.iterations, 'iteration')}, {counted(samples, 'sample')}, {counted(tokens, 'token')}; {text}"
     )
 
 

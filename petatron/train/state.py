@@ -11,7 +11,7 @@ from petatron.base.log import get_logger
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.config.fields import by_name
-from petatron.config.identity import is_identity
+from petatron.config.identity import identity
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.master import MasterOptimizer
@@ -120,7 +120,7 @@ class TrainState:
             facts={
                 "progress": asdict(self.progress),
                 "data": self.data,
-                "model": self._model_facts(),
+                "model": identity(self.run.model, self.run.moe),
                 "scaler": self.scaler.state(),
                 "schedule": self._schedule_facts(),
                 "config": plain(self.run),
@@ -137,7 +137,7 @@ class TrainState:
 
         def approve(facts: Mapping[str, Any]) -> None:
             if config.finetune:
-                differing.extend(self._model_changes(facts.get("model", {})))
+                differing.extend(self._model_changes(facts["model"]) if "model" in facts else ())
             else:
                 self._check(facts, folder)
 
@@ -195,7 +195,7 @@ class TrainState:
             )
 
     def _model_changes(self, saved: Mapping[str, Any]) -> list[str]:
-        now = self._model_facts()
+        now = identity(self.run.model, self.run.moe)
         # A setting that came later than the checkpoint had its default then.
         then = {**{name: by_name()[name].default for name in now}, **saved}
         return _differences(then, now)
@@ -210,10 +210,8 @@ class TrainState:
         self.data = facts["data"]
         self.scaler.restore(facts["scaler"])
         self._note_random_states(loaded)
-        if not loaded.fp8_histories:
-            why = (
-                "--no-load-optim" if self.run.checkpoint.no_load_optim else "the checkpoint has none for these products"
-            )
+        if loaded.no_histories is not None:
+            why = "--no-load-optim" if self.run.checkpoint.no_load_optim else loaded.no_histories
             self.changes.append(f"FP8 histories start anew, and the next step scales by its own tensors: {why}")
 
     def _note_random_states(self, loaded: LoadedState) -> None:
@@ -222,14 +220,6 @@ class TrainState:
             return
         why = "--no-load-rng" if self.run.checkpoint.no_load_rng else "the checkpoint has none"
         self.changes.append(f"random states (dropout) start anew: {why}")
-
-    def _model_facts(self) -> dict[str, Any]:
-        """What makes this the same function of its weights: all of the model but first values, dropout and lengths.
-
-        A dense model says nothing of experts, so that a checkpoint from before there were any is still its own.
-        """
-        facts = asdict(self.run.model) | (asdict(self.run.moe) if self.run.moe.num_experts is not None else {})
-        return {name: value for name, value in facts.items() if is_identity(name)}
 
     def _schedule_facts(self) -> dict[str, Any]:
         """What would change the course of a run if it changed on resume."""

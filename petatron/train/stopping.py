@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
 
+from petatron.base.log import get_logger
 from petatron.config import TrainConfig
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = get_logger(__name__)
 
 
 class Stopping:
@@ -18,40 +25,54 @@ class Stopping:
 
     A signal may reach ranks at different iterations, or only some of them; the question goes round over a CPU group, so
     that no device waits, and every rank gives the same answer at the same iteration. It travels while the next iteration
-    runs, so at large worlds nobody waits for it either, and a signal is heeded one iteration later.
+    runs, so at large worlds nobody waits for it either, and a signal is heeded one iteration later. A rank by itself has
+    nobody to ask, and stops after the iteration that the signal came in.
     """
 
-    def __init__(self, config: TrainConfig, control: Axis, *, started_s: float | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, control: Axis, *, saves: bool = True, started_s: float | None = None
+    ) -> None:
         self._config = config
         self._control = control
         self._started_s = time.monotonic() if started_s is None else started_s
+        when = "after this step" if control.size == 1 else "after the next step"
+        self._promise = f"stopping {when}{' and saving' if saves else ''}"
         self._signal = 0
+        self._interrupted = False
         self._asked: tuple[torch.Tensor, collectives.Handle] | None = None
         self._previous: dict[int, object] = {}
+        self._listener: _Listener | None = None
 
     def __enter__(self) -> Stopping:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             self._previous[number] = signal.signal(number, self._remember)
+        if self._control.rank == 0:
+            self._listener = _Listener(self._tell)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._listener is not None:
+            self._listener.close()
         if self._asked is not None and exception[0] is None:
             self._asked[1].wait()  # leave no question on the wire
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self._signal == number == signal.SIGINT:
+        if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt  # asked twice: do not wait for the end of the step
+        self._interrupted |= number == signal.SIGINT
         self._signal = number
+
+    def _tell(self, number: int) -> None:
+        again = "; once more to stop at once" if number == signal.SIGINT else ""
+        _log.warning("%s: %s%s", signal.Signals(number).name, self._promise, again)
 
     def reason(self, iteration: int) -> str | None:
         """Why to stop after this iteration, or None; every rank must ask."""
         minutes = self._config.exit_duration_in_mins
         overtime = minutes is not None and time.monotonic() - self._started_s > minutes * 60.0
-        number, late = self._answer()
-        wishes = torch.tensor([self._signal, int(overtime)])
-        self._asked = wishes, collectives.start_all_reduce(wishes, self._control, op="max")
+        number, late = self._agreed(torch.tensor([self._signal, int(overtime)]))
         if number:
             return f"received {signal.Signals(number).name}"
         if late:
@@ -61,11 +82,50 @@ class Stopping:
             return f"--exit-interval {interval}"
         return None
 
-    def _answer(self) -> tuple[int, int]:
-        """What the ranks wished when they were last asked."""
-        if self._asked is None:
-            return 0, 0
-        wishes, handle = self._asked
-        handle.wait()
-        number, late = wishes.tolist()
+    def _agreed(self, wishes: torch.Tensor) -> tuple[int, int]:
+        """What all ranks wished when they were last asked; these wishes are the next question."""
+        agreed = torch.zeros_like(wishes)
+        if self._control.size == 1:
+            agreed = wishes
+        else:
+            if self._asked is not None:
+                agreed, handle = self._asked
+                handle.wait()
+            self._asked = wishes, collectives.start_all_reduce(wishes, self._control, op="max")
+        number, late = agreed.tolist()
         return number, late
+
+
+class _Listener:
+    """A thread that says, once for each, which signal has come.
+
+    A handler would be the wrong place. Python runs it on the main thread when that is back from whatever library it is in, which
+    may be a wait of seconds for the device; and it may come in the middle of a write to the terminal, where another one
+    is an error. The number that the interpreter writes to a pipe at the very moment is there at once, and a thread may write
+    whatever it likes.
+    """
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell = tell
+        self._reads, self._writes = os.pipe()
+        os.set_blocking(self._writes, False)  # as `set_wakeup_fd` demands
+        self._previous = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        told: set[int] = set()
+        while True:
+            for number in os.read(self._reads, 64):
+                if number == 0:
+                    return
+                if number in _SIGNALS and number not in told:
+                    told.add(number)
+                    self._tell(number)
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._previous)
+        os.write(self._writes, b"\0")  # no signal has the number 0
+        self._thread.join()
+        os.close(self._reads)
+        os.close(self._writes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ _FIXED = (
     "--train-samples none --lr-decay-style constant --min-lr 0 --lr-warmup-iters 0 --lr-warmup-samples 0 "
     "--lr-warmup-fraction none --lr-decay-iters none --lr-decay-samples none"
 )
+_NUMBER_FORMATS = ("bf16", "fp16", "fp64")
 # Gradients and weights of every step are written to disk; beyond this, only those of the first and last step.
 _TRACE_BYTES = 4 << 30
 
@@ -63,6 +64,10 @@ def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PR
     """Both runs, with what does not belong to the question taken out (see `_FIXED`)."""
     asked = resolve_config(argv, require_training=False)[0]
     given = asked.config
+    if dtype == "float64" and given.precision.fp8_format is not None:
+        rule = f"leaves no room for --fp8-format {given.precision.fp8_format}, whose products are summed in float32"
+        fix = "Use --dtype float32, or leave FP8 out: a layout is the same with and without it."
+        raise ConfigError([Problem("--dtype", dtype, rule, fix)])
     fixed = [f"--train-iters={steps}", *_FIXED.split(), "--fp64" if dtype == "float64" else "--no-fp64"]
     if not (given.data.data_path or given.data.train_data_path or given.data.data_args_path):
         fixed += ["--mock-data"]
@@ -73,12 +78,19 @@ def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PR
     size = candidate.config.train.global_batch_size
     reference_argv = [*candidate_argv, "--world-size", "none", "--nproc-per-node", "none", *reference.split()]
     reference_argv += ["--global-batch-size", str(size)]
-    left_out = tuple(
-        f"{by_path()[path].flag} {value}"
-        for path, value in flatten(given).items()
-        if asked.origins[path].kind in ("flag", "file") and flatten(candidate.config)[path] != value
-    )
+    left_out = tuple(_left_out(asked, candidate.config, dtype))
     return Comparison(candidate_argv, reference_argv, candidate, load_config(reference_argv), left_out)
+
+
+def _left_out(asked: Loaded, compared: RunConfig, dtype: str) -> Iterator[str]:
+    """What someone asked for that both runs do without, as it was written, and for a number format why."""
+    kept = flatten(compared)
+    for path, value in flatten(asked.config).items():
+        if asked.origins[path].kind in ("flag", "file") and kept[path] != value:
+            info = by_path()[path]
+            typed = f"{info.flag} {value}" if info.kind != "bool" else info.flag if value else f"--no-{info.flag[2:]}"
+            why = f" (both runs are in {dtype}, since bounds for rounding are those of --dtype)"
+            yield typed + (why if info.name in _NUMBER_FORMATS else "")
 
 
 def record(argv: Sequence[str], folder: Path, *, every_step: bool, injection: Injection | None) -> None:

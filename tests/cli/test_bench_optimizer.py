@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 from petatron.base.errors import ConfigError
 from petatron.cli import bench, bench_optimizer
+from petatron.cli.bench_checkpoint import model_shapes
 from petatron.cli.bench_optimizer import _groups, _torch_step
 from petatron.config.schema import OptimizerConfig
+from petatron.kernels.registry import Situation
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.master import MasterOptimizer
 
@@ -27,9 +30,32 @@ CPU = ["optimizer", "--device", "cpu", "--parameters", "1e5", "--repeat", "3"]
 def test_reports_a_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert bench.main([*CPU, "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["ratio"] > 0 and len(found["ms"]["torch"]) == len(found["ms"]["ours"]) == 3
+    assert found["ratio"] > 0 and len(found["ms"]["torch"]) == len(found["ms"]["ours"]) == 4
     assert found["moved_bytes"]["ours"] == 34 * found["parameters"]
-    assert f"{found['ratio']:.3f}x" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{found['ratio']:.3f}x" in shown and "torch fused; not triton: the device is no GPU" in shown
+
+
+def test_takes_what_the_registry_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    without = Situation("cuda", (9, 0), torch.bfloat16, True, "triton is not installed")
+    monkeypatch.setattr(Situation, "of", lambda *_, **__: without)
+    assert bench.main([*CPU, "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["kernels"] == "adamw: torch fused; not triton: triton is not installed"
+
+
+def test_both_orders_equally_often(monkeypatch: pytest.MonkeyPatch):
+    timed: list[Callable[[], object]] = []
+
+    def mean_ms(run: Callable[[], object], device: torch.device, *, calls: int, head_start: bool) -> float:
+        timed.append(run)
+        return 1.0
+
+    monkeypatch.setattr("petatron.cli.bench_timing.mean_ms", mean_ms)
+    assert bench.main([*CPU, "--repeat", "5"]) == 0
+    contenders = list(dict.fromkeys(timed))
+    turns = "".join("abcd"[contenders.index(run)] for run in timed)
+    assert turns == "aabbccdd" + "abcddcba" * 3  # each twice to warm up, then five rounds that become six
 
 
 def test_narrow_state_is_timed_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -47,12 +73,29 @@ def test_narrow_state_is_timed_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
             ["--parameters", "10"],
             "--parameters 10 is not between 1e4, which takes long enough to time, and 1e12. Use 1e7, for instance.",
         ),
+        (["--repeat", "0"], "--repeat 0 is below 1. Use 1 or more."),
         (["--offload-fraction", "1.5"], "--offload-fraction 1.5 is out of range. Use a number from 0 to 1."),
+        pytest.param(
+            ["--device", "cuda", "--offload-fraction", "2"],
+            r"(?s)--offload-fraction 2 is out of range.*--device cuda needs a CUDA device and none is visible.",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
 def test_refuses(flags: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         bench.main(["optimizer", *flags])
+
+
+@pytest.mark.parametrize("size", [10_000, 36_863, 36_864, 100_000, 300_000, 1_000_000, 4_000_000, 1_240_000_000])
+def test_the_size_asked_for_is_measured(size: int):
+    total = sum(rows * columns for rows, columns in model_shapes(size).values())
+    assert abs(total - size) <= 0.01 * size
+
+
+def test_the_size_measured_is_told(capsys: pytest.CaptureFixture[str]):
+    assert bench.main(["optimizer", "--device", "cpu", "--parameters", "1e4", "--repeat", "1"]) == 0
+    assert "10,000 on the CPU" in capsys.readouterr().out
 
 
 def test_both_sides_make_the_same_update():

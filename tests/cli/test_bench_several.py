@@ -14,10 +14,10 @@ import torch
 
 from petatron.base.device import DeviceFacts
 from petatron.base.errors import ConfigError, DataError
-from petatron.cli import bench, bench_timing, bench_train
+from petatron.cli import bench, bench_news, bench_runner, bench_train
 from petatron.cli.bench_peers import BenchSpec, Contender
 from petatron.cli.bench_peers.bf16 import without_fp8
-from petatron.cli.bench_timing import Runner
+from petatron.cli.bench_runner import Runner
 from petatron.cli.bench_units import prefixed
 from petatron.config import load_config
 from petatron.models.base import Batch
@@ -81,7 +81,7 @@ def test_several_micro_batches_of_our_own(tmp_path: Path):
 @pytest.mark.parametrize("flags", ["--against hf,bf16", "--against hf --against bf16 --against hf"])
 def test_all_take_turns_after_one_warm_up(flags: str, tmp_path: Path, scripted: list[str]):
     found = run(tmp_path, flags)
-    there, first_steps = ["petatron", "bf16", "hf"], 3 * bench_timing.FIRST_STEPS
+    there, first_steps = ["petatron", "bf16", "hf"], 3 * bench_runner.FIRST_STEPS
     turns = [*there, *reversed(there)]
     assert blocks(scripted, first_steps) == [name for name, _ in groupby(turns)]
     assert list(found["ratio"]) == ["bf16", "hf"] and not found["in_pairs"] and not found["apart"]
@@ -155,11 +155,19 @@ def test_what_cannot_be_compared(flags: str, message: str):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("flag", "name"), [("bf16,megatron", "'megatron'"), ("bf16,", "'nothing'"), ("", "'nothing'")])
-def test_peers_nobody_knows(flag: str, name: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("bf16,megatron", "megatron is no peer. Use torchtitan, hf or bf16."),
+        ("torchtian", "torchtian is no peer. Did you mean torchtitan?"),
+        ("bf16,", "'bf16,' names nobody beside a comma. Leave the comma out."),
+        ("", "'' names nobody. Use torchtitan, hf or bf16."),
+    ],
+)
+def test_peers_nobody_knows(flag: str, told: str):
+    with pytest.raises(ConfigError) as refused:
         bench.main(["train", "--against", flag])
-    assert f"{name} is none of torchtitan, hf, bf16" in capsys.readouterr().err
+    assert [str(problem) for problem in refused.value.problems] == [f"--against {told}"]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +193,46 @@ def test_fp8_is_told_by_the_run(flags: str, format_and_recipe: tuple[str | None,
     assert (seen[0].run.precision.fp8_format, found["fp8_recipe"]) == format_and_recipe
 
 
+def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
+
+
+def test_flags_that_do_nothing_are_said(tmp_path: Path, scripted: list[str], capsys: pytest.CaptureFixture[str]):
+    """As `petatron train` says them; not those that the bench itself gives."""
+    run(tmp_path, "--cuda-graphs --optimizer sgd --moe-router-topk 3 --peer-path /nope --peer-keeps-gathered")
+    assert notes(capsys) == [
+        "note: --cuda-graphs has no effect: the CPU computes",
+        "note: --moe-router-topk has no effect: the model has no experts",
+        "note: --peer-path has no effect: it is for --against torchtitan",
+        "note: --peer-keeps-gathered has no effect: it is for --against torchtitan",
+    ]
+    run(tmp_path, "--optimizer sgd --adam-beta2=0.9")
+    assert notes(capsys) == ["note: --adam-beta2 has no effect: the optimizer is sgd"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_graphs_without_a_gpu_that_was_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run(tmp_path, "--cuda-graphs --device auto")
+    assert notes(capsys) == ["--cuda-graphs has no effect: the device is a cpu"]
+
+
+def test_no_compile_is_not_said_to_do_nothing_where_a_peer_is_compiled(tmp_path: Path, scripted: list[str], capsys):
+    run(tmp_path, f"--no-compile --against torchtitan --peer-path {tmp_path} --peer-keeps-gathered")
+    assert notes(capsys) == []
+    run(tmp_path, "--no-compile")
+    assert len(notes(capsys)) == 1
+
+
+def test_a_preset_may_come_first(tmp_path: Path, scripted: list[str]):
+    path = tmp_path / "found.json"
+    words = ["tiny-llama", *QUICK, *SMALL[2:], "--json", str(path)]
+    assert SMALL[:2] == ["--preset", "tiny-llama"]
+    for order in (words, [*QUICK, words[0], *words[1:]]):
+        assert bench.main(["train", *order]) == 0
+    with pytest.raises(ConfigError, match="tiny-lama"):
+        bench.main(["train", "tiny-lama"])
+
+
 def test_a_run_without_its_fp8_flags():
     words = "--bf16 --fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --lr 1e-3 --train-iters 1 --mock-data"
     plain = load_config([*SMALL, *"--bf16 --lr 1e-3 --train-iters 1 --mock-data".split()]).config
@@ -192,13 +240,52 @@ def test_a_run_without_its_fp8_flags():
 
 
 def test_progress_is_said_on_the_way(tmp_path: Path, scripted: list[str], monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(bench_timing, "_NEWS_S", 0.0)
+    monkeypatch.setattr(bench_news, "NEWS_S", 0.0)
     run(tmp_path, "--against bf16 --warmup-seconds 0.01")
     said = capsys.readouterr().err.splitlines()
     for line in ("building petatron", "building bf16", "warming up for 0 s: petatron, bf16", "timed 1 of 2 rounds"):
         assert line in said
     assert "timing 2 rounds of 2 steps of each: petatron, bf16" in said
     assert any(line.startswith("warming up, 0 of") for line in said)
+
+
+OTHERS = {
+    "optimizer --device cpu --parameters 1e4 --repeat 1": (
+        "building 10,000 parameters and their optimizer, and warming up",
+        "timing 4 rounds of 4 steps of each: ours, norm, copy, torch",
+        "timed 3 of 4 rounds",
+    ),
+    "kernels --device cpu --repeat 1 --only norm attention": (
+        "measuring the device: a copy and a product",
+        "measuring norm, 1 of 2",
+        "measuring attention, 2 of 2",
+        "attention, packed",
+    ),
+    f"generate {' '.join(SMALL)} --prompt-tokens 2 --new-tokens 2 --repeat 1": (
+        "building petatron",
+        "timing 1 rounds of 2 tokens of each: petatron",
+    ),
+    "checkpoint --gigabytes 0.001": ("making 0.001 GB of state", "saving and loading, round 3 of 3"),
+    "data --size-mb 0.02 --workers 1 --vocab 300 --documents 1000": (
+        "training a tokenizer",
+        "tokenizing, round 3 of 3",
+        "building a sample index of 1,000 documents",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", OTHERS, ids=lambda words: words.partition(" ")[0])
+def test_so_it_is_in_other_benches(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(bench_news, "NEWS_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    assert bench.main(words.split()) == 0
+    assert set(OTHERS[words]) <= set(capsys.readouterr().err.splitlines())
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "data", "optimizer"])
+def test_no_rounds_are_refused(name: str):
+    with pytest.raises(ConfigError, match="--repeat -3 is below 1"):
+        bench.main([name, "--repeat", "-3"])
 
 
 def test_a_file_that_cannot_be_written_is_noticed_at_once(tmp_path: Path, scripted: list[str]):

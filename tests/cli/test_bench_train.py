@@ -13,14 +13,14 @@ import torch
 
 from petatron.base.device import DeviceFacts
 from petatron.base.errors import ConfigError, TrainError
-from petatron.cli import bench_train
+from petatron.cli import bench_generate, bench_train
 from petatron.cli.bench import main
 from petatron.cli.bench_breakdown import CLASSES, break_down, kernel_class
 from petatron.cli.bench_machine import parse_readings, sampled
 from petatron.cli.bench_peers import BenchSpec, Contender, build, problems
 from petatron.cli.bench_report import Findings, joined, report
-from petatron.cli.bench_timing import Runner, alternate, orders
-from petatron.cli.bench_train import TRAINING, model_spec
+from petatron.cli.bench_runner import Runner, alternate
+from petatron.cli.bench_spec import BATCHES, make_batches, model_spec
 from petatron.models.base import Batch
 
 SMALL = (
@@ -31,7 +31,7 @@ QUICK = "--warmup-seconds 0 --steps 4 --block 2".split()
 
 
 def spec_of(*flags: str) -> BenchSpec:
-    return model_spec([*TRAINING.split(), *SMALL, *flags])
+    return model_spec([*SMALL, *flags])
 
 
 def bench(tmp_path: Path, *flags: str) -> dict[str, Any]:
@@ -121,6 +121,7 @@ def test_a_peer_that_does_not_fit_beside_ours_is_measured_apart(monkeypatch: pyt
         ("--only hf --apart", "--only hf measures one alone"),
         ("--only torchtitan", "--only torchtitan needs its source. Give --peer-path"),
         ("--against hf --global-batch-size 8", "--global-batch-size 8 makes steps of several micro-batches, and peers"),
+        ("--against hf --optimizer sgd", "--optimizer sgd would be ours alone: peers are measured with AdamW."),
         ("--against torchtitan", "--against torchtitan needs its source. Give --peer-path"),
         ("--against torchtitan --qk-layernorm", "--against torchtitan has no normalised query and key heads."),
         ("--no-such-flag", "--no-such-flag"),
@@ -130,6 +131,29 @@ def test_what_cannot_be_measured(flags: str, message: str):
     with pytest.raises(ConfigError) as error:
         main(["train", *QUICK, *SMALL, *flags.split()])
     assert message in str(error.value)
+
+
+def test_folders_of_peers_that_cannot_be_meant(tmp_path: Path):
+    def told(*paths: Path, fp8_recipe: str | None = None) -> list[str]:
+        spec = replace(spec_of(), peer_paths=paths, fp8_recipe=fp8_recipe)
+        return [str(problem) for problem in problems("torchtitan", spec)]
+
+    file, empty, good = tmp_path / "file", tmp_path / "empty", tmp_path / "good"
+    file.touch()
+    for package in (empty / "torchtitan", empty / "torchao", good / "torchtitan"):
+        package.mkdir(parents=True)
+    (good / "torchtitan" / "__init__.py").touch()
+    fix = "Give the folder that holds torchtitan/, for instance an unpacked wheel."
+    assert told(tmp_path / "nope", file, empty) == [
+        f"--peer-path {tmp_path / 'nope'} does not exist. {fix}",
+        f"--peer-path {file} is not a folder. {fix}",
+        f"--peer-path {empty / 'torchtitan'} has no Python package. {fix}",
+    ]
+    assert told(good, empty) == []
+    assert told(good, tmp_path / "nope") == [f"--peer-path {tmp_path / 'nope'} does not exist. {fix}"]
+    assert told(good, empty, fp8_recipe="rowwise") == [
+        f"--peer-path {empty / 'torchao'} has no Python package. {fix.replace('torchtitan', 'torchao')}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +233,16 @@ def test_contenders_alternate_in_both_orders():
     calls.clear()
     alternate(runners[:1], steps=3, block=5, warmup_s=0.01)
     assert len(calls) >= 5 + 3 and len(runners[0].blocks_ms[-1]) == 3
-    assert list(orders(1, rounds=3)) == [[0]] * 3
+
+
+def test_losses_are_compared_over_a_cycle_of_batches():
+    """The same tokens at the start and at the end, as many as there are different ones."""
+    spec, device = spec_of(), DeviceFacts(kind="cpu", name="x", memory_bytes=1, peak_flops=None, reason="")
+    assert len(make_batches(spec)) == BATCHES
+    losses = [4.0] * BATCHES + [3.0] * 7 + [2.0] * BATCHES
+    values = {"blocks_ms": [[1.0]], "losses": losses, "peak_bytes": None, "build_s": 0.0, "first_steps_s": 0.0}
+    contenders = report(spec, device, Findings(contenders={"petatron": values})).values["contenders"]
+    assert contenders["petatron"]["loss"] == {"first": 4.0, "last": 2.0, "falls": True}  # type: ignore[index]
 
 
 def test_a_slow_outlier_does_not_change_the_ratio():
@@ -318,6 +351,22 @@ def test_generation_says_what_transformers_says(tmp_path: Path):
     assert main(["generate", *flags, *SMALL, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["same_tokens"] == 4 and found["tokens_per_s"].keys() == {"petatron", "hf"}
+
+
+def test_generation_takes_turns_in_both_orders_equally_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+
+    def side(name: str) -> Any:
+        return lambda args, spec: lambda count: calls.append(name) or [0] * count
+
+    monkeypatch.setattr(bench_generate, "_ours", side("a"))
+    monkeypatch.setattr(bench_generate, "_transformers", side("b"))
+    flags = "--new-tokens 2 --repeat 3 --json".split()
+    assert main(["generate", *flags, str(tmp_path / "found.json"), "--against", "hf", *SMALL]) == 0
+    assert "".join(calls) == "ab" + "aabbbbaa" * 2  # once to warm up; then each a token and all of them
+    calls.clear()
+    assert main(["generate", *flags, str(tmp_path / "found.json"), *SMALL]) == 0
+    assert "".join(calls) == "a" + "aa" * 3
 
 
 def test_generation_refuses_what_it_cannot_time():

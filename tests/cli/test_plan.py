@@ -132,3 +132,11 @@ def test_planning_needs_no_torch():
     program = f"import sys; from petatron.cli.main import main; main({words}); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_mistake_in_a_plan_of_memory_needs_no_torch():
+    words = ["plan", "memory", "tiny-llama", "--tp", "3", "--device-memory-gb", "-5"]
+    program = f"import sys; from petatron.cli.main import main; main({words}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--device-memory-gb -5 is not a size above 0." in done.stderr and "-size 3 does not divide" in done.stderr

@@ -142,10 +142,25 @@ def test_no_vocabulary(dataset: Path, capsys):
     assert "--vocab-size" in _fails(capsys, "--data-path", str(dataset))[1]
 
 
-def test_unwritable_save_folder(tmp_path: Path, capsys):
+@pytest.mark.parametrize("flag", ["--save", "--log-dir"])
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [("file", "{folder}/file is a file"), ("file/a/run", "{folder}/file/a/run is in {folder}/file, which is a file")],
+)
+def test_a_file_where_a_folder_of_the_run_should_be(tmp_path: Path, capsys, flag: str, path: str, rule: str):
     (tmp_path / "file").write_text("in the way")
-    code, text = _fails(capsys, "--mock-data", "--save", str(tmp_path / "file" / "run"))
-    assert code == 1 and str(tmp_path / "file") in text
+    code, text = _fails(capsys, "--mock-data", flag, str(tmp_path / path))
+    assert code == 2 and "1 problem " in text
+    assert f"{flag} {rule.format(folder=tmp_path)}. Give the path of a folder." in text
+
+
+def test_unwritable_save_folder(tmp_path: Path, capsys, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("petatron.checkpoint.disk.tempfile.TemporaryFile", refuse)
+    code, text = _fails(capsys, "--mock-data", "--save", str(tmp_path / "run"))
+    assert code == 1 and f"cannot be written to {tmp_path}/run: Permission denied. Make that folder writable" in text
 
 
 def test_every_missing_file_at_once(tmp_path: Path, capsys):
@@ -318,13 +333,26 @@ def test_a_folder_for_traces_may_lie_in_one_that_the_run_makes(tmp_path: Path):
 
 @pytest.mark.parametrize("folder", ["there", "new"])
 def test_a_folder_for_optimizer_state_that_may_not_be_written(capsys, tmp_path: Path, monkeypatch, folder: str):
-    """Asked of the folder if it is there, else of the one that it would be made in."""
+    """Tried in the folder if it is there, else in the one that it would be made in."""
     (tmp_path / "there").mkdir()
-    asked: list[Path] = []
-    monkeypatch.setattr("petatron.config.preflight.os.access", lambda path, mode: asked.append(path))
+    tried: list[Path] = []
+
+    def refuse(*, prefix: str, dir: Path) -> None:
+        tried.append(dir)
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("petatron.config.preflight.tempfile.TemporaryDirectory", refuse)
     code, text = _fails(capsys, "--mock-data", "--optimizer-nvme-offload", str(tmp_path / folder))
-    assert code == 2 and f"{folder} cannot be written to. Change its permissions, or give another folder." in text
-    assert asked == [tmp_path / "there" if folder == "there" else tmp_path]
+    rule = f"{folder} cannot be written to (Read-only file system). Make it writable, or give another folder."
+    assert code == 2 and rule in text
+    assert tried == [tmp_path / "there" if folder == "there" else tmp_path]
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder in which not even root can make one")
+@pytest.mark.parametrize("flags", ["--optimizer-nvme-offload", "--profile --profile-step-start 1 --profile-dir"])
+def test_a_folder_in_which_nothing_can_be_made(capsys, flags: str):
+    code, text = _fails(capsys, "--mock-data", *flags.split(), "/proc/nope")
+    assert code == 2 and "/proc/nope cannot be written to (" in text
 
 
 def test_a_folder_for_optimizer_state_is_made(tmp_path: Path):

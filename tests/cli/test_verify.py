@@ -48,7 +48,20 @@ def test_unknown_tensor_is_an_error(capfd: pytest.CaptureFixture[str]):
 
 def test_what_is_left_out_is_said():
     both = plan(["--preset", *TINY, "--tp", "2", "--bf16", "--hidden-dropout", "0.3"], steps=2, dtype="float32")
-    assert both.left_out == ("--hidden-dropout 0.3", "--bf16 True")
+    why = "(both runs are in float32, since bounds for rounding are those of --dtype)"
+    assert both.left_out == ("--hidden-dropout 0.3", f"--bf16 {why}")
+    assert plan(["--preset", *TINY, "--load", "x"], steps=2, dtype="float64").left_out == ("--load x",)
+
+
+def test_eight_bits_are_compared_over_float32(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("petatron.cli.verify._train", lambda *_: 3)  # only what is said before anything runs
+    words = ["verify", *TINY, "--tp", "2", "--bf16", "--fp8-hybrid"]
+    assert main(words) == 3
+    out = capsys.readouterr().out
+    assert "note: --fp8-format hybrid is emulated" in out and "Add --bf16" not in out
+    assert "not part of the comparison: --bf16 (both runs are in float32" in out
+    assert main([*words, "--dtype", "float64"]) == 2
+    assert "--dtype float64 leaves no room for --fp8-format hybrid" in capsys.readouterr().err
 
 
 def test_bad_layout_is_refused_before_anything_runs(capfd: pytest.CaptureFixture[str]):
@@ -77,7 +90,7 @@ def test_the_layout_names_what_is_used(monkeypatch: pytest.MonkeyPatch, capsys: 
     flags = ["--sequence-parallel", "--use-distributed-optimizer", "--reference", "--dp 1"]
     assert main(["verify", *TINY, *flags, "--recompute-granularity", "selective"]) == 3
     reference, layout, *notes = capsys.readouterr().out.splitlines()
-    said = "tp 1, dp 1, 4 micro-batches of 1, recompute of core_attn, 1 ranks"
+    said = "tp 1, dp 1, 4 micro-batches of 1, recompute of core_attn, 1 rank"
     assert reference == f"reference: {said}" and layout == f"layout:    {said}"
     assert notes[0] == "note: --sequence-parallel has no effect: the tensor-parallel size is 1"
     assert any(note.startswith("note: --use-distributed-optimizer has no effect") for note in notes)
@@ -88,11 +101,11 @@ def test_the_layout_names_recompute_of_one_side(monkeypatch: pytest.MonkeyPatch,
     other = ["--reference", "--dp 1 --recompute-memory-budget-gb 1"]
     assert main(["verify", *TINY, "--dp", "2", "--use-distributed-optimizer", *other]) == 3
     reference, layout, *_ = capsys.readouterr().out.splitlines()
-    assert reference.endswith(", recompute to fit 1 GB, 1 ranks") and "recompute" not in layout
+    assert reference.endswith(", recompute to fit 1 GB, 1 rank") and "recompute" not in layout
     assert "dp 2 (optim sharded)" in layout
     full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     assert main(["verify", *TINY, *full]) == 3
-    assert capsys.readouterr().out.count(", recompute of layers, 1 ranks") == 2
+    assert capsys.readouterr().out.count(", recompute of layers, 1 rank") == 2
 
 
 def test_reference_may_be_another_layout(capfd: pytest.CaptureFixture[str]):

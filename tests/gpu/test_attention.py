@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels import reference
-from petatron.kernels.attention import block_attention, causal_attention, flash
+from petatron.kernels.attention import block_attention, causal_attention, flash, reference
 from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.mask import BlockMask, Bounds

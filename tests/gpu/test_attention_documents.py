@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels import reference
-from petatron.kernels.attention import causal_attention, cudnn, flash
+from petatron.kernels.attention import causal_attention, cudnn, flash, reference
 from petatron.kernels.attention import rows as reference_rows
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import PaddedKernels, padded_attention
@@ -26,7 +25,7 @@ hopper = pytest.mark.skipif(
 
 @pytest.fixture
 def moves():
-    return pytest.importorskip("petatron.kernels.triton.rows")
+    return pytest.importorskip("petatron.kernels.triton.attention.rows")
 
 
 def starts_of(lengths: list[list[int]]) -> Tensor:

@@ -24,7 +24,7 @@ SHAPES = [(128, 128), (272, 400), (2048, 1024), (1040, 4096)]
 
 @pytest.fixture
 def kernels() -> Any:
-    return pytest.importorskip("petatron.kernels.triton.quantise").KERNELS
+    return pytest.importorskip("petatron.kernels.triton.fp8").TRITON
 
 
 def draw(*shape: int, spread: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:

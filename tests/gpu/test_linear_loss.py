@@ -21,7 +21,7 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 
 def triton_kernels() -> SoftmaxKernels:
     pytest.importorskip("triton")
-    from petatron.kernels.triton.loss import TRITON
+    from petatron.kernels.triton.linear_loss import TRITON
 
     return TRITON
 

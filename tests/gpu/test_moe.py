@@ -9,11 +9,18 @@ from torch import Tensor
 
 from petatron.cli.bench_moe import ROUTINGS, Layer, Shape, build, ours
 from petatron.kernels import moe
-from petatron.kernels.moe import Arrangement, GroupedMultiplication, arrange, looped_linear
+from petatron.kernels.activation import GATED
+from petatron.kernels.grouped import GroupedMultiplication, looped_linear
+from petatron.kernels.moe import Arrangement, RowKernels, arrange
+from petatron.kernels.registry import Situation, choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CUDA = torch.device("cuda")
+
+
+def fastest(dtype: torch.dtype = torch.bfloat16) -> RowKernels:
+    return choose("expert rows", Situation.of(CUDA, dtype, compiles=False)).functions
 
 
 def apart(mine: Tensor, true: Tensor) -> float:
@@ -71,8 +78,8 @@ def test_rows(kind: str, width: int, k: int, experts: int):
     rows = torch.randn(found.choice_R.shape[0], width, device=CUDA).bfloat16()
     if isinstance(found.counts, Tensor):
         rows[int(found.counts.sum()) :] = torch.nan
-    kernels = moe.row_kernels(x)
-    assert kernels is not moe.REFERENCE
+    kernels = fastest()
+    assert kernels is not moe.REFERENCE and fastest(torch.float64) is moe.REFERENCE
     assert torch.equal(kernels.take_rows(x, found), moe.take_rows(x, found))
     for given in (None, weights):
         true = moe.sum_rows(rows.double(), found, weights_TK=None if given is None else given.double())
@@ -83,14 +90,15 @@ def test_rows(kind: str, width: int, k: int, experts: int):
     assert apart(grad_weights, true_weights) < 1e-5
 
 
+@pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize(("rows", "width"), [(1000, 768), (333, 14336), (77, 300), (1, 8)])
-def test_weighted_activation(rows: int, width: int):
+def test_weighted_activation(rows: int, width: int, name: str):
     inner, grad = (torch.randn(rows, n, device=CUDA).bfloat16() for n in (2 * width, width))
-    weight, kernels = torch.rand(rows, device=CUDA), moe.row_kernels(inner)
-    made = kernels.weighted_activation(inner, weight, "swiglu")
-    assert apart(made, moe.weighted_activation(inner.double(), weight.double(), "swiglu")) < 4e-3
-    found = kernels.weighted_activation_backward(grad, inner, weight, "swiglu", again=True)
-    true = moe.weighted_activation_backward(grad.double(), inner.double(), weight.double(), "swiglu", again=False)
+    weight, kernels = torch.rand(rows, device=CUDA), fastest()
+    made = kernels.weighted_activation(inner, weight, name)
+    assert apart(made, moe.weighted_activation(inner.double(), weight.double(), name)) < 4e-3
+    found = kernels.weighted_activation_backward(grad, inner, weight, name, again=True)
+    true = moe.weighted_activation_backward(grad.double(), inner.double(), weight.double(), name, again=False)
     assert apart(found[0], true[0]) < 4e-3 and apart(found[1], true[1]) < 1e-5
     assert found[2] is not None and torch.equal(found[2], made)
 

@@ -21,7 +21,7 @@ CASES = [((48, 144), False), ((4096, 1040), False), ((256, 384), True), ((4096, 
 
 @pytest.fixture
 def kernels() -> Any:
-    return pytest.importorskip("petatron.kernels.triton.wire").KERNELS
+    return pytest.importorskip("petatron.kernels.triton.wire").TRITON
 
 
 @pytest.mark.parametrize("top", [225.0, 1e-20, 2.0**127 * 1.99])

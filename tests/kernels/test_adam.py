@@ -98,3 +98,5 @@ def test_sum_of_squares():
     expected = sum(view.double().square().sum() for view in views)
     torch.testing.assert_close(adam.sum_of_squares(views).double(), expected, rtol=1e-6, atol=0)
     assert adam.sum_of_squares([torch.ones(4).bfloat16()]).dtype == torch.float32
+    many = [torch.tensor([4096.0]), *torch.ones(1000, 1)]
+    assert float(adam.sum_of_squares(many)) == 2**24 + 1000, "in float32 a small one would vanish beside the large one"

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from petatron.kernels import reference
-from petatron.kernels.attention import block_attention, causal_attention, flash
+from petatron.kernels.attention import block_attention, causal_attention, flash, reference
 from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.mask import BlockMask, Bounds, Piece, pieces, tiles

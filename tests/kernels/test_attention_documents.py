@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels import reference
-from petatron.kernels.attention import _equal, cudnn, documents, flash, rows
+from petatron.kernels.attention import _equal, cudnn, documents, flash, reference, rows
 from petatron.kernels.attention.documents import LONG, STEPS, Documents, padded_lengths
 from petatron.kernels.attention.padded import PaddedKernels, padded_attention
 
 if importlib.util.find_spec("triton") is None:
     TWINS: list[ModuleType] = [rows]
 else:
-    from petatron.kernels.triton import rows as triton_rows
+    from petatron.kernels.triton.attention import rows as triton_rows
 
     TWINS = [rows, triton_rows]
 

@@ -126,8 +126,8 @@ def test_an_error_is_that_of_the_worst_output_over_the_rows_of_the_truth():
     [
         (["--repeat", "0"], "--repeat 0 is below 1. Use 1 or more."),
         pytest.param(
-            ["--device", "cuda"],
-            "--device cuda needs a CUDA device. Use cpu.",
+            ["--device", "cuda", "--repeat", "0"],
+            r"(?s)--repeat 0 is below 1.*--device cuda needs a CUDA device and none is visible. Use --device cpu.",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
     ],

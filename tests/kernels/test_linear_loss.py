@@ -51,6 +51,23 @@ def test_the_weights_gradient_adds_to_what_a_micro_batch_before_left():
     torch.testing.assert_close(grad.out, first.expected()[2] + second.expected()[2])
 
 
+def test_the_weights_gradient_of_no_tokens_is_zero():
+    nothing, case = Case.random(0, 31), Case.random(9, 31)
+    nothing.weight = case.weight
+    grad = MainGrad.poisoned(case.weight)
+
+    def add(case: Case) -> None:
+        wanted = Wanted(case.token_weights, grad.deliver)
+        losses, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, Columns(31), wanted=wanted, chunk=4)
+        assert grad_x is not None and len(losses) == len(grad_x) == len(case.x)
+
+    add(nothing)
+    assert torch.equal(grad.out, torch.zeros_like(grad.out))
+    add(case)
+    add(nothing)
+    torch.testing.assert_close(grad.out, case.expected()[2])
+
+
 def test_short_operands_are_accumulated_in_float32():
     """1,024 chunks add 1 + 2^-10 each; in bf16 the sum would stop at 256."""
     x, weight = torch.ones(1024, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels import grouped
+from petatron.kernels import grouped, moe
 from petatron.kernels.activation import GATED, PLAIN
+from petatron.kernels.grouped import GroupedMultiplication, grouped_weight_grad, looped_linear
 from petatron.kernels.moe import (
     Arrangement,
-    GroupedMultiplication,
     arrange,
-    combine,
-    grouped_weight_grad,
     inverse,
-    looped_linear,
     reorder,
     sort_by_expert,
-    take,
     weight_of_rows,
     weighted_activation,
     weighted_activation_backward,
 )
+
+take, combine = (partial(function, kernels=moe.REFERENCE) for function in (moe.take, moe.combine))
 
 
 def draw(tokens: int, k: int, experts: int, seed: int, *, drop: bool = False) -> Tensor:
@@ -202,6 +202,30 @@ def test_no_rows_at_all():
     y.sum().backward()
     assert x.grad is not None and weights.grad is not None
     assert not y.any() and not x.grad.any() and not weights.grad.any()
+
+
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_no_tokens_at_all(capacity: int | None):
+    """A rank without tokens has, padded, rows all the same."""
+    arrangement = arrange(torch.empty(0, 2, dtype=torch.long), 4, capacity=capacity)
+    rows = 0 if capacity is None else 4 * capacity
+    x, weights = (torch.empty(0, n, dtype=torch.float64, requires_grad=True) for n in (5, 2))
+    taken, weight_R = take(x, arrangement), weight_of_rows(weights, arrangement)
+    assert taken.shape == (rows, 5) and weight_R.shape == (rows,) and not taken.any() and not weight_R.any()
+    y = combine(taken.cos() * weight_R[:, None].cos(), weights, arrangement) + combine(taken, None, arrangement)
+    assert y.shape == (0, 5)
+    y.sum().backward()
+    assert x.grad is not None and weights.grad is not None
+    assert x.grad.shape == x.shape and weights.grad.shape == weights.shape
+
+
+def test_padding_is_zeros_whatever_tokens_are():
+    arrangement = arranged(False, 7)
+    assert arrangement.real_R is not None and not arrangement.real_R.all()
+    x, weights = torch.full((7, 5), torch.inf), torch.full((7, 3), torch.nan)
+    grad, _ = moe.combine_backward(x, torch.randn(28, 5), torch.rand(7, 3), arrangement)
+    for found in (moe.take_rows(x, arrangement), moe.rows_of_choices(weights, arrangement), grad):
+        assert not found[~arrangement.real_R].any() and not found[arrangement.real_R].isfinite().any()
 
 
 def test_low_precision_sums_in_float32():

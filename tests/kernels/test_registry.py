@@ -162,17 +162,23 @@ def test_twins_are_called_alike(operation: str):
             assert parameters(function) == parameters(getattr(plain, name)), name
 
 
+def module_of(implementation: Any) -> str:
+    """Where its functions are, within kernels/."""
+    name = next(iter(functions(implementation).values())).__module__
+    return name.removeprefix("petatron.kernels.")
+
+
 @needs_triton
-def test_every_module_with_kernels_loads_and_is_in_use():
-    names = {module.name for module in pkgutil.iter_modules(petatron.kernels.triton.__path__)}
-    loaded = {name: importlib.import_module(f"petatron.kernels.triton.{name}") for name in names}
+def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
+    folder = petatron.kernels.triton
+    written = {m.name for m in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}.") if not m.ispkg}
     used: set[str] = set()
     for kernels in OPERATIONS.values():
-        for implementation in (kernel.load() for kernel in kernels if kernel.name == "triton"):
-            some = next(iter(functions(implementation).values()))
-            name = implementation.__name__ if isinstance(implementation, ModuleType) else some.__module__
-            used.add(name.rpartition(".")[2])
-    assert used == set(loaded)
+        *fast, plain = ((kernel.name, module_of(kernel.load())) for kernel in kernels)
+        for module in (module for name, module in fast if name == "triton"):
+            assert module == f"triton.{plain[1]}"
+            used.add(f"petatron.kernels.{module}")
+    assert used == written
 
 
 def test_what_the_compiler_gives_up_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch):

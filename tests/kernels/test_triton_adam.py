@@ -110,3 +110,4 @@ def test_sum_of_squares(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
     assert fast.sum_of_squares([torch.full((2000,), float("inf"))]).isinf()
     assert fast.sum_of_squares([torch.full((2000,), float("nan"))]).isnan()
     assert float(fast.sum_of_squares([torch.ones(3)])) == 3.0
+    assert float(fast.sum_of_squares([torch.tensor([4096.0]), *torch.ones(1000, 1)])) == 2**24 + 1000

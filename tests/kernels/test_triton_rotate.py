@@ -113,6 +113,18 @@ def test_gradients_in_any_order():
     assert torch.equal(rotate.split_rotate_backward(headed, sliced, apart, cos, sin, out=torch.empty_like(out)), want)
 
 
+def test_heads_far_apart():
+    """Two billion elements from the first head to the last; memory that nobody touches costs nothing."""
+    case, apart = Heads(3, 1, 8, 4), 1 << 30
+    cos, sin = angles(case, torch.float16, each=True)
+    dq, dk, dv = (torch.randn(case.length, case.batch, heads, case.width, device=DEVICE).half() for heads in (3, 1, 1))
+    memory = torch.empty(2 * apart + case.length * case.batch * case.width, dtype=torch.float16, device=DEVICE)
+    far_dq = memory.as_strided(dq.shape, (case.batch * case.width, case.width, apart, 1)).copy_(dq)
+    out = torch.empty(case.length, case.batch, 5 * case.width, dtype=torch.float16, device=DEVICE)
+    want = rotate.split_rotate_backward(dq, dk, dv, cos, sin, out=out)
+    assert torch.equal(rotate.split_rotate_backward(far_dq, dk, dv, cos, sin, out=torch.empty_like(out)), want)
+
+
 def test_slices_and_unlike_angles():
     """A product that is part of a wider tensor, and cosines that lie in memory otherwise than the sines."""
     case = Heads(4, 2, 8, 8)

@@ -177,7 +177,7 @@ def test_parts_that_lie_apart_and_end_in_padding(kernels: str, squares: bool):
 
 def _triton() -> WireKernels:
     pytest.importorskip("triton")
-    return pytest.importorskip("petatron.kernels.triton.wire").KERNELS
+    return pytest.importorskip("petatron.kernels.triton.wire").TRITON
 
 
 WIRE = {"plain": lambda: REFERENCE, "triton": _triton}
@@ -196,6 +196,18 @@ def test_triton_does_the_same(shape: tuple[int, int], squares: bool):
         for way, amax in ((kernels, ours), (wire.REFERENCE, wanted)):
             way.raise_largest(flat[begin:], amax, begin=begin, columns=columns)
         assert same(ours, wanted) and ours.isnan().any()
+
+
+def test_triton_gives_zeros_the_sign_that_the_reference_does():
+    w = torch.tensor([0.0, -0.0, 1.0, -1.0], dtype=torch.bfloat16)
+    ours, wanted = (torch.empty(4, dtype=E4M3) for _ in range(2))
+    for kernels, sent in ((_triton(), ours), (REFERENCE, wanted)):
+        kernels.narrow(w, torch.ones(1), sent, begin=0, columns=None)
+    assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8))
+    values = torch.tensor([0.0, -0.0]).to(E4M3).view(1, -1)
+    restored = torch.empty(1, 2, dtype=torch.bfloat16)
+    _triton().restore(values, torch.ones(1), restored, columns=None)
+    assert restored.signbit().tolist() == [[False, True]]
 
 
 def test_triton_restores_what_is_too_large():

@@ -11,22 +11,24 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-from petatron.base.errors import Problem
-from petatron.config import RunConfig
-from petatron.models.base import Batch
+    from petatron.base.errors import Problem
+    from petatron.config import RunConfig
+    from petatron.models.base import Batch
 
-OURS = "petatron"
+OURS, OWN_BF16 = "petatron", "bf16"
 _HOMES: Mapping[str, str] = {
     OURS: "petatron.cli.bench_peers.ours",
     "torchtitan": "petatron.cli.bench_peers.torchtitan",
     "hf": "petatron.cli.bench_peers.huggingface",
-    "bf16": "petatron.cli.bench_peers.bf16",
+    OWN_BF16: "petatron.cli.bench_peers.bf16",
 }
+PEERS = tuple(name for name in _HOMES if name != OURS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

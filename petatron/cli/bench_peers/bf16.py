@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from petatron.base.errors import Problem
-from petatron.cli.bench_peers import BenchSpec
+from petatron.cli.bench_peers import OWN_BF16, BenchSpec
 from petatron.cli.bench_peers.ours import Petatron
 from petatron.config import RunConfig
 from petatron.config.fields import by_name
@@ -18,7 +18,7 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
     if spec.run.precision.fp8_format is not None:
         return ()
     rule = "compares FP8 with bf16, and this run has no FP8 to compare"
-    return [Problem("--against", "bf16", rule, "Add --fp8-recipe tensorwise, for instance, or leave it out.")]
+    return [Problem("--against", OWN_BF16, rule, "Add --fp8-recipe tensorwise, for instance, or leave it out.")]
 
 
 def build(spec: BenchSpec) -> Petatron:

@@ -17,7 +17,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +67,16 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
         Problem("--against", "torchtitan", f"has no {part}", "Compare with hf, or choose a Llama.")
         for part in _foreign(spec)
     ]
-    if _source(spec, "torchtitan") is None:
+    faults = list(_faults(spec))
+    found += faults
+    if not faults and _source(spec, "torchtitan") is None:
         fix = "Give --peer-path the folder that holds torchtitan/, for instance an unpacked wheel."
         found.append(Problem("--against", "torchtitan", "needs its source", fix))
     if spec.fp8_recipe is not None:
         if spec.fp8_recipe not in _RECIPES:
             fix = f"Use {' or '.join(_RECIPES)}."
             found.append(Problem("--fp8-recipe", spec.fp8_recipe, "is no recipe of torchtitan's", fix))
-        if _source(spec, "torchao") is None and importlib.util.find_spec("torchao") is None:
+        if not faults and _source(spec, "torchao") is None and importlib.util.find_spec("torchao") is None:
             fix = "Give --peer-path a second time: the folder that holds torchao/."
             found.append(Problem("--against", "torchtitan", "needs torchao for FP8", fix))
     return found
@@ -95,6 +97,19 @@ def _foreign(spec: BenchSpec) -> list[str]:
         "dropout": bool(model.hidden_dropout or model.attention_dropout),
     }
     return [name for name, there in parts.items() if there]
+
+
+def _faults(spec: BenchSpec) -> Iterator[Problem]:
+    """Folders that cannot be what was meant: absent ones, and those with an empty place for a package that is nowhere else."""
+    fix = "Give the folder that holds torchtitan/, for instance an unpacked wheel."
+    for path in spec.peer_paths:
+        if not path.is_dir():
+            rule = "is not a folder" if path.exists() else "does not exist"
+            yield Problem("--peer-path", str(path), rule, fix)
+    for package in ("torchtitan",) if spec.fp8_recipe is None else ("torchtitan", "torchao"):
+        if _source(spec, package) is None:
+            for place in (path / package for path in spec.peer_paths if (path / package).is_dir()):
+                yield Problem("--peer-path", str(place), "has no Python package", fix.replace("torchtitan", package))
 
 
 def _source(spec: BenchSpec, package: str) -> Path | None:

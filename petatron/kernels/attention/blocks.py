@@ -18,7 +18,8 @@ from torch import Tensor
 
 from petatron.kernels.attention import flash
 from petatron.kernels.attention.mask import BlockMask, Piece, Tile, pieces, tiles
-from petatron.kernels.attention.tiles import Dropout, tile_backward, tile_forward, wide
+from petatron.kernels.attention.tiles import Dropout, tile_backward, tile_forward
+from petatron.kernels.precision import wide_dtype
 
 
 class PartialAttention:
@@ -27,7 +28,7 @@ class PartialAttention:
     def __init__(self, q_SBHE: Tensor, *, value_width: int) -> None:
         length, batch, heads, _ = q_SBHE.shape
         self._q_BHSE = _heads_first(q_SBHE)
-        dtype = wide(q_SBHE.dtype)
+        dtype = wide_dtype(q_SBHE.dtype)
         self.out_SBHE = q_SBHE.new_zeros((length, batch, heads, value_width), dtype=dtype)
         self.lse_BHS = q_SBHE.new_full((batch, heads, length), float("-inf"), dtype=dtype)
 
@@ -77,7 +78,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 def zero_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """In at least float32, to be added to."""
-    dtype = wide(q.dtype)
+    dtype = wide_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     return dq, dk, dv
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from petatron.kernels.precision import wide_dtype
+
 _BITS = (1 << 64) - 1
 
 
@@ -47,10 +49,6 @@ def _mixed(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _BITS
     return (x ^ (x >> 31)) & 0xFFFFFFFF
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def tile_forward(
@@ -98,7 +96,7 @@ def tile_backward(
 
 def _scores(q_BHQE: Tensor, k_BKTE: Tensor, hidden: Tensor | None) -> Tensor:
     """Scaled and masked scores [B, K, H/K, Q, T]."""
-    dtype = wide(q_BHQE.dtype)
+    dtype = wide_dtype(q_BHQE.dtype)
     batch, heads, rows, width = q_BHQE.shape
     groups = k_BKTE.shape[1]
     q = _grouped(q_BHQE, groups, dtype) * width**-0.5

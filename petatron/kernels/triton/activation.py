@@ -36,13 +36,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from petatron.kernels.strides import rows_whole
+
 NAMES = ("swiglu", "geglu", "geglu_tanh", "reglu")
 _TILE = 2048
 _WARPS = 4  # 16 elements per thread: of bf16 two loads of 16 bytes from every tensor
 
 
 @triton.jit
-def _activate(gate, NAME: tl.constexpr):
+def activate(gate, NAME: tl.constexpr):
     """f and f' of the gate."""
     if NAME == "swiglu":
         share = tl.sigmoid(gate)
@@ -85,7 +87,7 @@ def _forward(
     at = gate_up_RG + row * stride + column
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    value, _ = _activate(gate, NAME)
+    value, _ = activate(gate, NAME)
     tl.store(act_RF + row * WIDTH + column, (value * up).to(act_RF.dtype.element_ty), mask=mask)
 
 
@@ -110,7 +112,7 @@ def _backward(
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_RF + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = grad_gate_up_RG.dtype.element_ty
-    value, slope = _activate(gate, NAME)
+    value, slope = activate(gate, NAME)
     into = grad_gate_up_RG + row * (2 * WIDTH) + column
     tl.store(into, (grad * up * slope).to(dtype), mask=mask)
     tl.store(into + WIDTH, (grad * value).to(dtype), mask=mask)
@@ -135,16 +137,11 @@ class _Tile:
         return triton.cdiv(rows, self.rows) * triton.cdiv(width, self.columns)
 
 
-def _rows_whole(x: Tensor) -> Tensor:
-    """Rows may lie apart; the elements of one must not."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def gated(gate_up_RG: Tensor, name: str) -> Tensor:
     """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half."""
     assert name in NAMES, name
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
-    tile, source = _Tile.of(width), _rows_whole(gate_up_RG)
+    tile, source = _Tile.of(width), rows_whole(gate_up_RG)
     act = torch.empty((rows, width), dtype=source.dtype, device=source.device)
     _forward[(tile.programs(rows, width),)](
         source,
@@ -164,7 +161,7 @@ def gated_backward(grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, again: boo
     """The gradient of gate and up side by side, and the output done `again`."""
     assert name in NAMES, name
     rows, width = grad_RF.shape
-    tile, grad, source = _Tile.of(width), _rows_whole(grad_RF), _rows_whole(gate_up_RG)
+    tile, grad, source = _Tile.of(width), rows_whole(grad_RF), rows_whole(gate_up_RG)
     grad_gate_up = torch.empty((rows, 2 * width), dtype=source.dtype, device=source.device)
     act = torch.empty((rows, width), dtype=source.dtype, device=source.device) if again else grad_gate_up
     _backward[(tile.programs(rows, width),)](

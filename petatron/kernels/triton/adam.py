@@ -17,7 +17,9 @@ that may end anywhere would keep the compiler from wide loads, so the launch cov
 with that in mind) and a short second one the few that are left.
 
 The sum of squares is deterministic: every program writes the sum of its own elements, and these sums are added up in a fixed
-order in float64. Accuracy does not suffer from the size either, since no sum in float32 has more than 8192 terms.
+order in float64. Accuracy does not suffer from the size of a tensor either, since no sum in this kernel's float32 has more than
+8192 terms. Tensors of less than 2^18 elements go to torch, many in a launch; each is summed whole in float32, where torch adds
+up many short sums and not one long one, and their norms are joined in float64 too.
 
 Rates are plain arguments that no kernel is compiled for; 1 - beta is taken on the host, where it has all its digits.
 """
@@ -38,7 +40,7 @@ from petatron.kernels.adam import sum_of_squares as plain_sum_of_squares
 
 _BLOCK = 1024
 _SQUARES_BLOCK = 8192
-_SMALL = 1 << 18  # below this many elements a launch costs more than the sum; torch takes all of them in one
+_SMALL = 1 << 18  # below this many elements a launch of one's own costs more than the sum
 _FIRST = tl.constexpr(HASH_FACTORS[0])
 _SECOND = tl.constexpr(HASH_FACTORS[1])
 

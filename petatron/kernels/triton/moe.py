@@ -4,9 +4,10 @@ One program has one token, and so reads or writes the token once, however many r
 would read every token K times. Sums are in float32 over the K rows in their order, without atomic adds. A program holds
 its token's whole row in registers.
 
-In the backward pass of the weighted activation, with a = silu(gate) up, and g the gradient that comes out of the next product,
+In the backward pass of the weighted activation, with a = f(gate) up (f and f' are in `activation.py`), and g the gradient that
+comes out of the next product,
 
-    gradient of gate = w g up silu'(gate),   of up = w g silu(gate),   of w = sum over the row of g a
+    gradient of gate = w g up f'(gate),   of up = w g f(gate),   of w = sum over the row of g a
 
 the last of which is why a program has whole rows here, too, and walks along them.
 
@@ -33,7 +34,9 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels import moe as reference
-from petatron.kernels.moe import Arrangement
+from petatron.kernels.activation import GATED
+from petatron.kernels.moe import Arrangement, RowKernels
+from petatron.kernels.triton.activation import activate
 
 WIDEST = 2**15
 """The widest row that stays in registers; wider ones go the plain way."""
@@ -124,7 +127,16 @@ def _combine_backward(
 
 
 @triton.jit
-def _activation(gate_up, weight_R, out_RF, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _activation(
+    gate_up,
+    weight_R,
+    out_RF,
+    rows,
+    NAME: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -132,7 +144,8 @@ def _activation(gate_up, weight_R, out_RF, rows, WIDTH: tl.constexpr, ROWS: tl.c
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_R + row, mask=row < rows, other=0.0).to(tl.float32)
-    made = gate * tl.sigmoid(gate) * up * weight[:, None]
+    active, _ = activate(gate, NAME)
+    made = active * up * weight[:, None]
     tl.store(out_RF + row[:, None] * WIDTH + column[None, :], made.to(out_RF.dtype.element_ty), mask=mask)
 
 
@@ -145,6 +158,7 @@ def _activation_backward(
     grad_weight_R,
     made_RF,
     rows,
+    NAME: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -161,11 +175,9 @@ def _activation_backward(
         gate = tl.load(gate_up + broad, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_up + broad + WIDTH, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_RF + narrow, mask=mask, other=0.0).to(tl.float32)
-        open_ = tl.sigmoid(gate)
-        active = gate * open_
+        active, slope = activate(gate, NAME)
         dots += grad * active * up
         grad *= weight
-        slope = open_ * (1.0 + gate * (1.0 - open_))
         tl.store(grad_gate_up + broad, (grad * up * slope).to(grad_gate_up.dtype.element_ty), mask=mask)
         tl.store(grad_gate_up + broad + WIDTH, (grad * active).to(grad_gate_up.dtype.element_ty), mask=mask)
         if AGAIN:
@@ -245,15 +257,15 @@ def combine_backward(
 
 
 def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str) -> Tensor:
-    """The activation times the weight of each row; others than SwiGLU in plain torch."""
-    if name != "swiglu":
+    """The activation times the weight of each row; one without a gate in plain torch."""
+    if name not in GATED:
         return reference.weighted_activation(inner_RG, weight_R, name)
     rows, width = inner_RG.shape[0], inner_RG.shape[1] // 2
     out = inner_RG.new_empty(rows, width)
     if rows:
         shape = _tile(width)
         grid = (triton.cdiv(rows, shape["ROWS"]), triton.cdiv(width, shape["BLOCK"]))
-        _activation[grid](inner_RG.contiguous(), weight_R.contiguous(), out, rows, num_warps=4, **shape)
+        _activation[grid](inner_RG.contiguous(), weight_R.contiguous(), out, rows, NAME=name, num_warps=4, **shape)
     return out
 
 
@@ -261,7 +273,7 @@ def weighted_activation_backward(
     grad_RF: Tensor, inner_RG: Tensor, weight_R: Tensor, name: str, *, again: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of what went in and of the weights, and the weighted activation if it is wanted again."""
-    if name != "swiglu":
+    if name not in GATED:
         return reference.weighted_activation_backward(grad_RF, inner_RG, weight_R, name, again=again)
     rows, width = grad_RF.shape
     inner_RG, weight_R = inner_RG.contiguous(), weight_R.contiguous()
@@ -277,6 +289,7 @@ def weighted_activation_backward(
             grad_weight,
             grad_inner if made is None else made,
             rows,
+            NAME=name,
             AGAIN=again,
             num_warps=4,
             **shape,
@@ -306,3 +319,6 @@ def _kept_bytes(arrangement: Arrangement) -> Tensor:
     """Which choices have a row, as bytes; some tensor, which is not read, when all have."""
     kept_TK = arrangement.kept_TK
     return arrangement.row_TK if kept_TK is None else kept_TK.contiguous().view(torch.uint8)
+
+
+TRITON = RowKernels(take_rows, sum_rows, combine_backward, weighted_activation, weighted_activation_backward)

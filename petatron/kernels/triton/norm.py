@@ -39,6 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels import norm as reference
+from petatron.kernels.strides import rows_whole
 
 WIDEST = 16384
 """The widest row that stays in registers; the reference does wider ones."""
@@ -193,11 +194,6 @@ class _Tile:
         return cls(rows=elements // block, block=block, warps=min(elements // 512, 16))
 
 
-def _rows_whole(x_RD: Tensor) -> Tensor:
-    """Rows may lie apart; the elements of one must not."""
-    return x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
-
-
 def rms_norm(
     x_RD: Tensor, weight_D: Tensor, *, eps: float, from_one: bool, branch: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,8 +202,8 @@ def rms_norm(
     if width > WIDEST:
         return reference.rms_norm(x_RD, weight_D, eps=eps, from_one=from_one, branch=branch)
     tile = _Tile.of(width)
-    x = _rows_whole(x_RD)
-    added = x if branch is None else _rows_whole(branch)
+    x = rows_whole(x_RD)
+    added = x if branch is None else rows_whole(branch)
     normal = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     total = normal if branch is None else torch.empty_like(normal)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -249,8 +245,8 @@ def rms_norm_backward(
             grad_RD, total_RD, rstd_R, weight_D, from_one=from_one, grad_total=grad_total, again=again
         )
     tile = _Tile.of(width)
-    grad, total = _rows_whole(grad_RD), _rows_whole(total_RD)
-    joining = grad if grad_total is None else _rows_whole(grad_total)
+    grad, total = rows_whole(grad_RD), rows_whole(total_RD)
+    joining = grad if grad_total is None else rows_whole(grad_total)
     grad_x = torch.empty((rows, width), dtype=total.dtype, device=total.device)
     normal = torch.empty_like(grad_x) if again else grad_x
     programs = min(triton.cdiv(rows, tile.rows), _resident(total.device, tile))

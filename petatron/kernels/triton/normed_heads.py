@@ -40,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.normed_heads import HeadNorm, Pair, Three
+from petatron.kernels.strides import angles_alike, rows_whole
 
 _WARPS = 4
 _ELEMENTS = 512 * _WARPS
@@ -333,22 +334,14 @@ class _Plan:
         }
 
 
-def _alike(rotation: Pair) -> tuple[Tensor, Tensor, int, int]:
-    """Cosines and sines with the same strides, and those."""
-    cos, sin = rotation
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0
-
-
 def split_norm_rotate(qkv: Tensor, weights: Pair, rotation: Pair, norm: HeadNorm, *, batch_major: bool) -> Three:
     """q [S, B, H, E] and k [S, B, K, E] in memory of their own, v a view; cos and sin are [S, 1 or B, 1, n]."""
-    rows = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
+    rows = rows_whole(qkv)
     q_from, k_from, v = norm.split(rows)
     plan = _Plan(*qkv.shape[:2], norm, v.shape[-1], rotation[0].shape[-1])
     order = (plan.batch, plan.length) if batch_major else (plan.length, plan.batch)
     q, k = (torch.empty((*order, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in (q_from, k_from))
-    cos, sin, cos_s, cos_b = _alike(rotation)
+    cos, sin, cos_s, cos_b = angles_alike(*rotation)
     _forward[(plan.tiles(norm.heads) + plan.tiles(norm.groups),)](
         q_from,
         k_from,
@@ -373,12 +366,12 @@ def split_norm_rotate_backward(
 ) -> Pair:
     """Write the gradient of qkv to `out`, which lies in memory as qkv does; returns those of the weights, in float32."""
     assert out.stride() == qkv.stride() and out.stride(-1) == 1, "the heads of a token lie side by side, in both alike"
-    sources = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+    sources = [rows_whole(grad) for grad in grads]
     plan = _Plan(*qkv.shape[:2], norm, sources[0].shape[-1], rotation[0].shape[-1])
     steps = triton.next_power_of_2(max(triton.cdiv(plan.tiles(norm.heads), _PROGRAMS), 1))  # few to compile for
     queries, keys = plan.tiles(norm.heads, steps), plan.tiles(norm.groups, steps)
     sums_PE = torch.empty((queries + keys, plan.width), dtype=torch.float32, device=qkv.device)
-    cos, sin, cos_s, cos_b = _alike(rotation)
+    cos, sin, cos_s, cos_b = angles_alike(*rotation)
     _backward[(queries + 2 * keys,)](
         *sources,
         *norm.split(qkv)[:2],

@@ -26,10 +26,15 @@ S sequence, B batch, H query heads, K key/value heads, E head width.
 # pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from petatron.kernels.rotate import split_heads
+from petatron.kernels.strides import angles_alike, rows_whole
 
 
 @triton.jit
@@ -118,8 +123,9 @@ def _turn(
     for start in tl.static_range(0, HEADS, at_once):
         head = start + tl.arange(0, at_once)
         mask = (head < HEADS)[:, None] & inside[None, :]
-        read = source + head[:, None] * source_stride + pair[None, :]
-        write = target + head[:, None] * target_stride + pair[None, :]
+        this = head.to(tl.int64)[:, None]  # gradients may come with their heads outermost
+        read = source + this * source_stride + pair[None, :]
+        write = target + this * target_stride + pair[None, :]
         first = tl.load(read, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(read + half, mask=mask, other=0.0).to(tl.float32)
         tl.store(write, (first * cosine - second * sine).to(dtype), mask=mask)
@@ -144,15 +150,15 @@ def _copy(
     for start in tl.static_range(0, HEADS, at_once):
         head = start + tl.arange(0, at_once)
         mask = (head < HEADS)[:, None] & (element < WIDTH)[None, :]
-        values = tl.load(source + head[:, None] * source_stride + element[None, :], mask=mask, other=0.0)
-        tl.store(target + head[:, None] * target_stride + element[None, :], values, mask=mask)
+        this = head.to(tl.int64)[:, None]
+        values = tl.load(source + this * source_stride + element[None, :], mask=mask, other=0.0)
+        tl.store(target + this * target_stride + element[None, :], values, mask=mask)
 
 
-def _launch(sources: list[Tensor], targets: list[Tensor], cos: Tensor, sin: Tensor, *, back: bool) -> None:
+def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin: Tensor, *, back: bool) -> None:
     """Move q, k and v, each logically [S, B, heads, E]; order programs by where the heads lie, not the slices."""
     length, batch, heads, width = sources[0].shape
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin, cos_s, cos_b = angles_alike(cos, sin)
     by_head = sources[0] if back else targets[0]
     warps = 4 if heads * width <= 4096 else 8
     _move[(length * batch,)](
@@ -163,8 +169,8 @@ def _launch(sources: list[Tensor], targets: list[Tensor], cos: Tensor, sin: Tens
         length,
         batch,
         *(stride for tensor in (*sources, *targets) for stride in tensor.stride()[:3]),
-        cos.stride(0),
-        cos.stride(1) if cos.shape[1] > 1 else 0,
+        cos_s,
+        cos_b,
         HEADS=heads,
         GROUPS=sources[1].shape[2],
         WIDTH=width,
@@ -176,17 +182,11 @@ def _launch(sources: list[Tensor], targets: list[Tensor], cos: Tensor, sin: Tens
     )
 
 
-def _slices(qkv: Tensor, heads: int, groups: int) -> list[Tensor]:
-    """Views [S, B, heads, E] of the queries, keys and values in one tensor."""
-    width = qkv.shape[-1] // (heads + 2 * groups)
-    return [part.unflatten(-1, (-1, width)) for part in qkv.split([heads * width, groups * width, groups * width], -1)]
-
-
 def split_rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, heads: int, groups: int, batch_major: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated q [S, B, H, E] and k [S, B, K, E], and v, from [S, B, (H + 2K) E]; in memory [B, S, ...] if `batch_major`."""
-    sources = _slices(qkv if qkv.stride(-1) == 1 else qkv.contiguous(), heads, groups)
+    sources = split_heads(rows_whole(qkv), heads=heads, groups=groups)
     targets = [_heads_like(part, batch_major=batch_major) for part in sources]
     _launch(sources, targets, cos, sin, back=False)
     q, k, v = targets
@@ -203,6 +203,6 @@ def _heads_like(part: Tensor, *, batch_major: bool) -> Tensor:
 def split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
     """Write the gradient of qkv to `out`, which lies in memory as qkv did, and return it."""
     assert out.stride(-1) == 1, "the heads of a token lie side by side"
-    sources = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (dq, dk, dv)]
-    _launch(sources, _slices(out, dq.shape[2], dk.shape[2]), cos, sin, back=True)
+    sources = [rows_whole(grad) for grad in (dq, dk, dv)]
+    _launch(sources, split_heads(out, heads=dq.shape[2], groups=dk.shape[2]), cos, sin, back=True)
     return out

@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.fp8 import BLOCK
+from petatron.kernels.triton.fp8 import inverse_of, magnitude, rounded
 from petatron.kernels.wire import RUN, WireKernels
 
 _RUNS = 64
 _WARPS = 4
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -53,8 +53,7 @@ def _raise_largest(
     RUN: tl.constexpr,
 ):
     run, at, inside = _place(N, RUNS, RUN)
-    numbers = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    bits = numbers.to(tl.int32, bitcast=True) & _MAGNITUDE
+    bits = magnitude(tl.load(x + at, mask=inside, other=0.0))
     if SQUARES:
         first = run * RUN
         where = _scale_of(first + begin, columns, scales, BLOCK)
@@ -78,15 +77,12 @@ def _narrow(
     RUN: tl.constexpr,
 ):
     run, at, inside = _place(N, RUNS, RUN)
-    numbers = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    numbers = tl.load(x + at, mask=inside, other=0.0)
     if SQUARES:
         bits = tl.load(scale + _scale_of(run * RUN + begin, columns, scales, BLOCK))[:, None]
     else:
         bits = tl.load(scale)
-    inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)  # of a power of two in bits
-    # Numbers minus themselves are 0, but for those that are not finite. The scale leaves none too large.
-    values = tl.where(numbers - numbers == 0.0, numbers * inverse, float("nan"))
-    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, rounded(numbers, inverse_of(bits), out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["scales"])
@@ -112,7 +108,7 @@ def _restore(
         factor = tl.load(scale + _scale_of(part * N + run * RUN, columns, scales, BLOCK))[:, None]
     else:
         factor = tl.load(scale)
-    # Minimum and maximum drop NaN, so it comes back afterwards.
+    # Minimum and maximum drop NaN, so it comes back afterwards; not in a sum, where -0 would lose its sign.
     wide = tl.where(numbers == numbers, tl.minimum(tl.maximum(numbers * factor, -LIMIT), LIMIT), float("nan"))
     tl.store(out + part * out_stride + at, wide.to(out.dtype.element_ty), mask=inside)
 
@@ -165,5 +161,5 @@ def _how(columns: int | None) -> dict[str, int | bool]:
     return {"SQUARES": columns is not None, "BLOCK": BLOCK, "RUNS": _RUNS, "RUN": RUN, "num_warps": _WARPS}
 
 
-KERNELS = WireKernels(raise_largest=raise_largest, narrow=narrow, restore=restore)
+TRITON = WireKernels(raise_largest=raise_largest, narrow=narrow, restore=restore)
 """For CUDA devices of capability 9.0."""

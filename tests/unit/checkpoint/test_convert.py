@@ -26,11 +26,12 @@ from petatron.checkpoint.forms import detect
 from petatron.checkpoint.sources import Source, open_source
 from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
-from petatron.config import CheckpointConfig
+from petatron.config import CheckpointConfig, load_config
 from petatron.data.tokenizer import train_bpe
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import folder_entries
 from petatron.train.folders import check_folders
+from petatron.train.state import TrainState
 
 SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 37 --seq-length 8 --make-vocab-size-divisible-by 1"
 LLAMA = "--activation swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear"
@@ -90,6 +91,37 @@ def test_to_a_model_folder_and_back(tmp_path: Path, name: str):
     again = petatron.from_pretrained(tmp_path / "again")
     assert again.architecture.model.activation == run_of(name).model.activation
     petatron.load_checkpoint(str(tmp_path / "again"), model=again)
+
+
+@pytest.mark.parametrize(
+    ("name", "by"), [(name, "petatron") for name in MODELS] + [("llama", "huggingface"), ("mixtral", "megatron")]
+)
+def test_a_run_of_the_same_model_has_nothing_to_say(tmp_path: Path, name: str, by: Any):
+    """The settings of its own config.yaml, or those that the model was trained with; others are told."""
+    first = saved(name, tmp_path / "first")
+    if by != "petatron":
+        convert(open_source(first), tmp_path / "between", Conversion(to=by))
+        first = tmp_path / "between"
+    convert(open_source(first), tmp_path / "start", Conversion(to="petatron"))
+    load = f"--load {tmp_path}/start --finetune"
+    words = f"--config {tmp_path}/start/config.yaml {load} --mock-data --lr 1e-3 --train-iters 1".split()
+    written = load_config(words, world_size=1).config
+    for run, changes in (
+        (written, []),
+        (run_of(name, load), []),
+        (
+            run_of(name, f"{load} --norm-epsilon 1e-3"),
+            ["norm_epsilon: 1e-05 then, 0.001 now: the weights are used in another model"],
+        ),
+    ):
+        state = TrainState.build(run, ParallelMesh.single())
+        assert state.load(str(tmp_path / "start")) and state.changes == changes
+
+
+def test_a_checkpoint_that_does_not_say_its_settings_is_not_said_to_have_others(tmp_path: Path):
+    saved("llama", tmp_path / "own")  # by a loop of somebody's own
+    state = TrainState.build(run_of("llama", f"--load {tmp_path}/own --finetune"), ParallelMesh.single())
+    assert state.load(str(tmp_path / "own")) and state.changes == []
 
 
 def test_a_model_of_no_family_stays_ours(tmp_path: Path):

@@ -247,7 +247,8 @@ def test_no_position_embedding_depends_on_the_positions():
 
 def test_settings_without_effect_are_said_aloud():
     flags = (
-        "--sp --initial-loss-scale 65536 --sgd-momentum 0.5 --no-moe-grouped-gemm --fp8-recipe delayed --split 1,1,1"
+        "--sp --initial-loss-scale 65536 --sgd-momentum 0.5 --no-moe-grouped-gemm --split 1,1,1 "
+        "--fp8-format none --fp8-recipe delayed"
     )
     loaded = load_config([*MOCK, *flags.split(), "--rotary-base", "5"], preset="tiny-gpt")
     assert set(loaded.notices) == {

@@ -84,6 +84,7 @@ REFUSED = [
     ("--recompute-memory-budget-gb 2 --recompute-activations", "--recompute-memory-budget-gb 2 chooses what to recompute, and so does --recompute-granularity selective. Keep one of them."),
     # what a run tells, and what it reads
     ("--pipeline-timeline t.json --pipeline-timeline-step 101", "--pipeline-timeline-step 101 is after the last of --train-iters 100, so nothing would be written. Use 100 or less."),
+    ("--pipeline-timeline t.json --train-iters 2", "--pipeline-timeline-step 3 (default) is after the last of --train-iters 2, so nothing would be written. Use 2 or less."),
     ("--pipeline-timeline t.json --pipeline-timeline-step 0", "--pipeline-timeline-step 0 is below 1. Use 1 or more."),
     ("--no-mock-data --data-path a --vocab-size 9 --reset-attention-mask", "--reset-attention-mask needs a tokenizer to know the end-of-document token. Give --tokenizer-model."),
 ]  # fmt: skip

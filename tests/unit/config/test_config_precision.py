@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
 from petatron.config import resolve_config
 from petatron.config.check_precision import check_precision
 from petatron.config.derive import derive
+from petatron.config.document import dump_yaml
 from petatron.config.fields import assemble, by_name, flatten
 
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --bf16")
@@ -61,12 +63,17 @@ def test_what_is_in_order():
         (
             {"seq_length": 100, "micro_batch_size": 2},
             "--fp8-format hybrid with --fp8-recipe tensorwise takes sizes that are multiples of 16, "
-            "but a rank's micro-batch has 200 tokens. Change --seq-length or --micro-batch-size.",
+            "but a rank's micro-batch has 200 tokens. Nearest: --seq-length 96 or 104, or --micro-batch-size 4.",
+        ),
+        (
+            {"seq_length": 40, "context_parallel_size": 2},
+            "--fp8-format hybrid with --fp8-recipe tensorwise takes sizes that are multiples of 16, "
+            "but a rank's micro-batch has 20 tokens. Nearest: --seq-length 32 or 64, or --micro-batch-size 4.",
         ),
         (
             {"fp8_param_gather": True},
             "--fp8-param-gather has nothing to gather: every rank updates all weights. "
-            "Add --use-distributed-optimizer, or leave it out.",
+            "Add --use-distributed-optimizer, on two or more data-parallel ranks; or leave it out.",
         ),
         (
             {"fp8_param_gather": True, "data_parallel_sharding_strategy": "optim_grads", "fp8_recipe": "rowwise"},
@@ -126,3 +133,63 @@ def test_fp8_over_fp32_is_said_aloud(flags: str):
 )
 def test_settings_with_effect_are_not(flags: str):
     assert resolve_config([*BASE, *flags.split()])[0].notices == ()
+
+
+@pytest.mark.parametrize("multiple", [16, 128])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("samples", [1, 2, 6, 16])
+def test_the_sizes_it_proposes_are_in_order(multiple: int, ranks: int, samples: int):
+    """Every length and every micro-batch in the message."""
+    recipe = "blockwise" if multiple == 128 else "tensorwise"
+    changes = {"fp8_recipe": recipe, "hidden_size": 256, "context_parallel_size": ranks, "micro_batch_size": samples}
+    refused = 0
+    for length in range(2 * ranks, 50 * ranks, 2 * ranks):
+        found = problems(seq_length=length, **changes)
+        refused += len(found)
+        for message in found:
+            lengths, batches = message.partition("Nearest: --seq-length ")[2].split(", or --micro-batch-size ")
+            for text in lengths.split(" or "):
+                assert int(text) % (2 * ranks) == 0 or ranks == 1
+                assert problems(**changes | {"seq_length": int(text)}) == []
+            for text in batches.rstrip(".").split(" or "):
+                assert problems(**changes | {"seq_length": length, "micro_batch_size": int(text)}) == []
+    assert refused > 0 or multiple == samples
+
+
+def asked(flags: str, file: Path | None = None) -> list[str]:
+    return [str(it) for it in resolve_config([*BASE, *flags.split()], files=[] if file is None else [file])[1]]
+
+
+REFUSED = (
+    "says how FP8 scales are chosen, but --fp8-format is not set, so nothing would be in FP8. "
+    "Add --fp8-format hybrid, or leave it out."
+)
+
+
+def test_a_recipe_asks_for_a_format(tmp_path: Path):
+    for recipe in ("tensorwise", "rowwise"):  # the default, too: who names it wants FP8
+        assert asked(f"--fp8-recipe {recipe}") == [f"--fp8-recipe {recipe} {REFUSED}"]
+    file = tmp_path / "run.yaml"
+    file.write_text("precision:\n  fp8_recipe: rowwise\n")
+    assert asked("", file) == [f"--fp8-recipe rowwise {REFUSED}"]
+    assert asked("--fp8-hybrid", file) == []
+    file.write_text("precision:\n  fp8_format: null\n")
+    assert asked("--fp8-recipe rowwise", file) == [f"--fp8-recipe rowwise {REFUSED}"]
+
+
+def test_a_recipe_beside_a_format_that_is_none(tmp_path: Path):
+    """A saved configuration has every field, and a flag may turn FP8 off for once."""
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_yaml(resolve_config(BASE)[0].config))
+    assert "fp8_recipe: tensorwise" in file.read_text() and asked("", file) == []
+    file.write_text("precision:\n  fp8_format: hybrid\n  fp8_recipe: rowwise\n")
+    assert asked("", file) == [] and asked("--fp8-format none", file) == []
+    assert asked("--fp8-format none --fp8-recipe rowwise") == []
+    # A format that was meant and misspelt is one problem.
+    assert [text.split()[0] for text in asked("--fp8-recipe rowwise --fp8-formt hybrid")] == ["--fp8-formt"]
+    assert len(asked("--fp8-recipe rowwise --fp8-format hybird")) == 1
+
+
+def test_who_turned_bf16_off_is_not_told_to_add_it():
+    [notice] = resolve_config([*BASE, "--no-bf16", "--fp8-hybrid"])[0].notices
+    assert "is emulated" in notice and "Add" not in notice

@@ -179,19 +179,36 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     wait_for([tmp_path / "got0", tmp_path / "got1"])
     launcher.send_signal(signal.SIGINT)
     output, _ = launcher.communicate(timeout=20)
-    assert launcher.returncode == 128 + signal.SIGKILL
+    assert launcher.returncode == 130, "as of one rank, and as shells say it, however the ranks were ended"
     assert "Stopped by SIGINT" in output
     assert "failed first" not in output
 
 
-def test_an_interrupt_before_any_handler_is_not_a_failure_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_before_any_handler_is_not_a_failure_report(tmp_path: Path, name: str, code: int) -> None:
     body = f'open(f"{tmp_path}/up{{rank}}", "w").close()\ntime.sleep(60)'
+    launcher = start_launcher(tmp_path, child(body), nproc=2)
+    wait_for([tmp_path / "up0", tmp_path / "up1"])
+    launcher.send_signal(signal.Signals[name])
+    output, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == code
+    assert output.strip() == f"Stopped by {name} before the run could end by itself."
+
+
+def test_a_rank_that_the_kernel_kills_while_it_saves_is_a_failure(tmp_path: Path) -> None:
+    """One signal does not kill: a rank that died of SIGKILL has not saved because something went wrong."""
+    body = f"""
+    signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    open(f"{tmp_path}/up{{rank}}", "w").close()
+    while True:
+        time.sleep(0.05)
+    """
     launcher = start_launcher(tmp_path, child(body), nproc=2)
     wait_for([tmp_path / "up0", tmp_path / "up1"])
     launcher.send_signal(signal.SIGINT)
     output, _ = launcher.communicate(timeout=20)
-    assert launcher.returncode == 130
-    assert output.strip() == "Stopped by SIGINT before the run could end by itself."
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert "failed first: it was ended by SIGKILL. The kernel does that when memory runs out." in output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is a Linux feature")

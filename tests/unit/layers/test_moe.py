@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,13 @@ from torch import Tensor
 from petatron.config.schema import ModelConfig, MoEConfig
 from petatron.kernels import grouped
 from petatron.kernels.activation import GATED, PLAIN
+from petatron.kernels.moe import REFERENCE
+from petatron.kernels.registry import Situation
 from petatron.layers.moe import MoE
 from petatron.layers.passing import Pass
 from petatron.layers.router import Routing
+from petatron.parallel.kernels import fill_kernels
+from tests.counted_rows import counted
 from tests.seen import Seen
 
 S, B, D, F, E = 6, 2, 8, 5, 4
@@ -279,6 +284,32 @@ def test_bfloat16_keeps_its_precision_outside_and_float32_inside():
     assert difference < 2e-2
 
 
+def test_the_kernels_of_rows_are_a_slot():
+    """Plain torch until filled; where the other kernels are chosen, so are these."""
+    layer = build()
+    assert layer.experts.kernels is REFERENCE
+    layer.experts.kernels, _ = counted(REFERENCE)
+    chosen = fill_kernels(layer, Situation("cpu", (0, 0), torch.float64, False, None))
+    assert "expert rows: reference; not triton: the device is no GPU" in map(str, chosen)
+    assert layer.experts.kernels is REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("model", "calls"),
+    [
+        (GATED_MODEL, {"take_rows": 2, "sum_rows": 2, "weighted_activation": 2, "weighted_activation_backward": 1}),
+        (PLAIN_MODEL, {"take_rows": 1, "sum_rows": 2, "combine_backward": 1}),
+    ],
+    ids=["gated", "plain-bias"],
+)
+def test_what_is_in_the_slot_is_what_runs(model: ModelConfig, calls: dict[str, int]):
+    """Forward and backward; the weighted activation a second time for the weight gradient."""
+    layer = build(model)
+    layer.experts.kernels, found = counted(REFERENCE)
+    layer(tokens(), Pass()).sum().backward()
+    assert found == Counter(calls)
+
+
 def test_capacity_of_a_rank():
     moe = replace(MOE, moe_expert_capacity_factor=1.1, moe_pad_expert_input_to_capacity=True)
     routing, _, report = build(moe=moe).router(tokens(), with_loss=False)
@@ -314,6 +345,7 @@ def test_the_host_need_not_wait(variant: str, model: ModelConfig):
     wide = replace(model, hidden_size=64)
     moe = replace(MOE, moe_ffn_hidden_size=32, moe_aux_loss_coeff=0.1, **VARIANTS[variant])
     layer = build(wide, moe).to(torch.bfloat16).cuda()
+    fill_kernels(layer, Situation.of(torch.device("cuda"), torch.bfloat16, compiles=False))
     x = torch.randn(256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     scale = torch.ones((), device="cuda")
     for mode in ("default", "error"):  # the first pass loads kernels

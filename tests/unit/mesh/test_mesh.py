@@ -16,7 +16,7 @@ def test_one_process_needs_no_process_group():
     assert not dist.is_initialized()
     assert {(mesh[name].size, mesh[name].rank, mesh[name].group) for name in AXES} == {(1, 0, None)}
     assert mesh.control is mesh.world
-    assert mesh.describe() == "one device (1 ranks)"
+    assert mesh.describe() == "one device (1 rank)"
 
 
 def _sums_over_every_axis() -> tuple[int, dict[str, int], dict[str, tuple[int, ...]], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Shard, TensorSplit, place
 from petatron.models.decoder import takes_weight_decay
 from petatron.optim import master
-from petatron.optim.homes import DiskHome
+from petatron.optim.homes import DiskHome, offload_place
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.offload import DiskSide, Lanes, PinnedSide, Shuttle, Visit
 from petatron.optim.segments import plan_ranges
@@ -120,6 +121,29 @@ def test_no_interleaving_of_lanes_changes_the_result(seed: int):
     for step in range(3):
         shuttle.run(visits_of(homes, step))
     shuttle.settle()
+    assert_equal(homes)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_buffers_are_filled_after_what_used_their_memory_before(seed: int):
+    """The host may free a tensor, and the buffers get its memory, while the lane that computes has yet to read and write it."""
+    device = Device(seed)
+    lanes, dtypes = Lanes(*device.lanes), (torch.float32, torch.float64)  # type: ignore[arg-type]
+    shuttle = Shuttle(lanes, PinnedSide(), dtypes, 5, torch.device("cpu"))
+    read: list[float] = []
+
+    def use(tensor: Tensor) -> None:
+        read.extend(tensor.tolist())
+        tensor.fill_(float("nan"))
+
+    for buffers in reversed(shuttle._buffers):
+        for tensor in buffers:
+            lanes.compute.run(partial(use, tensor.fill_(7.0)))
+    homes = fresh_homes()
+    for step in range(3):
+        shuttle.run(visits_of(homes, step))
+    shuttle.settle()
+    assert set(read) == {7.0}
     assert_equal(homes)
 
 
@@ -239,6 +263,44 @@ def test_a_loaded_state_reaches_the_model_from_where_it_lives(monkeypatch: pytes
         view.fill_(0.5)
     optimizer.write_back()
     assert all(parameter.eq(0.5).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("memory", "dtype", "line"),
+    [
+        (
+            MemoryConfig(optimizer_cpu_offload=True),
+            torch.bfloat16,  # a master weight and two moments for each of 17 x 9 + 17 + 17 + 17 + 11 x 17 + 11
+            "offload: 0.00000483 GB of this rank's optimizer state wait in host memory; on a CPU that gains nothing",
+        ),
+        (
+            MemoryConfig(optimizer_nvme_offload="scratch"),
+            torch.float32,
+            "offload: 0.00000322 GB of this rank's optimizer state wait in a file in scratch; on a CPU that gains only what the "
+            "system pages out of memory",
+        ),
+        (MemoryConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.0), torch.bfloat16, None),
+        (MemoryConfig(), torch.bfloat16, None),
+    ],
+)
+def test_the_log_says_how_much_waits_where(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    memory: MemoryConfig,
+    dtype: torch.dtype,
+    line: str | None,
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)  # the command line may have turned it off
+    with caplog.at_level("INFO", logger="petatron.optim.master"):
+        MasterOptimizer(OptimizerConfig(lr=1.0), flatten(model_of(dtype)), ParallelMesh.single(), memory=memory)
+    assert caplog.messages == ([] if line is None else [line])
+
+
+def test_a_gpu_gains_from_both_places():
+    gpu = torch.device("cuda")
+    assert (offload_place(None, gpu), offload_place("scratch", gpu)) == ("host memory", "a file in scratch")
 
 
 def test_a_folder_that_cannot_hold_the_state(tmp_path: Path):

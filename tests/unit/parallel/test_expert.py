@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.kernels.moe import REFERENCE
 from petatron.layers.balance import Together
 from petatron.layers.moe import MoE, dispatch_here
 from petatron.layers.passing import Pass
@@ -23,6 +24,7 @@ from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.spec import Shard, TensorSplit, place
 from petatron.parallel.expert import AllGather, AllToAll, build_dispatcher, connect_experts
+from tests.counted_rows import counted
 from tests.dist import RankPool
 from tests.longform import every_second
 from tests.seen import Seen
@@ -238,6 +240,24 @@ def _dispatchers(layout: Layout) -> list[str]:
 
 def test_the_dispatcher_asked_for_is_used(ranks: RankPool):
     assert ranks.run(_dispatchers, 2, Layout(dp_shard=2, ep=2)) == [[AllToAll.__name__, AllGather.__name__]] * 2
+
+
+def _calls(layout: Layout, dispatcher: str) -> Counter[str]:
+    """How often each kernel in the slot of the experts runs, forward and backward."""
+    mesh = ParallelMesh(layout, dist.get_rank())
+    layer = cut_layer("gated", config("aux", dispatcher), mesh)
+    layer.experts.kernels, calls = counted(REFERENCE)
+    x, grad = Tokens.draw(mesh.dp.size).part(mesh.dp.rank, mesh["sequence"].rank, mesh["sequence"].size)
+    layer(x, Pass()).backward(grad)
+    return calls
+
+
+def test_tokens_travel_with_the_kernels_of_their_experts(ranks: RankPool):
+    layout = Layout(dp_shard=2, ep=2)
+    weights_outside = Counter(take_rows=1, sum_rows=2, combine_backward=1)
+    weights_inside = Counter(take_rows=2, sum_rows=2, weighted_activation=2, weighted_activation_backward=1)
+    assert ranks.run(_calls, 2, layout, "alltoall") == [weights_outside] * 2
+    assert ranks.run(_calls, 2, layout, "allgather") == [weights_inside] * 2
 
 
 def _traffic(layout: Layout, dispatcher: str, case: str) -> tuple[list, list]:

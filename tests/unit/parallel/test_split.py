@@ -1,8 +1,11 @@
 """The decoder's own Shard table at every tensor-parallel size: weights tile, first values never depend on the layout."""
 
+import logging
+
 import pytest
 import torch
 
+import petatron
 from petatron.mesh.rng import normal_piece
 from petatron.mesh.spec import TensorSplit
 from petatron.models.decoder import Decoder, initial_std, shards
@@ -58,3 +61,14 @@ def test_fused_layers_learn_their_local_widths():
     assert block.attention.qkv.sections == (8, 8, 8)  # one query head, one key and one value head shared by two ranks
     assert block.mlp.gate_up.sections == (12, 12)
     assert block.attention.out.sections == (32,) and tuple(block.attention.out.weight.shape) == (32, 8)
+
+
+def test_a_plain_model_is_built_without_a_word(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """How many elements a rank updates, padding included, is for who looks for a bug."""
+    monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)  # the command line may have turned it off
+    run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--num-layers", "1"])
+    for level, said in ((logging.INFO, False), (logging.DEBUG, True)):
+        caplog.clear()
+        with caplog.at_level(level, logger="petatron"):
+            petatron.build_model(run, petatron.launch(run))
+        assert any("elements of parameters" in message for message in caplog.messages) is said

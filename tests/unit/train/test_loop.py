@@ -138,6 +138,16 @@ def test_save_interval_saves_each_iteration_once(tmp_path: Path):
     assert saved == ["saved checkpoint of iteration 2", "saved checkpoint of iteration 4"]
 
 
+def test_what_is_removed_is_named(tmp_path: Path):
+    flags = f"--train-iters 4 --save {tmp_path} --save-interval 1"
+    finish(f"{flags} --exit-interval 2")
+    state, loop, sink = start(tiny_run(f"{SMALL} {flags} --load {tmp_path} --save-total-limit 1"))
+    assert state.load(str(tmp_path))
+    loop.run()
+    removed = [message for message in sink.column("message", "event") if message.startswith("removed")]
+    assert removed == ["removed the checkpoints of iterations 1, 2", "removed the checkpoint of iteration 3"]
+
+
 def test_data_that_ends_early_is_an_error():
     _, loop, _ = start(tiny_run(f"{SMALL} --train-iters 6"))
     loop._loaders.train.dataset.num_samples = 20  # type: ignore[attr-defined]

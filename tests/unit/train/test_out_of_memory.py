@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import petatron
-from petatron.config import RunConfig
+from petatron.base.errors import CheckpointError, TrainError
+from petatron.config import RunConfig, load_config
+from petatron.train import out_of_memory as out_of_memory_module
 from petatron.train.memory import heaviest
-from petatron.train.memory_changes import candidates, predicted_time
+from petatron.train.memory_changes import candidates
+from petatron.train.memory_time import predicted_time
 from petatron.train.out_of_memory import (
     RESERVE_BYTES,
     MemoryFacts,
     asked_bytes,
     device_facts,
     largest_blocks,
+    memory_reported,
     out_of_memory,
 )
+from petatron.train.run import run_training
 
 BASE = "--mock-data --lr 1e-4 --train-iters 1 --bf16"
 SEVEN = f"{BASE} --vocab-size 32000 --seq-length 4096"
@@ -66,17 +72,6 @@ def test_every_change_is_allowed_fits_and_is_priced(preset: str, flags: str, wor
     words = [(set(change.flags.split()), cost) for change, cost in zip(changes, costs)]
     useless = [b for a, cost in words for b, with_more in words if a < b and with_more >= cost]
     assert useless == [], "more than what does already, and no cheaper"
-
-
-def test_changes_that_the_layout_allows():
-    run = load("llama3-8b", f"{SEVEN} --tp 2 --micro-batch-size 2 --global-batch-size 8", 8)
-    flags = " ".join(change.flags for change in candidates(run, heaviest(run, device="cuda").total - 1))
-    assert "--use-distributed-optimizer" in flags and "--sequence-parallel" in flags
-    assert "--context-parallel-size 2" in flags
-    alone = load("llama3-8b", f"{SEVEN} --micro-batch-size 2")
-    flags = " ".join(change.flags for change in candidates(alone, heaviest(alone, device="cuda").total - 1))
-    assert not any(word in flags for word in ("distributed", "sequence", "context"))
-    assert "--micro-batch-size 1" in flags
 
 
 def test_bf16_is_offered_to_a_run_in_fp32():
@@ -211,3 +206,44 @@ def test_facts_of_a_device(monkeypatch: pytest.MonkeyPatch):
     found = device_facts(torch.device("cuda", 0))
     assert (found.capacity, found.fragmented, found.total, found.largest) == (95, 10, 100, ())
     assert RESERVE_BYTES > 0
+
+
+class Failing:
+    """An action in which the device runs out of memory."""
+
+    def __init__(self, *_: Any) -> None:
+        raise torch.OutOfMemoryError(MESSAGE)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "when"),
+    [
+        ("petatron.train.state.TrainState", "build", "building the model"),
+        ("petatron.train.state.TrainState", "load", "loading the checkpoint"),
+        ("petatron.checkpoint.reading", "fill", "loading the checkpoint"),
+        ("petatron.train.state.TrainState", "take_weights", "loading the checkpoint"),
+        ("petatron.train.loop.Loop", "run", "iteration 3"),
+    ],
+)
+def test_a_run_reports_it_whatever_it_was_doing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, name: str, when: str
+):
+    """Reading a checkpoint says for all ranks that it could not be read, and has the reason behind that."""
+    saved = str(tmp_path / "saved")
+    flags = "--mock-data --lr 1e-3 --train-iters 2 --eval-iters 0 --seq-length 32 --live off --device cpu".split()
+    run_training(load_config([*flags, "--save", saved], preset="tiny-llama"))
+    monkeypatch.setattr(f"{module}.{name}", Failing)
+    monkeypatch.setattr(out_of_memory_module, "device_facts", lambda device: facts())
+    source = "--pretrained-checkpoint" if name == "take_weights" else "--load"
+    flags[flags.index("2")] = "3"
+    flags.append("--override-opt-param-scheduler")
+    with pytest.raises(TrainError, match=f"^The device ran out of memory in {when}: 2.15 GB more were asked for"):
+        run_training(load_config([*flags, source, saved, "--log-dir", str(tmp_path)], preset="tiny-llama"))
+
+
+def test_a_checkpoint_that_cannot_be_read_for_another_reason_stays_what_it_is():
+    reason = CheckpointError("two files are gone")
+    watched = memory_reported(load("tiny-llama", BASE), torch.device("cpu"), when=lambda: "loading the checkpoint")
+    with pytest.raises(CheckpointError, match="two files are gone") as caught, watched:
+        raise reason from OSError("gone")
+    assert caught.value is reason

@@ -176,6 +176,18 @@ def test_where_traces_go():
             "--profile-step-end 5 is not after --profile-step-start 5, so nothing would be traced. Use 6 or more.",
         ),
         (
+            "--profile --train-iters 9",
+            "--profile-step-start 10 (default) is after the last of --train-iters 9, so nothing would be traced. Use 9 or less.",
+        ),
+        (
+            "--profile --profile-step-start 15",
+            "--profile-step-end 12 (default) is not after --profile-step-start 15, so nothing would be traced. Use 16 or more.",
+        ),
+        (
+            "--profile --profile-step-end 3",
+            "--profile-step-end 3 is not after --profile-step-start 10 (default), so nothing would be traced. Use 11 or more.",
+        ),
+        (
             "--profile --profile-step-start 30 --profile-step-end 40",
             "--profile-step-start 30 is after the last of --train-iters 20, so nothing would be traced. Use 20 or less.",
         ),

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from petatron.kernels.fp8 import (
     BLOCK,
+    SQUARES_MULTIPLE,
     Cast,
     Fp8Kernels,
     Operand,
@@ -50,7 +51,8 @@ _NOT_FINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _magnitude(x):
+def magnitude(x):
+    """The bits of |x|."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
@@ -63,15 +65,16 @@ def _scale_bits(bits, TOP: tl.constexpr):
 
 
 @triton.jit
-def _inverse(scale_bits):
+def inverse_of(scale_bits):
     """1 / scale, of a power of two in bits."""
     return ((254 << 23) - scale_bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _round(x, inverse, dtype: tl.constexpr):
+def rounded(x, inverse, dtype: tl.constexpr):
+    """x / scale in eight bits, with a scale that comes from the numbers themselves, which leaves none too large."""
     x = x.to(tl.float32)
-    # x - x is 0, and NaN for what is not finite. A scale that comes from the numbers themselves leaves none too large.
+    # x - x is 0, and NaN for what is not finite.
     return (x * inverse + (x - x)).to(dtype)
 
 
@@ -110,7 +113,7 @@ def _store_columns(out_CR, values, row, column, R, C):
 @triton.jit
 def _largest(x, amax, count, RUN: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * RUN + tl.arange(0, RUN)
-    bits = _magnitude(tl.load(x + at, mask=at < count, other=0.0))
+    bits = magnitude(tl.load(x + at, mask=at < count, other=0.0))
     tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
 
 
@@ -132,22 +135,22 @@ def _cast_tensor(
     x = _load(x_RC, row, column, inside, C)
     dtype: tl.constexpr = rows_RC.dtype.element_ty
     if DELAYED:
-        values = _round_limited(x, _inverse(tl.load(scale)), dtype, TOP)
+        values = _round_limited(x, inverse_of(tl.load(scale)), dtype, TOP)
     else:
         scale_bits = _scale_bits(tl.load(amax), TOP)
         if tile == 0:
             tl.store(scale, scale_bits)
-        values = _round(x, _inverse(scale_bits), dtype)
+        values = rounded(x, inverse_of(scale_bits), dtype)
     _store_rows(rows_RC, values, row, column, inside, C)
     _store_columns(columns_CR, values, row, column, R, C)
     if DELAYED:  # last, so that fewer registers are in use at once
-        tl.atomic_max(amax, tl.max(_magnitude(x)), sem="relaxed")
+        tl.atomic_max(amax, tl.max(magnitude(x)), sem="relaxed")
 
 
 @triton.jit
 def _largest_of_lines(x_RC, rows_R, columns_C, R, C, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     row, column, inside = _tile(tl.program_id(0), R, C, TILE)
-    bits = _magnitude(_load(x_RC, row, column, inside, C))
+    bits = magnitude(_load(x_RC, row, column, inside, C))
     tl.atomic_max(rows_R + row, tl.max(bits, axis=1), mask=row < R, sem="relaxed")
     if COLUMNS:
         tl.atomic_max(columns_C + column, tl.max(bits, axis=0), mask=column < C, sem="relaxed")
@@ -175,12 +178,12 @@ def _cast_lines(
     bits_R = _scale_bits(tl.load(amax_R + row, mask=row < R, other=0), TOP)
     if tile % tl.cdiv(C, TILE) == 0:
         tl.store(scale_R + row, bits_R, mask=row < R)
-    _store_rows(rows_RC, _round(x, _inverse(bits_R)[:, None], dtype), row, column, inside, C)
+    _store_rows(rows_RC, rounded(x, inverse_of(bits_R)[:, None], dtype), row, column, inside, C)
     if COLUMNS:
         bits_C = _scale_bits(tl.load(amax_C + column, mask=column < C, other=0), TOP)
         if tile < tl.cdiv(C, TILE):
             tl.store(scale_C + column, bits_C, mask=column < C)
-        _store_columns(columns_CR, _round(x, _inverse(bits_C)[None, :], dtype), row, column, R, C)
+        _store_columns(columns_CR, rounded(x, inverse_of(bits_C)[None, :], dtype), row, column, R, C)
 
 
 @triton.jit
@@ -191,13 +194,13 @@ def _cast_blocks(x_RC, rows_RC, columns_CR, scale_R, scale_C, R, C, TOP: tl.cons
     row, column, inside = _tile(tile, R, C, TILE)
     x = _load(x_RC, row, column, inside, C)
     dtype: tl.constexpr = rows_RC.dtype.element_ty
-    bits = _magnitude(x)
+    bits = magnitude(x)
     bits_R = _scale_bits(tl.max(bits, axis=1), TOP)
     bits_C = _scale_bits(tl.max(bits, axis=0), TOP)
     tl.store(scale_R + (tile % across).to(tl.int64) * R + row, bits_R, mask=row < R)
     tl.store(scale_C + (tile // across).to(tl.int64) * C + column, bits_C, mask=column < C)
-    _store_rows(rows_RC, _round(x, _inverse(bits_R)[:, None], dtype), row, column, inside, C)
-    _store_columns(columns_CR, _round(x, _inverse(bits_C)[None, :], dtype), row, column, R, C)
+    _store_rows(rows_RC, rounded(x, inverse_of(bits_R)[:, None], dtype), row, column, inside, C)
+    _store_columns(columns_CR, rounded(x, inverse_of(bits_C)[None, :], dtype), row, column, R, C)
 
 
 @triton.jit
@@ -218,10 +221,10 @@ def _cast_squares(
     across = tl.cdiv(C, TILE)
     row, column, inside = _tile(tile, R, C, TILE)
     x = _load(x_RC, row, column, inside, C)
-    bits = _scale_bits(tl.max(_magnitude(x)), TOP)
+    bits = _scale_bits(tl.max(magnitude(x)), TOP)
     tl.store(scale_rows + (tile // across) * rows_stride + tile % across, bits)
     tl.store(scale_columns + (tile % across) * columns_stride + tile // across, bits)
-    values = _round(x, _inverse(bits), rows_RC.dtype.element_ty)
+    values = rounded(x, inverse_of(bits), rows_RC.dtype.element_ty)
     _store_rows(rows_RC, values, row, column, inside, C)
     _store_columns(columns_CR, values, row, column, R, C)
 
@@ -335,12 +338,11 @@ def _whole(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, del
 def _lines(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[Operand, Operand | None]:
     x_RC = x_RC.contiguous()
     R, C = x_RC.shape
+    rows, columns = _outputs(x_RC, dtype, transposed=transposed)
     grid = (_tiles(R, C),)
     largest = torch.zeros(R + C if transposed else R, dtype=torch.int32, device=x_RC.device)
     amax_R, amax_C = largest[:R], largest[R:]
     _largest_of_lines[grid](x_RC, amax_R, amax_C, R, C, COLUMNS=transposed, TILE=_TILE, num_warps=_WARPS)
-    rows = torch.empty_like(x_RC, dtype=dtype)
-    columns = x_RC.new_empty((C, R) if transposed else (0,), dtype=dtype)
     scale_R = x_RC.new_empty((R, 1), dtype=torch.float32)
     scale_C = x_RC.new_empty((C if transposed else 0, 1), dtype=torch.float32)
     _cast_lines[grid](
@@ -362,16 +364,17 @@ def _lines(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[Opera
     return Operand(rows, scale_R, "rows"), Operand(columns, scale_C, "rows") if transposed else None
 
 
-def _outputs(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _outputs(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool = True) -> tuple[Tensor, Tensor]:
+    """Room for the rows, and for the columns if these are wanted."""
     # Triton 3.6 garbles a transposed tile of eight-bit numbers that were float32; nothing here is.
-    assert x_RC.element_size() == 2, f"{x_RC.dtype} is not half precision"
+    assert x_RC.element_size() == 2 or not transposed, f"{x_RC.dtype} is not half precision"
     R, C = x_RC.shape
-    return torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((C, R), dtype=dtype)
+    return torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((C, R) if transposed else (0,), dtype=dtype)
 
 
 def _squares(x: Tensor, rows: int, length: int) -> Tensor:
     """Scales that are all 1, as the padding stays."""
-    across = triton.cdiv(triton.cdiv(length, BLOCK), 4) * 4
+    across = triton.cdiv(triton.cdiv(length, BLOCK), SQUARES_MULTIPLE) * SQUARES_MULTIPLE
     return torch.ones((triton.cdiv(rows, BLOCK), across), dtype=torch.float32, device=x.device)
 
 
@@ -383,7 +386,7 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
 
-KERNELS = Fp8Kernels(
+TRITON = Fp8Kernels(
     raise_largest=raise_largest,
     next_scale=next_scale,
     cast_tensor=cast_tensor,

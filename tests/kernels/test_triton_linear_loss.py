@@ -11,7 +11,7 @@ from petatron.kernels.linear_loss import REFERENCE, Columns, Wanted, linear_cros
 from tests.kernels.loss_cases import Case, MainGrad, Ranks, distance
 
 pytest.importorskip("triton")
-from petatron.kernels.triton.loss import TRITON
+from petatron.kernels.triton.linear_loss import TRITON
 
 TOKENS = 3
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

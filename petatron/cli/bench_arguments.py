@@ -1,0 +1,52 @@
+"""Arguments that several benches have, what can be wrong with them, and the device they name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from petatron.base.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)")
+
+
+def too_small(given: Mapping[str, tuple[int, int]]) -> list[Problem]:
+    """Flags whose value is below the least that makes sense; both by flag.
+
+    >>> print(*too_small({"--repeat": (0, 1), "--steps": (4, 1)}))
+    --repeat 0 is below 1. Use 1 or more.
+    """
+    return [
+        Problem(flag, str(value), f"is below {least}", f"Use {least} or more.")
+        for flag, (value, least) in given.items()
+        if value < least
+    ]
+
+
+def not_positive(given: Mapping[str, float]) -> list[Problem]:
+    """Sizes that are none."""
+    return [
+        Problem(flag, str(value), "must be positive", "Leave it out.") for flag, value in given.items() if value <= 0
+    ]
+
+
+def device_of(kind: Literal["auto", "cpu", "cuda"], *, problems: Sequence[Problem] = ()) -> torch.device:
+    """The device that --device names. Problems of other arguments are raised here, together with one of this."""
+    import torch
+
+    from petatron.base.device import detect
+
+    found = list(problems)
+    try:
+        on_cuda = detect(kind).kind == "cuda"
+    except ConfigError as error:
+        raise ConfigError([*found, *error.problems]) from error
+    if found:
+        raise ConfigError(found)
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")

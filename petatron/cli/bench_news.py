@@ -1,0 +1,23 @@
+"""What a bench says on stderr while it measures: often enough to see that it goes on, seldom enough to cost nothing."""
+
+from __future__ import annotations
+
+import time
+
+from petatron.base.log import get_logger
+
+NEWS_S = 10.0
+_log = get_logger(__name__)
+
+
+class News:
+    """Lines that are logged only if there was none for a while."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        now = time.perf_counter()
+        if now - self._last >= NEWS_S:
+            self._last = now
+            _log.info("%s", text)

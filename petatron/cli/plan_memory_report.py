@@ -1,0 +1,83 @@
+"""What `petatron plan memory` prints: the prediction by kind, the verdict, and the cheapest changes that would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from petatron.base.device import detect
+from petatron.config import Loaded, PrecisionConfig, RunConfig
+from petatron.train.build import open_tokenizer, pipeline_plan, steps_micro_batches
+from petatron.train.memory import MemoryForecast, as_gigabytes, forecasts
+from petatron.train.memory_changes import candidates
+from petatron.train.out_of_memory import RESERVE_BYTES, describe
+
+
+def report(loaded: Loaded, capacity: int | None) -> int:
+    """Print the plan; 1 if it does not fit. `capacity` is the device's bytes, those of the GPU here if None."""
+    loaded, _ = open_tokenizer(loaded)
+    if capacity is None:
+        device = detect()
+        capacity = device.memory_bytes if device.kind == "cuda" else None
+    run, batch = _batch(loaded)
+    found = forecasts(run, device="cuda")
+    print(f"planned for {_precision(run.precision)}\n{batch}")
+    print(_table(found))
+    if capacity is None:
+        print("\nGive --device-memory-gb N to be told whether that fits a device.")
+        return 0
+    most, room = max(forecast.total for forecast in found), capacity - RESERVE_BYTES
+    uncounted = f"of {as_gigabytes(capacity)} GB, with {as_gigabytes(RESERVE_BYTES)} GB left for what is not counted"
+    if most <= room:
+        print(f"\nfits: {as_gigabytes(most)} GB {uncounted}")
+        return 0
+    print(f"\ndoes not fit: {as_gigabytes(most)} GB {uncounted}")
+    changes = candidates(run, room)[:3]
+    if not changes:
+        print("No setting of this run is predicted to fit: use more ranks that split the model, or a smaller one.")
+    for number, change in enumerate(changes, start=1):
+        print(f"  {number}. {describe(change)}")
+    return 1
+
+
+def _batch(loaded: Loaded) -> tuple[RunConfig, str]:
+    """The run that is planned for, and how many micro-batches its step has, in words."""
+    run = loaded.config
+    given = loaded.origins["train.global_batch_size"].chosen
+    piped = run.parallel.pipeline_model_parallel_size > 1
+    if piped and not given:
+        assert run.train.global_batch_size is not None
+        size = run.train.global_batch_size * _to_fill(run)  # derived: one micro-batch for every replica
+        run = replace(run, train=replace(run.train, global_batch_size=size))
+    count = steps_micro_batches(run)
+    why = " to fill the pipeline, since no --global-batch-size is given" if piped and not given else ""
+    return (
+        run,
+        f"planned for {count} micro-batch{'es' if count > 1 else ''} per step{why}; --global-batch-size changes that",
+    )
+
+
+def _to_fill(run: RunConfig) -> int:
+    """Micro-batches from which on no stage holds more of them; gpipe holds all, so there it is as many as ranks."""
+    pipeline = pipeline_plan(run)
+    count = pipeline.ranks
+    while pipeline.name != "gpipe" and pipeline.in_flight(2 * count) != pipeline.in_flight(count):
+        count *= 2
+    return count
+
+
+def _precision(precision: PrecisionConfig) -> str:
+    """The number format that the plan counts with, and how it came to that if nobody asked for it."""
+    named = next((name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)), "fp32")
+    products = f", products in FP8 ({precision.fp8_format}, {precision.fp8_recipe})" if precision.fp8_format else ""
+    unasked = ", since no --bf16 or --fp16 is given" if named == "fp32" else ""
+    return f"{named}{products}{unasked}"
+
+
+def _table(found: Sequence[MemoryForecast]) -> str:
+    names = [*found[0].kinds(), "total"]
+    lines = [f"{'pipeline rank':<14}" + "".join(f"{name:>13}" for name in names) + "   GB"]
+    for forecast in found:
+        sizes = [*forecast.kinds().values(), forecast.total]
+        lines.append(f"{forecast.pipeline_rank:<14}" + "".join(f"{as_gigabytes(size):>13}" for size in sizes))
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Twins of what `kernels/attention` does outside its products."""

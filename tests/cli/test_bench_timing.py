@@ -1,0 +1,107 @@
+"""Turns are fair, whoever takes them; a device is timed by its own clock; one copy is the yardstick of all."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from petatron.base.errors import ConfigError
+from petatron.cli import bench_timing
+from petatron.cli.bench_arguments import device_of, not_positive, too_small
+from petatron.cli.bench_machine import device_name, large_copy
+from petatron.cli.bench_peers import OURS, OWN_BF16, PEERS
+from petatron.cli.bench_timing import collector_off, mean_ms, median_ms, orders
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 10])
+@pytest.mark.parametrize("items", ["ab", "abc", "abcd"])
+def test_nobody_always_follows_the_same_one(items: str, rounds: int):
+    found = list(orders(items, rounds=rounds))
+    assert rounds <= len(found) <= rounds + 1
+    follows = Counter(pair for order in found for pair in pairwise(order))
+    assert all(follows[a, b] == follows[b, a] == len(found) / 2 for a, b in pairwise(items))
+
+
+def test_one_alone_has_no_order():
+    assert list(orders(["a"], rounds=3)) == [["a"]] * 3
+
+
+@pytest.mark.parametrize(("repeat", "turns"), [(1, "abba"), (3, "abbaabba"), (4, "abbaabba")])
+def test_medians_are_of_both_orders_equally_often(repeat: int, turns: str, monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+    runs: list[Callable[[], object]] = [lambda name=name: calls.append(name) for name in "ab"]
+    times = iter([1.0, 10.0, 30.0, 3.0] * 2)
+
+    def timed(run: Callable[[], object], device: torch.device, *, calls: int) -> float:
+        run()
+        return next(times)
+
+    monkeypatch.setattr(bench_timing, "mean_ms", timed)
+    assert median_ms(runs, CPU, repeat=repeat, warmup_s=0.0) == [2.0, 20.0]
+    assert "".join(calls) == "abab" + turns
+
+
+def test_a_mean_on_a_cpu():
+    calls: list[int] = []
+    assert mean_ms(lambda: calls.append(1), CPU, calls=5) >= 0.0 and len(calls) == 5
+
+
+@pytest.mark.parametrize("head_start", [True, False])
+def test_a_mean_on_a_device(head_start: bool, monkeypatch: pytest.MonkeyPatch):
+    """Marks are queued around the calls, after the head start, and read when all is done."""
+    said: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            said.append("mark")
+
+        def elapsed_time(self, last: Any) -> float:
+            said.append("read")
+            return 12.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("wait"))
+    assert mean_ms(lambda: said.append("run"), CUDA, calls=3, head_start=head_start) == 4.0
+    start = ["sleep"] if head_start else []
+    assert said == ["wait", *start, "mark", "run", "run", "run", "mark", "wait", "read"]
+
+
+def test_the_collector_comes_back():
+    with collector_off():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_copy_says_what_it_moves():
+    copy, moved = large_copy(CPU)
+    made = copy()
+    assert 2 * made.numel() * made.itemsize == moved
+    assert device_name(CPU) == "the CPU"
+
+
+def test_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of("auto") == device_of("cpu") == CPU
+    others = [*too_small({"--repeat": (0, 1)}), *not_positive({"--workers": 0})]
+    with pytest.raises(ConfigError) as alone:
+        device_of("cpu", problems=others)
+    assert list(alone.value.problems) == others
+    with pytest.raises(ConfigError) as together:
+        device_of("cuda", problems=others)
+    assert [problem.where for problem in together.value.problems] == ["--repeat", "--workers", "--device"]
+
+
+def test_contenders_have_one_name():
+    assert PEERS == ("torchtitan", "hf", OWN_BF16) and OURS not in PEERS

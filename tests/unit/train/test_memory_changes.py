@@ -1,0 +1,189 @@
+"""What would fit: that the search misses nothing, and what it offers to whom."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+
+import petatron
+from petatron.base.errors import ConfigError
+from petatron.config import RunConfig
+from petatron.config.check import check
+from petatron.train import memory_changes
+from petatron.train.memory import heaviest
+from petatron.train.memory_changes import candidates
+from petatron.train.memory_settings import kinds_of
+from petatron.train.memory_time import predicted_time
+
+BASE = "--mock-data --lr 1e-4 --train-iters 1 --bf16"
+GB = 10**9
+GRADIENTS = "--main-grads-dtype bf16"
+FSDP = "--data-parallel-sharding-strategy optim_grads"
+WHOLE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+
+
+def load(preset: str, flags: str, world_size: int = 1) -> RunConfig:
+    return petatron.load(preset, shlex.split(f"{BASE} {flags}"), world_size=world_size)
+
+
+def needs(run: RunConfig) -> int:
+    return heaviest(run, device="cuda").total
+
+
+def offered(run: RunConfig, capacity: int) -> str:
+    return "\n".join(change.flags for change in candidates(run, capacity))
+
+
+def open_to(run: RunConfig) -> set[str]:
+    return {variant.flags for kind in kinds_of(run) for variant in kind.variants}
+
+
+def brute_force(run: RunConfig, capacity: int, most: int) -> list[tuple[float, int]]:
+    """Cost and bytes of everything that fits with at most so many kinds of change, worked out one by one."""
+    found: list[tuple[float, int]] = []
+    kinds, before = list(kinds_of(run)), predicted_time(run)
+    for together in range(1, most + 1):
+        for chosen in combinations(kinds, together):
+            for variants in product(*(kind.variants for kind in chosen)):
+                changed = run
+                for variant in variants:
+                    changed = variant.edit(changed)
+                if check(changed, require_training=False):
+                    continue
+                try:
+                    size = needs(changed)
+                except ConfigError:
+                    continue
+                if size <= capacity:
+                    found.append((predicted_time(changed) / before - 1.0, size))
+    return sorted(found)
+
+
+SMALL = "--vocab-size 1000 --seq-length 64 --num-layers 3 --micro-batch-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        (f"{SMALL} --global-batch-size 8 --tp 2", 4),
+        (f"{SMALL} --global-batch-size 16 --use-distributed-optimizer --main-grads-dtype bf16", 4),
+        (f"{SMALL} --global-batch-size 8 --optimizer-cpu-offload --grad-reduce-in-bf16", 2),
+    ],
+)
+@pytest.mark.parametrize("share", [0.9, 0.45, 0.25, 0.12, 0.05])
+def test_nothing_cheaper_is_missed(flags: str, world_size: int, share: float):
+    run = load("tiny-llama", flags, world_size)
+    capacity = int(share * needs(run))
+    cheapest, found = brute_force(run, capacity, 3), candidates(run, capacity)
+    if cheapest:
+        # A per cent is not worth another kind of change.
+        assert cheapest[0][0] - 1e-9 <= found[0].cost <= cheapest[0][0] + 0.011
+    assert all(change.total_bytes <= capacity for change in found)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "world_size", "device_gb", "change", "total_gb"),
+    [
+        (
+            "llama2-7b",
+            "--vocab-size 32000",
+            2,
+            40,
+            f"{FSDP}_params --optimizer-cpu-offload {WHOLE}",
+            30.3,
+        ),
+        ("llama3-70b", "--vocab-size 128256", 8, 141, f"{FSDP}_params {MOMENTS} {WHOLE}", 130.0),
+    ],
+)
+def test_a_run_that_fits_fully_sharded_is_told_so(
+    preset: str, layout: str, world_size: int, device_gb: int, change: str, total_gb: float
+):
+    run, room = load(preset, layout, world_size), (device_gb - 2) * GB
+    fitting = load(preset, f"{layout} {change}", world_size)
+    assert needs(fitting) / GB == pytest.approx(total_gb, abs=0.05)
+    found = candidates(run, room)
+    assert len(found) >= 3
+    assert found[0].cost <= predicted_time(fitting) / predicted_time(run) - 1.0
+    assert f"{FSDP}_params" in found[0].flags
+
+
+def test_bf16_gradients_are_offered_where_they_are_allowed():
+    flags = "--vocab-size 128256 --seq-length 8192"
+    run = load("llama3-8b", flags)
+    best = candidates(run, 78 * GB)[0]
+    assert "--main-grads-dtype bf16" in best.flags and "small parts of a gradient's sum are lost" in best.remark
+    assert GRADIENTS in open_to(run)
+    half = replace(run, precision=replace(run.precision, bf16=False, fp16=True))
+    assert GRADIENTS not in open_to(half)
+    assert GRADIENTS not in open_to(load("llama3-8b", f"{flags} {GRADIENTS}"))
+    sharded = load("llama3-8b", f"{flags} {FSDP}", 8)
+    for share in (0.95, 0.8, 0.6, 0.5):
+        assert GRADIENTS not in offered(sharded, int(share * needs(sharded))), "refused where all is fully sharded"
+    wide = petatron.load("llama3-8b", shlex.split(f"{BASE} {flags}".replace("--bf16", "")))
+    assert all(change.flags.startswith("--bf16 ") for change in candidates(wide, 78 * GB))
+    assert GRADIENTS in offered(wide, 78 * GB)
+
+
+def test_who_shares_some_state_can_share_more():
+    flags = "--vocab-size 128256"
+    alone = load("llama3-8b", flags)
+    assert not any("shar" in each or "distributed" in each for each in open_to(alone))
+    shared = "--use-distributed-optimizer"
+    assert {shared, f"{shared} --overlap-param-gather", FSDP, f"{FSDP}_params"} <= open_to(load("llama3-8b", flags, 8))
+    run = load("llama3-8b", f"{flags} {shared}", 8)
+    assert {FSDP, f"{FSDP}_params"} <= open_to(run) and shared not in open_to(run)
+    assert FSDP in offered(run, int(0.7 * needs(run))).splitlines()
+    assert FSDP not in open_to(load("llama3-8b", f"{flags} {FSDP}", 8))
+    assert f"{FSDP}_params" not in open_to(load("llama3-8b", f"{flags} {FSDP}_params", 8))
+
+
+def test_sharing_more_where_gradients_are_narrow():
+    """Fully sharded gradients are wide, so one flag has to go with the other."""
+    flags = "--vocab-size 128256 --use-distributed-optimizer --main-grads-dtype bf16"
+    run = load("llama3-8b", flags, 8)
+    capacity = int(0.5 * needs(run))
+    change = next(change for change in candidates(run, capacity) if FSDP in change.flags)
+    assert f"{FSDP}_params --main-grads-dtype fp32" in change.flags
+    assert needs(load("llama3-8b", f"{flags} {change.flags}", 8)) == change.total_bytes <= capacity
+
+
+def test_sharing_that_the_schedule_refuses_is_not_offered():
+    run = load("llama3-8b", "--vocab-size 128256 --pp 2 --pipeline-schedule zb-h1 --global-batch-size 16", 8)
+    for share in (0.9, 0.7, 0.5, 0.4):
+        assert FSDP not in offered(run, int(share * needs(run))), "a backward pass in two halves"
+
+
+def test_more_than_three_changes_if_no_three_do():
+    flags = f"{SMALL} --global-batch-size 8 --tp 2"
+    run = load("tiny-llama", flags, 4)
+    capacity = min(size for _, size in brute_force(run, needs(run), 3)) - 1
+    found = candidates(run, capacity)
+    assert found
+    for change in found:
+        assert needs(load("tiny-llama", f"{flags} {change.flags}", 4)) == change.total_bytes <= capacity
+    assert candidates(run, capacity // 4) == []
+
+
+def test_changes_that_the_layout_allows():
+    flags = "--vocab-size 128256 --micro-batch-size 2 --global-batch-size 8"
+    listed = open_to(load("llama3-8b", f"{flags} --tp 2", 8))
+    assert {"--sequence-parallel", "--context-parallel-size 2", "--context-parallel-size 4"} <= listed
+    alone = open_to(load("llama3-8b", flags))
+    assert not any(word in each for each in alone for word in ("distributed", "sequence", "context"))
+    assert "--micro-batch-size 1 --global-batch-size 8" in alone
+
+
+def test_the_search_is_short(monkeypatch: pytest.MonkeyPatch):
+    """A plan of all stages is most of the work; there are more than ten thousand candidates."""
+    plans: list[int] = []
+    made = memory_changes.memory_plans
+    monkeypatch.setattr(memory_changes, "memory_plans", lambda *a, **k: plans.append(1) or made(*a, **k))
+    run = load("llama3-70b", "--vocab-size 128256 --tp 8 --pp 4 --global-batch-size 128 --micro-batch-size 4", 256)
+    for share in (0.9, 0.25, 0.05, 0.01):
+        plans.clear()
+        candidates(run, int(share * needs(run)))
+        assert len(plans) < 1000
