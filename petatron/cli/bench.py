@@ -31,15 +31,18 @@ class BenchResult:
 
 
 BENCHES: Mapping[str, tuple[str, str]] = {
-    "data": ("petatron.cli.bench_data", "preprocessing against a bare tokenizer loop, and index building"),
-    "checkpoint": ("petatron.cli.bench_checkpoint", "saving and loading against torch.save and torch.load"),
-    "optimizer": ("petatron.cli.bench_optimizer", "one optimizer step against torch's fused AdamW, clipping and cast"),
-    "train": ("petatron.cli.bench_train", "the training step: speed, MFU and memory, alone or against a peer"),
+    "data": ("petatron.cli.benches.data", "preprocessing against a bare tokenizer loop, and index building"),
+    "checkpoint": ("petatron.cli.benches.checkpoint", "saving and loading against torch.save and torch.load"),
+    "optimizer": (
+        "petatron.cli.benches.optimizer",
+        "one optimizer step against torch's fused AdamW, clipping and cast",
+    ),
+    "train": ("petatron.cli.benches.train", "the training step: speed, MFU and memory, alone or against a peer"),
     "kernels": (
-        "petatron.cli.bench_kernels",
+        "petatron.cli.benches.kernels",
         "each operation: the chosen implementation against others, and the device",
     ),
-    "generate": ("petatron.cli.bench_generate", "continuing text, against transformers"),
+    "generate": ("petatron.cli.benches.generate", "continuing text, against transformers"),
 }
 
 

@@ -10,6 +10,9 @@ bytes per element of the run's precision, w = max(a, 4), and s ranks that share 
     optim_grads_params  a (two layers and    w n / s      w n / s, the weights       (m + v) n / s
                         the ends), gathered
 
+Fully sharded gradients come whole before they go: on top of the table, a bytes for each of the head, whose gradient waits until the
+backward pass is over, and a + r for each of one layer, r being the bytes they travel in (w, or 2 with `--grad-reduce-in-bf16`).
+
 g, m and v follow `--main-grads-dtype`, `--exp-avg-dtype` and `--exp-avg-sq-dtype`, 4 by default and w in float64. Experts are
 shared over other ranks than the rest, so both are counted apart. Of optimizer state that is offloaded, a fraction of master
 weights and moments is not on the device. Padding of buckets to equal parts is left out.
@@ -55,12 +58,13 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """How many elements a rank computes with, those of its largest layer, and those outside its layers."""
+    """How many elements a rank computes with, those of its largest layer, those outside its layers, and of these the head's."""
 
     dense: int
     experts: int
     largest_layer: int
     ends: int
+    head: int
 
 
 def state_bytes(run: RunConfig, here: Sequence[Stage] | None = None) -> StateBytes:
@@ -81,9 +85,11 @@ def state_bytes(run: RunConfig, here: Sequence[Stage] | None = None) -> StateByt
         gathered = held
         if strategy == "optim_grads_params":
             gathered = min(held, _GATHERED_LAYERS * elements.largest_layer + elements.ends)
+        wire = 2 if run.parallel.grad_reduce_in_bf16 else wide
+        whole = narrow * elements.head + (narrow + wire) * elements.largest_layer
         return StateBytes(
             weights=narrow * gathered,
-            gradients=wide * owned,
+            gradients=wide * owned + whole,
             masters=wide * owned,
             moments=int(moments * owned * on_device),
         )
@@ -144,7 +150,8 @@ def _held(
             one = _count(model, moe, parallel, mixed, Stage((places[0],), embedding=False, loss=False))
             dense, experts = dense + len(places) * one[0], experts + len(places) * one[1]
             largest = max(largest, sum(one))
-    return Elements(dense, experts, largest, sum(ends))
+    head = _count(model, moe, parallel, mixed, Stage((), embedding=False, loss=True)) if stage.loss else (0, 0)
+    return Elements(dense, experts, largest, sum(ends), sum(head))
 
 
 def _count(

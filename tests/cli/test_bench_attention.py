@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from petatron.cli import bench_attention
-from petatron.cli.bench_attention import SHAPES, Shape
+from petatron.cli.benches import attention as bench_attention
+from petatron.cli.benches.attention import SHAPES, Shape
 
 
 def test_a_small_table():

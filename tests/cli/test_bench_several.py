@@ -14,11 +14,14 @@ import torch
 
 from petatron.base.device import DeviceFacts
 from petatron.base.errors import ConfigError, DataError
-from petatron.cli import bench, bench_news, bench_runner, bench_train
-from petatron.cli.bench_peers import BenchSpec, Contender
-from petatron.cli.bench_peers.bf16 import without_fp8
-from petatron.cli.bench_runner import Runner
-from petatron.cli.bench_units import prefixed
+from petatron.cli import bench
+from petatron.cli.benches import news as bench_news
+from petatron.cli.benches import runner as bench_runner
+from petatron.cli.benches import train as bench_train
+from petatron.cli.benches.peers import BenchSpec, Contender
+from petatron.cli.benches.peers.bf16 import without_fp8
+from petatron.cli.benches.runner import Runner
+from petatron.cli.benches.units import prefixed
 from petatron.config import load_config
 from petatron.models.base import Batch
 
@@ -54,8 +57,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def build(name: str, spec: BenchSpec) -> Contender:
         return Scripted(name, calls)
 
-    monkeypatch.setattr("petatron.cli.bench_peers.build", build)
-    monkeypatch.setattr("petatron.cli.bench_peers.problems", lambda name, spec: ())
+    monkeypatch.setattr("petatron.cli.benches.peers.build", build)
+    monkeypatch.setattr("petatron.cli.benches.peers.problems", lambda name, spec: ())
     return calls
 
 
@@ -110,8 +113,8 @@ def test_two_at_a_time_where_the_third_runs_out_of_memory(
             raise torch.OutOfMemoryError("too much")
         return Scripted(name, calls)
 
-    monkeypatch.setattr("petatron.cli.bench_peers.build", build)
-    monkeypatch.setattr("petatron.cli.bench_peers.problems", lambda name, spec: ())
+    monkeypatch.setattr("petatron.cli.benches.peers.build", build)
+    monkeypatch.setattr("petatron.cli.benches.peers.problems", lambda name, spec: ())
     found = run(tmp_path, "--against hf,bf16")
     assert found["in_pairs"] and list(found["ratio"]) == ["bf16", "hf"]
     assert built == ["petatron", "bf16", "hf", "bf16", "hf"]
@@ -188,7 +191,7 @@ def test_fp8_is_told_by_the_run(flags: str, format_and_recipe: tuple[str | None,
         return Scripted(name, [])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("petatron.cli.bench_peers.build", build)
+        patch.setattr("petatron.cli.benches.peers.build", build)
         found = run(tmp_path, flags)
     assert (seen[0].run.precision.fp8_format, found["fp8_recipe"]) == format_and_recipe
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petatron.cli.bench_peers import BenchSpec, build, problems
-from petatron.cli.bench_spec import model_spec
+from petatron.cli.benches.peers import BenchSpec, build, problems
+from petatron.cli.benches.spec import model_spec
 from petatron.models.base import Batch
 
 SOURCE = Path(__file__).parent.parent.parent / ".carry" / "torchtitan"

@@ -21,7 +21,7 @@ from petatron.checkpoint.disk import BLOCK_BYTES, Disk, StoredFile, digest_file
 from petatron.checkpoint.inspect import examine
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
-from petatron.cli.bench_checkpoint import model_shapes
+from petatron.cli.benches.checkpoint import model_shapes
 from petatron.cli.main import main
 from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.cli.bench_moe import ROUTINGS, Layer, Shape, build, ours
+from petatron.cli.benches.moe import ROUTINGS, Layer, Shape, build, ours
 from petatron.kernels import moe
 from petatron.kernels.activation import GATED
 from petatron.kernels.grouped import GroupedMultiplication, looped_linear

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from petatron.cli import bench_data, data
+from petatron.cli import data
+from petatron.cli.benches import data as bench_data
 from petatron.cli.main import main
 from petatron.data.indexed import IndexedDataset
 from petatron.data.preprocess import Progress

@@ -10,7 +10,7 @@ import petatron
 from petatron.config import RunConfig
 from petatron.config.stages import Stage, stages
 from petatron.mesh.flat import FlatGroup
-from petatron.models.flops import parameter_count
+from petatron.models.flops import padded_vocabulary, parameter_count
 from petatron.models.state_bytes import StateBytes, held_elements, state_bytes
 from petatron.parallel.model import ParallelModel
 from petatron.train.build import pipeline_plan
@@ -120,9 +120,14 @@ def test_what_is_offloaded_is_not_on_the_device():
     ("strategy", "gathered"), [("optim_grads", "all"), ("optim_grads_params", "two layers and the ends")]
 )
 def test_fully_sharded(strategy: str, gathered: str):
-    run = run_of(f"--bf16 --dp 4 --data-parallel-sharding-strategy {strategy} --num-layers 8", 4)
+    sharded = f"--bf16 --dp 4 --data-parallel-sharding-strategy {strategy} --num-layers 8"
+    run = run_of(sharded, 4)
     elements = held_elements(run)
     n = elements.dense
     weights = n if gathered == "all" else 2 * elements.largest_layer + elements.ends
     assert elements.ends + 8 * elements.largest_layer == n
-    assert state_bytes(run) == StateBytes(weights=2 * weights, gradients=n, masters=n, moments=2 * n)
+    assert elements.head == elements.ends - run.model.hidden_size * padded_vocabulary(run.model, tensor_parallel=1)
+    for flags, on_the_wire in (("", 4), ("--grad-reduce-in-bf16", 2)):
+        whole = 2 * elements.head + (2 + on_the_wire) * elements.largest_layer
+        found = state_bytes(run_of(f"{sharded} {flags}", 4))
+        assert found == StateBytes(weights=2 * weights, gradients=n + whole, masters=n, moments=2 * n)

@@ -94,9 +94,9 @@ def test_nothing_cheaper_is_missed(flags: str, world_size: int, share: float):
             2,
             40,
             f"{FSDP}_params --optimizer-cpu-offload {WHOLE}",
-            30.3,
+            31.8,
         ),
-        ("llama3-70b", "--vocab-size 128256", 8, 141, f"{FSDP}_params {MOMENTS} {WHOLE}", 130.0),
+        ("llama3-70b", "--vocab-size 128256", 8, 141, f"{FSDP}_params {MOMENTS} {WHOLE}", 137.3),
     ],
 )
 def test_a_run_that_fits_fully_sharded_is_told_so(
@@ -136,7 +136,7 @@ def test_who_shares_some_state_can_share_more():
     assert {shared, f"{shared} --overlap-param-gather", FSDP, f"{FSDP}_params"} <= open_to(load("llama3-8b", flags, 8))
     run = load("llama3-8b", f"{flags} {shared}", 8)
     assert {FSDP, f"{FSDP}_params"} <= open_to(run) and shared not in open_to(run)
-    assert FSDP in offered(run, int(0.7 * needs(run))).splitlines()
+    assert FSDP in offered(run, int(0.75 * needs(run))).splitlines()
     assert FSDP not in open_to(load("llama3-8b", f"{flags} {FSDP}", 8))
     assert f"{FSDP}_params" not in open_to(load("llama3-8b", f"{flags} {FSDP}_params", 8))
 

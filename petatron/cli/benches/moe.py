@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.cli.bench_news import News
-from petatron.cli.bench_timing import median_ms
-from petatron.cli.bench_units import prefixed
+from petatron.cli.benches.news import News
+from petatron.cli.benches.timing import median_ms
+from petatron.cli.benches.units import prefixed
 from petatron.kernels.grouped import GroupedMultiplication
 from petatron.kernels.moe import Arrangement, RowKernels, arrange, choices_of_rows, rows_of_choices
 from petatron.kernels.precision import wide_dtype

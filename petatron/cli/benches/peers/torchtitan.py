@@ -29,9 +29,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from petatron.base.errors import Problem
-from petatron.cli.bench_peers import BenchSpec
-from petatron.cli.bench_peers.adamw import ClippedAdamW
-from petatron.cli.bench_peers.weights import first_weight
+from petatron.cli.benches.peers import BenchSpec
+from petatron.cli.benches.peers.adamw import ClippedAdamW
+from petatron.cli.benches.peers.weights import first_weight
 from petatron.config.schema import ModelConfig
 from petatron.models.base import Batch
 

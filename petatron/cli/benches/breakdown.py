@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from petatron.cli.bench_runner import Runner
-from petatron.cli.bench_timing import synchronize
+from petatron.cli.benches.runner import Runner
+from petatron.cli.benches.timing import synchronize
 
 CLASSES = ("GEMM", "attention", "elementwise", "optimizer", "copies", "communication", "other", "idle")
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -2,7 +2,7 @@
 
 Everything a run could be told is a flag of its own (`--preset llama-1b --seq-length 4096 --micro-batch-size 8 --bf16` ...); the
 batch is one micro-batch per update, and tokens are random and lie on the device already. Contenders have the same shapes, tokens,
-first weights, fp32 master weights, AdamW and clipping (`bench_peers`), and alternate in one process (`bench_runner`). There, each
+first weights, fp32 master weights, AdamW and clipping (`peers`), and alternate in one process (`runner`). There, each
 keeps its state while the others run, and all use the same memory for activations. As soon as ours is built and its memory known,
 
     needed = contenders x our state + largest activations
@@ -29,16 +29,16 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.log import get_logger
-from petatron.cli import bench_peers
-from petatron.cli.bench_arguments import too_small
-from petatron.cli.bench_peers import OURS, OWN_BF16, PEERS
+from petatron.cli.benches import peers as contenders
+from petatron.cli.benches.arguments import too_small
+from petatron.cli.benches.peers import OURS, OWN_BF16, PEERS
 
 if TYPE_CHECKING:
     from petatron.base.device import DeviceFacts
     from petatron.cli.bench import BenchResult
-    from petatron.cli.bench_peers import BenchSpec
-    from petatron.cli.bench_report import Findings
-    from petatron.cli.bench_runner import Runner
+    from petatron.cli.benches.peers import BenchSpec
+    from petatron.cli.benches.report import Findings
+    from petatron.cli.benches.runner import Runner
     from petatron.models.base import Batch
 
 TAKES_RUN_FLAGS = True
@@ -108,8 +108,8 @@ def _peers(texts: Sequence[str]) -> list[str]:
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Measure as asked; `flags` are the run's."""
     from petatron.base.device import detect
-    from petatron.cli.bench_report import report
-    from petatron.cli.bench_timing import release
+    from petatron.cli.benches.report import report
+    from petatron.cli.benches.timing import release
 
     peers = _peers(args.against)
     names = [args.only] if args.only else [OURS, *peers]
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
 
 
 def _spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> BenchSpec:
-    from petatron.cli.bench_spec import model_spec
+    from petatron.cli.benches.spec import model_spec
     from petatron.config.fields import by_name
 
     words = [*flags]
@@ -150,7 +150,7 @@ def _spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) 
 
 
 def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> None:
-    found = [problem for name in names for problem in bench_peers.problems(name, spec)]
+    found = [problem for name in names for problem in contenders.problems(name, spec)]
     if args.only == OWN_BF16:
         found = []  # what it may be compared with does not matter to it alone
     elif args.only:
@@ -177,8 +177,8 @@ def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], devi
 
 def _together(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> Findings | None:
     """In this process, all beside each other or each peer in turn beside ours; None if the device does not hold two."""
-    from petatron.cli.bench_report import Findings
-    from petatron.cli.bench_spec import make_batches
+    from petatron.cli.benches.report import Findings
+    from petatron.cli.benches.spec import make_batches
 
     batches, found = make_batches(spec), Findings()
     first, peers = _prepare(names[0], spec, batches), names[1:]
@@ -213,10 +213,10 @@ def _against(args: argparse.Namespace, first: Runner, peers: Sequence[str], spec
 
 
 def _duel(args: argparse.Namespace, runners: list[Runner], found: Findings) -> None:
-    from petatron.cli.bench_breakdown import profile_steps
-    from petatron.cli.bench_machine import sampled
-    from petatron.cli.bench_runner import alternate
-    from petatron.cli.bench_timing import paired_ratios
+    from petatron.cli.benches.breakdown import profile_steps
+    from petatron.cli.benches.machine import sampled
+    from petatron.cli.benches.runner import alternate
+    from petatron.cli.benches.timing import paired_ratios
 
     runners[0].blocks_ms.clear()
     with sampled(runners[0].device) as samples:
@@ -247,15 +247,15 @@ def _prepare(name: str, spec: BenchSpec, batches: list[Batch]) -> Runner | None:
     """Build one, compile it and see how much memory it takes; None if that is more than there is."""
     import torch
 
-    from petatron.cli.bench_runner import Runner
-    from petatron.cli.bench_timing import held, release, synchronize
+    from petatron.cli.benches.runner import Runner
+    from petatron.cli.benches.timing import held, release, synchronize
 
     _log.info("building %s", name)
     release(spec.device)
     before = held(spec.device)
     started = time.perf_counter()
     try:
-        runner = Runner(name, bench_peers.build(name, spec), batches, spec.device)
+        runner = Runner(name, contenders.build(name, spec), batches, spec.device)
         synchronize(spec.device)
         runner.build_s = time.perf_counter() - started
         runner.first_runs(held_before=before)
@@ -269,8 +269,8 @@ def _prepare(name: str, spec: BenchSpec, batches: list[Batch]) -> Runner | None:
 
 def _apart(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> Findings:
     """Each in a process of its own, there and back again; what a visit timed is one block."""
-    from petatron.cli.bench_report import Findings, joined
-    from petatron.cli.bench_timing import orders, paired_ratios
+    from petatron.cli.benches.report import Findings, joined
+    from petatron.cli.benches.timing import orders, paired_ratios
 
     visits: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     turns = [name for order in orders(names, rounds=2) for name in order]

@@ -9,10 +9,10 @@ from typing import Any
 
 from petatron.base.device import DeviceFacts
 from petatron.cli.bench import BenchResult
-from petatron.cli.bench_machine import versions
-from petatron.cli.bench_peers import OURS, OWN_BF16, BenchSpec
-from petatron.cli.bench_spec import BATCHES
-from petatron.cli.bench_units import prefixed
+from petatron.cli.benches.machine import versions
+from petatron.cli.benches.peers import OURS, OWN_BF16, BenchSpec
+from petatron.cli.benches.spec import BATCHES
+from petatron.cli.benches.units import prefixed
 from petatron.config.layer_pattern import moe_layers
 from petatron.models.flops import formula, model_flops_per_token, parameter_count
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
-from petatron.cli.bench_news import News
-from petatron.cli.bench_peers import Contender
-from petatron.cli.bench_timing import collector_off, held, orders, seconds, synchronize
+from petatron.cli.benches.news import News
+from petatron.cli.benches.peers import Contender
+from petatron.cli.benches.timing import collector_off, held, orders, seconds, synchronize
 from petatron.models.base import Batch
 
 FIRST_STEPS, PEAK_STEPS = 3, 2

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 OURS, OWN_BF16 = "petatron", "bf16"
 _HOMES: Mapping[str, str] = {
-    OURS: "petatron.cli.bench_peers.ours",
-    "torchtitan": "petatron.cli.bench_peers.torchtitan",
-    "hf": "petatron.cli.bench_peers.huggingface",
-    OWN_BF16: "petatron.cli.bench_peers.bf16",
+    OURS: "petatron.cli.benches.peers.ours",
+    "torchtitan": "petatron.cli.benches.peers.torchtitan",
+    "hf": "petatron.cli.benches.peers.huggingface",
+    OWN_BF16: "petatron.cli.benches.peers.bf16",
 }
 PEERS = tuple(name for name in _HOMES if name != OURS)
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.log import get_logger
-from petatron.cli.bench_arguments import add_device, device_of, too_small
-from petatron.cli.bench_units import prefixed
+from petatron.cli.benches.arguments import add_device, device_of, too_small
+from petatron.cli.benches.units import prefixed
 
 if TYPE_CHECKING:
     import torch
 
     from petatron.cli.bench import BenchResult
-    from petatron.cli.bench_cases import Case, Place
+    from petatron.cli.benches.cases import Case, Place
 
 NAMES = ("norm", "activation", "rotary", "loss", "embedding", "product", "fp8", "attention", "moe")
 _REPEAT, _WARMUP_S = 10, 0.05
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> BenchResult:
     """All that is asked for, one operation and shape after the other."""
     from petatron.cli.bench import BenchResult
-    from petatron.cli.bench_cases import Place
-    from petatron.cli.bench_machine import choice_row, device_name
+    from petatron.cli.benches.cases import Place
+    from petatron.cli.benches.machine import choice_row, device_name
     from petatron.kernels.registry import survey
 
     device = device_of(args.device, problems=too_small({"--repeat": (args.repeat, 1)}))
@@ -84,8 +84,8 @@ class Speed:
 
     @classmethod
     def measure(cls, place: Place, *, repeat: int) -> Speed:
-        from petatron.cli.bench_machine import large_copy
-        from petatron.cli.bench_timing import median_ms
+        from petatron.cli.benches.machine import large_copy
+        from petatron.cli.benches.timing import median_ms
 
         side = _PRODUCT_SIZE[place.device.type]
         (move, moved), a, b = large_copy(place.device), place.random(side, side), place.random(side, side)
@@ -154,9 +154,9 @@ class Found:
 
 
 def _operations(name: str, place: Place, *, repeat: int) -> list[Found]:
-    from petatron.cli.bench_cases import SHAPES, SMALL_SHAPES
-    from petatron.cli.bench_operations import CASES
-    from petatron.cli.bench_timing import release
+    from petatron.cli.benches.cases import SHAPES, SMALL_SHAPES
+    from petatron.cli.benches.operations import CASES
+    from petatron.cli.benches.timing import release
 
     found = []
     for number, shape in enumerate(SHAPES if place.device.type == "cuda" else SMALL_SHAPES):
@@ -167,7 +167,7 @@ def _operations(name: str, place: Place, *, repeat: int) -> list[Found]:
 
 def measure(case: Case, place: Place, *, repeat: int = 1) -> Found:
     """Compare with float64, then time whatever runs."""
-    from petatron.cli.bench_timing import median_ms
+    from petatron.cli.benches.timing import median_ms
 
     bound = case.bound or _BOUND[str(place.dtype).removeprefix("torch.")]
     failed: dict[str, str] = {}
@@ -204,8 +204,8 @@ def largest_error(found: Sequence[torch.Tensor | None], true: Sequence[torch.Ten
 
 def _layer(name: str, device: torch.device, *, repeat: int) -> list[tuple[str, str]]:
     """Whole layers, which have tables of their own."""
-    from petatron.cli import bench_attention, bench_moe
+    from petatron.cli.benches import attention, moe
 
-    layer = bench_attention if name == "attention" else bench_moe
+    layer = attention if name == "attention" else moe
     warmup_s = _LAYER_WARMUP_S if device.type == "cuda" else 0.0
     return layer.measure(device, repeat=repeat, warmup_s=warmup_s)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.cli.bench_peers import BenchSpec
-from petatron.cli.bench_peers.adamw import ClippedAdamW
-from petatron.cli.bench_peers.weights import first_weight
+from petatron.cli.benches.peers import BenchSpec
+from petatron.cli.benches.peers.adamw import ClippedAdamW
+from petatron.cli.benches.peers.weights import first_weight
 from petatron.config import RunConfig
 from petatron.models.base import Architecture, Batch
 from petatron.models.hf import family_entries, family_named, logical_shapes, to_hf_config

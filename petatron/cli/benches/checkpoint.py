@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.log import get_logger
-from petatron.cli.bench_arguments import not_positive, too_small
+from petatron.cli.benches.arguments import not_positive, too_small
 
 if TYPE_CHECKING:
     from torch import Tensor

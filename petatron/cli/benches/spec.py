@@ -8,8 +8,8 @@ import torch
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.cli.bench_arguments import device_of
-from petatron.cli.bench_peers import BenchSpec
+from petatron.cli.benches.arguments import device_of
+from petatron.cli.benches.peers import BenchSpec
 from petatron.config import load_config, resolve_config
 from petatron.config.check_layout import RANKS
 from petatron.config.fields import by_name, flatten

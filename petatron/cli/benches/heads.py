@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.cli.bench_cases import CHECKED_ROWS, EPSILON, Case, Outputs, Place, Shape
+from petatron.cli.benches.cases import CHECKED_ROWS, EPSILON, Case, Outputs, Place, Shape
 from petatron.kernels import normed_heads, rotate
 from petatron.kernels.normed_heads import HeadNorm
 

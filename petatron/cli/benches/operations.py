@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.cli.bench_cases import CHECKED_ROWS, EPSILON, Case, Outputs, Place, Shape
-from petatron.cli.bench_heads import heads
+from petatron.cli.benches.cases import CHECKED_ROWS, EPSILON, Case, Outputs, Place, Shape
+from petatron.cli.benches.heads import heads
 from petatron.kernels import activation, norm
 from petatron.kernels.fp8 import E4M3, E5M2, Cast, Fp8Kernels, widen
 from petatron.kernels.linear_loss import Columns, Wanted, Write, linear_cross_entropy, losses_and_gradient_

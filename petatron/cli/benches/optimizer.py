@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
-from petatron.cli.bench_arguments import add_device, device_of, too_small
-from petatron.cli.bench_news import News
-from petatron.cli.bench_units import prefixed
+from petatron.cli.benches.arguments import add_device, device_of, too_small
+from petatron.cli.benches.news import News
+from petatron.cli.benches.units import prefixed
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> BenchResult:
     """All rounds, and what they say."""
-    from petatron.cli.bench_timing import orders
+    from petatron.cli.benches.timing import orders
 
     problems = too_small({"--repeat": (args.repeat, 1)})
     if args.parameters is not None and not 1e4 <= args.parameters < 1e12:
@@ -93,7 +93,7 @@ class _Bench:
     def build(cls, args: argparse.Namespace, device: torch.device, num_parameters: int) -> _Bench:
         import torch
 
-        from petatron.cli.bench_machine import large_copy
+        from petatron.cli.benches.machine import large_copy
         from petatron.config.schema import MemoryConfig, OptimizerConfig
         from petatron.kernels.registry import Situation, choose
         from petatron.mesh.mesh import ParallelMesh
@@ -134,13 +134,13 @@ class _Bench:
 
     def timed(self, step: Callable[[], object]) -> float:
         """Milliseconds of one step. State in host memory comes on a stream of its own, so there is no head start."""
-        from petatron.cli.bench_timing import mean_ms
+        from petatron.cli.benches.timing import mean_ms
 
         return mean_ms(step, self.device, calls=_STEPS, head_start=False)
 
     def result(self) -> BenchResult:
         from petatron.cli.bench import BenchResult
-        from petatron.cli.bench_machine import choice_row, device_name
+        from petatron.cli.benches.machine import choice_row, device_name
 
         medians = {name: statistics.median(values) for name, values in self.times.items()}
         speeds = {name: size / medians[name] / 1e9 for name, size in self.moved_bytes.items()}  # bytes per ms in TB/s
@@ -184,7 +184,7 @@ def _groups(num_parameters: int, device: torch.device, grads_dtype: str) -> list
     import torch
     from torch import nn
 
-    from petatron.cli.bench_checkpoint import model_shapes
+    from petatron.cli.benches.checkpoint import model_shapes
     from petatron.mesh.flat import FlatOptions, flatten_parameters
     from petatron.mesh.mesh import ParallelMesh
     from petatron.mesh.spec import Shard, TensorSplit, place

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from petatron.base.errors import Problem
-from petatron.cli.bench_peers import OWN_BF16, BenchSpec
-from petatron.cli.bench_peers.ours import Petatron
+from petatron.cli.benches.peers import OWN_BF16, BenchSpec
+from petatron.cli.benches.peers.ours import Petatron
 from petatron.config import RunConfig
 from petatron.config.fields import by_name
 

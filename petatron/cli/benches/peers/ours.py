@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import Problem
-from petatron.cli.bench_peers import BenchSpec
-from petatron.cli.bench_peers.weights import first_weight
+from petatron.cli.benches.peers import BenchSpec
+from petatron.cli.benches.peers.weights import first_weight
 from petatron.models.base import Batch
 from petatron.parallel.model import ParallelModel
 from petatron.train.build import build_model, launch

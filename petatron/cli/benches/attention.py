@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.cli.bench_news import News
-from petatron.cli.bench_timing import median_ms
-from petatron.cli.bench_units import prefixed
+from petatron.cli.benches.news import News
+from petatron.cli.benches.timing import median_ms
+from petatron.cli.benches.units import prefixed
 from petatron.kernels.attention import causal_attention, cudnn, flash
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import RowMoves

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError
 from petatron.base.log import get_logger
-from petatron.cli.bench_arguments import too_small
-from petatron.cli.bench_news import News
-from petatron.cli.bench_peers import OURS
+from petatron.cli.benches.arguments import too_small
+from petatron.cli.benches.news import News
+from petatron.cli.benches.peers import OURS
 
 if TYPE_CHECKING:
     from petatron.cli.bench import BenchResult
-    from petatron.cli.bench_peers import BenchSpec
+    from petatron.cli.benches.peers import BenchSpec
 
 TAKES_RUN_FLAGS = True
 _log = get_logger(__name__)
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Alternate, and compare what both wrote: at the same weights it is the same, but for ties."""
     from petatron.cli.bench import BenchResult
-    from petatron.cli.bench_spec import model_spec
-    from petatron.cli.bench_timing import orders, seconds
+    from petatron.cli.benches.spec import model_spec
+    from petatron.cli.benches.timing import orders, seconds
 
     spec = model_spec(flags)
     _check(args, spec)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
 
 
 def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
-    from petatron.cli.bench_peers import problems
+    from petatron.cli.benches.peers import problems
 
     least = {
         "--prompt-tokens": (args.prompt_tokens, 1),
@@ -103,7 +103,7 @@ def _prompt(args: argparse.Namespace, spec: BenchSpec) -> list[int]:
 
 
 def _ours(args: argparse.Namespace, spec: BenchSpec) -> Continue:
-    from petatron.cli.bench_peers.ours import fill
+    from petatron.cli.benches.peers.ours import fill
     from petatron.infer.sample import generate
     from petatron.train.build import build_model, launch
 
@@ -116,7 +116,7 @@ def _ours(args: argparse.Namespace, spec: BenchSpec) -> Continue:
 def _transformers(args: argparse.Namespace, spec: BenchSpec) -> Continue:
     import torch
 
-    from petatron.cli.bench_peers.huggingface import build_model
+    from petatron.cli.benches.peers.huggingface import build_model
     from petatron.optim.precision import compute_dtype
 
     model = build_model(spec.run, device=spec.device, dtype=compute_dtype(spec.run.precision)).eval()
