@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from petatron.optim.homes import DiskHome, offload_place
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.offload import DiskSide, Lanes, PinnedSide, Shuttle, Visit
 from petatron.optim.segments import plan_ranges
+from tests.heard import heard
 
 
 class Device:
@@ -286,16 +286,14 @@ def test_a_loaded_state_reaches_the_model_from_where_it_lives(monkeypatch: pytes
 def test_the_log_says_how_much_waits_where(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
     memory: MemoryConfig,
     dtype: torch.dtype,
     line: str | None,
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)  # the command line may have turned it off
-    with caplog.at_level("INFO", logger="petatron.optim.master"):
+    with heard("petatron.optim.master") as messages:
         MasterOptimizer(OptimizerConfig(lr=1.0), flatten(model_of(dtype)), ParallelMesh.single(), memory=memory)
-    assert caplog.messages == ([] if line is None else [line])
+    assert messages == ([] if line is None else [line])
 
 
 def test_a_gpu_gains_from_both_places():

@@ -10,6 +10,7 @@ from petatron.mesh.rng import normal_piece
 from petatron.mesh.spec import TensorSplit
 from petatron.models.decoder import Decoder, initial_std, shards
 from petatron.parallel.tensor import split_weights
+from tests.heard import heard
 from tests.parity.harness import tiny_run
 
 MODELS = {
@@ -63,12 +64,10 @@ def test_fused_layers_learn_their_local_widths():
     assert block.attention.out.sections == (32,) and tuple(block.attention.out.weight.shape) == (32, 8)
 
 
-def test_a_plain_model_is_built_without_a_word(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_plain_model_is_built_without_a_word():
     """How many elements a rank updates, padding included, is for who looks for a bug."""
-    monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)  # the command line may have turned it off
     run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--num-layers", "1"])
     for level, said in ((logging.INFO, False), (logging.DEBUG, True)):
-        caplog.clear()
-        with caplog.at_level(level, logger="petatron"):
+        with heard("petatron", level=level) as messages:
             petatron.build_model(run, petatron.launch(run))
-        assert any("elements of parameters" in message for message in caplog.messages) is said
+        assert any("elements of parameters" in message for message in messages) is said

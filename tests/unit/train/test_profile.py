@@ -14,6 +14,7 @@ from petatron.base.errors import ConfigError
 from petatron.config import load_config, resolve_config
 from petatron.train.profile import StepProfile, profile_directory
 from petatron.train.run import run_training
+from tests.heard import heard
 from tests.parity.harness import TINY, tiny_run
 
 BASE = [*TINY.split(), "--eval-iters", "0", "--live", "off"]
@@ -137,17 +138,16 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path):
     assert told[1].count(str(folder)) == 1
 
 
-def test_another_rank_says_that_it_could_not_write(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch):
+def test_another_rank_says_that_it_could_not_write(tmp_path: Path):
     """As an error: of other ranks than 0 nothing else is shown."""
     folder, told = tmp_path / "traces", list[str]()
     run = tiny_run(f"--tp 2 --profile --profile-ranks 0 1 --profile-dir {folder} --profile-step-start 1", world_size=2)
     profile = StepProfile(run, rank=1, iterations=20, device=torch.device("cpu"), tell=told.append)
     folder.rmdir()
     folder.write_text("in the way")
-    monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)
-    with caplog.at_level(logging.ERROR, logger="petatron"):
+    with heard("petatron", level=logging.ERROR) as messages:
         steps(profile, range(1, 2))
-    assert "the trace could not be written" in caplog.text and told == []
+    assert "the trace could not be written" in messages[0] and told == []
 
 
 def test_a_folder_that_cannot_be_made_is_found_before_training(tmp_path: Path):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,27 +18,34 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.train import loop as loop_module
 from petatron.train.stopping import Stopping
 from tests.dist import RankPool
+from tests.heard import heard
 from tests.unit.train.test_loop import SMALL, start, tiny_run
 
 _PROMISE = "SIGINT: stopping after this step and saving; once more to stop at once"
 
 
-def until(told: Callable[[], bool]) -> None:
+def until(happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
-    while not told():
+    while not happened():
         assert time.monotonic() < deadline, "nothing was said"
         time.sleep(0.01)
 
 
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    with heard("petatron.train.stopping") as messages:
+        yield messages
+
+
 def test_one_rank_stops_after_the_step_that_a_signal_came_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ):
     step = loop_module.train_step
 
     def interrupted(state, batches):
         if state.progress.iteration == 1:
             os.kill(os.getpid(), signal.SIGINT)
-            until(lambda: _PROMISE in caplog.messages)  # while the step is under way
+            until(lambda: _PROMISE in told)  # while the step is under way
         return step(state, batches)
 
     monkeypatch.setattr(loop_module, "train_step", interrupted)
@@ -49,7 +55,7 @@ def test_one_rank_stops_after_the_step_that_a_signal_came_in(
     assert sink.column("iteration") == [1, 2]
     messages = sink.column("message", "event")
     assert "stopping at iteration 2: received SIGINT" in messages and "saved checkpoint of iteration 2" in messages[-1]
-    assert caplog.messages.count(_PROMISE) == 1
+    assert told.count(_PROMISE) == 1
 
 
 @pytest.mark.parametrize(
@@ -60,34 +66,32 @@ def test_one_rank_stops_after_the_step_that_a_signal_came_in(
         (signal.SIGTERM, True, "SIGTERM: stopping after this step and saving"),
     ],
 )
-def test_a_signal_is_answered_once_and_at_once(
-    caplog: pytest.LogCaptureFixture, number: signal.Signals, saves: bool, said: str
-):
+def test_a_signal_is_answered_once_and_at_once(told: list[str], number: signal.Signals, saves: bool, said: str):
     before = signal.getsignal(number), threading.active_count()
     with Stopping(TrainConfig(), ParallelMesh.single().control, saves=saves) as stopping:
         assert stopping.reason(1) is None
         os.kill(os.getpid(), number)
-        until(lambda: bool(caplog.messages))
+        until(lambda: bool(told))
         if number == signal.SIGINT:
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), number)
         else:
             os.kill(os.getpid(), number)
         assert stopping.reason(2) == f"received {number.name}"
-    assert caplog.messages == [said]
+    assert told == [said]
     assert (signal.getsignal(number), threading.active_count()) == before and signal.set_wakeup_fd(-1) == -1
 
 
-def test_it_is_said_while_the_main_thread_is_busy_elsewhere(caplog: pytest.LogCaptureFixture):
+def test_it_is_said_while_the_main_thread_is_busy_elsewhere(told: list[str]):
     """A signal that another thread gets: Python's handler must wait for the main thread, the line need not."""
     with Stopping(TrainConfig(), ParallelMesh.single().control) as stopping:
         threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
         lock = threading.Lock()
         lock.acquire()
-        told = threading.Thread(target=lambda: (until(lambda: bool(caplog.messages)), lock.release()))
-        told.start()
+        waiter = threading.Thread(target=lambda: (until(lambda: bool(told)), lock.release()))
+        waiter.start()
         lock.acquire()  # a wait in a library, from which no bytecode is run
-        told.join()
+        waiter.join()
         assert stopping.reason(1) == "received SIGTERM"
 
 
@@ -107,19 +111,11 @@ def test_one_rank_heeds_a_time_limit_at_once():
 
 def _two_ranks() -> tuple[list[str | None], list[str]]:
     mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("petatron.train.stopping")
-    logger.addHandler(handler)
-    try:
-        with Stopping(TrainConfig(), mesh.control) as stopping:
-            if mesh.rank == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
-                until(lambda: bool(said))
-            reasons = [stopping.reason(iteration) for iteration in (1, 2)]
-    finally:
-        logger.removeHandler(handler)
+    with heard("petatron.train.stopping") as said, Stopping(TrainConfig(), mesh.control) as stopping:
+        if mesh.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: bool(said))
+        reasons = [stopping.reason(iteration) for iteration in (1, 2)]
     return reasons, said
 
 
