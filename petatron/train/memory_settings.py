@@ -150,10 +150,11 @@ def _sharing(run: RunConfig) -> Kind:
         return Kind.closed()
     variants: list[Variant] = []
     if now == "no_shard":
+        flags = "--data-parallel-sharding-strategy optim"  # also where someone wrote no_shard
         shared = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim"}
         overlapped = _section("parallel", **shared, overlap_param_gather=True)
-        variants.append(Variant("--use-distributed-optimizer --overlap-param-gather", overlapped, "both"))
-        variants.append(Variant("--use-distributed-optimizer", _section("parallel", **shared), "both"))
+        variants.append(Variant(f"{flags} --overlap-param-gather", overlapped, "both"))
+        variants.append(Variant(flags, _section("parallel", **shared), "both"))
     for strategy in _STRATEGIES[max(2, _STRATEGIES.index(now) + 1) :]:
         flags = f"--data-parallel-sharding-strategy {strategy}"
         if run.optim.main_grads_dtype != "fp32":

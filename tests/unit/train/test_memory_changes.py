@@ -132,11 +132,13 @@ def test_who_shares_some_state_can_share_more():
     flags = "--vocab-size 128256"
     alone = load("llama3-8b", flags)
     assert not any("shar" in each or "distributed" in each for each in open_to(alone))
-    shared = "--use-distributed-optimizer"
+    shared = "--data-parallel-sharding-strategy optim"
     assert {shared, f"{shared} --overlap-param-gather", FSDP, f"{FSDP}_params"} <= open_to(load("llama3-8b", flags, 8))
     run = load("llama3-8b", f"{flags} {shared}", 8)
     assert {FSDP, f"{FSDP}_params"} <= open_to(run) and shared not in open_to(run)
     assert FSDP in offered(run, int(0.75 * needs(run))).splitlines()
+    refused = load("llama3-8b", f"{flags} --data-parallel-sharding-strategy no_shard", 8)
+    assert shared in open_to(refused), "and the last flag wins"
     assert FSDP not in open_to(load("llama3-8b", f"{flags} {FSDP}", 8))
     assert f"{FSDP}_params" not in open_to(load("llama3-8b", f"{flags} {FSDP}_params", 8))
 
