@@ -214,5 +214,6 @@ def _context(run: RunConfig) -> Kind:
     for factor in (2, 4, 8):
         if replicas % factor == 0:
             edit = _section("parallel", context_parallel_size=size * factor, data_parallel_size=replicas // factor)
-            variants.append(Variant(f"--context-parallel-size {size * factor}", edit, "both", only_slows=True))
+            flags = f"--data-parallel-size {replicas // factor} --context-parallel-size {size * factor}"
+            variants.append(Variant(flags, edit, "both", only_slows=True))
     return Kind.rising(variants)

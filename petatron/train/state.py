@@ -184,8 +184,8 @@ class TrainState:
         changed = self._model_changes(facts["model"])
         if changed:
             raise CheckpointError(
-                f"The checkpoint in {folder} is of another model ({'; '.join(changed)}). Restore those values, or use "
-                "--finetune to start a new run of the changed model from its weights."
+                f"The checkpoint in {folder} is of another model ({'; '.join(changed)}). Restore those values; or, if all "
+                "weights have the same shapes in the changed model, start a new run of it from them with --finetune."
             )
         changed = _differences(facts["schedule"], self._schedule_facts())
         if changed and not self.run.checkpoint.override_opt_param_scheduler:

@@ -173,7 +173,11 @@ def test_more_than_three_changes_if_no_three_do():
 def test_changes_that_the_layout_allows():
     flags = "--vocab-size 128256 --micro-batch-size 2 --global-batch-size 8"
     listed = open_to(load("llama3-8b", f"{flags} --tp 2", 8))
-    assert {"--sequence-parallel", "--context-parallel-size 2", "--context-parallel-size 4"} <= listed
+    contexts = ["--data-parallel-size 2 --context-parallel-size 2", "--data-parallel-size 1 --context-parallel-size 4"]
+    assert {"--sequence-parallel", *contexts} <= listed
+    for context in contexts:
+        same = load("llama3-8b", f"{flags} --tp 2 --dp 4 {context}", 8)
+        assert same.parallel.world_size == 8, "also where someone wrote --dp"
     alone = open_to(load("llama3-8b", flags))
     assert not any(word in each for each in alone for word in ("distributed", "sequence", "context"))
     assert "--micro-batch-size 1 --global-batch-size 8" in alone
