@@ -126,8 +126,9 @@ def start_transfers(
         axis.record.add(axis.name, "receive", elements=out.numel(), dtype=out.dtype)
         landing.append(_host(out, axis, copy=False))
         calls.append(dist.P2POp(dist.irecv, landing[-1], axis.ranks[source], group=axis.group))
-    # One alone needs no batch: NCCL then runs it beside, not behind, what other pairs of ranks transfer.
-    works = dist.batch_isend_irecv(calls) if len(calls) > 1 else [_start_alone(calls[0])]
+    # Also one alone: under NCCL a call outside a batch has a communicator of its own for the pair of ranks, and would
+    # never meet a partner that batches, which uses the group's.
+    works = dist.batch_isend_irecv(calls)
     if len(works) != len(calls):  # a backend that starts a batch as one has one thing to wait for
         works = [works[0]] * len(calls)
     sent = [Handle(work, keep=call.tensor) for work, call in zip(works, calls[: len(sends)])]
@@ -136,12 +137,6 @@ def start_transfers(
         for work, host, (out, _) in zip(works[len(sends) :], landing, receives)
     ]
     return sent, received
-
-
-def _start_alone(call: dist.P2POp) -> dist.Work:
-    work = call.op(call.tensor, call.peer, group=call.group)
-    assert work is not None
-    return work
 
 
 def start_shift(out: Sequence[Tensor], x: Sequence[Tensor], axis: Axis, *, by: int = 1) -> list[Handle]:
