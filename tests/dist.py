@@ -36,6 +36,7 @@ class RankFailure(AssertionError):
 def _serve(rank: int, connection: Connection, port: int, stack_file: str) -> None:
     """A rank's life: take a task, run it in its own process group, answer."""
     torch.set_num_threads(1)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `mesh/nccl.py` has it for a rank
     gc.freeze()  # what is imported stays, and need not be looked through after every task
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(stack_file, "w") as stacks:

@@ -55,7 +55,7 @@ def with_preset(argv: list[str]) -> list[str]:
 def train_rank(argv: list[str]) -> int:
     """The life of one rank."""
     from petatron.base.log import configure
-    from petatron.mesh.launch import stop_process_group
+    from petatron.mesh.process_group import stop_process_group
     from petatron.train.run import run_training
 
     environment = read_environment()

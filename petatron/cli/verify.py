@@ -109,7 +109,7 @@ def _train(world_size: int, argv: list[str]) -> int:
 
 def _record(argv: list[str], options: argparse.Namespace) -> int:
     from petatron.base.log import configure
-    from petatron.mesh.launch import stop_process_group
+    from petatron.mesh.process_group import stop_process_group
     from petatron.train.verify import parse_injection, record
 
     configure(rank=max(1, read_environment().rank))  # quiet on every rank: the table is what the user came for

@@ -29,6 +29,7 @@ PATHS = (
     "pipeline_timeline",
     "profile_dir",
     "optimizer_nvme_offload",
+    "nccl_communicator_config_path",
 )
 
 

@@ -42,6 +42,7 @@ def check_layout(config: RunConfig) -> Iterator[Problem]:
 def _launch(config: RunConfig) -> Iterator[Problem]:
     launch, world = config.launch, config.parallel.world_size
     yield from at_least("nproc_per_node", launch.nproc_per_node, 1)
+    yield from at_least("ranks_per_device", launch.ranks_per_device, 1)
     yield from at_least("nnodes", launch.nnodes, 1)
     yield from within("master_port", launch.master_port, 1, 65535, closed=True)
     if launch.nnodes < 1:

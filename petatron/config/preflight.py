@@ -13,6 +13,7 @@ from pathlib import Path
 
 from petatron.base.errors import Problem
 from petatron.config.blend import BlendError, parse_blend
+from petatron.config.communicators import communicator_problems
 from petatron.config.fields import flag_of
 from petatron.config.schema import RunConfig
 
@@ -24,7 +25,7 @@ _LIBRARIES = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 def preflight(config: RunConfig) -> list[Problem]:
     """Everything that is missing, all at once."""
     asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _state_folder, _trace_folder)
-    return [problem for ask in asked for problem in ask(config)]
+    return [*(problem for ask in asked for problem in ask(config)), *communicator_problems(config.parallel)]
 
 
 def _timeline(config: RunConfig) -> Iterator[Problem]:

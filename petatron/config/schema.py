@@ -257,6 +257,10 @@ class ParallelConfig:
     """Communication library. Derived: nccl on CUDA devices, else gloo; fake sends nothing and is for planning."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait before the run is declared hung."""
+    nccl_communicator_config_path: str | None = None
+    """YAML file with NCCL settings of communicators, in Megatron's form: `dp: {max_ctas: 16}`."""
+    high_priority_stream_groups: tuple[str, ...] | None = None
+    """Groups whose communication runs on high-priority streams, such as tp or ep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,3 +213,5 @@ class LaunchConfig:
     """Address of the first machine."""
     master_port: int | None = None
     """Port of the first machine; unset means a free one (single machine only)."""
+    ranks_per_device: int = 1
+    """Ranks that share each GPU on purpose, to try a layout on fewer GPUs than it needs; speed means nothing then."""

@@ -252,8 +252,6 @@ LATER: Mapping[str, str] = {
     "--ddp-average-in-collective": "averaging inside the gradient collective",
     "--use-nccl-ub": "NCCL tuning by flag",
     "--use-sharp": "NCCL tuning by flag",
-    "--nccl-communicator-config-path": "NCCL tuning by flag",
-    "--high-priority-stream-groups": "NCCL tuning by flag",
     "--decoupled-lr": "a learning rate of its own for the embedding",
     "--decoupled-min-lr": "a learning rate of its own for the embedding",
     "--muon-momentum": "the Muon optimizer",

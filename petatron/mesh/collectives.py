@@ -12,8 +12,8 @@ its pair:
 
 and one that is its own partner: `exchange`, rows to their ranks and back (experts, heads for sequence).
 
-Point-to-point transfers between two ranks run in the order in which they are started, so both ends must start them in the
-same order. gloo moves only host memory between two ranks, so a device tensor is staged through it.
+Point-to-point transfers from one rank to another run in the order in which they are started, so both ends must start them in
+the same order. gloo moves only host memory between two ranks, so a device tensor is staged through it.
 """
 
 from __future__ import annotations
@@ -114,20 +114,51 @@ def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[
 def start_transfers(
     axis: Axis, *, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
 ) -> tuple[list[Handle], list[Handle]]:
-    """Begin to send tensors to ranks of the axis, and to fill tensors with what others send, all in one batch.
+    """Begin to send tensors to ranks of the axis, and to fill tensors with what others send.
 
-    A sent tensor must stay unchanged until its handle has been waited for.
+    Each goes over the channel of its two ranks and its direction, so a transfer waits for its partner and for earlier ones of the
+    same channel, and for nothing else. A sent tensor must stay unchanged until its handle has been waited for.
+    """
+    sent = [_start_batch(axis, axis.channel(axis.rank, to), sends=[(x, to)])[0][0] for x, to in sends]
+    received = [
+        _start_batch(axis, axis.channel(source, axis.rank), receives=[(out, source)])[1][0] for out, source in receives
+    ]
+    return sent, received
+
+
+def start_shift(out: Sequence[Tensor], x: Sequence[Tensor], axis: Axis, *, by: int = 1) -> list[Handle]:
+    """Begin to pass tensors to the rank `by` places on around the ring, and to take those of the rank as far behind.
+
+    All of it is one batch: of two ranks that each send first, none would ever receive.
+    """
+    to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
+    assert axis.group is not None
+    sent, received = _start_batch(
+        axis, axis.group, sends=[(tensor, to) for tensor in x], receives=[(tensor, source) for tensor in out]
+    )
+    return [*sent, *received]
+
+
+def _start_batch(
+    axis: Axis,
+    group: dist.ProcessGroup,
+    *,
+    sends: Sequence[tuple[Tensor, int]] = (),
+    receives: Sequence[tuple[Tensor, int]] = (),
+) -> tuple[list[Handle], list[Handle]]:
+    """Transfers as one operation of a group, also a single one.
+
+    Outside a batch NCCL would use a communicator that belongs to the pair of ranks, made on the spot, and would never meet a
+    partner that batches.
     """
     calls, landing = [], []
     for x, to in sends:
         axis.record.add(axis.name, "send", elements=x.numel(), dtype=x.dtype)
-        calls.append(dist.P2POp(dist.isend, _host(x.contiguous(), axis), axis.ranks[to], group=axis.group))
+        calls.append(dist.P2POp(dist.isend, _host(x.contiguous(), group), axis.ranks[to], group=group))
     for out, source in receives:
         axis.record.add(axis.name, "receive", elements=out.numel(), dtype=out.dtype)
-        landing.append(_host(out, axis, copy=False))
-        calls.append(dist.P2POp(dist.irecv, landing[-1], axis.ranks[source], group=axis.group))
-    # Also one alone: under NCCL a call outside a batch has a communicator of its own for the pair of ranks, and would
-    # never meet a partner that batches, which uses the group's.
+        landing.append(_host(out, group, copy=False))
+        calls.append(dist.P2POp(dist.irecv, landing[-1], axis.ranks[source], group=group))
     works = dist.batch_isend_irecv(calls)
     if len(works) != len(calls):  # a backend that starts a batch as one has one thing to wait for
         works = [works[0]] * len(calls)
@@ -139,18 +170,9 @@ def start_transfers(
     return sent, received
 
 
-def start_shift(out: Sequence[Tensor], x: Sequence[Tensor], axis: Axis, *, by: int = 1) -> list[Handle]:
-    """Begin to pass tensors to the rank `by` places on around the ring, and to take those of the rank as far behind."""
-    to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
-    sent, received = start_transfers(
-        axis, sends=[(tensor, to) for tensor in x], receives=[(tensor, source) for tensor in out]
-    )
-    return [*sent, *received]
-
-
-def _host(x: Tensor, axis: Axis, *, copy: bool = True) -> Tensor:
+def _host(x: Tensor, group: dist.ProcessGroup, *, copy: bool = True) -> Tensor:
     """The tensor itself, or host memory in its place where the backend cannot send from the device."""
-    if x.device.type == "cpu" or dist.get_backend(axis.group) != "gloo":
+    if x.device.type == "cpu" or dist.get_backend(group) != "gloo":
         return x
     return x.cpu() if copy else torch.empty(x.shape, dtype=x.dtype)
 

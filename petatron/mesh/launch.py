@@ -28,7 +28,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -238,77 +237,10 @@ def rank_environment(
     return env
 
 
-def start_process_group(
-    environment: Environment,
-    *,
-    backend: Backend | None = None,
-    timeout_minutes: float = 10.0,
-    device_kind: Literal["cpu", "cuda"] = "cpu",
-    deterministic: bool = False,
-) -> None:
-    """Join all ranks; does nothing for a world of one. `fake` joins nobody and pretends (for planning).
-
-    `deterministic` lets torch use only deterministic kernels; cuBLAS needs to be told before CUDA starts.
-    """
-    import torch
-    import torch.distributed as dist
-
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    backend = backend or ("nccl" if device_kind == "cuda" else "gloo")
-    if backend == "nccl" and (device_kind != "cuda" or not dist.is_nccl_available()):
-        raise LaunchError(
-            f"--distributed-backend nccl needs CUDA devices and a torch built with NCCL; here the device is "
-            f"{device_kind} and NCCL is {'' if dist.is_nccl_available() else 'not '}available. Use gloo."
-        )
-    if device_kind == "cuda":
-        torch.cuda.set_device(local_device_index(environment.local_rank, torch.cuda.device_count()))
-    if environment.world_size == 1:
-        return
-    if backend == "fake":
-        # Importing it registers the backend; torch offers no public way to get a fake group.
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=environment.rank, world_size=environment.world_size)
-        return
-    host = f"[{environment.master_addr}]" if ":" in environment.master_addr else environment.master_addr
-    try:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{host}:{environment.master_port}",
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timedelta(minutes=timeout_minutes),
-            # No device_id: binding one makes NCCL split every later group from the world, which all ranks would have to
-            # join, while ours are made by their members alone.
-        )
-    except dist.DistError as error:
-        raise LaunchError(
-            f"Rank {environment.rank} of {environment.world_size} could not join the others at "
-            f"{environment.master_addr}:{environment.master_port} over {backend}: {str(error).splitlines()[0]} Check "
-            "that every rank was started, that the address reaches rank 0's machine and that the port is free there."
-        ) from error
-
-
-def local_device_index(local_rank: int, num_visible: int) -> int:
-    """The CUDA device of a local rank. With one visible device the launcher has bound each rank to its own."""
-    if num_visible == 1:
-        return 0
-    if local_rank >= num_visible:
-        raise LaunchError(
-            f"Local rank {local_rank} has no CUDA device: {num_visible} are visible. Start at most {num_visible} ranks "
-            "per machine (--nproc-per-node), or use --device cpu."
-        )
-    return local_rank
-
-
-def stop_process_group() -> None:
-    """Leave the group if there is one."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+def set_variables(wanted: Mapping[str, str]) -> None:
+    """Set variables of libraries that read them later; what the user has set stays."""
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
 
 
 def guard(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> int:

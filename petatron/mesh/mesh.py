@@ -2,11 +2,25 @@
 
 An axis of size 1 has no process group, and every collective over it is the identity; so a single process needs no process
 group at all, and no code asks whether a kind of parallelism is on.
+
+Communicators. A process group is one NCCL communicator, and what is issued on one communicator runs in order. So
+  - axes over the same ranks share a group, but the axes whose collectives overlap with everything else (`_OVERLAPPED`) have groups
+    of their own under NCCL;
+  - each neighbour of a pipeline rank is reached over two groups of two ranks, one per direction (`Axis.channel`): a transfer waits
+    for its partner only, never behind a transfer to somebody else (`plan/nccl.py` proves that this cannot deadlock, and what the
+    alternatives cost);
+  - a group is made when it is first asked for, so what nothing uses does not exist. Under NCCL making one is a rendezvous of its
+    members, so `connect` makes all groups of a run at once, in one order, before the first step.
+
+The default process group is gloo's in any case: it moves host memory, is connected pair by pair on demand, and serves the control
+axis; device memory moves over groups of `backend`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -15,22 +29,37 @@ import torch.distributed as dist
 
 from petatron.base.words import counted
 from petatron.mesh.layout import AXES, Layout
+from petatron.mesh.nccl import CommunicatorOptions, nccl_options
+from petatron.mesh.process_group import new_group
 from petatron.mesh.record import Record
 
-_PATIENCE = timedelta(hours=6)
-_IN_THE_BACKGROUND = ("dp_cp", "shard", "edp", "edp_shard")
+_CONTROL_TIMEOUT = timedelta(hours=6)
+_OVERLAPPED = ("dp_cp", "shard", "edp", "edp_shard")
+OpenGroup = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
+"""(axis, ranks): the process group of these ranks, made on first use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One named axis seen from one rank: its size, this rank's place on it, and the group to talk over."""
+    """One named axis seen from one rank: its size, this rank's index on it, and the groups to communicate over."""
 
     name: str
     size: int
     rank: int
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None
+    open_group: OpenGroup | None = field(repr=False, compare=False)
     record: Record = field(repr=False, compare=False)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the axis; None for a single rank."""
+        return None if self.open_group is None or self.size == 1 else self.open_group(self.name, self.ranks)
+
+    def channel(self, source: int, destination: int) -> dist.ProcessGroup:
+        """The process group of two ranks of the axis that carries transfers from `source` to `destination` alone."""
+        assert self.open_group is not None and source != destination, f"no channel {source} -> {destination}"
+        pair = (self.ranks[source], self.ranks[destination])
+        return self.open_group(f"{self.name}:{source}>{destination}", tuple(sorted(pair)))
 
 
 class ParallelMesh:
@@ -42,9 +71,16 @@ class ParallelMesh:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, *, device: torch.device | None = None, timeout_minutes: float = 10.0
+        self,
+        layout: Layout,
+        rank: int,
+        *,
+        device: torch.device | None = None,
+        backend: str | None = None,
+        timeout_minutes: float = 10.0,
+        options: CommunicatorOptions | None = None,
     ) -> None:
-        """Create the process groups; every rank of the world must call this, in the same order.
+        """`backend` moves device memory between the ranks; without it the default process group's does.
 
         `timeout_minutes` is how long a collective over any axis may wait.
         """
@@ -52,14 +88,16 @@ class ParallelMesh:
         self.rank = rank
         self.device = device or torch.device("cpu")
         self.record = Record()
+        self.backend = backend or (dist.get_backend() if dist.is_initialized() else "gloo")
         self._timeout = timedelta(minutes=timeout_minutes)
+        self._options = options or CommunicatorOptions()
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
         self.tp, self.cp, self.dp, self.pp, self.ep = (self[name] for name in ("tp", "cp", "dp", "pp", "ep"))
         self.dp_cp = self["dp_cp"]  # ranks that hold the same dense weights and see different tokens
         self._axes["ends"] = self._ends()
         self.world = self["world"]
-        self.control = self._control_axis()
+        self.control = self._control_axis("control")
 
     @classmethod
     def single(cls, device: torch.device | None = None) -> ParallelMesh:
@@ -67,38 +105,65 @@ class ParallelMesh:
         return cls(Layout(), 0, device=device)
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._group(name, ranks), self.record)
+        return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._open, self.record)
 
-    def _group(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """One process group per set of ranks; only its members take part in making it, so large worlds start fast.
-
-        NCCL runs what one group does in order, so the axes whose gathers and reductions should overlap with everything
-        else have groups of their own there.
-        """
-        if len(ranks) == 1:
-            return None
-        apart = name in _IN_THE_BACKGROUND and dist.get_backend() == "nccl"
+    def _open(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """One process group per set of ranks, axes that overlap and channels apart; only its members take part in making it."""
+        apart = ":" in name or (name in _OVERLAPPED and self._is_nccl)
         key = (name if apart else "", ranks)
-        if key not in self._groups:
-            whole_world = len(ranks) == self.layout.world_size and not apart
-            make = partial(dist.new_group, list(ranks), use_local_synchronization=True, timeout=self._timeout)
-            self._groups[key] = dist.group.WORLD if whole_world else make()  # pyright: ignore[reportArgumentType]
-        return self._groups[key]
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = self._new_group(name.partition(":")[0], key[0], ranks)
+        return group
+
+    def _new_group(self, axis: str, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        make = partial(new_group, name, ranks, backend=self.backend, timeout=self._timeout)
+        return make(device=self.device, options=nccl_options(self._options.of(axis))) if self._is_nccl else make()
+
+    def connect(self, axes: Iterable[str]) -> None:
+        """Make the groups of these axes now, in this order on every rank, so that nothing waits for a rendezvous in a step.
+
+        Of `pp` the channels to both neighbours (and from the last rank to the first) are made as well.
+        """
+        for name in axes:
+            axis = self.axis(name)
+            if axis.size == 1:
+                continue
+            _ = axis.group
+            if name == "pp":
+                for pair in sorted({(min(r, n), max(r, n)) for r in range(axis.size) for n in [(r + 1) % axis.size]}):
+                    if axis.rank in pair:
+                        axis.channel(*pair)
+                        axis.channel(*reversed(pair))
+
+    @property
+    def communicators(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The groups made so far: the axis or channel a group was made for, if it is not shared, and its ranks."""
+        return list(self._groups)
 
     def another_control(self) -> Axis:
-        """A second `control`, for a thread that talks while the first is in use; every rank must call this."""
-        return self._control_axis()
+        """A second `control`, for a thread that communicates while the first is in use; every rank must call this."""
+        return self._control_axis("control of the background")
 
-    def _control_axis(self) -> Axis:
+    def _control_axis(self, name: str) -> Axis:
         """All ranks over a group that moves CPU memory, for questions that no device should wait for.
 
-        It is patient: ranks wait on it while others write a checkpoint or build an index, which may take long and is no
+        Its time limit is long: ranks wait on it while others write a checkpoint or build an index, which may take long and is no
         hang. A rank that dies breaks its connections, so the others notice at once all the same.
         """
         world = self._axes["world"]
-        if world.group is None or dist.get_backend() == "fake":
+        if world.size == 1 or self.backend == "fake":
             return world
-        return replace(world, name="control", group=dist.new_group(backend="gloo", timeout=_PATIENCE))
+        group = new_group(name, world.ranks, backend="gloo", timeout=_CONTROL_TIMEOUT)
+        return Axis(name, world.size, world.rank, world.ranks, lambda *_: group, self.record)
+
+    def alone(self) -> dist.ProcessGroup:
+        """A group of this rank alone, for libraries that want one."""
+        return self._open("alone", (self.rank,))
+
+    @property
+    def _is_nccl(self) -> bool:
+        return self.backend == "nccl"
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
@@ -106,13 +171,15 @@ class ParallelMesh:
     def _ends(self) -> Axis:
         """The first and the last pipeline rank, which share a tied embedding; every other rank is alone."""
         first, last = self.pp.ranks[0], self.pp.ranks[-1]
-        together = first != last and self.rank in (first, last)
-        return self._axis("ends", (first, last) if together else (self.rank,))
+        both = first != last and self.rank in (first, last)
+        return self._axis("ends", (first, last) if both else (self.rank,))
 
     def axis(self, name: str) -> Axis:
-        """An axis by name; `tp/2` is the axis of blocks of two of tp."""
-        parent, _, block = name.partition("/")
-        return self.blocks(parent, int(block)) if block else self[parent]
+        """An axis by name; `tp/2` is the axis of blocks of two of tp, `tp%2` the axis across these blocks."""
+        parent, kind, block = re.fullmatch(r"(\w+)(?:([/%])(\d+))?", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        if kind is None:
+            return self[parent]
+        return self.blocks(parent, int(block)) if kind == "/" else self.strides(parent, int(block))
 
     def blocks(self, name: str, block: int) -> Axis:
         """The axis of `block` neighbouring ranks of another axis that this rank is one of."""

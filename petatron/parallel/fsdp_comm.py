@@ -30,8 +30,7 @@ _ALIGNMENT = 16
 def device_mesh(axis: Axis, mesh: ParallelMesh) -> DeviceMesh:
     """The ranks of an axis as fully_shard wants them; a rank that is alone there gets a group of its own."""
     assert dist.is_initialized(), "fully_shard needs a process group, be it of one rank"
-    group = axis.group or dist.new_group([mesh.rank], use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
+    group = axis.group or mesh.alone()
     # A mesh on the meta device counts shapes only, which those of any real device are.
     kind = "cpu" if mesh.device.type == "meta" else mesh.device.type
     return DeviceMesh.from_group(group, kind, mesh_dim_names=(axis.name,))

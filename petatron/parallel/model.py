@@ -95,8 +95,6 @@ class ParallelModel:
         self._weight_grads = parts.weight_grads
         self.routers = routers
         self.dtype = dtype
-        # NCCL wants every rank of a group in its first call, and the first transfers would come from two of them.
-        collectives.barrier(mesh.pp)
         self._pipeline = Pipeline(stages, mesh.pp, activation=self._activation, weight_grads=parts.weight_grads)
         self._run: Callable[..., Outcome] = self._pipeline.run
 

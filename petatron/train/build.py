@@ -22,15 +22,17 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.config import Loaded, RunConfig, load_config, parse_split, with_vocab_size
 from petatron.config.check_graphs import draws
+from petatron.config.communicators import communicator_options
 from petatron.config.layer_pattern import moe_layers
 from petatron.config.stages import stages
 from petatron.data.build import Datasets, build_datasets
 from petatron.data.loader import BatchLoader, LoaderOptions
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.kernels.registry import Situation, choose
-from petatron.mesh.launch import read_environment, start_process_group
+from petatron.mesh.launch import read_environment
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.process_group import start_process_group
 from petatron.mesh.rng import RandomStreams
 from petatron.models.base import Architecture, Batch
 from petatron.models.decoder import Decoder, initial_constant, initial_std, shards, takes_weight_decay
@@ -38,6 +40,7 @@ from petatron.optim.build import OptimizerKernels
 from petatron.optim.master import MasterOptimizer
 from petatron.optim.precision import compute_dtype
 from petatron.parallel.apply import Recipe, parallelize
+from petatron.parallel.axes import used_axes
 from petatron.parallel.graph import CudaRecorder
 from petatron.parallel.model import ParallelModel, PipelinePlan
 from petatron.parallel.routing import RouterTotals
@@ -84,20 +87,23 @@ def launch(run: RunConfig) -> ParallelMesh:
     'one device (1 rank)'
     """
     environment = read_environment()
-    facts = detect(run.train.device, local_rank=environment.local_rank)
-    start_process_group(
+    facts = detect(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
+    backend = start_process_group(
         environment,
         backend=run.parallel.distributed_backend,
         timeout_minutes=run.parallel.distributed_timeout_minutes,
         device_kind=facts.kind,
         deterministic=run.train.deterministic_mode,
+        ranks_per_device=run.launch.ranks_per_device,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if facts.kind == "cuda" else torch.device("cpu")
     return ParallelMesh(
         Layout.from_config(run.parallel),
         environment.rank,
         device=device,
+        backend=backend,
         timeout_minutes=run.parallel.distributed_timeout_minutes,
+        options=communicator_options(run.parallel),
     )
 
 
@@ -132,6 +138,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, draw: bool = True) -> Mod
         in_flight={number: in_flight[number] for number in own},
         draw=draw,
     )
+    mesh.connect(used_axes(run, parts.placements))
     mixed = [layer for layer, has_experts in enumerate(experts_in) if has_experts]
     routers = RouterTotals(modules, mixed, run.moe.num_experts or 0, mesh)
     model = Model(

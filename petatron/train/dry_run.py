@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 
 from petatron.config import RunConfig
-from petatron.mesh.launch import SINGLE, start_process_group, stop_process_group
+from petatron.mesh.launch import SINGLE
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.process_group import start_process_group, stop_process_group
 from petatron.parallel.model import ParallelModel
 from petatron.train.build import build_model
 

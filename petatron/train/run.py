@@ -97,7 +97,7 @@ def _run(state: TrainState, loaders: Loaders, *, settings: str, headline: list[s
         for sink in sinks:
             for text in headline:
                 sink.write(event_record(text, iteration=state.progress.iteration))
-        device = detect(run.train.device, local_rank=read_environment().local_rank)
+        device = detect(run.train.device, local_rank=read_environment().local_rank // run.launch.ranks_per_device)
         with memory_reported(run, mesh.device, when=lambda: f"iteration {state.progress.iteration + 1}"):
             return Loop(state, loaders, sinks, device, started_s=started_s).run()
     finally:

@@ -46,7 +46,7 @@ def _world() -> Axis:
     if not dist.is_initialized():
         return ParallelMesh.single().world
     size, rank = dist.get_world_size(), dist.get_rank()
-    return Axis("world", size, rank, tuple(range(size)), dist.group.WORLD, Record())
+    return Axis("world", size, rank, tuple(range(size)), lambda *_: dist.group.WORLD, Record())
 
 
 def _chunks(world: Axis, *, filled: bool) -> list[Chunk]:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import LaunchError
 from petatron.mesh import launch
-from petatron.mesh.launch import SINGLE, expand_hosts, local_device_index, rank_environment, read_environment
+from petatron.mesh.launch import SINGLE, expand_hosts, rank_environment, read_environment
+from petatron.mesh.process_group import local_device_index, start_process_group, stop_process_group
 
 TORCHRUN = {
     "RANK": "5",
@@ -173,25 +174,25 @@ def test_device_index() -> None:
 
 
 def test_a_world_of_one_needs_no_group() -> None:
-    launch.start_process_group(SINGLE)
+    start_process_group(SINGLE)
     assert not dist.is_initialized()
-    launch.stop_process_group()
+    stop_process_group()
 
 
 def test_nccl_without_cuda_is_refused() -> None:
     place = dataclasses.replace(SINGLE, world_size=2)
     with pytest.raises(LaunchError, match="nccl needs CUDA"):
-        launch.start_process_group(place, backend="nccl", device_kind="cpu")
+        start_process_group(place, backend="nccl", device_kind="cpu")
 
 
 def test_the_fake_backend_pretends_to_be_any_rank() -> None:
     place = dataclasses.replace(SINGLE, rank=4000, world_size=4096)
-    launch.start_process_group(place, backend="fake")
+    start_process_group(place, backend="fake")
     try:
         assert (dist.get_rank(), dist.get_world_size()) == (4000, 4096)
         dist.all_reduce(torch.ones(2))
     finally:
-        launch.stop_process_group()
+        stop_process_group()
     assert not dist.is_initialized()
 
 
@@ -199,7 +200,7 @@ def test_unreachable_peers_are_explained() -> None:
     # Rank 1 of 2 waits for a rank 0 that nobody started; port 9 (discard) is closed.
     place = dataclasses.replace(SINGLE, rank=1, world_size=2, master_port=9)
     with pytest.raises(LaunchError, match=r"Rank 1 of 2 could not join the others at 127\.0\.0\.1:9") as caught:
-        launch.start_process_group(place, timeout_minutes=0.5 / 60)
+        start_process_group(place, timeout_minutes=0.5 / 60)
     assert launch.is_echo(caught.value)
 
 

@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 
 from petatron.mesh import collectives
-from petatron.mesh.launch import Environment, start_process_group
+from petatron.mesh.launch import Environment
 from petatron.mesh.layout import AXES, Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.process_group import start_process_group
 from tests.dist import RankPool
 
 

@@ -20,9 +20,10 @@ from petatron.config.schema import RunConfig
 from petatron.config.stages import Stage
 from petatron.layers.passing import Pass
 from petatron.mesh.flat import FlatOptions, flatten_parameters
-from petatron.mesh.launch import SINGLE, start_process_group
+from petatron.mesh.launch import SINGLE
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.mesh.process_group import start_process_group
 from petatron.mesh.record import Record
 from petatron.mesh.rng import normal_piece
 from petatron.mesh.spec import Placement, Shard, TensorSplit, place
