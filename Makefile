@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help quickstart test test-slow test-matrix test-crash test-gpu test-gpu-slow check format reference clean
+.PHONY: help quickstart test test-slow test-matrix test-crash test-gpu test-gpu-slow test-nccl check format reference clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
@@ -23,7 +23,7 @@ quickstart: $(VENV)/core  ## install, then train a small model on this machine i
 	$(BIN)/petatron quickstart
 
 test: $(VENV)/dev  ## the whole default suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow and not matrix and not crash'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow and not matrix and not crash and not nccl'
 
 test-slow: $(VENV)/dev  ## the long forms
 	$(BIN)/python -m pytest -m slow
@@ -36,6 +36,9 @@ test-crash: $(VENV)/dev  ## the long form of the crash tests: training is killed
 
 test-gpu:  ## GPU checks, with the Python and packages of the machine
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and not slow" tests/gpu tests/kernels tests/unit/layers
+
+test-nccl:  ## every layout over NCCL, 8 ranks on one GPU or one per GPU; SLICE=1/4 runs a quarter (under ten minutes each), JSON=FILE reports
+	PYTHONPATH=. $(PYTHON) -m pytest -m nccl tests/nccl $(if $(SLICE),--slice $(SLICE)) $(if $(JSON),--nccl-json $(JSON))
 
 test-gpu-slow:  ## FP8 loss curves over 200 steps, and bench kernels at full size
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and slow" tests/gpu tests/kernels

@@ -1,8 +1,8 @@
-"""A pool of gloo ranks that lives for the whole test run.
+"""A pool of ranks that lives for the whole test run, over gloo or (`RankPool(nccl=8)`) on GPUs over NCCL.
 
 `pool.run(fn, 4, *args)` calls `fn(*args)` on four ranks, inside a fresh process group, and returns the four results. The
 function must be importable (module level). A failing rank's traceback is the test's failure; a hang is a failure within
-seconds, with every rank's stack. Ranks fork from a server that has torch loaded, so that a new one costs no import.
+seconds, with every rank's stack and last communication. Ranks fork from a server that has torch loaded, so that a new one costs no import.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -26,6 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from petatron.mesh.nccl import variables
+from petatron.mesh.record import Record
+
 _GRACE_S = 4.0
 
 
@@ -33,9 +37,12 @@ class RankFailure(AssertionError):
     """A function failed or hung on some rank of the pool."""
 
 
-def _serve(rank: int, connection: Connection, port: int, stack_file: str) -> None:
+def _serve(rank: int, connection: Connection, port: int, stack_file: str, nccl: int) -> None:
     """A rank's life: take a task, run it in its own process group, answer."""
     torch.set_num_threads(1)
+    if nccl:
+        _use_a_gpu(rank, nccl)
+    threading.Thread(target=_tell_last_operations, args=(Path(stack_file),), daemon=True).start()
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `mesh/nccl.py` has it for a rank
     gc.freeze()  # what is imported stays, and need not be looked through after every task
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,10 +72,30 @@ def _serve(rank: int, connection: Connection, port: int, stack_file: str) -> Non
             gc.collect()
 
 
+def _use_a_gpu(rank: int, nccl: int) -> None:
+    """Ranks of a pool of `nccl` spread over the GPUs, and share them where there are fewer."""
+    devices = torch.cuda.device_count()
+    wanted = variables(nccl=True, shared_by=-(-nccl // devices), rank=rank)
+    os.environ.update({variable.name: variable.value for variable in wanted})
+    os.environ["NCCL_BUFFSIZE"] = str(1 << 18)  # so that no message of a MB fits into NCCL's buffers
+    torch.cuda.set_device(rank % devices)
+
+
+def _tell_last_operations(stack_file: Path) -> None:
+    """When asked for, write what every rank's record of communication ends with; the main thread may be stuck."""
+    ask, answer = stack_file.with_suffix(".ask"), stack_file.with_suffix(".record")
+    while not ask.exists():
+        time.sleep(0.5)
+    records = [thing for thing in gc.get_objects() if isinstance(thing, Record)]
+    answer.write_text("\n".join(str(event) for record in records for event in record.events()[-6:]))
+
+
 class RankPool:
     """Ranks started on demand and kept until `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, nccl: int = 0) -> None:
+        """`nccl`: how many ranks may be asked for, all on GPUs, with NCCL between them; 0 is gloo on the CPU."""
+        self._nccl = nccl
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch._dynamo", "petatron.train.trace"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -82,7 +109,7 @@ class RankPool:
             ours, theirs = self._context.Pipe()
             stack_file = self._folder / f"stack-{rank}-{self._task}"
             process = self._context.Process(
-                target=_serve, args=(rank, theirs, self._store.port, str(stack_file)), daemon=True
+                target=_serve, args=(rank, theirs, self._store.port, str(stack_file), self._nccl), daemon=True
             )
             process.start()
             theirs.close()
@@ -123,9 +150,13 @@ class RankPool:
     def _hang_report(self, world_size: int, answers: dict[int, Any], timeout_s: float) -> str:
         stuck = [rank for rank in range(world_size) if rank not in answers]
         for rank in stuck:
+            self._ranks[rank][2].with_suffix(".ask").touch()
             os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        stacks = [f"--- rank {rank}\n{self._ranks[rank][2].read_text()}" for rank in stuck]
+        time.sleep(1.5)
+        stacks = [
+            f"--- rank {rank}\n{file.read_text()}\nlast operations:\n{_text(file.with_suffix('.record'))}"
+            for rank, file in ((rank, self._ranks[rank][2]) for rank in stuck)
+        ]
         self.close()
         return f"ranks {stuck} of {world_size} still run after {timeout_s:.0f} s\n" + "\n".join(stacks)
 
@@ -137,3 +168,7 @@ class RankPool:
         for process, _, _ in self._ranks:
             process.join()
         self._ranks.clear()
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else "(none told)"
