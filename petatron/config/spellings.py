@@ -105,7 +105,9 @@ IMPLIED: Mapping[str, Implied] = {
     "--overlap-p2p-communication": Implied(_TRANSFERS),
     "--no-overlap-p2p-communication": Implied(_TRANSFERS),
     "--overlap-p2p-communication-warmup-flush": Implied(_TRANSFERS),
-    "--tp-comm-bootstrap-backend": Implied("tensor-parallel overlap has no buffers of its own to set up", takes_value=True),
+    "--tp-comm-bootstrap-backend": Implied(
+        "tensor-parallel overlap has no buffers of its own to set up", takes_value=True
+    ),
     "--moe-permute-fusion": Implied(_FUSED),
     "--moe-router-fusion": Implied(_FUSED),
     "--moe-use-legacy-grouped-gemm": Implied(_FUSED),
@@ -161,7 +163,9 @@ ELSEWHERE: Mapping[str, str] = {
 }
 
 _GRAPHS = "CUDA graphs of single modules (--cuda-graphs records a whole step)"
-_OVERLAP = "tensor-parallel overlap by part (--tp-comm-overlap is for all linears, and the backward pass always overlaps)"
+_OVERLAP = (
+    "tensor-parallel overlap by part (--tp-comm-overlap is for all linears, and the backward pass always overlaps)"
+)
 _HYBRID = "hybrid (Mamba) models"
 _BERT = "BERT"
 _T5 = "encoder-decoder models (T5)"

@@ -34,11 +34,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from petatron.kernels.multiplication import ChunkedMultiplication, Multiplication, Tensors
 from petatron.layers.dropout import Dropout
 from petatron.layers.experts import GroupedLinear
 from petatron.layers.linear import Linear
 from petatron.layers.norm import LayerNorm, RMSNorm
-from petatron.kernels.multiplication import ChunkedMultiplication, Multiplication, Tensors
 from petatron.layers.product import MULTIPLY, Arrival, Multiplied, Multiply, TakesWeightGrads
 from petatron.layers.remade import Remade, remade
 from petatron.layers.rows import batch_first, from_rows, to_rows

@@ -161,7 +161,8 @@ moe:cp2.ep2 moe:dp4-zero1.ep2 moe:dp4-fsdp.ep2 moe:pp2-zbh1.dp2.ep2 moe:pp2-zbv.
 dense:tp2-sp.pp2.recompute-full dense:dp2-fsdp.recompute-selective moe:dp2.ep2.recompute-experts
 dense:pp2-zbh1.recompute-full moe:pp2-vpp2.dp2.ep2.recompute-full
 dense:tp2-sp-overlap.recompute-full dense:tp4-sp-overlap.recompute-selective dense:tp2-sp-overlap.pp2
-dense:tp2-sp-overlap.pp2-zbh1 dense:tp2-sp-overlap.pp2-zbv dense:tp2-sp-overlap.cp2 dense:tp2-sp-overlap.dp2-zero1
+dense:tp2-sp-overlap.pp2-zbh1 dense:tp2-sp-overlap.pp2-zbh1.recompute-full dense:tp2-sp-overlap.pp2-zbv
+dense:tp2-sp-overlap.cp2 dense:tp2-sp-overlap.dp2-zero1
 dense:tp2-sp-overlap.dp2-fsdp moe:tp2-sp-overlap.dp2.ep2 moe:tp4-sp-overlap.ep2.etp1.recompute-experts
 """
 _PRODUCTS = """
@@ -170,7 +171,7 @@ dense:pp2-zbv.cp2.dp2-zero1 dense:pp2-vpp2.cp2-gather.dp2-zero1 dense:tp2-sp.pp2
 dense:tp2-sp.dp4-fsdp-copies2 deep:tp2-sp.pp4-vpp2 dense:cp4-both.dp2-zero1 gpt:tp2-sp.pp2-vpp2.cp2
 moe:pp2.dp4.ep2 moe:cp2.dp4.ep2 moe:pp2.dp4-fsdp.ep2 moe:tp2-sp.dp4.ep4.etp2 moe:tp2-sp.dp4.ep4.etp1
 moe:tp2-sp.cp2.dp2-fsdp.ep2 moe:tp2-sp.pp2-vpp2.dp2.ep2 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
-dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1.recompute-full moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
+dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
 """
 MATRIX = tuple(entry(name) for names in (_ALONE, _PAIRS, _PRODUCTS) for name in names.split())
