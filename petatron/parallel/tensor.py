@@ -22,7 +22,7 @@ rows, so that one chunk is communicated while another is multiplied. A chunk has
 
 With x seen as [tp, part, ...], a chunk is x[:, start:stop]: tp blocks of rows, spread in memory on one side of the GEMM and adjacent
 on the other, which is what a collective wants. A strided batched GEMM reads and writes both without a copy. The same bytes are
-communicated; the first chunk of a scatter's GEMM and the last scatter stay exposed, about 1 / n of the time.
+communicated; the last reduce-scatter, 1 / n of a row linear's communication, stays exposed.
 """
 
 from __future__ import annotations
