@@ -22,7 +22,7 @@ _COULD_NOT_RUN = 2  # 1 says that a layout failed
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
 _DEFAULT_SEED = 1234
 _ONLY_HERE = ("--sample", "--random-model", "--only", "--nproc", "--list")
-_HEAD = f"{'layout':<38} {'ranks':>5} {'loss':>8} {'gradient':>8} {'weights':>8} {'time':>7}"
+_HEAD = f"{'layout':<46} {'ranks':>5} {'loss':>8} {'gradient':>8} {'weights':>8} {'time':>7}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     entries = select(pattern=options.only, sample=options.sample, seed=options.seed, max_ranks=options.nproc)
     if options.list:
         for entry in entries:
-            print(f"{entry.name:<38} {entry.flags}")
+            print(f"{entry.name:<46} {entry.flags}")
         return 0
     if left_out := sum(entry.world_size > options.nproc for entry in select(pattern=options.only)):
         print(f"{left_out} layouts need more than {options.nproc} ranks and are left out.")
@@ -196,7 +196,7 @@ def row(case: Case, outcome: Outcome) -> str:
     cells = " ".join(f"{'' if number is None else f'{number:.1e}':>8}" for number in numbers)
     verdict = "same" if outcome.agrees else "FAILED" if outcome.error else "DIFFERENT"
     drawn = "" if case.model_flags == entry(case.name).model_flags else f"\n    {case.model_flags}"
-    return f"{case.name:<38} {case.world_size:5d} {cells} {outcome.seconds:5.1f} s  {verdict}{drawn}"
+    return f"{case.name:<46} {case.world_size:5d} {cells} {outcome.seconds:5.1f} s  {verdict}{drawn}"
 
 
 def summary(cases: list[Case], outcomes: list[Outcome], dtype: str) -> str:

@@ -19,6 +19,7 @@ MODEL_RANKS = (
 RANKS = (*MODEL_RANKS, "expert_tensor_parallel_size", "data_parallel_size", "world_size")
 """Every size of the mesh."""
 _SIZES = (*RANKS, "ddp_bucket_size")
+_OVERLAP = "--tp-comm-overlap"
 _HIERARCHY = "--hierarchical-context-parallel-sizes"
 
 
@@ -35,6 +36,7 @@ def check_layout(config: RunConfig) -> Iterator[Problem]:
         yield from _world(config)
         yield from _tensor(config)
         yield from _sequence(config)
+        yield from _overlap(config)
         yield from _context(config)
         yield from _expert(config)
 
@@ -109,6 +111,22 @@ def _sequence(config: RunConfig) -> Iterator[Problem]:
         split = f"tp {tp} x cp {cp} = {tp * cp}" if cp > 1 else f"--tensor-model-parallel-size {tp}"
         rule = f"is not a multiple of {split}, which --sequence-parallel needs"
         yield Problem("--seq-length", str(length), rule, f"Nearest: {multiples_near(length, tp * cp)}.")
+
+
+def _overlap(config: RunConfig) -> Iterator[Problem]:
+    """What the overlap of tensor parallelism in the forward pass needs; at tp 1 it has no effect."""
+    parallel, precision = config.parallel, config.precision
+    if parallel.tp_comm_overlap_chunks is not None and parallel.tp_comm_overlap_chunks < 2:
+        rule = "leaves no chunk to communicate beside the GEMM of another"
+        yield Problem(f"{_OVERLAP}-chunks", str(parallel.tp_comm_overlap_chunks), rule, "Use 2 or more.")
+    if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size == 1:
+        return
+    if not parallel.sequence_parallel:
+        rule = "overlaps the all-gathers and reduce-scatters of --sequence-parallel, which is off"
+        yield Problem(_OVERLAP, "", rule, "Add --sequence-parallel, or leave it out.")
+    if precision.fp8_format is not None:
+        rule = f"cannot be combined with --fp8-format {precision.fp8_format}, whose scales are those of the whole gathered input"
+        yield Problem(_OVERLAP, "", rule, "Leave one of them out.")
 
 
 def _context(config: RunConfig) -> Iterator[Problem]:

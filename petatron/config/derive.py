@@ -150,6 +150,9 @@ def _derive_sequence(state: _State) -> None:
     undecided = not state["sequence_parallel"] and not state.is_given("sequence_parallel")
     if undecided and state["num_experts"] is not None and tp > 1:
         state.set("sequence_parallel", True, "with experts every token must be routed by one rank only")
+    if state["tp_comm_overlap"] and cp > 0:
+        tokens = state["seq_length"] // cp * state["micro_batch_size"]
+        state.fill("tp_comm_overlap_chunks", min(max(tokens // 2048, 2), 4), "one per 2,048 tokens, from 2 to 4")
     groups = state["num_query_groups"]
     hierarchical = state["cp_comm_type"] == "a2a+p2p" and not state["hierarchical_context_parallel_sizes"]
     if hierarchical and cp > 1 and tp > 0 and groups is not None and groups > 0:

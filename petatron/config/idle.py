@@ -120,7 +120,10 @@ def _idle_fp8(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _idle_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
     parallel = config.parallel
     if parallel.tensor_model_parallel_size == 1:
-        yield "sequence_parallel", "the tensor-parallel size is 1"
+        names = ("sequence_parallel", "tp_comm_overlap")
+        yield from ((name, "the tensor-parallel size is 1") for name in names)
+    if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size == 1:
+        yield "tp_comm_overlap_chunks", "it is for --tp-comm-overlap"
     if parallel.context_parallel_size == 1:
         yield from ((name, "the context-parallel size is 1") for name in _CONTEXT)
     if parallel.pipeline_model_parallel_size == 1:

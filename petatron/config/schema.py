@@ -198,6 +198,12 @@ class ParallelConfig:
     """Ranks that split each layer's matrices (tp)."""
     sequence_parallel: bool = False
     """Split the activations between the matrices along the sequence over the tensor-parallel ranks; no effect at tp 1."""
+    tp_comm_overlap: bool = False
+    """Overlap the all-gathers and reduce-scatters of the forward pass with the GEMMs of column- and row-parallel linears, chunk by
+    chunk; needs `--sequence-parallel`. (Those of the backward pass overlap without it.) No effect at tp 1."""
+    tp_comm_overlap_chunks: int | None = None
+    """Chunks of rows into which `--tp-comm-overlap` cuts a GEMM and its communication. More of them expose less communication,
+    but GEMMs of few rows are slow. Derived: one per 2,048 tokens of a rank's micro-batch, from 2 to 4."""
     pipeline_model_parallel_size: int = 1
     """Ranks that hold consecutive groups of layers (pp)."""
     num_layers_per_virtual_pipeline_stage: int | None = None

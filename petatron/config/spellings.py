@@ -105,6 +105,9 @@ IMPLIED: Mapping[str, Implied] = {
     "--overlap-p2p-communication": Implied(_TRANSFERS),
     "--no-overlap-p2p-communication": Implied(_TRANSFERS),
     "--overlap-p2p-communication-warmup-flush": Implied(_TRANSFERS),
+    "--tp-comm-bootstrap-backend": Implied(
+        "tensor-parallel overlap has no buffers of its own to set up", takes_value=True
+    ),
     "--moe-permute-fusion": Implied(_FUSED),
     "--moe-router-fusion": Implied(_FUSED),
     "--moe-use-legacy-grouped-gemm": Implied(_FUSED),
@@ -160,7 +163,9 @@ ELSEWHERE: Mapping[str, str] = {
 }
 
 _GRAPHS = "CUDA graphs of single modules (--cuda-graphs records a whole step)"
-_OVERLAP = "communication overlap inside tensor parallelism"
+_OVERLAP = (
+    "tensor-parallel overlap by part (--tp-comm-overlap is for all linears, and the backward pass always overlaps)"
+)
 _HYBRID = "hybrid (Mamba) models"
 _BERT = "BERT"
 _T5 = "encoder-decoder models (T5)"
@@ -182,8 +187,14 @@ LATER: Mapping[str, str] = {
     "--cuda-graph-scope": _GRAPHS,
     "--cuda-graph-modules": _GRAPHS,
     "--external-cuda-graph": _GRAPHS,
-    "--tp-comm-overlap": _OVERLAP,
-    "--tp-comm-overlap-cfg": _OVERLAP,
+    "--tp-comm-overlap-cfg": "tensor-parallel overlap tuned by a file (--tp-comm-overlap-chunks is for all linears)",
+    "--disable-tp-comm-overlap-ag": _OVERLAP,
+    "--disable-tp-comm-overlap-rs": _OVERLAP,
+    "--disable-tp-comm-split-ag": _OVERLAP,
+    "--disable-tp-comm-split-rs": _OVERLAP,
+    "--disable-tp-comm-bulk-dgrad": _OVERLAP,
+    "--disable-tp-comm-bulk-wgrad": _OVERLAP,
+    "--tp-comm-overlap-rs-dgrad": _OVERLAP,
     "--use-tp-pp-dp-mapping": "another rank order",
     "--defer-embedding-wgrad-compute": "deferred gradients of the output head",
     "--hybrid-context-parallel": "a context-parallel size per sample",

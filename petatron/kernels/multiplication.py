@@ -3,14 +3,15 @@
 A weight's gradient is not returned but written: into the wide buffer in which a step's micro-batches are summed, by the product
 that makes it. So no gradient exists in the weight's precision, and none is added in a second pass.
 
-R rows, D input width, O output width.
+R rows, D input width, O output width, N blocks of rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from petatron.kernels.matmul import matmul_into
@@ -43,6 +44,15 @@ class Multiplication(Protocol):
         ...
 
 
+@runtime_checkable
+class ChunkedMultiplication(Multiplication, Protocol):
+    """A GEMM whose output rows may be computed chunk by chunk, because none depends on the other rows' input."""
+
+    def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor, /) -> None:
+        """Compute some of the output rows in place; N blocks of rows may be spread in memory, in `x_NRD` and in `out_NRO`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlainWeightGrad:
     grad_RO: Tensor
@@ -58,6 +68,12 @@ class Plain:
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         return x_RD @ weight.t(), ()
+
+    def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
+        if len(x_NRD) == 1:
+            torch.mm(x_NRD[0], weight.t(), out=out_NRO[0])
+        else:  # a strided batched GEMM reads and writes spread blocks without a copy
+            torch.bmm(x_NRD, weight.t().expand(len(x_NRD), -1, -1), out=out_NRO)
 
     def backward(self, grad_RO: Tensor, weight: Tensor, kept: Tensors) -> tuple[Tensor, WeightGrad]:
         return grad_RO @ weight, PlainWeightGrad(grad_RO)

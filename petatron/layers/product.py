@@ -19,6 +19,9 @@ rank's own, one to three hundredths of the time of one of the products. A taker 
 schedules) changes that: then the part is made in passing in the backward pass of m, waits with g, and is gathered while the
 weight's gradient before it is computed.
 
+The forward pass of a GEMM is a `Forward`. `AtOnce` gathers the whole input, then multiplies it. Tensor parallelism may put
+another in its place that overlaps communication with the GEMM chunk by chunk (`parallel/tensor.py`); the backward pass is the same.
+
 R rows, D input width, O output width.
 """
 
@@ -33,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels.multiplication import PLAIN, Multiplication, WeightGrad
+from petatron.kernels.multiplication import PLAIN, Multiplication, Tensors, WeightGrad
 from petatron.layers.remade import Remade, Source, remade
 from petatron.layers.rows import batch_first, from_rows, to_rows
 
@@ -76,39 +79,97 @@ class Entrance(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Multiplied:
+    """The result of a forward pass.
+
+    rows: the input of the whole GEMM, in the form that `Forward.input_rows` takes; saved for backward where it is needed there.
+    saved: what the multiplication saves instead of it, if anything. by_batch: the order of the rows.
+    """
+
+    y: Tensor
+    rows: Tensors
+    saved: Tensors = ()
+    by_batch: bool = False
+
+
+class Forward(Protocol):
+    """The forward pass of a GEMM together with the communication it needs."""
+
+    def forward(self, x: Tensor, weight: Tensor, multiplication: Multiplication) -> Multiplied:
+        """Multiply; `x` is the input before communication, the output is the one after communication."""
+        ...
+
+    def input_rows(self, rows: Tensors) -> Tensor:
+        """The input of the whole GEMM, [R, D]."""
+        ...
+
+    def output_grad(self, grad: Tensor) -> Tensor:
+        """The gradient of the output of the whole GEMM, from that of the output after communication."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """All input communication, then one GEMM; it has no output communication."""
+
+    entrance: Entrance | None = None
+
+    def forward(self, x: Tensor, weight: Tensor, multiplication: Multiplication) -> Multiplied:
+        x = x if self.entrance is None else self.entrance.enter(x)
+        by_batch = batch_first(x)
+        rows = to_rows(x, by_batch=by_batch)
+        y, saved = multiplication.forward(rows, weight)
+        return Multiplied(from_rows(y, x, by_batch=by_batch), (rows,), saved, by_batch)
+
+    def input_rows(self, rows: Tensors) -> Tensor:
+        return rows[0]
+
+    def output_grad(self, grad: Tensor) -> Tensor:
+        return grad
+
+
+@dataclass(frozen=True, slots=True)
 class Multiply:
     """A multiplication as autograd sees it; `weight_grads` None leaves weight gradients to autograd."""
 
     multiplication: Multiplication = PLAIN
     weight_grads: TakesWeightGrads | None = None
 
-    def __call__(self, x: Remade, weight: Tensor, *, entrance: Entrance | None = None) -> Tensor:
-        """`x` is what stands before the entrance, if there is one."""
-        return _Multiply.apply(x.value, weight, self, x.source, entrance)  # pyright: ignore[reportReturnType]
+    def __call__(
+        self, x: Remade, weight: Tensor, *, entrance: Entrance | None = None, forward: Forward | None = None
+    ) -> Tensor:
+        """`x` is what stands before the entrance, if there is one; `forward` None means `AtOnce`."""
+        forward = AtOnce(entrance) if forward is None else forward
+        return _Multiply.apply(x.value, weight, self, x.source, entrance, forward)  # pyright: ignore[reportReturnType]
 
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, how: Multiply, source: Source | None, entrance: Entrance | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        how: Multiply,
+        source: Source | None,
+        entrance: Entrance | None,
+        forward: Forward,
     ) -> Tensor:
-        x = x if entrance is None else entrance.enter(x)
-        by_batch = batch_first(x)
-        rows = to_rows(x, by_batch=by_batch)
-        y, kept = how.multiplication.forward(rows, weight)
-        ctx.keeps_rows = source is None and not kept
-        ctx.save_for_backward(*((rows,) if ctx.keeps_rows else kept))
-        ctx.weight, ctx.how, ctx.source, ctx.entrance, ctx.by_batch = weight, how, source, entrance, by_batch
-        return from_rows(y, x, by_batch=by_batch)
+        done = forward.forward(x, weight, how.multiplication)
+        ctx.keeps_rows = source is None and not done.saved
+        ctx.save_for_backward(*(done.rows if ctx.keeps_rows else done.saved))
+        ctx.weight, ctx.how, ctx.source, ctx.entrance, ctx.by_batch = weight, how, source, entrance, done.by_batch
+        ctx.forward_pass = forward
+        return done.y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, how, weight, entrance = grads[0], ctx.how, ctx.weight, ctx.entrance
+        how, weight, entrance = ctx.how, ctx.weight, ctx.entrance
+        grad = ctx.forward_pass.output_grad(grads[0])
         kept, rows = ctx.saved_tensors, None
-        if ctx.keeps_rows:
-            (rows,), kept = kept, ()
         x_wanted, weight_wanted, *_ = ctx.needs_input_grad
+        if ctx.keeps_rows:
+            rows, kept = ctx.forward_pass.input_rows(kept), ()
         operand = _Operand(rows, ctx.source, entrance, ctx.by_batch)
         if weight_wanted and not kept:
             operand.begin(how.weight_grads)
@@ -117,7 +178,7 @@ class _Multiply(torch.autograd.Function):
         x_grad = from_rows(x_grad, grad, by_batch=ctx.by_batch)
         leaving = entrance.start_leave(x_grad) if x_wanted and entrance is not None else None
         weight_grad = _give(job, weight, how.weight_grads, operand) if weight_wanted else None
-        return x_grad if leaving is None else leaving(), weight_grad, None, None, None
+        return x_grad if leaving is None else leaving(), weight_grad, None, None, None, None
 
 
 class _Entering:

@@ -137,7 +137,8 @@ def _split(
         etp_rank=mesh["etp"].rank,
     )
     placements = split_weights(stage, recipe.shards, split)
-    connect(stage, recipe.shards, mesh.tp, sequence=sequence, shared=streams.shared)
+    overlap = run.parallel.tp_comm_overlap_chunks if sequence and run.parallel.tp_comm_overlap else None
+    connect(stage, recipe.shards, mesh.tp, sequence=sequence, shared=streams.shared, overlap_chunks=overlap)
     split_vocabulary(stage, recipe.shards, mesh.tp)
     return placements
 

@@ -11,6 +11,18 @@ The second moves the same bytes but keeps norms, dropout and the residual stream
 weight's gradient it is gathered once more, beside the product that makes the input's (`layers/product.py` says how), so the
 backward pass moves half as much again, beside products. The sum that a copied input's gradient needs runs beside the product
 of the weight's. The vocabulary is split too, and the loss is computed where the logits are.
+
+In the forward pass a GEMM waits for its all-gather, and its reduce-scatter for it. `--tp-comm-overlap` cuts both into n chunks of
+rows, so that one chunk is communicated while another is multiplied. A chunk has the same slice of every rank's part of the sequence:
+
+    column    communication   gather 0 | gather 1 | ...                    (all begun at once)
+              computing       own part | chunk 0  | chunk 1 | ...          (a rank's own rows wait for nothing)
+    row       computing       chunk 0  | chunk 1  | ...
+              communication              scatter 0 | scatter 1 | ...
+
+With x seen as [tp, part, ...], a chunk is x[:, start:stop]: tp blocks of rows, spread in memory on one side of the GEMM and adjacent
+on the other, which is what a collective wants. A strided batched GEMM reads and writes both without a copy. The same bytes are
+communicated; the last reduce-scatter, 1 / n of a row linear's communication, stays exposed.
 """
 
 from __future__ import annotations
@@ -22,11 +34,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from petatron.kernels.multiplication import ChunkedMultiplication, Multiplication, Tensors
 from petatron.layers.dropout import Dropout
 from petatron.layers.experts import GroupedLinear
 from petatron.layers.linear import Linear
 from petatron.layers.norm import LayerNorm, RMSNorm
-from petatron.layers.product import MULTIPLY, Arrival, Multiply, TakesWeightGrads
+from petatron.layers.product import MULTIPLY, Arrival, Multiplied, Multiply, TakesWeightGrads
 from petatron.layers.remade import Remade, remade
 from petatron.layers.rows import batch_first, from_rows, to_rows
 from petatron.layers.seam import Seam
@@ -97,6 +110,83 @@ def _arrived(handle: Handle, received: Tensor, sent: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherOverlap:
+    """All-gathers the sequence in chunks, each overlapped with the GEMM of the rows that are there already."""
+
+    axis: Axis
+    num_chunks: int
+
+    def forward(self, x: Tensor, weight: Tensor, multiplication: Multiplication) -> Multiplied:
+        assert isinstance(multiplication, ChunkedMultiplication)
+        ranks, rank, part = self.axis.size, self.axis.rank, x.contiguous()
+        slices = _slices(part.shape[0], self.num_chunks)
+        gathered = [x.new_empty((ranks, stop - start, *x.shape[1:])) for start, stop in slices]
+        handles = [
+            collectives.start_all_gather(chunk.flatten(0, 1), part[start:stop], self.axis)
+            for chunk, (start, stop) in zip(gathered, slices)
+        ]
+        y = x.new_empty((ranks, *x.shape[:-1], weight.shape[0]))
+        multiplication.forward_into(_blocks(part.unsqueeze(0)), weight, _blocks(y[rank : rank + 1]))
+        others = [block for block in (slice(0, rank), slice(rank + 1, ranks)) if block.start < block.stop]
+        for chunk, handle, (start, stop) in zip(gathered, handles, slices):
+            handle.wait()
+            for block in others:
+                multiplication.forward_into(_blocks(chunk[block]), weight, _blocks(y[block, start:stop]))
+        return Multiplied(y.flatten(0, 1), tuple(gathered))
+
+    def input_rows(self, rows: Tensors) -> Tensor:
+        return torch.cat(rows, dim=1).flatten(0, -2)
+
+    def output_grad(self, grad: Tensor) -> Tensor:
+        return grad
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterOverlap:
+    """Reduce-scatters the output in chunks, each overlapped with the GEMM of the next."""
+
+    axis: Axis
+    num_chunks: int
+
+    def forward(self, x: Tensor, weight: Tensor, multiplication: Multiplication) -> Multiplied:
+        assert isinstance(multiplication, ChunkedMultiplication)
+        ranks, width = self.axis.size, weight.shape[0]
+        parts = x.unflatten(0, (ranks, -1))
+        y = x.new_empty((*parts.shape[1:-1], width))
+        begun: list[tuple[Handle, Tensor]] = []  # what is sent must live until it has gone
+        for start, stop in _slices(parts.shape[1], self.num_chunks):
+            sent = x.new_empty((ranks, stop - start, *x.shape[1:-1], width))
+            multiplication.forward_into(_blocks(parts[:, start:stop]), weight, _blocks(sent))
+            begun.append((collectives.start_reduce_scatter(y[start:stop], sent.flatten(0, 1), self.axis), sent))
+        for handle, _ in begun:
+            handle.wait()
+        by_batch = batch_first(x)
+        return Multiplied(y, (to_rows(x, by_batch=by_batch),), by_batch=by_batch)
+
+    def input_rows(self, rows: Tensors) -> Tensor:
+        return rows[0]
+
+    def output_grad(self, grad: Tensor) -> Tensor:
+        return collectives.all_gather(grad, self.axis)
+
+
+def _slices(length: int, num_chunks: int) -> list[tuple[int, int]]:
+    """At most so many consecutive slices (start, stop) of nearly the same length; the longer ones come first.
+
+    >>> _slices(8, 3), _slices(2, 4)
+    ([(0, 3), (3, 6), (6, 8)], [(0, 1), (1, 2)])
+    """
+    count = min(num_chunks, length)
+    stops = [length * number // count + (length * number % count > 0) for number in range(1, count + 1)]
+    return list(zip([0, *stops], stops))
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[N, S, ..., D] as [N, R, D]; a view where the tokens of a block are adjacent in memory, as they always are in outputs."""
+    return x.flatten(1, -2)
+
+
+@dataclass(frozen=True, slots=True)
 class ColumnProduct:
     """A product with a weight split along its output: every rank needs the whole input.
 
@@ -108,6 +198,7 @@ class ColumnProduct:
     sequence: bool
     multiply: Multiply = MULTIPLY
     regather: bool = True
+    overlap: GatherOverlap | None = None
 
     def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
         if self.axis.size == 1:
@@ -115,7 +206,7 @@ class ColumnProduct:
         if not self.sequence:
             return self.multiply(remade(x), weight, entrance=SharedSequence(self.axis))
         here = remade(x) if self.regather else Remade(x.value if isinstance(x, Remade) else x, None)
-        return self.multiply(here, weight, entrance=GatheredSequence(self.axis))
+        return self.multiply(here, weight, entrance=GatheredSequence(self.axis), forward=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +216,11 @@ class RowProduct:
     axis: Axis
     sequence: bool
     multiply: Multiply = MULTIPLY
+    overlap: ScatterOverlap | None = None
 
     def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
+        if self.overlap is not None:
+            return self.multiply(remade(x), weight, forward=self.overlap)
         return self.after(self.multiply(remade(x), weight))
 
     def after(self, partial_sum: Tensor) -> Tensor:
@@ -145,14 +239,29 @@ class WholeProduct:
 
 
 def connect(
-    model: nn.Module, shards: Mapping[str, Shard], axis: Axis, *, sequence: bool, shared: torch.Generator | None
+    model: nn.Module,
+    shards: Mapping[str, Shard],
+    axis: Axis,
+    *,
+    sequence: bool,
+    shared: torch.Generator | None,
+    overlap_chunks: int | None = None,
 ) -> None:
-    """Fill the seams. `sequence` splits activations between the matrices; `shared` is the dropout stream of the axis."""
+    """Fill the seams. `sequence` splits activations between the matrices; `shared` is the dropout stream of the axis.
+
+    `overlap_chunks`: linears overlap the communication of their forward pass in so many chunks; the output head does not, since
+    its loss already works block by block on what it has gathered.
+    """
     column, row = ColumnProduct(axis, sequence), RowProduct(axis, sequence)
+    column_linear, row_linear = column, row
+    if overlap_chunks is not None:
+        assert sequence and axis.size > 1
+        column_linear = replace(column, overlap=GatherOverlap(axis, overlap_chunks))
+        row_linear = replace(row, overlap=ScatterOverlap(axis, overlap_chunks))
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             tp = find(shards, name + ".weight").tp
-            module.product = WholeProduct() if tp is None else column if tp == 0 else row
+            module.product = WholeProduct() if tp is None else column_linear if tp == 0 else row_linear
         elif isinstance(module, TokenEmbedding):
             module.leave = row.after
         elif isinstance(module, OutputHead):

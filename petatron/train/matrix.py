@@ -70,7 +70,8 @@ MODELS = {
 (biases, LayerNorm, norms of queries and keys, a window, packed documents); and a mixture of experts."""
 
 _FORMS = {
-    "tp": {"sp": "--sequence-parallel"},
+    # Three chunks do not divide a rank's part of the sequence, so they are of different lengths.
+    "tp": {"sp": "--sequence-parallel", "overlap": "--tp-comm-overlap --tp-comm-overlap-chunks 3"},
     "pp": {
         "gpipe": "--pipeline-schedule gpipe",
         "zbh1": "--pipeline-schedule zb-h1",
@@ -140,6 +141,7 @@ def entry(name: str) -> Entry:
 
 _ALONE = """
 dense:tp2 dense:tp4 dense:tp2-sp dense:tp4-sp gpt:tp2 gpt:tp4-sp
+dense:tp2-sp-overlap dense:tp4-sp-overlap gpt:tp2-sp-overlap gpt:tp4-sp-overlap deep:tp2-sp-overlap
 dense:pp2 dense:pp4 dense:pp2-gpipe dense:pp4-gpipe dense:pp2-uneven gpt:pp4
 dense:pp2-vpp2 deep:pp4-vpp2 deep:pp2-chunk1 gpt:pp2-chunk1
 dense:pp2-zbh1 dense:pp4-zbh1 dense:pp2-zbv deep:pp4-zbv gpt:pp2-zbv
@@ -158,6 +160,10 @@ moe:tp2-sp.ep2.etp1 moe:tp2-sp.dp2.ep2 moe:tp2-sp.dp2.ep2-gather.etp1 moe:pp2.dp
 moe:cp2.ep2 moe:dp4-zero1.ep2 moe:dp4-fsdp.ep2 moe:pp2-zbh1.dp2.ep2 moe:pp2-zbv.tp2-sp
 dense:tp2-sp.pp2.recompute-full dense:dp2-fsdp.recompute-selective moe:dp2.ep2.recompute-experts
 dense:pp2-zbh1.recompute-full moe:pp2-vpp2.dp2.ep2.recompute-full
+dense:tp2-sp-overlap.recompute-full dense:tp4-sp-overlap.recompute-selective dense:tp2-sp-overlap.pp2
+dense:tp2-sp-overlap.pp2-zbh1 dense:tp2-sp-overlap.pp2-zbh1.recompute-full dense:tp2-sp-overlap.pp2-zbv
+dense:tp2-sp-overlap.cp2 dense:tp2-sp-overlap.dp2-zero1
+dense:tp2-sp-overlap.dp2-fsdp moe:tp2-sp-overlap.dp2.ep2 moe:tp4-sp-overlap.ep2.etp1.recompute-experts
 """
 _PRODUCTS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
@@ -165,6 +171,7 @@ dense:pp2-zbv.cp2.dp2-zero1 dense:pp2-vpp2.cp2-gather.dp2-zero1 dense:tp2-sp.pp2
 dense:tp2-sp.dp4-fsdp-copies2 deep:tp2-sp.pp4-vpp2 dense:cp4-both.dp2-zero1 gpt:tp2-sp.pp2-vpp2.cp2
 moe:pp2.dp4.ep2 moe:cp2.dp4.ep2 moe:pp2.dp4-fsdp.ep2 moe:tp2-sp.dp4.ep4.etp2 moe:tp2-sp.dp4.ep4.etp1
 moe:tp2-sp.cp2.dp2-fsdp.ep2 moe:tp2-sp.pp2-vpp2.dp2.ep2 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
+dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
 """
 MATRIX = tuple(entry(name) for names in (_ALONE, _PAIRS, _PRODUCTS) for name in names.split())

@@ -155,6 +155,23 @@ def test_nothing_is_gathered_more_often_than_needed(ranks: RankPool, flags: str,
     assert counted == {"all_gather": gathers + 2, "reduce_scatter": scatters + 2}, "and those of both ends"
 
 
+@pytest.mark.parametrize("recompute", ["", f"{WHOLE} 1"])
+def test_overlap_communicates_the_same_elements_in_chunks(ranks: RankPool, recompute: str):
+    """Two layers at tp 2: 8 tokens of a rank in chunks of 3, 3 and 2, for the forward pass of every linear."""
+    plain, overlapped = (
+        step_events(
+            ranks, f"--tp 2 --sequence-parallel {flags} {recompute}", world_size=2, model="--global-batch-size 2"
+        )
+        for flags in ("", "--tp-comm-overlap --tp-comm-overlap-chunks 3")
+    )
+    for op in ("all_gather", "reduce_scatter"):
+        moved = [sum(e.elements for e in events.all if e.op == op) for events in (plain, overlapped)]
+        assert moved[0] == moved[1]
+        chunks = Counter(e.elements for e in overlapped.all if e.op == op and e.elements < S * 2 * H)
+        linears = 2 * 2 if not recompute else 2 * 2 + (2 * 2 if op == "all_gather" else 2)
+        assert chunks == {2 * 3 * 2 * H: 2 * linears, 2 * 2 * 2 * H: linears}
+
+
 @pytest.mark.parametrize("recompute", ["", f"{CHOSEN} mlp", f"{WHOLE} 1"])
 def test_weight_gradients_that_wait_gather_no_more(ranks: RankPool, recompute: str):
     """zb-h1 on the rank without embedding and head: as many gathers for two layers as without a pipeline."""

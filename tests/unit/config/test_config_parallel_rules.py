@@ -35,6 +35,10 @@ REFUSED = [
     ("--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", "--hierarchical-context-parallel-sizes 2 4 is not two positive numbers whose product is --context-parallel-size 4. Use, for instance, 1 4; or leave it out."),
     ("--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4", "--hierarchical-context-parallel-sizes 4 is not two positive numbers whose product is --context-parallel-size 4. Use, for instance, 1 4; or leave it out."),
     ("--cp 16 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 2", "--hierarchical-context-parallel-sizes 8 2 splits the 4 key/value heads of a rank over 8 ranks, which does not divide. Use a smaller first number, or leave it out."),
+    # tensor-parallel overlap
+    ("--tp 2 --tp-comm-overlap", "--tp-comm-overlap overlaps the all-gathers and reduce-scatters of --sequence-parallel, which is off. Add --sequence-parallel, or leave it out."),
+    ("--tp 2 --sp --tp-comm-overlap --bf16 --fp8-format hybrid", "--tp-comm-overlap cannot be combined with --fp8-format hybrid, whose scales are those of the whole gathered input. Leave one of them out."),
+    ("--tp 2 --sp --tp-comm-overlap --tp-comm-overlap-chunks 1", "--tp-comm-overlap-chunks 1 leaves no chunk to communicate beside the GEMM of another. Use 2 or more."),
     # the experts' layout
     ("--ep 2", "--expert-model-parallel-size 2 needs --num-experts. Use 1 for a dense model."),
     (f"{EXPERTS} --ep 3 --dp 3", "--expert-model-parallel-size 3 does not divide --num-experts 8. Use 1, 2, 4 or 8."),
@@ -132,6 +136,9 @@ DERIVED = [
     ("--pp 2 --pipeline-schedule zb-v", "parallel.num_virtual_stages_per_pipeline_rank", 2, "zb-v passes every rank twice"),
     ("--pp 2 --pipeline-model-parallel-layout E|tt|tt|L", "parallel.num_virtual_stages_per_pipeline_rank", 2, "stages of the layout / pp"),
     ("--num-experts 8 --tp 2", "parallel.sequence_parallel", True, "with experts every token must be routed by one rank only"),
+    ("--tp 2 --sp --tp-comm-overlap", "parallel.tp_comm_overlap_chunks", 2, "one per 2,048 tokens, from 2 to 4"),
+    ("--tp 2 --sp --tp-comm-overlap --seq-length 4096 --micro-batch-size 3 --cp 2", "parallel.tp_comm_overlap_chunks", 3, "one per 2,048 tokens, from 2 to 4"),
+    ("--tp 2 --sp --tp-comm-overlap --seq-length 16384", "parallel.tp_comm_overlap_chunks", 4, "one per 2,048 tokens, from 2 to 4"),
     ("--cp 8 --cp-comm-type a2a+p2p", "parallel.hierarchical_context_parallel_sizes", (4, 2), "the most ranks that divide cp and a rank's key/value heads"),
     ("--cp 6 --seq-length 120 --cp-comm-type a2a+p2p", "parallel.hierarchical_context_parallel_sizes", (2, 3), "the most ranks that divide cp and a rank's key/value heads"),
     ("--cp 2 --tp 8 --cp-comm-type a2a+p2p", "parallel.hierarchical_context_parallel_sizes", (1, 2), "the most ranks that divide cp and a rank's key/value heads"),
@@ -162,6 +169,8 @@ FULLY = "has no effect: fully_shard shares the optimizer state and gathers by it
 NORMS = "--recompute-modules layernorm has no effect: what a norm makes is not kept here"
 ALONE = "has no effect: no two ranks hold the same weights, as data-parallel ones do"
 IDLE = [
+    ("--tp-comm-overlap", "--tp-comm-overlap has no effect: the tensor-parallel size is 1"),
+    ("--tp 2 --sp --tp-comm-overlap-chunks 3", "--tp-comm-overlap-chunks has no effect: it is for --tp-comm-overlap"),
     ("--cp-comm-type a2a", "--cp-comm-type has no effect: the context-parallel size is 1"),
     ("--pipeline-schedule gpipe", "--pipeline-schedule has no effect: the pipeline-parallel size is 1"),
     ("--account-for-loss-in-pipeline-split", "--account-for-loss-in-pipeline-split has no effect: the pipeline-parallel size is 1"),
@@ -233,6 +242,18 @@ def test_an_expert_layout_is_accepted_exactly_when_it_multiplies_out(
 def test_what_sinkhorn_makes_idle_is_said():
     loaded = load("--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid")
     assert any("--moe-router-score-function" in notice and "sinkhorn" in notice for notice in loaded.notices)
+
+
+def test_tensor_parallel_overlap_with_experts_needs_no_other_flag():
+    assert load("--num-experts 8 --tp 2 --tp-comm-overlap").config.parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    "flag", ["--tp-comm-overlap-cfg f.yaml", "--disable-tp-comm-overlap-ag", "--disable-tp-comm-bulk-wgrad"]
+)
+def test_tensor_parallel_overlap_by_part_is_refused(flag: str):
+    (problem,) = resolve_config([*BASE, *f"--tp 2 --sp --tp-comm-overlap {flag}".split()])[1]
+    assert "tensor-parallel overlap" in str(problem) and str(problem).startswith(flag.split()[0])
 
 
 def test_sequence_parallelism_that_nobody_asked_for_is_said():

@@ -111,6 +111,9 @@ def test_every_way_to_share_and_exchange_is_used():
     assert {c.parallel.pipeline_schedule for c in configs} == {"1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"}
     dispatchers = {c.moe.moe_token_dispatcher_type for c in configs if c.parallel.expert_model_parallel_size > 1}
     assert dispatchers == {"alltoall", "allgather"}
+    overlapped = [c for c in configs if c.parallel.tp_comm_overlap]
+    assert {c.parallel.tensor_model_parallel_size for c in overlapped} == {2, 4}
+    assert {c.memory.recompute_granularity for c in overlapped} == {None, "full", "selective"}
     hybrid = {c.parallel.data_parallel_sharding_strategy for c in configs if _copies(c) == 2}
     assert hybrid == {"optim", "optim_grads", "optim_grads_params"}
 
@@ -122,7 +125,10 @@ def _copies(config: RunConfig) -> int:
 def test_select():
     assert select() == MATRIX
     assert {found.model for found in select(pattern="moe:*")} == {"moe"}
-    assert [found.name for found in select(pattern="tp4-sp")] == ["dense:tp4-sp", "gpt:tp4-sp"]
+    assert [found.name for found in select(pattern="tp4-sp")] == [
+        *("dense:tp4-sp", "gpt:tp4-sp", "dense:tp4-sp-overlap", "gpt:tp4-sp-overlap"),
+        *("dense:tp4-sp-overlap.recompute-selective", "moe:tp4-sp-overlap.ep2.etp1.recompute-experts"),
+    ]
     some = select(sample=5, seed=3)
     assert some == select(sample=5, seed=3) != select(sample=5, seed=4) and len(some) == 5
     assert list(some) == sorted(some, key=MATRIX.index)

@@ -1,0 +1,193 @@
+"""Tensor-parallel overlap in the forward pass: what is launched when, and that results and saved tensors are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from petatron.kernels.multiplication import Plain
+from petatron.layers.product import Multiply
+from petatron.layers.remade import Remade
+from petatron.mesh import collectives
+from petatron.mesh.collectives import Handle
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.parallel.tensor import ColumnProduct, GatherOverlap, RowProduct, ScatterOverlap
+from tests.dist import RankPool
+from tests.unit.models.kept import kept_bytes
+
+S, B, D, OUT = 16, 3, 8, 12
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def laid_out(x: Tensor, *, by_batch: bool) -> Tensor:
+    """A copy of [S, B, D] with sequences or tokens first in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if by_batch else x.contiguous()
+
+
+class LoggedGemm(Plain):
+    """A plain multiplication that logs the chunks it computes: number of blocks x rows of each."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
+        self.log.append(f"GEMM {x_NRD.shape[0]} x {x_NRD.shape[1]}")
+        super().forward_into(x_NRD, weight, out_NRO)
+
+
+def _logged(name: str, log: list[str]) -> Callable[..., Handle]:
+    start, word = getattr(collectives, name), name.removeprefix("start_")
+
+    def call(out: Tensor, x: Tensor, axis: Axis) -> Handle:
+        number = sum(line.startswith(f"start {word}") for line in log)
+        handle = start(out, x, axis)
+        log.append(f"start {word} {number}")
+
+        def wait() -> None:
+            handle.wait()
+            log.append(f"wait {word} {number}")
+
+        return Handle(after=wait)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Case:
+    """One linear on every rank; `saves`: the GEMM itself saves its input, as in a recomputed region."""
+
+    kind: str
+    chunks: int
+    batch: int | None = B
+    by_batch: bool = False
+    saves: bool = False
+
+    def run(self) -> tuple[list[str], Tensor, Tensor, Tensor]:
+        """On one rank: the log of the forward pass, output, and gradients of input and weight."""
+        log: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("start_all_gather", "start_reduce_scatter"):
+                patch.setattr(collectives, name, _logged(name, log))
+            axis = ParallelMesh(Layout(tp=dist.get_world_size()), dist.get_rank()).tp
+            x, weight, grad = (self.parts(axis.size)[name][axis.rank] for name in ("x", "weight", "grad"))
+            x, weight = laid_out(x, by_batch=self.by_batch).requires_grad_(), weight.contiguous().requires_grad_()
+            y = self.linear(axis, Multiply(LoggedGemm(log)))(x.view_as(x), weight)
+            forward = list(log)
+            y.backward(grad)
+        assert x.grad is not None and weight.grad is not None
+        return forward, y.detach(), x.grad, weight.grad
+
+    def linear(self, axis: Axis, multiply: Multiply) -> ColumnProduct | Callable[[Tensor, Tensor], Tensor]:
+        if self.kind == "column":
+            overlap = GatherOverlap(axis, self.chunks)
+            return ColumnProduct(axis, True, multiply, regather=not self.saves, overlap=overlap)
+        product = RowProduct(axis, True, multiply, overlap=ScatterOverlap(axis, self.chunks))
+        return (lambda x, weight: product(Remade(x, None), weight)) if self.saves else product
+
+    def whole(self) -> dict[str, Tensor]:
+        mid = () if self.batch is None else (self.batch,)
+        return {"x": normal(S, *mid, D, seed=1), "weight": normal(OUT, D, seed=2), "grad": normal(S, *mid, OUT, seed=3)}
+
+    def parts(self, ranks: int) -> dict[str, tuple[Tensor, ...]]:
+        """What each rank has of input, weight and the output's gradient."""
+        dims = {"x": 0, "weight": 0, "grad": -1} if self.kind == "column" else {"x": -1, "weight": 1, "grad": 0}
+        return {name: whole.chunk(ranks, dims[name]) for name, whole in self.whole().items()}
+
+    def check(self, found: list[tuple[list[str], Tensor, Tensor, Tensor]]) -> None:
+        """The ranks' results are parts of those of one process."""
+        whole = self.whole()
+        x, weight = whole["x"].requires_grad_(), whole["weight"].requires_grad_()
+        y = F.linear(x, weight)
+        y.backward(whole["grad"])
+        assert x.grad is not None and weight.grad is not None
+        dims = (-1, 0, 0) if self.kind == "column" else (0, -1, 1)
+        for dim, true, parts in zip(dims, (y, x.grad, weight.grad), list(zip(*found, strict=True))[1:], strict=True):
+            torch.testing.assert_close(torch.cat(parts, dim), true, rtol=1e-12, atol=1e-12)
+
+
+def test_all_gathers_start_before_the_gemms_that_need_none_of_them(ranks: RankPool):
+    """Chunks of 3, 3 and 2 of the 8 tokens that each rank has; the own part is one GEMM without communication."""
+    case = Case("column", 3)
+    found = ranks.run(case.run, 2)
+    order = [
+        *(f"start all_gather {number}" for number in range(3)),
+        f"GEMM 1 x {8 * B}",
+        *("wait all_gather 0", f"GEMM 1 x {3 * B}"),
+        *("wait all_gather 1", f"GEMM 1 x {3 * B}"),
+        *("wait all_gather 2", f"GEMM 1 x {2 * B}"),
+    ]
+    assert [log for log, *_ in found] == [order] * 2
+    case.check(found)
+
+
+def test_a_chunk_is_reduce_scattered_before_the_next_gemm(ranks: RankPool):
+    case = Case("row", 3)
+    found = ranks.run(case.run, 2)
+    order = [
+        *(f"GEMM 2 x {3 * B}", "start reduce_scatter 0"),
+        *(f"GEMM 2 x {3 * B}", "start reduce_scatter 1"),
+        *(f"GEMM 2 x {2 * B}", "start reduce_scatter 2"),
+        *(f"wait reduce_scatter {number}" for number in range(3)),
+    ]
+    assert [log for log, *_ in found] == [order] * 2
+    case.check(found)
+
+
+def test_ranks_before_and_after_the_own_one_are_two_gemms(ranks: RankPool):
+    case = Case("column", 2)
+    found = ranks.run(case.run, 4)
+    gemms = [[line for line in log if line.startswith("GEMM")] for log, *_ in found]
+    ends, own = [f"GEMM 3 x {2 * B}"], f"GEMM 1 x {4 * B}"
+    assert gemms[0] == gemms[3] == [own, *ends, *ends]
+    assert gemms[1] == [own, *(f"GEMM 1 x {2 * B}", f"GEMM 2 x {2 * B}") * 2]
+    case.check(found)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("column", 9),
+        Case("row", 9),
+        Case("column", 2, batch=None),
+        Case("row", 3, batch=None),
+        Case("column", 3, by_batch=True),
+        Case("row", 3, by_batch=True),
+        Case("row", 2, by_batch=True, saves=True),
+        Case("column", 3, saves=True),
+        Case("row", 3, saves=True),
+    ],
+    ids=str,
+)
+def test_equals_one_process(ranks: RankPool, case: Case):
+    """More chunks than tokens, no batch dimension, batch-first memory, inputs that the GEMM saves."""
+    case.check(ranks.run(case.run, 4))
+
+
+def _saved(regather: bool) -> list[int]:
+    """Bytes that a column linear and a row linear save without overlap, then with it."""
+    axis = ParallelMesh(Layout(tp=2), dist.get_rank()).tp
+    x, weight = normal(S, B, D, seed=1).requires_grad_(), normal(OUT, D, seed=2).requires_grad_()
+    linears = [
+        ColumnProduct(axis, True, regather=regather),
+        RowProduct(axis, True),
+        ColumnProduct(axis, True, regather=regather, overlap=GatherOverlap(axis, 3)),
+        RowProduct(axis, True, overlap=ScatterOverlap(axis, 3)),
+    ]
+    return [kept_bytes(lambda: linear(x.view_as(x), weight), without=[x, weight])[0] for linear in linears]  # noqa: B023
+
+
+@pytest.mark.parametrize("regather", [True, False])
+def test_saves_as_much_for_backward_as_without(ranks: RankPool, regather: bool):
+    gathered = 0 if regather else 2 * S * B * D * 8
+    for found in ranks.run(_saved, 2, regather):
+        assert found == [gathered, 0, gathered, 0]
