@@ -15,10 +15,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron import __version__
 from petatron.base.errors import LaunchError
+from petatron.cli import doctor_communication
 from petatron.mesh.launch import read_environment, usable_cores
 
 if TYPE_CHECKING:
@@ -74,12 +76,35 @@ class Diagnosis:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the diagnosis; always 0, for a report is not a verdict."""
+    """Print the diagnosis, which is no verdict and always 0; or try communication, which is one."""
     parser = argparse.ArgumentParser(
         prog="petatron doctor", description="Report versions, devices, backends and what each missing extra costs."
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=True,
+        default=None,
+        metavar="FILE",
+        help="print one JSON object; with --nccl, to a file",
+    )
+    tried = parser.add_mutually_exclusive_group()
+    tried.add_argument(
+        "--nccl",
+        action="store_true",
+        help="try communication between GPUs (a process per GPU, or several on the one there is; or on torchrun's or srun's "
+        "ranks): bandwidth of every collective, two steps of training against one process, and a verdict",
+    )
+    tried.add_argument("--gloo", action="store_true", help="the same between CPU processes")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes to start for that")
     options = parser.parse_args(list(argv))
+    if options.nccl or options.gloo:
+        if options.json is True:
+            parser.error("--json needs a FILE here: the table goes to the terminal")
+        report = None if options.json is None else Path(options.json)
+        return doctor_communication.check(device="cuda" if options.nccl else "cpu", ranks=options.ranks, report=report)
+    if options.ranks is not None or isinstance(options.json, str):
+        parser.error("--ranks and --json FILE are for --nccl and --gloo")
     found = diagnose()
     print(json.dumps(asdict(found), indent=2) if options.json else render(found))
     return 0

@@ -1,0 +1,144 @@
+"""How fast collectives run over an axis, and whether they compute what they should.
+
+Bus bandwidth is what each link would have to carry if the operation were ideal, so it can be held against the hardware's and compared
+between operations and group sizes (the convention of NCCL's own tests): an all-reduce of b bytes over n ranks in t seconds has
+2 (n-1) / n * b / t, a gather, scatter or all-to-all (n-1) / n * b / t with b the bytes of the full side, a transfer b / t.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from petatron.mesh import collectives
+from petatron.mesh.mesh import Axis
+
+_TIMED_S = 0.15
+_MOST_REPEATS = 20
+_WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One operation over one axis: its full bytes, the time of one call, and the bus bandwidth that makes."""
+
+    axis: str
+    ranks: int
+    op: str
+    bytes: int
+    seconds: float
+    bus_gb_s: float
+    correct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    op: str
+    links: float
+    """What a call moves over each link, as a part of its full bytes."""
+    call: Callable[[], object]
+    result: Callable[[], Tensor]
+    expected: float | tuple[float, ...]
+
+
+def measure_axis(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.device) -> Iterator[Measured]:
+    """Every collective over an axis at every size; all its ranks call it."""
+    for size in sizes_bytes:
+        for trial in _trials(axis, size, device):
+            yield _measure(axis, trial, size, device)
+
+
+def _trials(axis: Axis, size: int, device: torch.device) -> Iterator[_Trial]:
+    n = axis.size
+    rows = max(1, size // 4 // n) * n
+    whole = torch.zeros(rows, dtype=torch.float32, device=device)
+    part = torch.full((rows // n,), float(axis.rank + 1), device=device)
+    ones = torch.ones_like(whole)
+    all_ranks, in_order = float(n), tuple(float(rank + 1) for rank in range(n))
+    yield _Trial(
+        "all_reduce",
+        2 * (n - 1) / n,
+        lambda: collectives.all_reduce(whole.copy_(ones), axis),
+        lambda: whole,
+        all_ranks,
+    )
+    yield _Trial(
+        "all_gather",
+        (n - 1) / n,
+        lambda: collectives.start_all_gather(whole, part, axis).wait(),
+        lambda: whole,
+        in_order,
+    )
+    scattered = torch.empty_like(part)
+    yield _Trial(
+        "reduce_scatter",
+        (n - 1) / n,
+        lambda: collectives.start_reduce_scatter(scattered, ones, axis).wait(),
+        lambda: scattered,
+        all_ranks,
+    )
+    mine = torch.full((rows,), float(axis.rank + 1), device=device)
+    each, received = [rows // n] * n, {}
+
+    def exchange() -> None:
+        received["rows"] = collectives.all_to_all(mine, axis, send=each, receive=each)
+
+    yield _Trial("all_to_all", (n - 1) / n, exchange, lambda: received["rows"], in_order)
+    came = torch.empty_like(mine)
+    behind = float((axis.rank - 1) % n + 1)
+
+    def shift() -> None:
+        for handle in collectives.start_shift([came], [mine], axis):
+            handle.wait()
+
+    yield _Trial("shift", 1.0, shift, lambda: came, behind)
+
+
+def measure_channels(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.device) -> Iterator[Measured]:
+    """Transfers from each rank of an axis to the next one over their channel, as a pipeline makes them."""
+    for size in sizes_bytes:
+        x = torch.full((max(1, size // 4),), float(axis.rank + 1), device=device)
+        came = torch.full_like(x, float(axis.rank))
+        last = axis.rank == axis.size - 1
+
+        def send(x: Tensor = x, came: Tensor = came, last: bool = last) -> None:
+            sends = [] if last else [(x, axis.rank + 1)]
+            receives = [(came, axis.rank - 1)] if axis.rank else []
+            sent, received = collectives.start_transfers(axis, sends=sends, receives=receives)
+            for handle in (*sent, *received):
+                handle.wait()
+
+        trial = _Trial("send", 1.0, send, lambda came=came: came, float(axis.rank))
+        yield _measure(axis, trial, size, device)
+
+
+def _measure(axis: Axis, trial: _Trial, size: int, device: torch.device) -> Measured:
+    for _ in range(_WARM_UP):
+        trial.call()
+    once = _timed(trial.call, 1, device)
+    slowest = float(collectives.all_reduce(torch.tensor([once], device=device), axis, op="max"))
+    repeats = max(2, min(_MOST_REPEATS, int(_TIMED_S / max(slowest, 1e-6))))  # the same on all ranks
+    seconds = _timed(trial.call, repeats, device) / repeats
+    found = trial.result()
+    expected = trial.expected if isinstance(trial.expected, tuple) else (trial.expected,)
+    parts = found.view(len(expected), -1)
+    right = all(bool((part == value).all()) for part, value in zip(parts, expected))
+    return Measured(axis.name, axis.size, trial.op, size, seconds, trial.links * size / seconds / 1e9, right)
+
+
+def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    _synchronise(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    _synchronise(device)
+    return time.perf_counter() - started
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
