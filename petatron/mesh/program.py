@@ -74,24 +74,22 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank that never gets past an item of its list.
-
-    In a call it waits in `operation` (None: in connecting the communicator) for `partners`, which never come to it.
-    """
+    """A call that a rank has begun and never ends: it waits in `operation` (None: in connecting) for `partners`, which never come."""
 
     rank: int
     position: int
-    item: Item
-    operation: Operation | None = None
-    partners: tuple[int, ...] = ()
+    call: Call
+    operation: Operation | None
+    partners: tuple[int, ...]
 
     def __str__(self) -> str:
-        if isinstance(self.item, Compute):
-            return f"rank {self.rank} waits to compute {self.item.label}"
         missing = f"rank{'s' * (len(self.partners) > 1)} {', '.join(map(str, self.partners))}"
-        if self.operation is None:
-            return f"rank {self.rank} waits to connect {self.item.communicator} with {missing}"
-        return f"rank {self.rank} waits in {self.operation} on {self.item.communicator} for {missing}"
+        doing = (
+            f"to connect {self.call.communicator} with"
+            if self.operation is None
+            else f"in {self.operation} on {self.call.communicator} for"
+        )
+        return f"rank {self.rank} waits {doing} {missing}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,9 @@ class _Graph:
         self._cost: list[float] = []
         self._program = program
         self._lazy_connect, self._one_queue = lazy_connect, one_queue
-        self._meetings: dict[tuple[Hashable, ...], int] = {}  # of a message's ends, of a collective's or a first use's members
+        self._meetings: dict[
+            tuple[Hashable, ...], int
+        ] = {}  # of a message's ends, of a collective's or a first use's members
         self._arrived: dict[int, list[tuple[int, int]]] = {}  # of a meeting the ranks that come to it, and when
         # Of each item its moments: a computation's end; a call's coming to it, connection, start and end.
         self._moments: list[list[tuple[int, ...]]] = []
@@ -172,7 +172,9 @@ class _Graph:
             if self._lazy_connect and ("connect", communicator) not in counts:
                 counts["connect", communicator] = 1
                 issued = self._node(0.0, host)
-                connected = self._meet(issued, ("connect", communicator), rank, self._program.communicators[communicator])
+                connected = self._meet(
+                    issued, ("connect", communicator), rank, self._program.communicators[communicator]
+                )
             stream = None if self._one_queue else communicator
             start = self._node(0.0, connected, computed, streams.get(stream, -1))
             meetings = tuple(self._operate(start, item, operation, rank, counts) for operation in item.operations)
@@ -222,34 +224,25 @@ class _Graph:
                     ready.append(other)
 
     def waits(self) -> Iterator[Wait]:
-        """What each rank has begun and does not end; of a rank that has begun nothing, the first item that it waits at."""
+        """What ranks have begun and do not end. A rank that is not done has begun something, since it does not wait for itself."""
         for rank, items in enumerate(self._program.items):
-            begun = [wait for position in range(len(items)) for wait in self._begun(rank, position)]
-            if begun:
-                yield from begun
-                continue
-            undone = (at for at, moments in enumerate(self._moments[rank]) if self._undone(moments[-1]))
-            for position in undone:
-                yield Wait(rank, position, items[position])
-                break
+            for position, item in enumerate(items):
+                if isinstance(item, Call):
+                    yield from self._begun(rank, position, item)
 
     def _undone(self, node: int) -> bool:
         return node >= 0 and self.before[node] > 0
 
-    def _begun(self, rank: int, position: int) -> Iterator[Wait]:
-        item = self._program.items[rank][position]
-        if isinstance(item, Compute):
-            return
+    def _begun(self, rank: int, position: int, call: Call) -> Iterator[Wait]:
         issued, connected, start, end = self._moments[rank][position]
+        members = self._program.communicators[call.communicator]
         if connected != issued and self._undone(connected) and not self._undone(issued):
-            members = self._program.communicators[item.communicator]
-            yield Wait(rank, position, item, None, self._absent(connected, members))
+            yield Wait(rank, position, call, None, self._absent(connected, members))
         elif self._undone(end) and not self._undone(start):
-            for operation, meeting in zip(item.operations, self._met[rank][position]):
+            for operation, meeting in zip(call.operations, self._met[rank][position]):
                 if self._undone(meeting):
-                    peer = operation.peer
-                    members = self._program.communicators[item.communicator] if peer < 0 else (peer,)
-                    yield Wait(rank, position, item, operation, self._absent(meeting, members))
+                    others = members if operation.peer < 0 else (operation.peer,)
+                    yield Wait(rank, position, call, operation, self._absent(meeting, others))
 
     def _absent(self, meeting: int, members: tuple[int, ...]) -> tuple[int, ...]:
         """The members that have not come to a meeting."""

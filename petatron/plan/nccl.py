@@ -121,7 +121,8 @@ def pipeline_program(schedule: Schedule, policy: Policy, costs: Costs, *, noise:
                 communicators[communicator] = communicator.members
                 received |= {transfer.product: len(items) for transfer in together if transfer.destination == rank}
                 operations = tuple(
-                    _operation(SEND, to) if source == rank else _operation(RECEIVE, source) for source, to, _ in together
+                    _operation(SEND, to) if source == rank else _operation(RECEIVE, source)
+                    for source, to, _ in together
                 )
                 items.append(Call(communicator, operations, transfer_cost))
         lists.append(items)
