@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from petatron.base.words import counted
 from petatron.mesh.layout import AXES, Layout
-from petatron.mesh.record import Record
+from petatron.mesh.record import CPU_ONLY, Communicator, Record
 
 _PATIENCE = timedelta(hours=6)
 _IN_THE_BACKGROUND = ("dp_cp", "shard", "edp", "edp_shard")
@@ -31,6 +31,11 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     record: Record = field(repr=False, compare=False)
+
+    @property
+    def communicator(self) -> Communicator:
+        """What NCCL runs in order: axes of the same ranks share one, but for those that have their own (see `_group`)."""
+        return Communicator(self.name if self.name in (*_IN_THE_BACKGROUND, *CPU_ONLY) else "", self.ranks)
 
 
 class ParallelMesh:
@@ -87,7 +92,7 @@ class ParallelMesh:
 
     def another_control(self) -> Axis:
         """A second `control`, for a thread that talks while the first is in use; every rank must call this."""
-        return self._control_axis()
+        return replace(self._control_axis(), name="background_control")
 
     def _control_axis(self) -> Axis:
         """All ranks over a group that moves CPU memory, for questions that no device should wait for.

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 SEND, RECEIVE = "send", "receive"
 
@@ -69,7 +70,7 @@ class Program:
     """What each rank issues, in order, and the members of each communicator."""
 
     items: tuple[Sequence[Item], ...]
-    communicators: Mapping[Hashable, tuple[int, ...]]
+    communicators: Mapping[Any, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)

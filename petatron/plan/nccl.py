@@ -17,7 +17,7 @@ alone            Each transfer alone over a communicator per pair of ranks.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -104,7 +104,7 @@ def _operation(kind: str, peer: int) -> Operation:
 def pipeline_program(schedule: Schedule, policy: Policy, costs: Costs, *, noise: float = 0.0, seed: int = 0) -> Program:
     """A schedule as a program; each computation's cost is multiplied by a random factor between 1 - noise and 1 + noise."""
     times = _Times(schedule, costs, noise=noise, seed=seed)
-    communicators: dict[Hashable, tuple[int, ...]] = {}
+    communicators: dict[Communicator, tuple[int, ...]] = {}
     transfer_cost = costs.of(Kind.SEND_FORWARD, 0)
     lists: list[list[Item]] = []
     for rank, batches in enumerate(schedule.batches):
