@@ -136,6 +136,14 @@ def test_communicators_per_direction_cost_least(name: str, virtual: int):
             assert ideal == pytest.approx(simulate(schedule, costs).makespan)
 
 
+def test_a_rank_has_at_most_four_communicators_per_direction():
+    """To and from both neighbours, however long the pipeline."""
+    for name, virtual in STAGES:
+        schedule = build_schedule(name, ranks=5, virtual=virtual, micro_batches=6)
+        members = pipeline_program(schedule, POLICIES["pair_direction"], Costs()).communicators.values()
+        assert max(sum(rank in pair for pair in members) for rank in range(5)) == 4
+
+
 def test_noise_is_a_function_of_the_seed():
     schedule = build_schedule("1f1b", ranks=3, virtual=1, micro_batches=5)
 
