@@ -70,7 +70,7 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
     """Begin an in-place reduction; the caller may compute until it waits."""
     if axis.size == 1:
         return Handle()
-    axis.record.add(axis.name, "all_reduce", elements=x.numel(), dtype=x.dtype)
+    axis.record.add(axis, "all_reduce", elements=x.numel(), dtype=x.dtype)
     return Handle(dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True))
 
 
@@ -81,7 +81,7 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, after: Callable[[], 
     """
     if axis.size == 1:
         return _copied(out, x, after=after)
-    axis.record.add(axis.name, "all_gather", elements=out.numel(), dtype=x.dtype)
+    axis.record.add(axis, "all_gather", elements=out.numel(), dtype=x.dtype)
     return Handle(_all_gather(out, x, group=axis.group, async_op=True), keep=(out, x), after=after)
 
 
@@ -89,7 +89,7 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
     """Begin to fill `out` with this rank's part of the sum of the ranks' tensors."""
     if axis.size == 1:
         return _copied(out, x)
-    axis.record.add(axis.name, "reduce_scatter", elements=x.numel(), dtype=x.dtype)
+    axis.record.add(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype)
     return Handle(_reduce_scatter(out, x, group=axis.group, async_op=True))
 
 
@@ -106,7 +106,7 @@ def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[
         return x
     assert sum(send) == x.shape[0], f"{x.shape[0]} rows, but {sum(send)} are to be sent"
     out = x.new_empty((sum(receive), *x.shape[1:]))
-    axis.record.add(axis.name, "all_to_all", elements=x.numel(), dtype=x.dtype)
+    axis.record.add(axis, "all_to_all", elements=x.numel(), dtype=x.dtype)
     dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
     return out
 
@@ -119,10 +119,13 @@ def start_transfers(
     Each goes over the channel of its two ranks and its direction, so a transfer waits for its partner and for earlier ones of the
     same channel, and for nothing else. A sent tensor must stay unchanged until its handle has been waited for.
     """
-    sent = [_start_batch(axis, axis.channel(axis.rank, to), sends=[(x, to)])[0][0] for x, to in sends]
-    received = [
-        _start_batch(axis, axis.channel(source, axis.rank), receives=[(out, source)])[1][0] for out, source in receives
-    ]
+    sent, received = [], []
+    for x, to in sends:
+        channel = axis.channel(axis.rank, to)
+        sent += _start_batch(channel, sends=[(x, 1 - channel.rank)])[0]
+    for out, source in receives:
+        channel = axis.channel(source, axis.rank)
+        received += _start_batch(channel, receives=[(out, 1 - channel.rank)])[1]
     return sent, received
 
 
@@ -132,31 +135,27 @@ def start_shift(out: Sequence[Tensor], x: Sequence[Tensor], axis: Axis, *, by: i
     All of it is one batch: of two ranks that each send first, none would ever receive.
     """
     to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
-    assert axis.group is not None
     sent, received = _start_batch(
-        axis, axis.group, sends=[(tensor, to) for tensor in x], receives=[(tensor, source) for tensor in out]
+        axis, sends=[(tensor, to) for tensor in x], receives=[(tensor, source) for tensor in out]
     )
     return [*sent, *received]
 
 
 def _start_batch(
-    axis: Axis,
-    group: dist.ProcessGroup,
-    *,
-    sends: Sequence[tuple[Tensor, int]] = (),
-    receives: Sequence[tuple[Tensor, int]] = (),
+    axis: Axis, *, sends: Sequence[tuple[Tensor, int]] = (), receives: Sequence[tuple[Tensor, int]] = ()
 ) -> tuple[list[Handle], list[Handle]]:
-    """Transfers as one operation of a group, also a single one.
+    """Transfers as one operation of the axis's group, also a single one.
 
     Outside a batch NCCL would use a communicator that belongs to the pair of ranks, made on the spot, and would never meet a
     partner that batches.
     """
+    group, batch = axis.group, axis.record.count
     calls, landing = [], []
     for x, to in sends:
-        axis.record.add(axis.name, "send", elements=x.numel(), dtype=x.dtype)
+        axis.record.add(axis, "send", elements=x.numel(), dtype=x.dtype, peer=axis.ranks[to], batch=batch)
         calls.append(dist.P2POp(dist.isend, _host(x.contiguous(), group), axis.ranks[to], group=group))
     for out, source in receives:
-        axis.record.add(axis.name, "receive", elements=out.numel(), dtype=out.dtype)
+        axis.record.add(axis, "receive", elements=out.numel(), dtype=out.dtype, peer=axis.ranks[source], batch=batch)
         landing.append(_host(out, group, copy=False))
         calls.append(dist.P2POp(dist.irecv, landing[-1], axis.ranks[source], group=group))
     works = dist.batch_isend_irecv(calls)
@@ -170,7 +169,7 @@ def _start_batch(
     return sent, received
 
 
-def _host(x: Tensor, group: dist.ProcessGroup, *, copy: bool = True) -> Tensor:
+def _host(x: Tensor, group: dist.ProcessGroup | None, *, copy: bool = True) -> Tensor:
     """The tensor itself, or host memory in its place where the backend cannot send from the device."""
     if x.device.type == "cpu" or dist.get_backend(group) != "gloo":
         return x
@@ -182,7 +181,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    axis.record.add(axis.name, "all_gather", elements=out.numel(), dtype=x.dtype)
+    axis.record.add(axis, "all_gather", elements=out.numel(), dtype=x.dtype)
     _all_gather(out, x.contiguous(), group=axis.group)
     return out
 
@@ -193,7 +192,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
         return x
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows cannot be scattered over {axis.size} ranks"
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    axis.record.add(axis.name, "reduce_scatter", elements=x.numel(), dtype=x.dtype)
+    axis.record.add(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype)
     _reduce_scatter(out, x.contiguous(), group=axis.group)
     return out
 
@@ -202,7 +201,7 @@ def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
     """Overwrite the tensor on every rank with that of the axis's rank `source`."""
     if axis.size == 1:
         return x
-    axis.record.add(axis.name, "broadcast", elements=x.numel(), dtype=x.dtype)
+    axis.record.add(axis, "broadcast", elements=x.numel(), dtype=x.dtype)
     dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
@@ -211,7 +210,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's small picklable value, in axis order; for control, not for tensors."""
     if axis.size == 1:
         return [value]
-    axis.record.add(axis.name, "gather_objects", elements=0, dtype=torch.uint8)
+    axis.record.add(axis, "gather_objects", elements=0, dtype=torch.uint8)
     out: list[Any] = [None] * axis.size
     dist.all_gather_object(out, value, group=axis.group)
     return out
@@ -221,7 +220,7 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     """The axis's first rank's value on every rank: for what only one knows and may be large."""
     if axis.size == 1:
         return value
-    axis.record.add(axis.name, "broadcast_object", elements=0, dtype=torch.uint8)
+    axis.record.add(axis, "broadcast_object", elements=0, dtype=torch.uint8)
     held = [value]
     dist.broadcast_object_list(held, src=axis.ranks[0], group=axis.group)
     return held[0]
@@ -231,7 +230,7 @@ def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
     """Every rank's value on the axis's first rank, None on the others: for what may be large and only one needs."""
     if axis.size == 1:
         return [value]
-    axis.record.add(axis.name, "gather_objects_to_first", elements=0, dtype=torch.uint8)
+    axis.record.add(axis, "gather_objects_to_first", elements=0, dtype=torch.uint8)
     out: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
     dist.gather_object(value, out, dst=axis.ranks[0], group=axis.group)
     return out
@@ -239,7 +238,7 @@ def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
 
 def barrier(axis: Axis) -> None:
     if axis.size > 1:
-        axis.record.add(axis.name, "barrier", elements=0, dtype=torch.uint8)
+        axis.record.add(axis, "barrier", elements=0, dtype=torch.uint8)
         dist.barrier(group=axis.group)
 
 

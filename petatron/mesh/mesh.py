@@ -4,8 +4,8 @@ An axis of size 1 has no process group, and every collective over it is the iden
 group at all, and no code asks whether a kind of parallelism is on.
 
 Communicators. A process group is one NCCL communicator, and what is issued on one communicator runs in order. So
-  - axes over the same ranks share a group, but the axes whose collectives overlap with everything else (`_OVERLAPPED`) have groups
-    of their own under NCCL;
+  - axes over the same ranks share a group, but the axes whose collectives overlap with everything else (`_APART`) have groups
+    of their own;
   - each neighbour of a pipeline rank is reached over two groups of two ranks, one per direction (`Axis.channel`): a transfer waits
     for its partner only, never behind a transfer to somebody else (`plan/nccl.py` proves that this cannot deadlock, and what the
     alternatives cost);
@@ -31,35 +31,41 @@ from petatron.base.words import counted
 from petatron.mesh.layout import AXES, Layout
 from petatron.mesh.nccl import CommunicatorOptions, nccl_options
 from petatron.mesh.process_group import new_group
-from petatron.mesh.record import Record
+from petatron.mesh.record import CPU_ONLY, Communicator, Record
 
 _CONTROL_TIMEOUT = timedelta(hours=6)
-_OVERLAPPED = ("dp_cp", "shard", "edp", "edp_shard")
-OpenGroup = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
-"""(axis, ranks): the process group of these ranks, made on first use."""
+_APART = ("dp_cp", "shard", "edp", "edp_shard", *CPU_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One named axis seen from one rank: its size, this rank's index on it, and the groups to communicate over."""
+    """One named axis seen from one rank: its size, this rank's index on it, and the group to communicate over."""
 
     name: str
     size: int
     rank: int
     ranks: tuple[int, ...]
-    open_group: OpenGroup | None = field(repr=False, compare=False)
+    open_group: Callable[[Axis], dist.ProcessGroup] | None = field(repr=False, compare=False)
+    """Makes the process group when it is first asked for; None for an axis that nothing communicates over."""
     record: Record = field(repr=False, compare=False)
+    own: str = ""
+    """The name of a communicator that no other axis of the same ranks shares."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the axis; None for a single rank."""
-        return None if self.open_group is None or self.size == 1 else self.open_group(self.name, self.ranks)
+        return None if self.open_group is None or self.size == 1 else self.open_group(self)
 
-    def channel(self, source: int, destination: int) -> dist.ProcessGroup:
-        """The process group of two ranks of the axis that carries transfers from `source` to `destination` alone."""
-        assert self.open_group is not None and source != destination, f"no channel {source} -> {destination}"
-        pair = (self.ranks[source], self.ranks[destination])
-        return self.open_group(f"{self.name}:{source}>{destination}", tuple(sorted(pair)))
+    @property
+    def communicator(self) -> Communicator:
+        """What NCCL runs in order: axes of the same ranks share one, but for those that have their own."""
+        return Communicator(self.own or (self.name if self.name in _APART else ""), self.ranks)
+
+    def channel(self, source: int, destination: int) -> Axis:
+        """The two ranks of the axis over a communicator that carries transfers from `source` to `destination` alone."""
+        ranks = tuple(sorted((self.ranks[source], self.ranks[destination])))
+        own, index = f"{self.name}:{source}>{destination}", ranks.index(self.ranks[self.rank])
+        return Axis(self.name, 2, index, ranks, self.open_group, self.record, own)
 
 
 class ParallelMesh:
@@ -91,7 +97,7 @@ class ParallelMesh:
         self.backend = backend or (dist.get_backend() if dist.is_initialized() else "gloo")
         self._timeout = timedelta(minutes=timeout_minutes)
         self._options = options or CommunicatorOptions()
-        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._groups: dict[Communicator, dist.ProcessGroup] = {}
         self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
         self.tp, self.cp, self.dp, self.pp, self.ep = (self[name] for name in ("tp", "cp", "dp", "pp", "ep"))
         self.dp_cp = self["dp_cp"]  # ranks that hold the same dense weights and see different tokens
@@ -107,18 +113,17 @@ class ParallelMesh:
     def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._open, self.record)
 
-    def _open(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """One process group per set of ranks, axes that overlap and channels apart; only its members take part in making it."""
-        apart = ":" in name or (name in _OVERLAPPED and self._is_nccl)
-        key = (name if apart else "", ranks)
+    def _open(self, axis: Axis) -> dist.ProcessGroup:
+        """One process group per communicator; only its members take part in making it."""
+        key = axis.communicator
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = self._new_group(name.partition(":")[0], key[0], ranks)
+            make = partial(new_group, key.owner, key.ranks, backend=self.backend, timeout=self._timeout)
+            nccl = (
+                {"device": self.device, "options": nccl_options(self._options.of(axis.name))} if self._is_nccl else {}
+            )
+            group = self._groups[key] = make(**nccl)
         return group
-
-    def _new_group(self, axis: str, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        make = partial(new_group, name, ranks, backend=self.backend, timeout=self._timeout)
-        return make(device=self.device, options=nccl_options(self._options.of(axis))) if self._is_nccl else make()
 
     def connect(self, axes: Iterable[str]) -> None:
         """Make the groups of these axes now, in this order on every rank, so that nothing waits for a rendezvous in a step.
@@ -133,17 +138,16 @@ class ParallelMesh:
             if name == "pp":
                 for pair in sorted({(min(r, n), max(r, n)) for r in range(axis.size) for n in [(r + 1) % axis.size]}):
                     if axis.rank in pair:
-                        axis.channel(*pair)
-                        axis.channel(*reversed(pair))
+                        _ = axis.channel(*pair).group, axis.channel(*reversed(pair)).group
 
     @property
-    def communicators(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The groups made so far: the axis or channel a group was made for, if it is not shared, and its ranks."""
+    def communicators(self) -> list[Communicator]:
+        """Those of the groups made so far."""
         return list(self._groups)
 
     def another_control(self) -> Axis:
         """A second `control`, for a thread that communicates while the first is in use; every rank must call this."""
-        return self._control_axis("control of the background")
+        return self._control_axis("background_control")
 
     def _control_axis(self, name: str) -> Axis:
         """All ranks over a group that moves CPU memory, for questions that no device should wait for.
@@ -159,7 +163,7 @@ class ParallelMesh:
 
     def alone(self) -> dist.ProcessGroup:
         """A group of this rank alone, for libraries that want one."""
-        return self._open("alone", (self.rank,))
+        return self._open(Axis("alone", 1, 0, (self.rank,), None, self.record))
 
     @property
     def _is_nccl(self) -> bool:

@@ -7,8 +7,10 @@ the full (unsharded) side of the operation: the buffer of an all-reduce, the out
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,9 +26,32 @@ _DOOR = (
 )
 
 
+CPU_ONLY = ("control", "background_control")
+"""Axes over gloo in every run; the second is a thread's own, which talks while training does."""
+
+
+class Communicator(NamedTuple):
+    """The ranks that an operation runs over, and the axis that has a communicator of its own there ("" is the one they share)."""
+
+    owner: str
+    ranks: tuple[int, ...]
+
+
+class RecordedAxis(Protocol):
+    """What the record wants to know of an axis."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def communicator(self) -> Communicator: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One communication call, numbered from the start of the run."""
+    """One operation, numbered from the start of the run; sends and receives have a `peer` (its rank in the world).
+
+    Those that are started together have the same `batch`.
+    """
 
     number: int
     axis: str
@@ -35,6 +60,13 @@ class Event:
     bytes: int
     dtype: torch.dtype
     caller: str
+    communicator: Communicator
+    peer: int | None = None
+    batch: int | None = None
+
+    def __str__(self) -> str:
+        kind = f"{self.op} of {self.elements} {str(self.dtype).removeprefix('torch.')} over {self.axis}"
+        return f"{kind} at {self.caller.partition(' ')[0]}"
 
 
 class Record:
@@ -43,10 +75,23 @@ class Record:
     def __init__(self, capacity: int = 8192) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._count = 0
+        self._lock = threading.Lock()  # a save in the background talks beside training
 
-    def add(self, axis: str, op: str, *, elements: int, dtype: torch.dtype) -> None:
-        self._count += 1
-        self._events.append(Event(self._count, axis, op, elements, elements * dtype.itemsize, dtype, _caller()))
+    def add(
+        self,
+        axis: RecordedAxis,
+        op: str,
+        *,
+        elements: int,
+        dtype: torch.dtype,
+        peer: int | None = None,
+        batch: int | None = None,
+    ) -> None:
+        size, caller, where = elements * dtype.itemsize, _caller(), axis.communicator
+        with self._lock:
+            self._count += 1
+            event = Event(self._count, axis.name, op, elements, size, dtype, caller, where, peer, batch)
+            self._events.append(event)
 
     def events(self, *, since: int = 0) -> list[Event]:
         """The events still in the buffer with a number above `since`."""

@@ -127,12 +127,12 @@ def pair_messages(schedule: Schedule, rank: int) -> dict[int, list[Product]]:
     messages: dict[int, list[Product]] = {}
     for action in schedule.actions[rank]:
         if action.kind not in COMPUTE:
-            peer, product = _message(schedule, action)
+            peer, product = message_of(schedule, action)
             messages.setdefault(peer, []).append(product)
     return messages
 
 
-def _message(schedule: Schedule, transfer: Action) -> tuple[int, Product]:
+def message_of(schedule: Schedule, transfer: Action) -> tuple[int, Product]:
     """The rank at the other end of a transfer, and what it carries."""
     forward = transfer.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
     onward = transfer.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
@@ -235,7 +235,7 @@ class _Clock:
         return True
 
     def _post(self, rank: int, transfer: Action) -> list[int]:
-        peer, product = _message(self._schedule, transfer)
+        peer, product = message_of(self._schedule, transfer)
         if transfer.kind in SENDS and product not in self._here[rank]:
             raise ValueError(f"rank {rank} sends before it has anything to send: {transfer}")
         pair = (min(rank, peer), max(rank, peer))

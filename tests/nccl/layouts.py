@@ -36,7 +36,7 @@ def wide_run(entry: Entry, layout: str, extra: str = "--bf16") -> RunConfig:
 
 def small_run(entry: Entry, *, alone: bool, device: str = "cuda") -> RunConfig:
     """The model of the proof matrix, in its layout or in one process."""
-    both = plan([*entry.model_flags.split(), "--device", device, *entry.flags.split()], steps=3, dtype="float64")
+    both = plan([*entry.model_flags.split(), "--device", device, *entry.flags.split()], steps=2, dtype="float64")
     return (both.reference if alone else both.candidate).config
 
 

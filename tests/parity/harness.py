@@ -10,6 +10,8 @@ import torch.distributed as dist
 from petatron.config import RunConfig, load_config
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.order import order_findings
+from petatron.mesh.record import Event
 from petatron.train.compare import Bounds, Verdict, compare
 from petatron.train.trace import StepTrace, record_steps
 from tests.dist import RankPool
@@ -37,9 +39,29 @@ def tiny_run(flags: str = "", *, world_size: int = 1, dtype: str = "float32") ->
 
 def train(run: RunConfig) -> list[StepTrace]:
     """Runs on one rank of the pool (or in this process): every step of the run."""
+    return train_recorded(run)[0]
+
+
+def train_recorded(run: RunConfig) -> tuple[list[StepTrace], list[Event]]:
+    """The same, and all communication up to the end of the second step, which has what only later steps have."""
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return list(record_steps(run, ParallelMesh(Layout.from_config(run.parallel), rank)))
+    mesh = ParallelMesh(Layout.from_config(run.parallel), rank)
+    traces: list[StepTrace] = []
+    events: list[Event] = []
+    for trace in record_steps(run, mesh):
+        traces.append(trace)
+        if len(traces) == 2:
+            events = mesh.record.events()
+            assert len(events) == mesh.record.count, "the record is too short for two steps"
+    return traces, events
+
+
+def check_order(records: list[list[Event]]) -> None:
+    """Assert that ranks communicated in an order in which NCCL cannot hang; gloo, which tests run over, may not notice."""
+    assert all(records) or len(records) == 1, "nothing was recorded"
+    findings = order_findings(records)
+    assert not findings, "\n".join(findings)
 
 
 @cache
@@ -50,7 +72,8 @@ def reference(flags: str, dtype: str) -> list[StepTrace]:
 def check_layout(ranks: RankPool, layout: str, model: str = "", *, world_size: int, dtype: str = "float64") -> Verdict:
     """Assert that a layout trains the same model as one process with one micro-batch size for all."""
     run = tiny_run(f"{model} {layout}", world_size=world_size, dtype=dtype)
-    traces = ranks.run(train, world_size, run)
+    traces, records = map(list, zip(*ranks.run(train_recorded, world_size, run)))
+    check_order(records)
     verdict = compare([reference(model, dtype)], traces, BOUNDS[dtype])
     assert len(verdict.steps) == run.train.train_iters
     assert verdict.agrees, verdict.first_departure

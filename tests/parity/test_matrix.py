@@ -19,7 +19,7 @@ from petatron.train.matrix_run import make_case
 from petatron.train.random_model import random_model
 from petatron.train.trace import StepTrace
 from tests.dist import RankPool
-from tests.parity.harness import train
+from tests.parity.harness import check_order, train, train_recorded
 
 CORE = """
 dense:dp4-zero1 dense:dp4-zero1-copies2 moe:dp4.etp4 gpt:pp2-zbv
@@ -41,7 +41,9 @@ def _reference(argv: tuple[str, ...]) -> list[StepTrace]:
 
 def _check(ranks: RankPool, found: Entry, *, steps: int, dtype: str, model_flags: str | None = None) -> None:
     case = make_case(found, model_flags=model_flags or found.model_flags, steps=steps, dtype=dtype)
-    traces = ranks.run(train, case.world_size, load_config(case.argv, world_size=case.world_size).config)
+    run = load_config(case.argv, world_size=case.world_size).config
+    traces, records = map(list, zip(*ranks.run(train_recorded, case.world_size, run)))
+    check_order(records)
     verdict = compare([_reference(case.reference_argv)], traces, BOUNDS[dtype])
     assert len(verdict.steps) == steps
     assert verdict.agrees, f"{verdict.first_departure}\n{case.command}"

@@ -2,13 +2,14 @@
 
 import torch
 
+from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.record import Record
 
 
 def test_ring_keeps_the_latest_and_counts_all():
     record = Record(capacity=3)
     for size in range(5):
-        record.add("tp", "all_reduce", elements=size, dtype=torch.bfloat16)
+        record.add(ParallelMesh.single().tp, "all_reduce", elements=size, dtype=torch.bfloat16)
     assert record.count == 5
     assert [(event.number, event.elements, event.bytes) for event in record.events()] == [
         (3, 2, 4),

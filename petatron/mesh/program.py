@@ -1,0 +1,251 @@
+"""Programs of communication and what becomes of them under NCCL's rules: whether they end, and when.
+
+A program is, per rank, the list of what its host issues: computations, and calls on communicators. A call is one collective, or a
+batch (group call) of sends and receives. The rules:
+
+- A communicator is a stream on each of its ranks: a call on it starts when the rank's previous call on it has completed, and when
+  the computations that the rank issued before it are done (torch makes a communicator's stream wait for the compute stream).
+- Nothing is buffered. A collective starts when all members have started it, a message when both its ends have. The k-th send from
+  a to b on a communicator meets the k-th receive at b from a on it, the k-th collective of a rank the k-th of every other member.
+- A batch completes as a whole, when all its messages have arrived.
+- A computation starts when the one before it on its rank is done and the calls that it needs have completed.
+- The host issues ahead and blocks at nothing but calls marked as `blocking` (gloo, or code that reads a result) and, with
+  `lazy_connect`, the first use of a communicator, which returns when every member has come to its own first use.
+
+With `one_queue` all communicators of a rank share one stream: a device with room for one communication kernel at a time. What
+ends there ends in every other order that NCCL could choose, because a queue of all calls only adds waits.
+
+Every time here is a maximum over times of what came before plus a cost, so a program is a graph, its makespan is the longest
+path, and it hangs exactly if the graph has a cycle. Costs do not matter to that: one play decides for all of them. Going through the
+graph in topological order is linear in the number of operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SEND, RECEIVE = "send", "receive"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A send to or a receive from `peer`, or a collective of all members, which has no peer."""
+
+    kind: str
+    peer: int = -1
+
+    def __str__(self) -> str:
+        return {SEND: f"send to rank {self.peer}", RECEIVE: f"receive from rank {self.peer}"}.get(self.kind, self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective, or sends and receives that are started together."""
+
+    communicator: Hashable
+    operations: tuple[Operation, ...]
+    cost: float = 0.0
+    blocking: bool = False
+
+    def __str__(self) -> str:
+        return f"{' + '.join(map(str, self.operations))} on {self.communicator}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Work on the compute stream; `needs` are positions, in the rank's list, of calls whose results it uses."""
+
+    label: object
+    needs: tuple[int, ...] = ()
+    cost: float = 1.0
+
+
+Item = Call | Compute
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What each rank issues, in order, and the members of each communicator."""
+
+    items: tuple[Sequence[Item], ...]
+    communicators: Mapping[Any, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A call that a rank has begun and never ends: it waits in `operation` (None: in connecting) for `partners`, which never come."""
+
+    rank: int
+    position: int
+    call: Call
+    operation: Operation | None
+    partners: tuple[int, ...]
+
+    def __str__(self) -> str:
+        missing = f"rank{'s' * (len(self.partners) > 1)} {', '.join(map(str, self.partners))}"
+        doing = (
+            f"to connect {self.call.communicator} with"
+            if self.operation is None
+            else f"in {self.operation} on {self.call.communicator} for"
+        )
+        return f"rank {self.rank} waits {doing} {missing}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """When everything is done, and nothing in `waits`; or what ranks wait for, for ever."""
+
+    makespan: float
+    waits: tuple[Wait, ...] = ()
+
+    @property
+    def ends(self) -> bool:
+        return not self.waits
+
+
+def play(program: Program, *, lazy_connect: bool = False, one_queue: bool = False) -> Outcome:
+    """What becomes of a program under the rules of this module.
+
+    >>> both = lambda peer: Call("cp", (Operation(SEND, peer), Operation(RECEIVE, peer)))
+    >>> play(Program(((both(1),), (both(0),)), {"cp": (0, 1)})).ends
+    True
+    >>> alone = lambda peer: (Call("cp", (Operation(SEND, peer),)), Call("cp", (Operation(RECEIVE, peer),)))
+    >>> str(play(Program((alone(1), alone(0)), {"cp": (0, 1)})).waits[0])
+    'rank 0 waits in send to rank 1 on cp for rank 1'
+    """
+    graph = _Graph(program, lazy_connect=lazy_connect, one_queue=one_queue)
+    graph.run()
+    if all(count == 0 for count in graph.before):
+        return Outcome(max(graph.time, default=0.0))
+    return Outcome(float("inf"), tuple(graph.waits()))
+
+
+class _Graph:
+    """Moments, and what each waits for: `before` counts what has not happened yet of it."""
+
+    def __init__(self, program: Program, *, lazy_connect: bool, one_queue: bool) -> None:
+        self.before: list[int] = []
+        self.time: list[float] = []
+        self._after: list[list[int]] = []
+        self._cost: list[float] = []
+        self._program = program
+        self._lazy_connect, self._one_queue = lazy_connect, one_queue
+        self._meetings: dict[
+            tuple[Hashable, ...], int
+        ] = {}  # of a message's ends, of a collective's or a first use's members
+        self._arrived: dict[int, list[tuple[int, int]]] = {}  # of a meeting the ranks that come to it, and when
+        # Of each item its moments: a computation's end; a call's coming to it, connection, start and end.
+        self._moments: list[list[tuple[int, ...]]] = []
+        self._met: list[list[tuple[int, ...]]] = []  # of each item the meetings of its operations
+        for rank, items in enumerate(program.items):
+            self._moments.append([])
+            self._met.append([])
+            self._add_rank(rank, items)
+
+    def _node(self, cost: float = 0.0, *after: int, awaits: int = 0) -> int:
+        """A moment that comes `cost` after the last of some others, and of `awaits` that are yet to be added."""
+        node = len(self.before)
+        self.before.append(awaits)
+        self.time.append(0.0)
+        self._after.append([])
+        self._cost.append(cost)
+        for other in after:
+            if other >= 0:
+                self._after[other].append(node)
+                self.before[node] += 1
+        return node
+
+    def _add_rank(self, rank: int, items: Sequence[Item]) -> None:
+        computed = host = -1
+        streams: dict[Hashable, int] = {}
+        counts: dict[tuple[Hashable, ...], int] = {}
+        moments, met = self._moments[rank], self._met[rank]
+        for item in items:
+            if isinstance(item, Compute):
+                computed = self._node(item.cost, computed, host, *(moments[need][-1] for need in item.needs))
+                moments.append((computed,))
+                met.append(())
+                continue
+            communicator = item.communicator
+            issued = connected = host
+            if self._lazy_connect and ("connect", communicator) not in counts:
+                counts["connect", communicator] = 1
+                issued = self._node(0.0, host)
+                connected = self._meet(
+                    issued, ("connect", communicator), rank, self._program.communicators[communicator]
+                )
+            stream = None if self._one_queue else communicator
+            start = self._node(0.0, connected, computed, streams.get(stream, -1))
+            meetings = tuple(self._operate(start, item, operation, rank, counts) for operation in item.operations)
+            end = self._node(0.0, start, *meetings)
+            streams[stream] = end
+            host = end if item.blocking else connected
+            moments.append((issued, connected, start, end))
+            met.append(meetings)
+
+    def _operate(
+        self, start: int, call: Call, operation: Operation, rank: int, counts: dict[tuple[Hashable, ...], int]
+    ) -> int:
+        """Joins the meeting of an operation with its partners, which it answers."""
+        communicator, kind, peer = call.communicator, operation.kind, operation.peer
+        if kind == SEND:
+            key, members = (communicator, rank, peer), (rank, peer)
+        elif kind == RECEIVE:
+            key, members = (communicator, peer, rank), (rank, peer)
+        else:
+            key, members = (communicator,), self._program.communicators[communicator]
+        number = counts[key] = counts.get(key, 0) + 1
+        # A collective meets others of its kind only.
+        return self._meet(start, (*key, number, kind) if len(key) == 1 else (*key, number), rank, members, call.cost)
+
+    def _meet(
+        self, node: int, key: tuple[Hashable, ...], rank: int, members: tuple[int, ...], cost: float = 0.0
+    ) -> int:
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            meeting = self._meetings[key] = self._node(cost, awaits=len(members))
+            self._arrived[meeting] = []
+        self._after[node].append(meeting)
+        self._arrived[meeting].append((rank, node))
+        return meeting
+
+    def run(self) -> None:
+        """Let everything happen that can."""
+        before, time, cost = self.before, self.time, self._cost
+        ready = [node for node, count in enumerate(before) if count == 0]
+        for node in ready:  # grows meanwhile
+            now = time[node] = time[node] + cost[node]
+            for other in self._after[node]:
+                if now > time[other]:
+                    time[other] = now
+                before[other] -= 1
+                if before[other] == 0:
+                    ready.append(other)
+
+    def waits(self) -> Iterator[Wait]:
+        """What ranks have begun and do not end. A rank that is not done has begun something, since it does not wait for itself."""
+        for rank, items in enumerate(self._program.items):
+            for position, item in enumerate(items):
+                if isinstance(item, Call):
+                    yield from self._begun(rank, position, item)
+
+    def _undone(self, node: int) -> bool:
+        return node >= 0 and self.before[node] > 0
+
+    def _begun(self, rank: int, position: int, call: Call) -> Iterator[Wait]:
+        issued, connected, start, end = self._moments[rank][position]
+        members = self._program.communicators[call.communicator]
+        if connected != issued and self._undone(connected) and not self._undone(issued):
+            yield Wait(rank, position, call, None, self._absent(connected, members))
+        elif self._undone(end) and not self._undone(start):
+            for operation, meeting in zip(call.operations, self._met[rank][position]):
+                if self._undone(meeting):
+                    others = members if operation.peer < 0 else (operation.peer,)
+                    yield Wait(rank, position, call, operation, self._absent(meeting, others))
+
+    def _absent(self, meeting: int, members: tuple[int, ...]) -> tuple[int, ...]:
+        """The members that have not come to a meeting."""
+        present = {other for other, node in self._arrived[meeting] if not self._undone(node)}
+        return tuple(member for member in members if member not in present)

@@ -1,0 +1,18 @@
+"""FP8 weights gathered over NCCL give what bf16 weights give."""
+
+from __future__ import annotations
+
+import pytest
+
+from petatron.train.matrix import entry
+from tests.dist import RankPool
+from tests.nccl.layouts import train, wide_run
+
+
+@pytest.mark.parametrize("name", ["dense:dp2-zero1", "dense:dp2-fsdp", "dense:tp2-sp.dp2-zero1"])
+def test_fp8_parameter_gather_changes_no_loss(gpu_ranks: RankPool, name: str):
+    case = entry(name)
+    fp8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+    runs = [wide_run(case, case.flags, f"{fp8} {more}") for more in ("", "--fp8-param-gather")]
+    for (plain, gathered), _ in gpu_ranks.run(train, case.world_size, runs, timeout_s=120):
+        assert [step.loss for step in gathered] == pytest.approx([step.loss for step in plain], rel=1e-6)

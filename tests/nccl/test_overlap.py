@@ -1,0 +1,142 @@
+"""What claims to overlap is launched beside compute: from a profiler trace of one step of two ranks over NCCL.
+
+Several ranks on one GPU say nothing about time, but the order of launches is that of any cluster. A collective overlaps if its kernel
+runs on another stream than the GEMMs, GEMMs are launched between its start and the wait for it, and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from petatron.config import RunConfig, load_config
+from petatron.mesh import collectives
+from petatron.train.build import build_loaders
+from petatron.train.state import TrainState
+from petatron.train.step import train_step
+from tests.dist import RankPool
+from tests.nccl.layouts import mesh_of
+
+MODEL = (
+    "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --num-query-groups 4 --vocab-size 1000 "
+    "--seq-length 1024 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --bf16 "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --mock-data --num-workers 0 --device cuda "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 12 --lr 1e-3 --eval-iters 0 --no-compile --ddp-bucket-size 2000000"
+)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall"
+WARM_UP = 3
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+# Feature -> flags, the axis of its collective and the function of `mesh/collectives.py` that starts it.
+OVERLAPS = {
+    "gradient all-reduce": ("--dp 2", "dp_cp", "start_all_reduce"),
+    "gradient reduce-scatter": ("--dp 2 --use-distributed-optimizer", "shard", "start_reduce_scatter"),
+    "parameter all-gather": ("--dp 2 --use-distributed-optimizer --overlap-param-gather", "shard", "start_all_gather"),
+    "sequence-parallel all-gather": ("--tp 2 --sequence-parallel", "tp", "start_all_gather"),
+    "sequence-parallel reduce-scatter": ("--tp 2 --sequence-parallel", "tp", "start_reduce_scatter"),
+    "tensor-parallel forward": ("--tp 2 --sequence-parallel --tp-comm-overlap", "tp", "start_reduce_scatter"),
+    "ring exchange": ("--cp 2", "cp", "_start_batch"),
+    "pipeline transfers": ("--pp 2", "pp", "_start_batch"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Of one collective's calls: how many GEMMs were launched between start and wait, and the streams of both kinds of kernels."""
+
+    gemms: list[int]
+    nccl_streams: set[int]
+    gemm_streams: set[int]
+    waits: list[str]
+
+
+@pytest.mark.parametrize("feature", OVERLAPS)
+def test_a_collective_is_launched_beside_gemms(gpu_ranks: RankPool, feature: str):
+    flags, axis, starts = OVERLAPS[feature]
+    run = load_config(f"{MODEL} {flags}".split(), world_size=2).config
+    for spans in gpu_ranks.run(traced, 2, run, axis, starts, timeout_s=90):
+        assert spans.gemms, f"no {starts} over {axis} in a step"
+        overlapped = sum(count > 0 for count in spans.gemms)
+        # The last of a step (a bucket, a block) has nothing after it.
+        assert overlapped >= max(1, len(spans.gemms) // 3), f"{overlapped} of {len(spans.gemms)} calls overlap"
+        assert spans.nccl_streams.isdisjoint(spans.gemm_streams)
+        assert not spans.waits, f"the host waits: {spans.waits}"
+
+
+def test_a_collective_that_is_waited_for_at_once_is_not_counted(gpu_ranks: RankPool):
+    run = load_config(f"{MODEL} --dp 2 --no-overlap-grad-reduce".split(), world_size=2).config
+    for spans in gpu_ranks.run(traced, 2, run, "dp_cp", "start_all_reduce", timeout_s=90):
+        assert spans.gemms and not any(spans.gemms)
+
+
+def traced(run: RunConfig, axis: str, starts: str) -> Spans:
+    """On a rank: train a few steps, and trace the last."""
+    mesh = mesh_of(run)
+    state = TrainState.build(run, mesh)
+    loader = build_loaders(run, mesh).train
+    size = run.train.global_batch_size or 0
+    steps = [[batch.to(mesh.device) for batch in loader.next_step(size, step * size)] for step in range(WARM_UP + 1)]
+    for batches in steps[:WARM_UP]:
+        train_step(state, batches)
+    torch.cuda.synchronize()
+    with marked_handles(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with record_function("the step"):
+            train_step(state, steps[WARM_UP])
+        torch.cuda.synchronize()
+    return _spans(profiler.profiler.kineto_results.events(), f"{starts} {axis} ")  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@contextmanager
+def marked_handles() -> Iterator[None]:
+    """Every asynchronous collective leaves a mark in the trace where it starts and where it is waited for."""
+    numbers, plain = itertools.count(), collectives.Handle
+
+    class Marked(plain):
+        __slots__ = ("name",)
+
+        def __init__(self, work: Any = None, **more: Any) -> None:
+            frame = sys._getframe(1)
+            axis = frame.f_locals.get("axis")
+            self.name = f"{frame.f_code.co_name} {axis.name if axis is not None else ''} {next(numbers)}"
+            with record_function(f"start {self.name}"):
+                super().__init__(work, **more)
+
+        def wait(self) -> None:
+            with record_function(f"wait {self.name}"):
+                super().wait()
+
+    collectives.Handle = Marked
+    try:
+        yield
+    finally:
+        collectives.Handle = plain
+
+
+def _spans(events: list[Any], wanted: str) -> Spans:
+    launched = {event.correlation_id(): event.start_ns() for event in events if "aunchKernel" in event.name()}
+    kernels = [event for event in events if event.device_type() == DeviceType.CUDA]
+    gemms = [event for event in kernels if any(word in event.name().lower() for word in ("gemm", "nvjet", "cutlass"))]
+    times = sorted(launched[event.correlation_id()] for event in gemms if event.correlation_id() in launched)
+    starts, waits = {}, {}
+    for event in events:
+        word, _, name = event.name().partition(" ")
+        if word in ("start", "wait") and name.startswith(wanted) and event.device_type() == DeviceType.CPU:
+            times_of = starts if word == "start" else waits
+            times_of.setdefault(name, event.start_ns())
+    counts = [sum(begin < time < waits[name] for time in times) for name, begin in starts.items() if name in waits]
+    step = next(event for event in events if event.name() == "the step" and event.device_type() == DeviceType.CPU)
+    end = step.start_ns() + step.duration_ns()
+    return Spans(
+        counts,
+        {event.device_resource_id() for event in kernels if "ncclDevKernel" in event.name()},
+        {event.device_resource_id() for event in gemms},
+        [event.name() for event in events if event.name() in WAITS and step.start_ns() < event.start_ns() < end],
+    )

@@ -1,0 +1,141 @@
+"""Whole runs over NCCL through the command line: clean output, evaluation, saving in the background, resuming, signals, a killed rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+SHARED = -(-4 // max(1, torch.cuda.device_count()))
+FLAGS = (
+    "tiny-llama --mock-data --num-layers 4 --seq-length 256 --lr 1e-3 --lr-decay-style constant --min-lr 0 --lr-warmup-iters 0 "
+    "--global-batch-size 8 --eval-iters 2 --eval-interval 4 --log-interval 1 --live off --num-workers 0 --no-compile "
+    f"--device cuda --save-interval 4 --ranks-per-device {SHARED}"
+).split()
+# Not under MPS: a client that is killed may take the others with it.
+ENV = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS")}
+ENV |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+QUIET = re.compile(
+    r"warn|guess|unbatched|no current CUDA context|barrier\(\)|deprecat|destroy_process_group", re.IGNORECASE
+)
+
+
+def command(words: str, folder: Path) -> list[str]:
+    return [sys.executable, "-m", "petatron", "train", *FLAGS, *words.split(), "--save", str(folder)]
+
+
+def train(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(words, folder), env=ENV, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"lm loss: (\S+)", text)]
+
+
+@contextmanager
+def running(words: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command(words, folder), env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"ended without {text!r}:\n{seen}\n{process.stderr.read() if process.stderr else ''}")
+
+
+def state_files(folder: Path, step: int) -> dict[str, bytes]:
+    here = folder / f"step-{step:08d}"
+    return {str(file.relative_to(here)): file.read_bytes() for file in sorted(here.rglob("*.safetensors"))}
+
+
+def test_saved_in_the_background_and_resumed_in_another_layout_without_a_warning(tmp_path: Path):
+    first = train("--pp 2 --dp 2 --use-distributed-optimizer --async-save --train-iters 8", tmp_path / "a")
+    assert not QUIET.search(first.stderr), first.stderr
+    assert "validation loss at iteration 4" in first.stdout
+    more = f"--tp 2 --sequence-parallel --dp 2 --async-save --train-iters 8 --load {tmp_path / 'a'} --ckpt-step 4"
+    second = train(more, tmp_path / "b")
+    assert not QUIET.search(second.stderr), second.stderr
+    assert losses(second.stdout) == pytest.approx(losses(first.stdout)[4:], rel=2e-4)
+
+
+def test_a_killed_rank_ends_the_run_at_once_and_it_resumes_bitwise(tmp_path: Path):
+    words = "--tp 2 --sequence-parallel --pp 2 --bf16 --deterministic-mode"
+    train(f"{words} --train-iters 8", tmp_path / "whole")
+    with running(f"{words} --train-iters 100000", tmp_path / "killed") as process:
+        read_until(process, "iteration        7/")
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        os.kill(int(sorted(children, key=int)[2]), signal.SIGKILL)
+        killed = time.monotonic()
+        assert process.wait(timeout=60) == 128 + signal.SIGKILL
+        took = time.monotonic() - killed
+        report = process.stderr.read() if process.stderr else ""
+    assert took < 15, f"{took:.0f} s"
+    assert "Rank 2 of 4 failed first: it was ended by SIGKILL" in report, report
+    train(f"{words} --train-iters 8 --load {tmp_path / 'killed'} --ckpt-step 4", tmp_path / "resumed")
+    assert state_files(tmp_path / "resumed", 8) == state_files(tmp_path / "whole", 8)
+
+
+def test_ctrl_c_saves_and_ends_also_in_an_evaluation(tmp_path: Path):
+    with running("--pp 2 --train-iters 100000 --eval-interval 2 --eval-iters 100000", tmp_path) as process:
+        read_until(process, "iteration        2/")
+        time.sleep(2)  # the evaluation has begun
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+    assert (tmp_path / "latest").read_text().strip() == "step-00000002"
+
+
+@pytest.mark.parametrize(
+    ("layout", "option"),
+    [
+        ("--dp 2 --bf16", "--cuda-graphs"),
+        ("--dp 2 --bf16 --use-distributed-optimizer", "--optimizer-cpu-offload"),
+        ("--tp 2 --sequence-parallel --bf16", "--cpu-offloading --cpu-offloading-num-layers 2"),
+    ],
+    ids=["graphs", "optimizer offload", "activation offload"],
+)
+def test_an_option_beside_communication_changes_no_loss(tmp_path: Path, layout: str, option: str):
+    plain = train(f"{layout} --train-iters 6 --eval-iters 0", tmp_path / "plain")
+    other = train(f"{layout} --train-iters 6 --eval-iters 0 {option}", tmp_path / "other")
+    assert losses(other.stdout) == pytest.approx(losses(plain.stdout), rel=1e-5)
+    assert not QUIET.search(other.stderr), other.stderr
+
+
+def test_ranks_that_share_a_gpu_by_accident_are_told(tmp_path: Path):
+    if torch.cuda.device_count() > 1:
+        pytest.skip("every rank has a GPU of its own here")
+    words = command("--dp 2 --train-iters 1", tmp_path)
+    words[words.index("--ranks-per-device") + 1] = "1"
+    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0 and "--ranks-per-device" in done.stderr, done.stderr
+
+
+def test_the_doctor_gives_a_verdict_within_two_minutes(tmp_path: Path):
+    started = time.monotonic()
+    words = [sys.executable, "-m", "petatron", "doctor", "--nccl", "--json", str(tmp_path / "found.json")]
+    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "VERDICT: communication over nccl works" in done.stdout and time.monotonic() - started < 120
+    assert not QUIET.search(done.stderr), done.stderr
