@@ -97,3 +97,28 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
     last = max(event["iteration"] for event in events)
     assert any("received SIGTERM" in event.get("message", "") for event in events)
     assert (tmp_path / "out" / "latest").read_text().strip().endswith(str(last))
+
+
+def test_interrupt_ends_a_long_evaluation_of_two_ranks_and_the_run_resumes(tmp_path: Path):
+    without_evaluation = " ".join(FLAGS).replace("--eval-iters 0", "").split()
+    flags = [*without_evaluation, *"--train-iters 4 --save out --load out --lr-decay-iters 4".split()]
+    command = [sys.executable, "-m", "petatron", "train", *flags]
+    long = [*command, "--eval-interval", "2", "--eval-iters", "100000"]
+    run = subprocess.Popen(long, cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count('"kind": "train"') >= 2):
+        assert time.monotonic() < deadline and run.poll() is None
+        time.sleep(0.1)
+    time.sleep(1)  # into the evaluation, which would last for hours
+    run.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    assert run.wait(timeout=60) == 0
+    assert time.monotonic() - sent < 30
+    assert run.stderr is not None and "SIGINT: stopping the evaluation and saving" in run.stderr.read()
+    text = metrics.read_text()
+    assert "was interrupted after" in text and '"kind": "valid"' not in text
+    assert (tmp_path / "out" / "latest").read_text().strip() == "step-00000002"
+    done = _run([*command, "--eval-iters", "1"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "resumed at iteration 2" in done.stdout and len(_losses(done.stdout)) >= 2
