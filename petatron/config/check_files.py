@@ -6,31 +6,10 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.blend import BlendError, parse_blend, parse_split
-from petatron.config.fields import by_name, flag_of
+from petatron.config.fields import flag_of
+from petatron.config.paths import path_fields
 from petatron.config.schema import RunConfig
 from petatron.config.wording import at_least, or_default
-
-# Fields that hold a path, or several.
-PATHS = (
-    "data_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "data_args_path",
-    "data_cache_path",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "save",
-    "load",
-    "pretrained_checkpoint",
-    "log_dir",
-    "tensorboard_dir",
-    "pipeline_timeline",
-    "profile_dir",
-    "optimizer_nvme_offload",
-)
-
 
 def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
     yield from _empty_paths(config)
@@ -48,10 +27,9 @@ def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Proble
 
 def _empty_paths(config: RunConfig) -> Iterator[Problem]:
     """`--save "$FOLDER"` with no such variable: it would pass for the working folder, or for a flag that was not given."""
-    for name in PATHS:
-        info = by_name()[name]
-        value = getattr(getattr(config, info.section), name)
-        derived = name == "log_dir" and config.checkpoint.save == ""
+    for info in path_fields():
+        value = getattr(getattr(config, info.section), info.name)
+        derived = info.name == "log_dir" and config.checkpoint.save == ""
         if (value == "" or (info.many and "" in value)) and not derived:
             yield Problem(info.flag, "''", "is an empty path", "Name a file or folder, or leave it out.")
 

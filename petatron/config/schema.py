@@ -15,6 +15,7 @@ from typing import Literal
 from petatron.config.schema_run import (
     CheckpointConfig,
     DataConfig,
+    FilePath,
     LaunchConfig,
     LogConfig,
     ScheduleConfig,
@@ -316,7 +317,7 @@ class MemoryConfig:
     optimizer_cpu_offload: bool = False
     """Keep master weights and moments in host memory; they visit the device for every update, and no number changes.
     Where weights are their own master weights (FSDP, and runs without --bf16 or --fp16), moments alone."""
-    optimizer_nvme_offload: str | None = None
+    optimizer_nvme_offload: FilePath | None = None
     """Folder on a fast disk for the same, made if need be in a folder that exists. What is there ends with the run;
     checkpoints are what lasts."""
     optimizer_offload_fraction: float = 1.0

@@ -13,9 +13,10 @@ from petatron.base.device import detect
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.base.log import get_logger
 from petatron.base.words import counted
-from petatron.config import Loaded, RunConfig, dump_yaml
+from petatron.config import Loaded, RunConfig
 from petatron.config.layer_pattern import moe_layers
 from petatron.config.preflight import preflight
+from petatron.config.saved import saved_yaml
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh import collectives
 from petatron.mesh.launch import read_environment
@@ -82,7 +83,7 @@ def _build_and_run(loaded: Loaded, tokenizer: Tokenizer | None, *, started_s: fl
     if pretrained is not None:
         headline.append(f"first weights from {pretrained}")
     headline += state.note_data(loaders.train.dataset.fingerprint)
-    settings = dump_yaml(run, origins=loaded.origins)
+    settings = saved_yaml(loaded)
     return _run(state, loaders, settings=settings, headline=headline, started_s=started_s)
 
 
