@@ -9,7 +9,9 @@ from petatron.config.blend import BlendError, parse_blend, parse_split
 from petatron.config.fields import flag_of
 from petatron.config.paths import path_fields
 from petatron.config.schema import RunConfig
+from petatron.config.stored import FLAG, LAYOUT_FLAG
 from petatron.config.wording import at_least, or_default
+
 
 def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
     yield from _empty_paths(config)
@@ -139,6 +141,8 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
         found = str(checkpoint.save_retain_interval)
         yield Problem("--save-retain-interval", found, rule, "Give --save-total-limit, or leave this out.")
     yield from at_least("ckpt_step", checkpoint.ckpt_step, 0)
+    if checkpoint.use_mp_args_from_checkpoint_args and not checkpoint.use_checkpoint_args:
+        yield Problem(LAYOUT_FLAG, "", f"needs {FLAG}", "Give both, or leave this out.")
     for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
         value = getattr(checkpoint, name)
         if value not in (None, False) and checkpoint.load is None:

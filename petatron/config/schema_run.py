@@ -155,6 +155,12 @@ class CheckpointConfig:
     """Do not save random states."""
     exit_on_missing_checkpoint: bool = False
     """Fail when `--load` holds no checkpoint, instead of starting from scratch."""
+    use_checkpoint_args: OneStart = False
+    """Take the model's settings from the checkpoint in `--load`; other values for them give way, with a note."""
+    use_mp_args_from_checkpoint_args: OneStart = False
+    """With `--use-checkpoint-args`, take the sizes of tensor, pipeline and expert parallelism and the pipeline's split too."""
+    use_tokenizer_model_from_checkpoint_args: bool = True
+    """With `--use-checkpoint-args`, use the checkpoint's tokenizer unless another one is given."""
     override_opt_param_scheduler: OneStart = False
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
     async_save: bool = False

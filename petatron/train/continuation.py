@@ -89,7 +89,9 @@ def changes(then: Mapping[str, Any], run: RunConfig, *, iteration: int, samples:
             default = None if known is None else known.default  # a setting that came later had its default then
             before, after = then[section].get(name, default), now[section].get(name)
             if known is not None and "path" in known.marks:
-                before = json.loads(json.dumps(absolute(known, before)))  # older checkpoints hold paths as they were typed
+                before = json.loads(
+                    json.dumps(absolute(known, before))
+                )  # older checkpoints hold paths as they were typed
             effect = _effect(section, name)
             if before != after and effect is not None:
                 found.setdefault(effect, []).append(f"{name} {before} -> {after}")
