@@ -51,7 +51,7 @@ class ParallelMesh:
         self.layout = layout
         self.rank = rank
         self.device = device or torch.device("cpu")
-        self.record = Record()
+        self.record = Record(rank=rank)
         self._timeout = timedelta(minutes=timeout_minutes)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
@@ -67,6 +67,7 @@ class ParallelMesh:
         return cls(Layout(), 0, device=device)
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        self.record.know(name, ranks, timeout_s=self._timeout.total_seconds())
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._group(name, ranks), self.record)
 
     def _group(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -98,6 +99,7 @@ class ParallelMesh:
         world = self._axes["world"]
         if world.group is None or dist.get_backend() == "fake":
             return world
+        self.record.know("control", world.ranks, timeout_s=_PATIENCE.total_seconds())
         return replace(world, name="control", group=dist.new_group(backend="gloo", timeout=_PATIENCE))
 
     def __getitem__(self, name: str) -> Axis:

@@ -7,8 +7,10 @@ the full (unsharded) side of the operation: the buffer of an all-reduce, the out
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 
@@ -24,9 +26,16 @@ _DOOR = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+# Two ranks of an axis start the same collectives, but not the same transfers.
+_TRANSFERS = ("send", "receive")
+
+
+@dataclass(slots=True, eq=False)
 class Event:
-    """One communication call, numbered from the start of the run."""
+    """One communication call, numbered from the start of the run.
+
+    Not frozen: that would double the time it takes to make one, and there is one for every call.
+    """
 
     number: int
     axis: str
@@ -35,22 +44,58 @@ class Event:
     bytes: int
     dtype: torch.dtype
     caller: str
+    begun_s: float
+    """When it was started, on the monotonic clock."""
+    inside: bool = False
+    """Whether the host is in the call now, or waits for its end."""
 
 
 class Record:
-    """Ring buffer of the latest events."""
+    """Ring buffer of the latest events of a rank, and what its axes are.
 
-    def __init__(self, capacity: int = 8192) -> None:
+    One thread adds events, others may look at any time: nothing here takes a lock.
+    """
+
+    def __init__(self, capacity: int = 8192, *, rank: int = 0) -> None:
+        self.rank = rank
         self._events: deque[Event] = deque(maxlen=capacity)
         self._count = 0
+        self._collectives: dict[str, int] = {}
+        self._axes: dict[str, tuple[tuple[int, ...], float]] = {}
 
-    def add(self, axis: str, op: str, *, elements: int, dtype: torch.dtype) -> None:
+    def add(self, axis: str, op: str, *, elements: int, dtype: torch.dtype) -> Event:
         self._count += 1
-        self._events.append(Event(self._count, axis, op, elements, elements * dtype.itemsize, dtype, _caller()))
+        if op not in _TRANSFERS:
+            self._collectives[axis] = self._collectives.get(axis, 0) + 1
+        event = Event(self._count, axis, op, elements, elements * dtype.itemsize, dtype, _caller(), time.monotonic())
+        self._events.append(event)
+        return event
+
+    def know(self, axis: str, ranks: tuple[int, ...], *, timeout_s: float) -> None:
+        """Note the ranks of an axis and how long an operation over it may take."""
+        self._axes[axis] = ranks, timeout_s
+
+    def ranks_of(self, axis: str) -> tuple[int, ...]:
+        return self._axes[axis][0] if axis in self._axes else ()
+
+    def timeout_of(self, axis: str) -> float:
+        """How many seconds an operation over an axis may take."""
+        return self._axes[axis][1] if axis in self._axes else float("inf")
+
+    @property
+    def has_peers(self) -> bool:
+        return any(len(ranks) > 1 for ranks, _ in self._axes.values())
+
+    def collectives(self) -> dict[str, int]:
+        """How many collectives this rank has started over each axis."""
+        return dict(self._collectives)
+
+    def latest(self) -> Event | None:
+        return self._events[-1] if self._events else None
 
     def events(self, *, since: int = 0) -> list[Event]:
         """The events still in the buffer with a number above `since`."""
-        return [event for event in self._events if event.number > since]
+        return [event for event in list(self._events) if event.number > since]  # a copy: another thread may add to it
 
     @property
     def count(self) -> int:
@@ -67,6 +112,11 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame.f_back is not None and _passes_on(frame.f_code.co_filename):
         frame = frame.f_back
+    return place_of(frame)
+
+
+def place_of(frame: FrameType) -> str:
+    """A frame as file:line function."""
     code = frame.f_code
     return f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno} {code.co_name}"
 
