@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.cli.train import read_checkpoint
 from petatron.config.document import dump_yaml, read_file
 from petatron.config.fields import listing, nearest
 from petatron.config.load import Loaded, resolve_config
@@ -16,7 +17,7 @@ from petatron.config.show import diff, show
 
 _USAGE = """usage:
   petatron config show [X] [flags ...] [--changed] [--yaml]
-      every value with its origin: default, preset, file and line, flag, or derived and why
+      every value with its origin: default, preset, file and line, flag, checkpoint, or derived and why
       X           a preset, a YAML file, or a run folder with its config.yaml
       --changed   leave out plain defaults
       --yaml      print a file for --config instead
@@ -58,7 +59,13 @@ def _show(argv: list[str]) -> int:
     named = bool(argv) and not argv[0].startswith("-")
     source = _locate(argv[0]) if named else _Source()
     flags = [text for text in argv[named:] if text not in ("--changed", "--yaml")]
-    loaded, problems = resolve_config(flags, preset=source.preset, files=source.files, require_training=False)
+    loaded, problems = resolve_config(
+        flags,
+        preset=source.preset,
+        files=source.files,
+        require_training=False,
+        read_checkpoint=read_checkpoint,
+    )
     if problems:
         print(f"{ConfigError(problems)}\n", file=sys.stderr, flush=True)
     if "--yaml" in argv:

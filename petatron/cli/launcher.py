@@ -31,6 +31,7 @@ from pathlib import Path
 from types import FrameType
 
 from petatron.base.errors import LaunchError
+from petatron.mesh import failure
 from petatron.mesh.launch import Environment, rank_environment
 
 POLL_S = 0.05
@@ -218,7 +219,9 @@ def _wait(ranks: Sequence[Rank], *, grace_s: float) -> Rank | None:
     while _running(ranks) and time.monotonic() < deadline:
         if first is None:
             first = _first_failed(ranks)
-            deadline = time.monotonic() + grace_s if first else deadline
+            if first is not None:
+                deadline = time.monotonic() + grace_s
+                failure.request(first.error_file).touch()
         time.sleep(POLL_S)
     return first or _first_failed(ranks)
 
@@ -255,23 +258,26 @@ def _conclude(ranks: Sequence[Rank], first: Rank | None, received: Received, *, 
         names = " and ".join(dict.fromkeys(number.name for number in received.signals))
         print(f"Stopped by {names} before the run could end by itself.", file=sys.stderr)
         return received.code
-    culprit, report = _first_cause(ranks)
+    culprit, report, gave_up = _first_cause(ranks)
     if report and all((own := _read_report(rank.error_file)) and own.text == report for rank in ranks):
         print(report, file=sys.stderr)  # every rank found the same fault: it is the input's, not a rank's
         return _code(culprit)
     stopped = sum(rank.stopped for rank in ranks)
     followed = sum(rank.process.returncode != 0 and not rank.stopped for rank in ranks) - 1
-    print(f"\nRank {culprit.number} of {world_size} failed first{_how(culprit)}", file=sys.stderr)
+    verb = "gave up" if gave_up else "failed"
+    print(f"\nRank {culprit.number} of {world_size} {verb} first{_how(culprit)}", file=sys.stderr)
     if report:
         print(f"\n{report}\n", file=sys.stderr)
+    for line in failure.together(_communication(ranks), failed_rank=culprit.number):
+        print(line, file=sys.stderr)
     others = [f"{stopped} stopped"] * bool(stopped) + [f"{followed} failed after it"] * bool(followed)
     if others:
         print(f"Other ranks on this machine: {', '.join(others)}.", file=sys.stderr)
     return _code(culprit)
 
 
-def _first_cause(ranks: Sequence[Rank]) -> tuple[Rank, str]:
-    """The rank that started it, and its text.
+def _first_cause(ranks: Sequence[Rank]) -> tuple[Rank, str, bool]:
+    """The rank that started it, its text, and whether all that it did was to give up waiting for another.
 
     An error of its own beats a death without report, because NCCL's watchdog aborts ranks whose peer failed; both beat
     a report of a broken connection. Within a class the earliest wins.
@@ -281,28 +287,45 @@ def _first_cause(ranks: Sequence[Rank]) -> tuple[Rank, str]:
         if rank.stopped or rank.process.returncode == 0:
             continue
         report = _read_report(rank.error_file)
-        if report is None:
+        if report is None or (report.waiting and rank.process.returncode not in (1, -signal.SIGABRT)):
             causes.append((1, rank.ended_at or 0.0, rank, ""))
         else:
             causes.append((2 if report.echo else 0, report.time, rank, report.text))
-    _, _, culprit, text = min(causes, key=lambda cause: cause[:2])
-    return culprit, text
+    kind, _, culprit, text = min(causes, key=lambda cause: cause[:2])
+    return culprit, text, kind == 2
+
+
+def _communication(ranks: Sequence[Rank]) -> list[failure.Report]:
+    """Where each rank of this machine was that could tell."""
+    reports = [_read_report(rank.error_file) for rank in ranks]
+    return [report.communication for report in reports if report is not None and report.communication is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a failed rank wrote."""
+    """What a failed rank wrote, or one that waits for it."""
 
     text: str
     time: float
     echo: bool
+    communication: failure.Report | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it was written from outside the rank's main thread, which may have met its end later."""
+        return self.communication is not None and self.communication["state"] != "failed"
 
 
 def _read_report(path: Path) -> Report | None:
     try:
         details = json.loads(path.read_text())["message"]["extraInfo"]
         time_s = float(details.get("time", details["timestamp"]))
-        return Report(text=details["py_callstack"], time=time_s, echo=bool(details.get("echo")))
+        return Report(
+            text=details["py_callstack"],
+            time=time_s,
+            echo=bool(details.get("echo")),
+            communication=details.get("communication"),
+        )
     except (OSError, ValueError, KeyError, TypeError):  # it died while writing, or never wrote
         return None
 

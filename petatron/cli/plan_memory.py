@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.cli.train import with_preset
+from petatron.cli.train import read_checkpoint, with_preset
 from petatron.config import resolve_config
 
 USAGE = """usage: petatron plan memory [PRESET] [--config FILE] [flags of petatron train] [--device-memory-gb N]
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     flags, capacity, size_problems = _take_size(argv)
-    loaded, problems = resolve_config(with_preset(flags), require_training=False)
+    loaded, problems = resolve_config(with_preset(flags), require_training=False, read_checkpoint=read_checkpoint)
     if size_problems or problems:
         raise ConfigError([*size_problems, *problems])
     from petatron.cli.plan_memory_report import report

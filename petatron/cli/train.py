@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config
+from petatron.config import CheckpointConfig, load_config
 from petatron.config.help import flag_help
 from petatron.config.preflight import preflight
+from petatron.config.stored import StoredSettings
 from petatron.mesh.launch import guard, read_environment
 
 USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
     environment = read_environment()
     if environment.origin != "single":
         return guard(lambda: train_rank(argv))
-    config = load_config(argv).config
+    config = load_config(argv, read_checkpoint=read_checkpoint).config
     problems = preflight(config)  # with what `load_config` found: every problem before any rank starts
     if problems:
         raise ConfigError(problems)
@@ -52,6 +53,13 @@ def with_preset(argv: list[str]) -> list[str]:
     return ["--config" if argv[0].endswith((".yaml", ".yml")) else "--preset", *argv]
 
 
+def read_checkpoint(config: CheckpointConfig) -> StoredSettings:
+    """The settings of a checkpoint, for --use-checkpoint-args; torch is imported only when someone asks."""
+    from petatron.train.checkpoint_args import read_checkpoint_args
+
+    return read_checkpoint_args(config)
+
+
 def train_rank(argv: list[str]) -> int:
     """The life of one rank."""
     from petatron.base.log import configure
@@ -60,6 +68,6 @@ def train_rank(argv: list[str]) -> int:
 
     environment = read_environment()
     configure(rank=environment.rank)
-    run_training(load_config(argv, world_size=environment.world_size))
+    run_training(load_config(argv, world_size=environment.world_size, read_checkpoint=read_checkpoint))
     stop_process_group()
     return 0

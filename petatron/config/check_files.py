@@ -6,31 +6,11 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.blend import BlendError, parse_blend, parse_split
-from petatron.config.fields import by_name, flag_of
+from petatron.config.fields import flag_of
+from petatron.config.paths import path_fields
 from petatron.config.schema import RunConfig
+from petatron.config.stored import FLAG, LAYOUT_FLAG
 from petatron.config.wording import at_least, or_default
-
-# Fields that hold a path, or several.
-PATHS = (
-    "data_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "data_args_path",
-    "data_cache_path",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "save",
-    "load",
-    "pretrained_checkpoint",
-    "log_dir",
-    "tensorboard_dir",
-    "pipeline_timeline",
-    "profile_dir",
-    "optimizer_nvme_offload",
-    "nccl_communicator_config_path",
-)
 
 
 def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
@@ -49,10 +29,9 @@ def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Proble
 
 def _empty_paths(config: RunConfig) -> Iterator[Problem]:
     """`--save "$FOLDER"` with no such variable: it would pass for the working folder, or for a flag that was not given."""
-    for name in PATHS:
-        info = by_name()[name]
-        value = getattr(getattr(config, info.section), name)
-        derived = name == "log_dir" and config.checkpoint.save == ""
+    for info in path_fields():
+        value = getattr(getattr(config, info.section), info.name)
+        derived = info.name == "log_dir" and config.checkpoint.save == ""
         if (value == "" or (info.many and "" in value)) and not derived:
             yield Problem(info.flag, "''", "is an empty path", "Name a file or folder, or leave it out.")
 
@@ -162,6 +141,8 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
         found = str(checkpoint.save_retain_interval)
         yield Problem("--save-retain-interval", found, rule, "Give --save-total-limit, or leave this out.")
     yield from at_least("ckpt_step", checkpoint.ckpt_step, 0)
+    if checkpoint.use_mp_args_from_checkpoint_args and not checkpoint.use_checkpoint_args:
+        yield Problem(LAYOUT_FLAG, "", f"needs {FLAG}", "Give both, or leave this out.")
     for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
         value = getattr(checkpoint, name)
         if value not in (None, False) and checkpoint.load is None:

@@ -70,11 +70,16 @@ def read_text(text: str, *, source: str, kind: Literal["file", "preset"]) -> Doc
     return reader.document
 
 
-def dump_yaml(config: RunConfig, *, origins: Mapping[str, Origin] | None = None) -> str:
+def dump_yaml(
+    config: RunConfig,
+    *,
+    origins: Mapping[str, Origin] | None = None,
+    left_out: Mapping[str, str] | None = None,
+) -> str:
     """Text that loads back to the same config.
 
     With `origins`, derived values are written as comments, so that the file pins only what was chosen and can be
-    started again on another number of ranks.
+    started again on another number of ranks. `left_out` are paths that become comments too, each with the reason.
     """
     import yaml
 
@@ -91,8 +96,9 @@ def dump_yaml(config: RunConfig, *, origins: Mapping[str, Origin] | None = None)
                 text = json.dumps(plain, ensure_ascii=False)
             text = f"{info.name}: {text}"
             origin = origins.get(info.path) if origins else None
-            derived = origin is not None and origin.kind == "derived"
-            lines.append(f"  # {text}  ({origin})" if derived else f"  {text}")
+            reason = str(origin) if origin is not None and origin.kind == "derived" else None
+            reason = (left_out or {}).get(info.path, reason)
+            lines.append(f"  {text}" if reason is None else f"  # {text}  ({reason})")
         lines.append("")
     return "\n".join(lines)
 

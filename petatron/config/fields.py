@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from petatron.config.schema import RunConfig
 
@@ -33,7 +33,10 @@ _WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false"
 
 @dataclass(frozen=True, slots=True)
 class FieldInfo:
-    """One setting. `many` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`)."""
+    """One setting. `many` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
+
+    `marks` are the words beside the type in the schema's `Annotated`: path, one start, one load.
+    """
 
     section: str
     name: str
@@ -43,6 +46,7 @@ class FieldInfo:
     choices: tuple[str, ...]
     default: Value
     doc: str
+    marks: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -127,7 +131,7 @@ def all_fields() -> tuple[FieldInfo, ...]:
     documentation = _field_docs()
     found: list[FieldInfo] = []
     for section, section_class in sections().items():
-        hints = typing.get_type_hints(section_class)
+        hints = typing.get_type_hints(section_class, include_extras=True)
         for item in fields(section_class):
             doc = documentation[section_class.__name__, item.name]
             found.append(_describe(section, item, hints[item.name], doc))
@@ -171,12 +175,16 @@ def _describe(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInfo:
         optional = True
     if typing.get_origin(hint) is tuple:
         hint, many = typing.get_args(hint)[0], True
+    marks: tuple[str, ...] = ()
+    if typing.get_origin(hint) is Annotated:
+        hint, *words = typing.get_args(hint)
+        marks = tuple(words)
     kind: Kind
     if typing.get_origin(hint) is Literal:
         kind, choices = "choice", typing.get_args(hint)
     else:
         kind = hint.__name__
-    return FieldInfo(section, item.name, kind, many, optional, choices, item.default, doc)
+    return FieldInfo(section, item.name, kind, many, optional, choices, item.default, doc, marks)
 
 
 def _field_docs() -> dict[tuple[str, str], str]:

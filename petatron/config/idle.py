@@ -92,6 +92,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "mtp_loss_scaling_factor", "it is for --mtp-num-layers"
     if config.checkpoint.load is None:
         yield from ((name, "there is no --load") for name in _LOAD)
+    if not config.checkpoint.use_checkpoint_args:
+        yield "use_tokenizer_model_from_checkpoint_args", "it is for --use-checkpoint-args"
     if config.checkpoint.save is None:
         yield from ((name, "there is no --save") for name in _SAVE)
     if config.data.mock_data or config.data.train_data_path:

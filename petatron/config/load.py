@@ -1,9 +1,9 @@
 """From argv, a preset and files to one checked config that knows where each value came from.
 
-Order: schema defaults, then the preset, then files in the order given, then flags; later wins. What is still unset is
-derived. All problems of all stages are raised together; a rule stays silent about a field whose value could not be read,
-since that is already a problem of its own. Nothing changes a config after this, except `with_vocab_size`, which fills
-the one fact that needs a file to be opened.
+Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` a
+checkpoint is one more source, which says what the model is (`stored.py`). What is still unset is derived. All problems of all
+stages are raised together; a rule stays silent about a field whose value could not be read, since that is already a problem of
+its own. Nothing changes a config after this, except `with_vocab_size`, which fills the one fact that needs a file to be opened.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from petatron.config.origins import Origin, Setting
 from petatron.config.presets import read_preset
 from petatron.config.schema import RunConfig
 from petatron.config.spellings import NO_POSITION_EMBEDDING
+from petatron.config.stored import ReadCheckpoint, take_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +43,24 @@ def load_config(
     files: Sequence[str | Path] = (),
     world_size: int | None = None,
     require_training: bool = True,
+    read_checkpoint: ReadCheckpoint | None = None,
 ) -> Loaded:
     """A valid config, or `ConfigError` with every problem.
 
     `argv` may itself hold `--preset NAME` and `--config FILE`. `world_size` is the launcher's number of ranks.
-    `require_training=False` is for verbs that only need a model or a layout.
+    `require_training=False` is for verbs that only need a model or a layout. `read_checkpoint` is asked for the settings of the
+    checkpoint in `--load` when they say `--use-checkpoint-args`.
 
     >>> load_config(["--hidden-size", "64"], preset="tiny-llama", require_training=False).config.model.kv_channels
     8
     """
     loaded, problems = resolve_config(
-        argv, preset=preset, files=files, world_size=world_size, require_training=require_training
+        argv,
+        preset=preset,
+        files=files,
+        world_size=world_size,
+        require_training=require_training,
+        read_checkpoint=read_checkpoint,
     )
     if problems:
         raise ConfigError(problems)
@@ -66,6 +74,7 @@ def resolve_config(
     files: Sequence[str | Path] = (),
     world_size: int | None = None,
     require_training: bool = True,
+    read_checkpoint: ReadCheckpoint | None = None,
 ) -> tuple[Loaded, list[Problem]]:
     """Like `load_config`, but the problems are returned beside what could be understood."""
     flags = parse_flags(argv)
@@ -79,6 +88,12 @@ def resolve_config(
     origins = {info.path: Origin("default") for info in all_fields()}
     for setting in _in_order(documents, flags):
         values[setting.path], origins[setting.path] = setting.value, setting.origin
+    stored = take_stored(assemble(values), values, origins, read_checkpoint)
+    values |= stored.values
+    origins |= dict.fromkeys(stored.values, stored.origin)
+    if stored.problems:  # nobody knows what it would have said, so every value is in doubt
+        problems += stored.problems
+        suspects |= {info.flag for info in all_fields()}
     given = {path for path, origin in origins.items() if origin.chosen}
     raw = assemble(values)
     problems += _source_problems(raw, flags, world_size)
@@ -89,7 +104,7 @@ def resolve_config(
     problems += [
         problem for problem in check(config, require_training=require_training) if problem.where not in suspects
     ]
-    notices = (*flags.notices, *_switched_on(origins), *idle_notices(config, origins))
+    notices = (*flags.notices, *stored.notices, *_switched_on(origins), *idle_notices(config, origins))
     return Loaded(config, origins, notices), problems
 
 

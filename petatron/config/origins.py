@@ -10,9 +10,9 @@ from petatron.config.fields import Value
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """`detail` is the preset's name, `file:line`, the flag as typed, or the reason of a derived value."""
+    """`detail` is the preset's name, `file:line`, the flag as typed, the checkpoint's folder, or the reason of a derived value."""
 
-    kind: Literal["default", "preset", "file", "flag", "derived"]
+    kind: Literal["default", "preset", "file", "flag", "checkpoint", "derived"]
     detail: str = ""
 
     def __str__(self) -> str:
@@ -24,7 +24,7 @@ class Origin:
     @property
     def chosen(self) -> bool:
         """Whether someone asked for this value, rather than a default or a rule."""
-        return self.kind in ("preset", "file", "flag")
+        return self.kind in ("preset", "file", "flag", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Literal
 from petatron.config.schema_run import (
     CheckpointConfig,
     DataConfig,
+    FilePath,
     LaunchConfig,
     LogConfig,
     ScheduleConfig,
@@ -263,7 +264,7 @@ class ParallelConfig:
     """Communication library. Derived: nccl on CUDA devices, else gloo; fake sends nothing and is for planning."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait before the run is declared hung."""
-    nccl_communicator_config_path: str | None = None
+    nccl_communicator_config_path: FilePath | None = None
     """YAML file with NCCL settings of communicators, in Megatron's form: `dp: {max_ctas: 16}`."""
     high_priority_stream_groups: tuple[str, ...] | None = None
     """Groups whose communication runs on high-priority streams, such as tp or ep."""
@@ -326,7 +327,7 @@ class MemoryConfig:
     optimizer_cpu_offload: bool = False
     """Keep master weights and moments in host memory; they visit the device for every update, and no number changes.
     Where weights are their own master weights (FSDP, and runs without --bf16 or --fp16), moments alone."""
-    optimizer_nvme_offload: str | None = None
+    optimizer_nvme_offload: FilePath | None = None
     """Folder on a fast disk for the same, made if need be in a folder that exists. What is there ends with the run;
     checkpoints are what lasts."""
     optimizer_offload_fraction: float = 1.0

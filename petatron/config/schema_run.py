@@ -7,7 +7,15 @@ one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+# What `fields.py` reads off an annotation beside its type.
+FilePath = Annotated[str, "path"]
+"""A file, a folder or the prefix of files. A saved config holds it absolute, so that it can be started from any folder."""
+OneStart = Annotated[bool, "one start"]
+"""An answer to a question of one start. A saved config does not repeat it, so that the next start asks again."""
+OneLoad = Annotated[bool, "one load"]
+"""How this start loads. In a run that continues in its own folder, a saved config does not repeat it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +86,19 @@ class TrainConfig:
 class DataConfig:
     """What to train on."""
 
-    data_path: tuple[str, ...] = ()
+    data_path: tuple[FilePath, ...] = ()
     """Dataset prefixes, or weight/prefix pairs; one set of files for all splits, cut by `--split`."""
-    train_data_path: tuple[str, ...] = ()
+    train_data_path: tuple[FilePath, ...] = ()
     """Prefixes (or weight/prefix pairs) for training only."""
-    valid_data_path: tuple[str, ...] = ()
+    valid_data_path: tuple[FilePath, ...] = ()
     """Prefixes (or weight/prefix pairs) for validation only."""
-    test_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[FilePath, ...] = ()
     """Prefixes (or weight/prefix pairs) for testing only."""
-    data_args_path: str | None = None
+    data_args_path: FilePath | None = None
     """File that holds the value of `--data-path`, for long blends."""
     split: str = "969,30,1"
     """Shares of documents for training, validation and test, with `--data-path`."""
-    data_cache_path: str | None = None
+    data_cache_path: FilePath | None = None
     """Folder for sample indices. Derived: `cache` beside the first dataset."""
     mock_data: bool = False
     """Made-up data: counting sequences, no files needed."""
@@ -112,11 +120,11 @@ class TokenizerConfig:
 
     tokenizer_type: Literal["HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"] | None = None
     """Kind of tokenizer. Derived from the files given: HuggingFaceTokenizer, or GPT2BPETokenizer with vocab and merges."""
-    tokenizer_model: str | None = None
+    tokenizer_model: FilePath | None = None
     """tokenizer.json, or a folder that holds one."""
-    vocab_file: str | None = None
+    vocab_file: FilePath | None = None
     """GPT-2 vocab.json."""
-    merge_file: str | None = None
+    merge_file: FilePath | None = None
     """GPT-2 merges.txt."""
 
 
@@ -124,22 +132,22 @@ class TokenizerConfig:
 class CheckpointConfig:
     """Where state is kept."""
 
-    save: str | None = None
+    save: FilePath | None = None
     """Folder to save checkpoints in."""
-    load: str | None = None
+    load: FilePath | None = None
     """Folder to resume from (its newest checkpoint)."""
-    pretrained_checkpoint: str | None = None
+    pretrained_checkpoint: FilePath | None = None
     """Folder to take the first weights from when `--load` is not given or holds no checkpoint yet: of checkpoints, or of a
     Hugging Face model."""
     save_interval: int | None = None
     """Iterations between saves; the last state is always saved when `--save` is given."""
-    ckpt_step: int | None = None
+    ckpt_step: Annotated[int, "one load"] | None = None
     """Resume from this iteration instead of the newest."""
     finetune: bool = False
     """Load weights only and start at iteration 0."""
-    no_load_optim: bool = False
+    no_load_optim: OneLoad = False
     """Do not load optimizer state."""
-    no_load_rng: bool = False
+    no_load_rng: OneLoad = False
     """Do not load random states."""
     no_save_optim: bool = False
     """Do not save optimizer state; such a checkpoint cannot be resumed, only finetuned."""
@@ -147,7 +155,13 @@ class CheckpointConfig:
     """Do not save random states."""
     exit_on_missing_checkpoint: bool = False
     """Fail when `--load` holds no checkpoint, instead of starting from scratch."""
-    override_opt_param_scheduler: bool = False
+    use_checkpoint_args: OneStart = False
+    """Take the model's settings from the checkpoint in `--load`; other values for them give way, with a note."""
+    use_mp_args_from_checkpoint_args: OneStart = False
+    """With `--use-checkpoint-args`, take the sizes of tensor, pipeline and expert parallelism and the pipeline's split too."""
+    use_tokenizer_model_from_checkpoint_args: bool = True
+    """With `--use-checkpoint-args`, use the checkpoint's tokenizer unless another one is given."""
+    override_opt_param_scheduler: OneStart = False
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
     async_save: bool = False
     """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""
@@ -173,9 +187,9 @@ class LogConfig:
     """Report the norm of all parameters."""
     log_num_zeros_in_grad: bool = False
     """Report how many gradient elements are zero."""
-    log_dir: str | None = None
+    log_dir: FilePath | None = None
     """Folder for metrics.jsonl and the resolved config. Derived: the `--save` folder, else runs/<time>."""
-    tensorboard_dir: str | None = None
+    tensorboard_dir: FilePath | None = None
     """Write TensorBoard events here (extra: log)."""
     wandb_project: str | None = None
     """Send metrics to this Weights & Biases project (extra: log)."""
@@ -183,7 +197,7 @@ class LogConfig:
     """Name of the W&B run."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live terminal view; auto shows it when stderr is a terminal and rich is installed."""
-    pipeline_timeline: str | None = None
+    pipeline_timeline: FilePath | None = None
     """File to write the measured timeline of one step to; `petatron plan schedule --measured` draws it."""
     pipeline_timeline_step: int = 3
     """Which iteration `--pipeline-timeline` measures."""
@@ -195,7 +209,7 @@ class LogConfig:
     """Iteration before which `--profile` stops."""
     profile_ranks: tuple[int, ...] = (0,)
     """Ranks that `--profile` traces."""
-    profile_dir: str | None = None
+    profile_dir: FilePath | None = None
     """Folder for the traces, made if need be in one that exists; unset: `profile` in the TensorBoard, log or save folder, or runs."""
 
 

@@ -268,8 +268,6 @@ LATER: Mapping[str, str] = {
     "--muon-momentum": "the Muon optimizer",
     "--decrease-batch-size-if-needed": "rounding the global batch size",
     "--use-checkpoint-opt-param-scheduler": _CHECKPOINT,
-    "--use-checkpoint-args": _CHECKPOINT,
-    "--use-mp-args-from-checkpoint-args": _CHECKPOINT,
     "--non-persistent-save-interval": _CHECKPOINT,
     "--non-persistent-ckpt-type": _CHECKPOINT,
     "--ckpt-convert-format": _CHECKPOINT,

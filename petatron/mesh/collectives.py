@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petatron.mesh.failure import failed
+from petatron.mesh.launch import is_echo
 from petatron.mesh.mesh import Axis
 
 Op = Literal["sum", "max", "min"]
@@ -37,23 +39,61 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class _Call:
+    """One communication call as a context, which is entered while the host is in it: to start it, to wait for it, or both.
+
+    It is recorded, and an error of the backend leaves as ours, with what the record knows.
+    """
+
+    __slots__ = ("_event", "_record")
+
+    def __init__(
+        self,
+        axis: Axis,
+        op: str,
+        *,
+        elements: int = 0,
+        dtype: torch.dtype = torch.uint8,
+        peer: int | None = None,
+        batch: int | None = None,
+    ) -> None:
+        self._record = axis.record
+        self._event = axis.record.add(axis, op, elements=elements, dtype=dtype, peer=peer, batch=batch)
+
+    def __enter__(self) -> _Call:
+        self._event.inside = True
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._event.inside = False
+        if error is not None and is_echo(error):
+            raise failed(error, self._event, self._record) from error
+
+
 class Handle:
     """A collective under way; `wait` returns when its result may be used. `keep` is memory that must live until then."""
 
-    __slots__ = ("_after", "_keep", "_work")
+    __slots__ = ("_after", "_call", "_keep", "_work")
 
     def __init__(
-        self, work: dist.Work | None = None, *, keep: object = None, after: Callable[[], object] | None = None
+        self,
+        work: dist.Work | None = None,
+        call: _Call | None = None,
+        *,
+        keep: object = None,
+        after: Callable[[], object] | None = None,
     ) -> None:
-        self._work, self._keep, self._after = work, keep, after
+        self._work, self._call, self._keep, self._after = work, call, keep, after
 
     def wait(self) -> None:
         """Waiting twice is waiting once."""
         if self._work is not None:
-            self._work.wait()
+            assert self._call is not None, "whatever is under way was recorded"
+            with self._call:
+                self._work.wait()
         if self._after is not None:
             self._after()
-        self._work = self._keep = self._after = None
+        self._work = self._call = self._keep = self._after = None
 
     def done(self) -> bool:
         """Whether it is over, so that waiting would not wait."""
@@ -70,8 +110,8 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
     """Begin an in-place reduction; the caller may compute until it waits."""
     if axis.size == 1:
         return Handle()
-    axis.record.add(axis, "all_reduce", elements=x.numel(), dtype=x.dtype)
-    return Handle(dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True))
+    with _Call(axis, "all_reduce", elements=x.numel(), dtype=x.dtype) as call:
+        return Handle(dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True), call)
 
 
 def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, after: Callable[[], object] | None = None) -> Handle:
@@ -81,16 +121,16 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, after: Callable[[], 
     """
     if axis.size == 1:
         return _copied(out, x, after=after)
-    axis.record.add(axis, "all_gather", elements=out.numel(), dtype=x.dtype)
-    return Handle(_all_gather(out, x, group=axis.group, async_op=True), keep=(out, x), after=after)
+    with _Call(axis, "all_gather", elements=out.numel(), dtype=x.dtype) as call:
+        return Handle(_all_gather(out, x, group=axis.group, async_op=True), call, keep=(out, x), after=after)
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
     """Begin to fill `out` with this rank's part of the sum of the ranks' tensors."""
     if axis.size == 1:
         return _copied(out, x)
-    axis.record.add(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype)
-    return Handle(_reduce_scatter(out, x, group=axis.group, async_op=True))
+    with _Call(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype) as call:
+        return Handle(_reduce_scatter(out, x, group=axis.group, async_op=True), call)
 
 
 def _copied(out: Tensor, x: Tensor, *, after: Callable[[], object] | None = None) -> Handle:
@@ -106,8 +146,8 @@ def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[
         return x
     assert sum(send) == x.shape[0], f"{x.shape[0]} rows, but {sum(send)} are to be sent"
     out = x.new_empty((sum(receive), *x.shape[1:]))
-    axis.record.add(axis, "all_to_all", elements=x.numel(), dtype=x.dtype)
-    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
+    with _Call(axis, "all_to_all", elements=x.numel(), dtype=x.dtype):
+        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
     return out
 
 
@@ -150,21 +190,26 @@ def _start_batch(
     partner that batches.
     """
     group, batch = axis.group, axis.record.count
-    calls, landing = [], []
+    calls, operations, landing = [], [], []
     for x, to in sends:
-        axis.record.add(axis, "send", elements=x.numel(), dtype=x.dtype, peer=axis.ranks[to], batch=batch)
-        calls.append(dist.P2POp(dist.isend, _host(x.contiguous(), group), axis.ranks[to], group=group))
+        peer = axis.ranks[to]
+        calls.append(_Call(axis, "send", elements=x.numel(), dtype=x.dtype, peer=peer, batch=batch))
+        operations.append(dist.P2POp(dist.isend, _host(x.contiguous(), group), peer, group=group))
     for out, source in receives:
-        axis.record.add(axis, "receive", elements=out.numel(), dtype=out.dtype, peer=axis.ranks[source], batch=batch)
+        peer = axis.ranks[source]
+        calls.append(_Call(axis, "receive", elements=out.numel(), dtype=out.dtype, peer=peer, batch=batch))
         landing.append(_host(out, group, copy=False))
-        calls.append(dist.P2POp(dist.irecv, landing[-1], axis.ranks[source], group=group))
-    works = dist.batch_isend_irecv(calls)
+        operations.append(dist.P2POp(dist.irecv, landing[-1], peer, group=group))
+    with calls[0]:
+        works = dist.batch_isend_irecv(operations)
     if len(works) != len(calls):  # a backend that starts a batch as one has one thing to wait for
         works = [works[0]] * len(calls)
-    sent = [Handle(work, keep=call.tensor) for work, call in zip(works, calls[: len(sends)])]
+    sent = [
+        Handle(work, call, keep=started.tensor) for work, call, started in zip(works, calls, operations[: len(sends)])
+    ]
     received = [
-        Handle(work, after=None if host is out else partial(out.copy_, host))
-        for work, host, (out, _) in zip(works[len(sends) :], landing, receives)
+        Handle(work, call, after=None if host is out else partial(out.copy_, host))
+        for work, call, host, (out, _) in zip(works[len(sends) :], calls[len(sends) :], landing, receives)
     ]
     return sent, received
 
@@ -181,8 +226,8 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    axis.record.add(axis, "all_gather", elements=out.numel(), dtype=x.dtype)
-    _all_gather(out, x.contiguous(), group=axis.group)
+    with _Call(axis, "all_gather", elements=out.numel(), dtype=x.dtype):
+        _all_gather(out, x.contiguous(), group=axis.group)
     return out
 
 
@@ -192,8 +237,8 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
         return x
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows cannot be scattered over {axis.size} ranks"
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    axis.record.add(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype)
-    _reduce_scatter(out, x.contiguous(), group=axis.group)
+    with _Call(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype):
+        _reduce_scatter(out, x.contiguous(), group=axis.group)
     return out
 
 
@@ -201,8 +246,8 @@ def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
     """Overwrite the tensor on every rank with that of the axis's rank `source`."""
     if axis.size == 1:
         return x
-    axis.record.add(axis, "broadcast", elements=x.numel(), dtype=x.dtype)
-    dist.broadcast(x, axis.ranks[source], group=axis.group)
+    with _Call(axis, "broadcast", elements=x.numel(), dtype=x.dtype):
+        dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
 
@@ -210,9 +255,9 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's small picklable value, in axis order; for control, not for tensors."""
     if axis.size == 1:
         return [value]
-    axis.record.add(axis, "gather_objects", elements=0, dtype=torch.uint8)
     out: list[Any] = [None] * axis.size
-    dist.all_gather_object(out, value, group=axis.group)
+    with _Call(axis, "gather_objects"):
+        dist.all_gather_object(out, value, group=axis.group)
     return out
 
 
@@ -220,9 +265,9 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     """The axis's first rank's value on every rank: for what only one knows and may be large."""
     if axis.size == 1:
         return value
-    axis.record.add(axis, "broadcast_object", elements=0, dtype=torch.uint8)
     held = [value]
-    dist.broadcast_object_list(held, src=axis.ranks[0], group=axis.group)
+    with _Call(axis, "broadcast_object"):
+        dist.broadcast_object_list(held, src=axis.ranks[0], group=axis.group)
     return held[0]
 
 
@@ -230,16 +275,16 @@ def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
     """Every rank's value on the axis's first rank, None on the others: for what may be large and only one needs."""
     if axis.size == 1:
         return [value]
-    axis.record.add(axis, "gather_objects_to_first", elements=0, dtype=torch.uint8)
     out: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
-    dist.gather_object(value, out, dst=axis.ranks[0], group=axis.group)
+    with _Call(axis, "gather_objects_to_first"):
+        dist.gather_object(value, out, dst=axis.ranks[0], group=axis.group)
     return out
 
 
 def barrier(axis: Axis) -> None:
     if axis.size > 1:
-        axis.record.add(axis, "barrier", elements=0, dtype=torch.uint8)
-        dist.barrier(group=axis.group)
+        with _Call(axis, "barrier"):
+            dist.barrier(group=axis.group)
 
 
 def local_part(x: Tensor, axis: Axis) -> Tensor:

@@ -273,21 +273,33 @@ def guard(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> in
 
 
 def _write_error_file(error: Exception, path: str) -> bool:
+    message, report = f"{type(error).__name__}: {error}", getattr(error, "report", None)
+    return write_error_file(path, message=message, text=_text(error), echo=is_echo(error), report=report)
+
+
+def write_error_file(
+    path: str, *, message: str, text: str, echo: bool, report: Mapping[str, object] | None = None
+) -> bool:
+    """Leave a report for the launcher in torch elastic's format, whole or not at all; `report` is of `failure.py`."""
     now = time.time()
-    echo = is_echo(error)
     details = {
-        "py_callstack": _text(error),
+        "py_callstack": text,
         "timestamp": str(int(now) + (ECHO_DELAY_S if echo else 0)),
         "time": now,
         "echo": echo,
+        "communication": report,
     }
     try:
-        Path(path).write_text(
-            json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}})
-        )
+        Path(f"{path}.tmp").write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+        Path(f"{path}.tmp").replace(path)
     except OSError:
         return False
     return True
+
+
+def error_file(env: Mapping[str, str] = os.environ) -> str | None:
+    """Where this rank reports a failure, if its launcher reads that."""
+    return env.get(ERROR_FILE)
 
 
 def _text(error: Exception) -> str:

@@ -93,7 +93,7 @@ class ParallelMesh:
         self.layout = layout
         self.rank = rank
         self.device = device or torch.device("cpu")
-        self.record = Record()
+        self.record = Record(rank=rank)
         self.backend = backend or (dist.get_backend() if dist.is_initialized() else "gloo")
         self._timeout = timedelta(minutes=timeout_minutes)
         self._options = options or CommunicatorOptions()
@@ -111,6 +111,7 @@ class ParallelMesh:
         return cls(Layout(), 0, device=device)
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        self.record.know(name, ranks, timeout_s=self._timeout.total_seconds())
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._open, self.record)
 
     def _open(self, axis: Axis) -> dist.ProcessGroup:
@@ -159,6 +160,7 @@ class ParallelMesh:
         if world.size == 1 or self.backend == "fake":
             return world
         group = new_group(name, world.ranks, backend="gloo", timeout=_CONTROL_TIMEOUT)
+        self.record.know(name, world.ranks, timeout_s=_CONTROL_TIMEOUT.total_seconds())
         return Axis(name, world.size, world.rank, world.ranks, lambda *_: group, self.record)
 
     def alone(self) -> dist.ProcessGroup:

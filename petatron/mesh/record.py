@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
+from types import FrameType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,11 +48,16 @@ class RecordedAxis(Protocol):
     def communicator(self) -> Communicator: ...
 
 
-@dataclass(frozen=True, slots=True)
+# Two ranks of an axis start the same collectives, but not the same transfers.
+_TRANSFERS = ("send", "receive")
+
+
+@dataclass(slots=True, eq=False)
 class Event:
     """One operation, numbered from the start of the run; sends and receives have a `peer` (its rank in the world).
 
-    Those that are started together have the same `batch`.
+    Those that are started together have the same `batch`. Not frozen: that would double the time it takes to make one, and there is
+    one for every call.
     """
 
     number: int
@@ -60,9 +67,13 @@ class Event:
     bytes: int
     dtype: torch.dtype
     caller: str
+    begun_s: float
+    """When it was started, on the monotonic clock."""
     communicator: Communicator
     peer: int | None = None
     batch: int | None = None
+    inside: bool = False
+    """Whether the host is in the call now, or waits for its end."""
 
     def __str__(self) -> str:
         kind = f"{self.op} of {self.elements} {str(self.dtype).removeprefix('torch.')} over {self.axis}"
@@ -70,12 +81,18 @@ class Event:
 
 
 class Record:
-    """Ring buffer of the latest events."""
+    """Ring buffer of the latest events of a rank, and what its axes are.
 
-    def __init__(self, capacity: int = 8192) -> None:
+    Threads may add events, and look at them at any time.
+    """
+
+    def __init__(self, capacity: int = 8192, *, rank: int = 0) -> None:
+        self.rank = rank
         self._events: deque[Event] = deque(maxlen=capacity)
         self._count = 0
-        self._lock = threading.Lock()  # a save in the background talks beside training
+        self._lock = threading.Lock()  # a save in the background communicates beside training
+        self._collectives: dict[str, int] = {}
+        self._axes: dict[str, tuple[tuple[int, ...], float]] = {}
 
     def add(
         self,
@@ -86,16 +103,41 @@ class Record:
         dtype: torch.dtype,
         peer: int | None = None,
         batch: int | None = None,
-    ) -> None:
-        size, caller, where = elements * dtype.itemsize, _caller(), axis.communicator
+    ) -> Event:
+        size, caller, where, name = elements * dtype.itemsize, _caller(), axis.communicator, axis.name
         with self._lock:
             self._count += 1
-            event = Event(self._count, axis.name, op, elements, size, dtype, caller, where, peer, batch)
+            if op not in _TRANSFERS:
+                self._collectives[name] = self._collectives.get(name, 0) + 1
+            event = Event(self._count, name, op, elements, size, dtype, caller, time.monotonic(), where, peer, batch)
             self._events.append(event)
+        return event
+
+    def know(self, axis: str, ranks: tuple[int, ...], *, timeout_s: float) -> None:
+        """Note the ranks of an axis and how long an operation over it may take."""
+        self._axes[axis] = ranks, timeout_s
+
+    def ranks_of(self, axis: str) -> tuple[int, ...]:
+        return self._axes[axis][0] if axis in self._axes else ()
+
+    def timeout_of(self, axis: str) -> float:
+        """How many seconds an operation over an axis may take."""
+        return self._axes[axis][1] if axis in self._axes else float("inf")
+
+    @property
+    def has_peers(self) -> bool:
+        return any(len(ranks) > 1 for ranks, _ in self._axes.values())
+
+    def collectives(self) -> dict[str, int]:
+        """How many collectives this rank has started over each axis."""
+        return dict(self._collectives)
+
+    def latest(self) -> Event | None:
+        return self._events[-1] if self._events else None
 
     def events(self, *, since: int = 0) -> list[Event]:
         """The events still in the buffer with a number above `since`."""
-        return [event for event in self._events if event.number > since]
+        return [event for event in list(self._events) if event.number > since]  # a copy: another thread may add to it
 
     @property
     def count(self) -> int:
@@ -112,6 +154,11 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame.f_back is not None and _passes_on(frame.f_code.co_filename):
         frame = frame.f_back
+    return place_of(frame)
+
+
+def place_of(frame: FrameType) -> str:
+    """A frame as file:line function."""
     code = frame.f_code
     return f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno} {code.co_name}"
 

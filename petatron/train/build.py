@@ -45,6 +45,7 @@ from petatron.parallel.graph import CudaRecorder
 from petatron.parallel.model import ParallelModel, PipelinePlan
 from petatron.parallel.routing import RouterTotals
 from petatron.train.batch_size import BatchSchedule
+from petatron.train.checkpoint_args import read_checkpoint_args
 from petatron.train.model import Model
 
 _log = get_logger(__name__)
@@ -57,7 +58,9 @@ def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: in
     128
     """
     world_size = world_size if world_size is not None else read_environment().world_size
-    loaded, _ = open_tokenizer(load_config(flags, preset=preset, world_size=world_size))
+    loaded, _ = open_tokenizer(
+        load_config(flags, preset=preset, world_size=world_size, read_checkpoint=read_checkpoint_args)
+    )
     return loaded.config
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from petatron.config import RunConfig
 from petatron.config.fields import by_path
+from petatron.config.paths import absolute, anchored
 
 # What a change of these settings does, by section and name; a section alone means all of it that is not named elsewhere.
 _ORDER = "samples come from the new data in its own order, from sample {samples:,} of it on; some may be seen again, others never"
@@ -67,8 +68,8 @@ _NO_CHANGE_OF_THE_RUN = (
 
 
 def plain(run: RunConfig) -> dict[str, Any]:
-    """The config as a checkpoint holds it."""
-    return json.loads(json.dumps(asdict(run)))
+    """The config as a checkpoint holds it: with absolute paths, since a run may go on from another folder."""
+    return json.loads(json.dumps(asdict(anchored(run))))
 
 
 def changes(then: Mapping[str, Any], run: RunConfig, *, iteration: int, samples: int) -> list[str]:
@@ -87,6 +88,10 @@ def changes(then: Mapping[str, Any], run: RunConfig, *, iteration: int, samples:
             known = by_path().get(f"{section}.{name}")
             default = None if known is None else known.default  # a setting that came later had its default then
             before, after = then[section].get(name, default), now[section].get(name)
+            if known is not None and "path" in known.marks:
+                before = json.loads(
+                    json.dumps(absolute(known, before))
+                )  # older checkpoints hold paths as they were typed
             effect = _effect(section, name)
             if before != after and effect is not None:
                 found.setdefault(effect, []).append(f"{name} {before} -> {after}")

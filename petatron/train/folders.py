@@ -26,7 +26,7 @@ def check_folders(config: CheckpointConfig) -> None:
     """
     continues = config.load is not None and config.save is not None and _same(config.load, config.save)
     if config.load is not None:
-        _check_load(Path(config.load), config, may_be_empty=continues)
+        check_load(Path(config.load), config, may_be_empty=continues)
     if config.pretrained_checkpoint is not None and not (config.load is not None and steps(Path(config.load))):
         _refuse_foreign(Path(config.pretrained_checkpoint), "--pretrained-checkpoint")
     if config.save is not None:
@@ -44,7 +44,8 @@ def check_folders(config: CheckpointConfig) -> None:
             )
 
 
-def _check_load(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -> None:
+def check_load(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -> None:
+    """Raise if a folder holds nothing that `--load` can take."""
     if (folder / MANIFEST).is_file():
         step = folder.name.rpartition("-")[2].lstrip("0") or "0"
         raise CheckpointError(
@@ -73,6 +74,7 @@ def _check_load(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -
             ("--no-load-optim", config.no_load_optim),
             ("--ckpt-step", config.ckpt_step is not None),
             ("--exit-on-missing-checkpoint", config.exit_on_missing_checkpoint),
+            ("--use-checkpoint-args", config.use_checkpoint_args),
         )
         if given
     ]

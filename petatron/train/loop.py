@@ -21,7 +21,7 @@ from petatron.train.metrics import IntervalMeter, Record, Sink, StepMetrics, eve
 from petatron.train.profile import StepProfile
 from petatron.train.state import TrainState
 from petatron.train.step import train_step
-from petatron.train.stopping import Stopping
+from petatron.train.stopping import EvaluationWatch, Stopping
 
 _log = get_logger(__name__)
 
@@ -106,29 +106,31 @@ class Loop:
             self._event(f"nothing left to train: the run is at iteration {began_at} of {self._length.iterations}")
         saves = state.saver is not None
         stops = Stopping(config.train, state.mesh.control, saves=saves, started_s=self._started_s)
-        with stops as stopping, self._profile as traced:
-            while state.progress.iteration < self._length.iterations and stopped is None:
-                traced.begin(state.progress.iteration + 1)
-                batches = self._next_batches()
-                metrics = train_step(state, batches)
-                traced.end(metrics.iteration)
-                self._watch(metrics)
-                iteration = metrics.iteration
-                if iteration == 1 or iteration % config.log.log_interval == 0 or iteration == self._length.iterations:
-                    self._report()
-                if config.train.eval_interval and iteration % config.train.eval_interval == 0:
-                    self._evaluate(self._loaders.valid, "valid")
-                if config.checkpoint.save_interval and iteration % config.checkpoint.save_interval == 0:
-                    self._save()
-                self._watch_save()
-                stopped = stopping.reason(iteration)
-            if stopped is not None:
-                self._event(f"stopping at iteration {state.progress.iteration}: {stopped}")
-            if state.progress.iteration > began_at:
-                self._save(last=True)
-        if stopped is None:
-            self._evaluate(self._loaders.valid, "valid")
-            self._evaluate(self._loaders.test, "test")
+        with stops as stopping:
+            with self._profile as traced:
+                while state.progress.iteration < self._length.iterations and stopped is None:
+                    traced.begin(state.progress.iteration + 1)
+                    batches = self._next_batches()
+                    metrics = train_step(state, batches)
+                    traced.end(metrics.iteration)
+                    self._watch(metrics)
+                    iteration = metrics.iteration
+                    last = iteration == self._length.iterations
+                    if iteration == 1 or iteration % config.log.log_interval == 0 or last:
+                        self._report()
+                    if config.train.eval_interval and iteration % config.train.eval_interval == 0:
+                        stopped = self._evaluate(self._loaders.valid, "valid", stopping, saves=saves)
+                    if config.checkpoint.save_interval and iteration % config.checkpoint.save_interval == 0:
+                        self._save()
+                    self._watch_save()
+                    stopped = stopped or stopping.reason(iteration)
+                self._tell_stop(stopped)
+                if state.progress.iteration > began_at:
+                    self._save(last=True)
+            for split, loader in (("valid", self._loaders.valid), ("test", self._loaders.test)):
+                if stopped is None:
+                    stopped = self._evaluate(loader, split, stopping, saves=False)
+                    self._tell_stop(stopped)
         return Outcome(state.progress.iteration, stopped, self._valid[1] if self._valid else None)
 
     def _next_batches(self) -> list[Batch]:
@@ -168,13 +170,23 @@ class Loop:
                 "regardless with --no-check-for-nan-in-loss-and-grad."
             )
 
-    def _evaluate(self, loader: BatchLoader | None, split: str) -> None:
+    def _tell_stop(self, why: str | None) -> None:
+        if why is not None:
+            self._event(f"stopping at iteration {self._state.progress.iteration}: {why}")
+
+    def _evaluate(self, loader: BatchLoader | None, split: str, stopping: Stopping, *, saves: bool) -> str | None:
+        """Report the loss of a split; why to stop, if that came first, and then nothing is reported."""
         iteration = self._state.progress.iteration
         if loader is None or (split == "valid" and self._valid is not None and self._valid[0] == iteration):
-            return
+            return None
         self._meter.pause()
-        loss = evaluate(self._state, loader)
+        with stopping.watch_evaluation(saves=saves) as watch:
+            loss = evaluate(self._state, loader, watch)
         self._meter.resume()
+        if isinstance(loss, Interrupted):
+            batches = f"{loss.batches:,} of {self._run.train.eval_iters:,} batches"
+            self._event(f"the evaluation ({split}) was interrupted after {batches} and reports no loss")
+            return loss.why
         if split == "valid":
             self._valid = (iteration, loss)
         self._write(
@@ -185,6 +197,7 @@ class Loop:
                 split="test" if split == "test" else "valid",
             )
         )
+        return None
 
     def _save(self, *, last: bool = False) -> None:
         """Publish this iteration, but never a state that the next log line would have refused.
@@ -244,13 +257,24 @@ class Loop:
             sink.write(record)
 
 
-def evaluate(state: TrainState, loader: BatchLoader) -> float:
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """An evaluation that was told to stop after so many batches."""
+
+    why: str
+    batches: int
+
+
+def evaluate(state: TrainState, loader: BatchLoader, watch: EvaluationWatch | None = None) -> float | Interrupted:
     """Mean loss per token over the first `eval_iters` batches of a split; the same batches every time."""
     size = state.run.train.global_batch_size
     assert size is not None
     total = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
     tokens = torch.zeros_like(total)
     for index in range(state.run.train.eval_iters):
+        why = watch.reason(index) if watch is not None else None
+        if why is not None:
+            return Interrupted(why, index)
         batches = loader.next_step(size, index * size)
         loss, count = state.model.evaluate([batch.to(state.mesh.device) for batch in batches])
         total, tokens = total + loss, tokens + count

@@ -13,13 +13,15 @@ from petatron.base.device import detect
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.base.log import get_logger
 from petatron.base.words import counted
-from petatron.config import Loaded, RunConfig, dump_yaml
+from petatron.config import Loaded, RunConfig
 from petatron.config.layer_pattern import moe_layers
 from petatron.config.preflight import preflight
+from petatron.config.saved import saved_yaml
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh import collectives
 from petatron.mesh.launch import read_environment
 from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.mesh.watchdog import Watchdog
 from petatron.models.flops import parameter_count
 from petatron.train.batch_size import BatchSchedule
 from petatron.train.build import Loaders, RunLength, build_loaders, launch, open_tokenizer
@@ -59,12 +61,13 @@ def run_training(loaded: Loaded) -> Outcome:
     for number, plan in enumerate(plans):
         _log.info("stage %d: %s", number, plan.describe())
     with claimed(loaded.config.checkpoint.save, rank=read_environment().rank):
-        return _build_and_run(loaded, tokenizer, started_s=started_s)
+        mesh = launch(loaded.config)
+        with Watchdog(mesh.record, timeout_s=60 * loaded.config.parallel.distributed_timeout_minutes):
+            return _build_and_run(loaded, mesh, tokenizer, started_s=started_s)
 
 
-def _build_and_run(loaded: Loaded, tokenizer: Tokenizer | None, *, started_s: float) -> Outcome:
+def _build_and_run(loaded: Loaded, mesh: ParallelMesh, tokenizer: Tokenizer | None, *, started_s: float) -> Outcome:
     run = loaded.config
-    mesh = launch(run)
     with memory_reported(run, mesh.device, when=lambda: "building the model"):
         state = TrainState.build(run, mesh, tokenizer)
     with memory_reported(run, mesh.device, when=lambda: "loading the checkpoint"):
@@ -82,7 +85,7 @@ def _build_and_run(loaded: Loaded, tokenizer: Tokenizer | None, *, started_s: fl
     if pretrained is not None:
         headline.append(f"first weights from {pretrained}")
     headline += state.note_data(loaders.train.dataset.fingerprint)
-    settings = dump_yaml(run, origins=loaded.origins)
+    settings = saved_yaml(loaded)
     return _run(state, loaders, settings=settings, headline=headline, started_s=started_s)
 
 

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -17,6 +18,7 @@ from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CHECK_EVERY_S = 0.5
 _log = get_logger(__name__)
 
 
@@ -27,6 +29,8 @@ class Stopping:
     that no device waits, and every rank gives the same answer at the same iteration. It travels while the next iteration
     runs, so at large worlds nobody waits for it either, and a signal is heeded one iteration later. A rank by itself has
     nobody to ask, and stops after the iteration that the signal came in.
+
+    An evaluation may last for hours, so ranks ask within it too (`watch_evaluation`), over the same group and in the same way.
     """
 
     def __init__(
@@ -35,8 +39,8 @@ class Stopping:
         self._config = config
         self._control = control
         self._started_s = time.monotonic() if started_s is None else started_s
-        when = "after this step" if control.size == 1 else "after the next step"
-        self._promise = f"stopping {when}{' and saving' if saves else ''}"
+        self._place = "after this step" if control.size == 1 else "after the next step"
+        self._saves = saves
         self._signal = 0
         self._interrupted = False
         self._asked: tuple[torch.Tensor, collectives.Handle] | None = None
@@ -66,24 +70,42 @@ class Stopping:
 
     def _tell(self, number: int) -> None:
         again = "; once more to stop at once" if number == signal.SIGINT else ""
-        _log.warning("%s: %s%s", signal.Signals(number).name, self._promise, again)
+        saving = " and saving" if self._saves else ""
+        _log.warning("%s: stopping %s%s%s", signal.Signals(number).name, self._place, saving, again)
 
     def reason(self, iteration: int) -> str | None:
         """Why to stop after this iteration, or None; every rank must ask."""
-        minutes = self._config.exit_duration_in_mins
-        overtime = minutes is not None and time.monotonic() - self._started_s > minutes * 60.0
-        number, late = self._agreed(torch.tensor([self._signal, int(overtime)]))
+        interval = self._config.exit_interval
+        early = self._early(self._agreed(0)[:2])
+        if early is None and interval and iteration % interval == 0:
+            return f"--exit-interval {interval}"
+        return early
+
+    @contextmanager
+    def watch_evaluation(self, *, saves: bool) -> Iterator[EvaluationWatch]:
+        """While open, a signal is answered for an evaluation; `saves` says whether a checkpoint follows it."""
+        before = self._place, self._saves
+        self._place, self._saves = "the evaluation", saves
+        try:
+            yield EvaluationWatch(self._ask, several=self._control.size > 1)
+        finally:
+            self._place, self._saves = before
+
+    def _ask(self, elapsed_ms: int) -> tuple[str | None, int]:
+        number, late, slowest_ms = self._agreed(elapsed_ms)
+        return self._early((number, late)), slowest_ms
+
+    def _early(self, agreed: tuple[int, int]) -> str | None:
+        number, late = agreed
         if number:
             return f"received {signal.Signals(number).name}"
-        if late:
-            return f"--exit-duration-in-mins {minutes:g} is over"
-        interval = self._config.exit_interval
-        if interval and iteration % interval == 0:
-            return f"--exit-interval {interval}"
-        return None
+        return f"--exit-duration-in-mins {self._config.exit_duration_in_mins:g} is over" if late else None
 
-    def _agreed(self, wishes: torch.Tensor) -> tuple[int, int]:
-        """What all ranks wished when they were last asked; these wishes are the next question."""
+    def _agreed(self, elapsed_ms: int) -> tuple[int, int, int]:
+        """What all ranks wished when they were last asked; the wishes of now are the next question."""
+        minutes = self._config.exit_duration_in_mins
+        overtime = minutes is not None and time.monotonic() - self._started_s > minutes * 60.0
+        wishes = torch.tensor([self._signal, int(overtime), elapsed_ms])
         agreed = torch.zeros_like(wishes)
         if self._control.size == 1:
             agreed = wishes
@@ -92,8 +114,39 @@ class Stopping:
                 agreed, handle = self._asked
                 handle.wait()
             self._asked = wishes, collectives.start_all_reduce(wishes, self._control, op="max")
-        number, late = agreed.tolist()
-        return number, late
+        number, late, slowest_ms = agreed.tolist()
+        return number, late, slowest_ms
+
+
+class EvaluationWatch:
+    """Decides before each evaluation batch whether to stop; all ranks stop at the same batch.
+
+    Batches may take a millisecond or a minute, and clocks differ between ranks, so ranks agree on the batches at which they
+    ask: every `stride`-th, where the stride follows from the time of the slowest rank, which travels with the question, and is
+    therefore the same on all of them. It aims at two questions per second and at most doubles each time, since the first batches
+    of a GPU are only launched and seem to take no time. A rank by itself looks at every batch.
+    """
+
+    def __init__(self, ask: Callable[[int], tuple[str | None, int]], *, several: bool) -> None:
+        self._ask, self._several = ask, several
+        self._stride, self._asked_stride = 1, 1
+        self._next_batch = 0
+        self._asked_at_s = time.monotonic()
+
+    def reason(self, batch: int) -> str | None:
+        """Why to stop before this batch, or None; every rank must ask, for every batch in order."""
+        if self._several and batch < self._next_batch:
+            return None
+        now_s = time.monotonic()
+        elapsed_ms = 0 if batch == 0 else max(1, round((now_s - self._asked_at_s) * 1000))
+        reason, slowest_ms = self._ask(elapsed_ms)
+        stride = self._stride
+        if batch > 0 and slowest_ms:  # what is answered at the first batch was asked before the evaluation
+            fitting = int(self._asked_stride * _CHECK_EVERY_S * 1000 / slowest_ms)
+            stride = max(1, min(fitting, 2 * self._stride))
+        self._asked_at_s, self._asked_stride, self._stride = now_s, self._stride, stride
+        self._next_batch = batch + stride
+        return reason
 
 
 class _Listener:

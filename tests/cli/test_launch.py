@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 FLAGS = (
     "--preset tiny-llama --mock-data --num-layers 1 --seq-length 32 --lr 1e-3 --global-batch-size 4 --tp 2 --eval-iters 0 "
@@ -97,3 +99,79 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
     last = max(event["iteration"] for event in events)
     assert any("received SIGTERM" in event.get("message", "") for event in events)
     assert (tmp_path / "out" / "latest").read_text().strip().endswith(str(last))
+
+
+def test_interrupt_ends_a_long_evaluation_of_two_ranks_and_the_run_resumes(tmp_path: Path):
+    without_evaluation = " ".join(FLAGS).replace("--eval-iters 0", "").split()
+    flags = [*without_evaluation, *"--train-iters 4 --save out --load out --lr-decay-iters 4".split()]
+    command = [sys.executable, "-m", "petatron", "train", *flags]
+    long = [*command, "--eval-interval", "2", "--eval-iters", "100000"]
+    run = subprocess.Popen(long, cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count('"kind": "train"') >= 2):
+        assert time.monotonic() < deadline and run.poll() is None
+        time.sleep(0.1)
+    time.sleep(1)  # into the evaluation, which would last for hours
+    run.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    assert run.wait(timeout=60) == 0
+    assert time.monotonic() - sent < 30
+    assert run.stderr is not None and "SIGINT: stopping the evaluation and saving" in run.stderr.read()
+    text = metrics.read_text()
+    assert "was interrupted after" in text and '"kind": "valid"' not in text
+    assert (tmp_path / "out" / "latest").read_text().strip() == "step-00000002"
+    done = _run([*command, "--eval-iters", "1"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "resumed at iteration 2" in done.stdout and len(_losses(done.stdout)) >= 2
+
+
+FAULTY = """
+import os, signal, sys, time
+import petatron.train.loop as loop
+step = loop.train_step
+def faulty(state, batches):
+    if state.mesh.rank == 2 and state.progress.iteration == 2:
+        os.kill(os.getpid(), signal.SIGKILL) if "{fault}" == "kill" else time.sleep(1000)
+    return step(state, batches)
+loop.train_step = faulty
+from petatron.cli.main import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def _three_ranks(folder: Path, fault: str, *more: str) -> subprocess.CompletedProcess[str]:
+    (folder / "faulty.py").write_text(FAULTY.format(fault=fault))
+    flags = [
+        *" ".join(FLAGS).replace("--tp 2", "--dp 3").replace("size 4", "size 6").split(),
+        "--train-iters",
+        "50",
+        *more,
+    ]
+    launch = (
+        "import sys; from petatron.cli.launcher import run_ranks;"
+        f"sys.exit(run_ranks([sys.executable, 'faulty.py', *{flags!r}], nproc=3))"
+    )
+    return _run([sys.executable, "-c", launch], folder)
+
+
+def test_killed_rank_is_named_first_and_then_where_the_others_waited(tmp_path: Path):
+    done = _three_ranks(tmp_path, "kill")
+    assert done.returncode == 128 + signal.SIGKILL
+    told = done.stderr[done.stderr.index("Rank 2 of 3 failed first: it was ended by SIGKILL.") :]
+    place = r"Ranks 0-1 were waiting in all_reduce over dp_cp \(ranks 0-2\) at parallel/model.py:\d+ _count_tokens, operation \d+"
+    assert re.search(place, told), done.stderr
+    assert "Traceback" not in done.stderr and "gloo" not in told
+
+
+@pytest.mark.slow
+def test_hung_rank_is_named_with_the_place_where_it_is(tmp_path: Path):
+    """The time limit has to be long enough for ranks to meet on a busy machine."""
+    done = _three_ranks(tmp_path, "hang", "--distributed-timeout-minutes", "0.4")
+    assert done.returncode == 1
+    assert re.search(
+        r"Rank [01] of 3 gave up first:\n\nRank [01] waited \d+ s in all_reduce over dp_cp", done.stderr
+    ), done.stderr
+    assert re.search(r"Rank 2 did not arrive at all_reduce over dp_cp \(ranks 0-2\): \d+ collectives", done.stderr)
+    assert "is at " in done.stderr and "faulty.py:7 faulty" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -102,12 +102,12 @@ def marked_handles() -> Iterator[None]:
     class Marked(plain):
         __slots__ = ("name",)
 
-        def __init__(self, work: Any = None, **more: Any) -> None:
+        def __init__(self, work: Any = None, *call: Any, **more: Any) -> None:
             frame = sys._getframe(1)
             axis = frame.f_locals.get("axis")
             self.name = f"{frame.f_code.co_name} {axis.name if axis is not None else ''} {next(numbers)}"
             with record_function(f"start {self.name}"):
-                super().__init__(work, **more)
+                super().__init__(work, *call, **more)
 
         def wait(self) -> None:
             with record_function(f"wait {self.name}"):

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, check, load_config, resolve_config
-from petatron.config.check_files import PATHS
 from petatron.config.derive import derive
 from petatron.config.fields import all_fields, assemble, flatten
+from petatron.config.paths import path_fields
 
+PATHS = tuple(info.name for info in path_fields())
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100")
 
 

@@ -252,3 +252,61 @@ def test_a_command_that_does_not_exist() -> None:
 def test_the_launcher_does_not_load_torch() -> None:
     code = "import sys, petatron.cli.launcher; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+HUNG = """
+from petatron.mesh.failure import CommunicationError, request
+from petatron.mesh.launch import error_file, write_error_file
+
+def report(state, started, at=None):
+    ranks = [0, 1, 2]
+    where = dict(op="all_reduce", axis="dp", ranks=ranks, caller="gradients.py:88 send", number=started, for_s=2.0)
+    return dict(rank=rank, state=state, at=at, before=[], counts=dict(dp=[ranks, started]), **where)
+"""
+
+
+def test_a_hang_names_the_rank_that_did_not_arrive(capfd: pytest.CaptureFixture[str]) -> None:
+    """It wrote its place because the launcher asked when the first of the others gave up."""
+    body = (
+        HUNG
+        + """
+if rank == 1:
+    while not request(error_file()).exists():
+        time.sleep(0.02)
+    write_error_file(error_file(), message="", text="", echo=True, report=report("idle", 6, at="step.py:9 load"))
+    time.sleep(60)
+time.sleep(0.2 * rank)
+raise CommunicationError(report("failed", 7), "timed out") from RuntimeError("/gloo/ timed out")
+"""
+    )
+    assert run_ranks(child(body), nproc=3, grace_s=2) == 1
+    err = capfd.readouterr().err
+    assert "Rank 0 of 3 gave up first:\n\nRank 0 waited 2.0 s in all_reduce over dp (ranks 0-2)" in err
+    assert (
+        "Rank 1 did not arrive at all_reduce over dp (ranks 0-2): 6 collectives started there, 7 by ranks 0, 2." in err
+    )
+    assert "Rank 2 was waiting in all_reduce over dp (ranks 0-2) at gradients.py:88 send, operation 7" in err
+    assert "Rank 1 was in no communication since all_reduce" in err and "is at step.py:9 load" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("number", "verb"), [("SIGKILL", "failed"), ("SIGABRT", "gave up")])
+def test_a_report_of_waiting_does_not_hide_how_a_rank_died(
+    capfd: pytest.CaptureFixture[str], number: str, verb: str
+) -> None:
+    """NCCL's watchdog aborts a rank that waits; whatever else kills one is the cause."""
+    body = (
+        HUNG
+        + f"""
+if rank == 1:
+    write_error_file(error_file(), message="", text="waited", echo=True, report=report("waiting", 7))
+    os.kill(os.getpid(), signal.{number})
+time.sleep(1)
+raise CommunicationError(report("failed", 7), "timed out") from RuntimeError("/gloo/ timed out")
+"""
+    )
+    code = run_ranks(child(body), nproc=2, grace_s=3)
+    err = capfd.readouterr().err
+    assert f"Rank 1 of 2 {verb} first: it was ended by {number}" in err
+    assert ("\nwaited\n" in err) == (number == "SIGABRT")
+    assert code == 128 + signal.Signals[number]

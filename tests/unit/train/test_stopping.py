@@ -124,3 +124,70 @@ def test_several_ranks_agree_one_step_later(ranks: RankPool):
     first, second = ranks.run(_two_ranks, 2)
     assert first[0] == second[0] == [None, "received SIGTERM"]
     assert first[1] == ["SIGTERM: stopping after the next step and saving"] and second[1] == []
+
+
+def test_one_rank_stops_an_evaluation_at_the_next_batch_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state, loop, sink = start(tiny_run(f"{SMALL} --train-iters 9 --eval-interval 2 --eval-iters 50 --save {tmp_path}"))
+    look, seen = state.model.evaluate, []
+
+    def interrupted(batches):
+        seen.append(1)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return look(batches)
+
+    monkeypatch.setattr(state.model, "evaluate", interrupted)
+    outcome = loop.run()
+    assert (outcome.iteration, outcome.stopped_early, outcome.valid_loss, len(seen)) == (2, "received SIGINT", None, 3)
+    assert not sink.column("lm_loss", "valid")
+    assert sink.column("message", "event")[-3:] == [
+        "the evaluation (valid) was interrupted after 3 of 50 batches and reports no loss",
+        "stopping at iteration 2: received SIGINT",
+        f"saved checkpoint of iteration 2 to {tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_the_evaluations_after_the_last_step_are_interrupted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str], split: str
+):
+    state, loop, sink = start(tiny_run(f"{SMALL} --train-iters 3 --eval-iters 4 --save {tmp_path}"))
+    look, seen = state.model.evaluate, []
+
+    def interrupted(batches):
+        seen.append(1)
+        if len(seen) == {"valid": 2, "test": 6}[split]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: bool(told))
+        return look(batches)
+
+    monkeypatch.setattr(state.model, "evaluate", interrupted)
+    assert loop.run().stopped_early == "received SIGTERM"
+    assert told == ["SIGTERM: stopping the evaluation"], "what is saved was saved before it"
+    assert len(sink.column("split", "valid")) == (split == "test")
+
+
+def _asked_at(slow_ms: list[float]) -> tuple[list[int], str | None, int]:
+    """The batches at which a rank of two asks, when rank 1 gets a signal at batch 60 and ranks are unequally slow."""
+    mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
+    with Stopping(TrainConfig(), mesh.control) as stopping, stopping.watch_evaluation(saves=True) as watch:
+        asked: list[int] = []
+        for batch in range(10_000):
+            before = mesh.record.count
+            reason = watch.reason(batch)
+            if mesh.record.count > before:
+                asked.append(batch)
+            if reason is not None:
+                return asked, reason, batch
+            if batch == 60 and mesh.rank == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(slow_ms[mesh.rank] / 1000)
+    return asked, None, -1
+
+
+def test_two_ranks_stop_an_evaluation_at_the_same_batch_and_ask_seldom(ranks: RankPool):
+    first, second = ranks.run(_asked_at, 2, [0.0, 5.0])
+    assert first == second and first[1] == "received SIGINT"
+    asked, _, stopped = first
+    assert asked[:5] == [0, 1, 2, 4, 8], "the distance doubles from 1 on"
+    assert len(asked) < 16 and 60 < stopped < 600

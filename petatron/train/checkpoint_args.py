@@ -1,0 +1,70 @@
+"""The settings a checkpoint was saved with, for `--use-checkpoint-args`.
+
+A checkpoint of a training run holds the run's whole config. One that was converted or saved by a program of yours, and the folder of a
+Hugging Face model, hold the model's config.json, which says what the model is and nothing of a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from petatron.checkpoint import storage
+from petatron.checkpoint.forms import config_sections
+from petatron.checkpoint.huggingface import read_model_config
+from petatron.checkpoint.manifest import Manifest
+from petatron.config import CheckpointConfig
+from petatron.config.stored import StoredSettings
+from petatron.models.hf import read_config_json
+from petatron.train.folders import check_load
+
+_SECTIONS = ("model", "moe", "parallel", "tokenizer")
+_TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+
+
+def read_checkpoint_args(config: CheckpointConfig) -> StoredSettings:
+    """The settings of the checkpoint that a run would load; `CheckpointError` when there is none."""
+    assert config.load is not None
+    folder = Path(config.load)
+    check_load(folder, config, may_be_empty=False)
+    if not storage.steps(folder):
+        return StoredSettings(str(folder), _of_model_folder(folder))
+    step, manifest = _chosen(folder, config)
+    saved = manifest.facts.get("facts", {}).get("config")
+    model_folder = step / storage.MODEL
+    if saved is None:
+        storage.check_documents(step, manifest)
+        return StoredSettings(str(step), _of_model_folder(model_folder))
+    sections = {name: saved[name] for name in _SECTIONS if name in saved}
+    sections["tokenizer"] = _tokenizer(saved.get("tokenizer", {}), model_folder)
+    return StoredSettings(str(step), sections)
+
+
+def _chosen(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest]:
+    """The step to load; with `--load-fallback` the newest whose manifest can be read."""
+    step = config.ckpt_step
+    while True:
+        source = None
+        try:
+            source = storage.choose(folder, step)
+            return source, storage.read_manifest(source)
+        except storage.DamagedCheckpoint:
+            step = storage.step_before(folder, source) if config.load_fallback else None
+            if step is None:
+                raise
+
+
+def _of_model_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
+    sections: dict[str, Mapping[str, Any]] = dict(config_sections(*read_config_json(read_model_config(folder))))
+    return {**sections, "tokenizer": _tokenizer({}, folder)}
+
+
+def _tokenizer(saved: Mapping[str, Any], model_folder: Path) -> Mapping[str, Any]:
+    """The tokenizer of the run if its files are still there, else the copy beside the weights, else nothing."""
+    files = [saved[name] for name in _TOKENIZER_FILES if saved.get(name) is not None]
+    if saved.get("tokenizer_type") is not None and all(Path(file).exists() for file in files):
+        return saved
+    if (model_folder / "tokenizer.json").is_file():
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model_folder)}
+    return {}

@@ -1,0 +1,176 @@
+"""A communication failure is told in our words: this rank's place, and of several ranks who waited and who did not come."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from petatron.mesh import collectives
+from petatron.mesh.failure import CommunicationError, request, sentence, together
+from petatron.mesh.launch import is_echo
+from petatron.mesh.mesh import Axis
+from petatron.mesh.record import Record
+from petatron.mesh.watchdog import Watchdog
+
+GLOO = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
+
+
+def axis_of(rank: int = 1, timeout_s: float = 600.0) -> Axis:
+    record = Record(rank=rank)
+    record.know("dp_cp", (1, 3, 5), timeout_s=timeout_s)
+    return Axis("dp_cp", 3, 0, (1, 3, 5), None, record)
+
+
+def break_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(dist, "broadcast", broken)
+
+
+def test_a_broken_call_says_where_this_rank_was_and_keeps_the_backends_words(monkeypatch: pytest.MonkeyPatch):
+    axis, x = axis_of(), torch.ones(4)
+    axis.record.add("tp", "all_gather", elements=8, dtype=torch.bfloat16)
+    break_with(monkeypatch, RuntimeError(GLOO))
+    with pytest.raises(CommunicationError) as caught:
+        collectives.broadcast(x, axis)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(
+        "Rank 1 waited 0.0 s in broadcast over dp_cp (ranks 1, 3, 5), called at mesh/test_failure.py:"
+    )
+    assert lines[0].endswith("operation 2. It broke with:") and lines[1].strip() == GLOO
+    assert "all_gather over tp, 16 bytes" in lines[3]
+    assert is_echo(caught.value), "another rank is to blame"
+    assert not any(event.inside for event in axis.record.events())
+
+
+def test_waiting_for_what_was_started_breaks_the_same_way():
+    class Work:
+        def wait(self) -> None:
+            raise RuntimeError(GLOO)
+
+    axis = axis_of()
+    with collectives._Call(axis, "all_reduce", elements=4, dtype=torch.float32) as call:
+        handle = collectives.Handle(Work(), call)  # type: ignore[arg-type]
+    with pytest.raises(CommunicationError, match="in all_reduce over dp_cp"):
+        handle.wait()
+
+
+def test_a_mistake_of_the_program_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    break_with(monkeypatch, ValueError("wrong shape"))
+    with pytest.raises(ValueError, match="wrong shape"):
+        collectives.broadcast(torch.ones(4), axis_of())
+
+
+def place(rank: int, *, state: str = "failed", started: int = 7, op: str = "all_reduce", **more: object) -> dict:
+    ranks = [0, 1, 2, 3]
+    counts = {"dp": [ranks, started]}
+    where = {
+        "op": op,
+        "axis": "dp",
+        "ranks": ranks,
+        "caller": "parallel/gradients.py:88 send",
+        "number": 1204,
+        "for_s": 600.4,
+    }
+    return {"rank": rank, "state": state, "at": None, "before": [], "counts": counts, **where, **more}
+
+
+def test_ranks_at_one_place_are_one_line_and_the_late_one_is_named():
+    late = place(2, state="idle", started=6, number=1203, op="all_gather", at="train/step.py:9 load")
+    assert together([place(0), place(1), late, place(3)]) == [
+        "Rank 2 did not arrive at all_reduce over dp (ranks 0-3): 6 collectives started there, 7 by ranks 0-1, 3.",
+        "Ranks 0-1, 3 were waiting in all_reduce over dp (ranks 0-3) at parallel/gradients.py:88 send, operation 1,204, "
+        "for up to 600 s.",
+        "Rank 2 was in no communication since all_gather over dp (ranks 0-3) at parallel/gradients.py:88 send, operation 1,203, "
+        "and is at train/step.py:9 load.",
+    ]
+
+
+def test_a_rank_that_is_known_to_have_failed_is_not_told_again_and_equal_counts_blame_nobody():
+    lines = together([place(0), place(1)], failed_rank=0)
+    assert len(lines) == 1 and lines[0].startswith("Rank 1 was waiting in all_reduce")
+
+
+def test_only_ranks_of_the_same_group_are_compared():
+    other = place(4, started=2)
+    other["counts"] = {"dp": [[4, 5], 2]}
+    assert not any("did not arrive" in line for line in together([place(0), place(1), other]))
+
+
+def test_many_places_are_cut():
+    lines = together([place(rank, caller=f"a.py:{rank} f") for rank in range(12)])
+    assert len(lines) == 9 and lines[-1] == "Other ranks were at 4 more places."
+
+
+def test_a_rank_before_its_first_operation_has_a_sentence():
+    with Watchdog(Record(rank=3), timeout_s=1.0, path="unused") as watchdog:
+        assert sentence(watchdog.report()).startswith("Rank 3 has started no communication yet; its main thread is at ")
+
+
+def test_transfers_do_not_count_as_collectives():
+    record = Record()
+    for op in ("send", "receive", "barrier"):
+        record.add("pp", op, elements=0, dtype=torch.uint8)
+    assert record.collectives() == {"pp": 1}
+
+
+def until(path: Path, *, exists: bool = True) -> None:
+    deadline = time.monotonic() + 10
+    while path.exists() != exists:
+        assert time.monotonic() < deadline, f"{path.name} is {'not ' * exists}there"
+        time.sleep(0.01)
+
+
+def details(path: Path) -> dict:
+    return json.loads(path.read_text())["message"]["extraInfo"]
+
+
+def test_a_hang_is_reported_before_the_limit_and_withdrawn_when_it_ends(tmp_path: Path):
+    path, axis = tmp_path / "error.json", axis_of(timeout_s=0.5)
+    with Watchdog(axis.record, timeout_s=0.5, path=str(path)):
+        started = time.monotonic()
+        with collectives._Call(axis, "all_reduce", elements=4, dtype=torch.float32):
+            until(path)
+        assert time.monotonic() - started > 0.3, "a wait that is still in order is no hang"
+        found = details(path)
+        assert found["echo"] is True and found["communication"]["state"] == "waiting"
+        assert "in all_reduce over dp_cp (ranks 1, 3, 5)" in found["py_callstack"]
+        axis.record.add("dp_cp", "barrier", elements=0, dtype=torch.uint8)  # the rank goes on
+        until(path, exists=False)
+
+
+def test_a_rank_that_starts_nothing_any_more_says_where_its_main_thread_is(tmp_path: Path):
+    path, axis = tmp_path / "error.json", axis_of(timeout_s=0.5)
+    axis.record.add("dp_cp", "barrier", elements=0, dtype=torch.uint8)
+    with Watchdog(axis.record, timeout_s=0.5, path=str(path)):
+        until(path)
+        report = details(path)["communication"]
+        assert report["state"] == "idle" and report["op"] == "barrier" and "test_failure.py" in report["at"]
+    assert not path.exists(), "a rank that ends in order leaves no report"
+
+
+def test_a_patient_axis_is_given_its_time(tmp_path: Path):
+    path, axis = tmp_path / "error.json", axis_of(timeout_s=3600.0)
+    with Watchdog(axis.record, timeout_s=0.2, path=str(path)), collectives._Call(axis, "gather_objects"):
+        time.sleep(0.5)
+        assert not path.exists()
+
+
+def test_a_launcher_gets_a_report_when_it_asks(tmp_path: Path):
+    path, axis = tmp_path / "rank-1.json", axis_of()
+    axis.record.add("dp_cp", "barrier", elements=0, dtype=torch.uint8)
+    with Watchdog(axis.record, timeout_s=2.0, path=str(path)):
+        request(path).touch()
+        until(path)
+        assert details(path)["communication"]["rank"] == 1
+
+
+def test_nobody_watches_a_rank_without_peers(tmp_path: Path):
+    with Watchdog(Record(), timeout_s=1.0, path=str(tmp_path / "error.json")) as watchdog:
+        assert watchdog._thread is None
