@@ -164,6 +164,8 @@ class MoEConfig:
     """Multiply the router's input by noise between 1 - eps and 1 + eps while training; unset means none."""
     moe_shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate per token (Qwen2-MoE)."""
+    moe_shared_expert_overlap: bool = True
+    """Compute the shared expert while the all-to-all of tokens is in flight, forward and backward; off: after it."""
     moe_latent_size: int | None = None
     """Width that tokens are projected to before the routed experts and back from after them; unset means the hidden size."""
 

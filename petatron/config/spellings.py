@@ -190,7 +190,6 @@ LATER: Mapping[str, str] = {
     "--outer-dp-sharding-strategy": "sharding over the copies of sharded state",
     "--overlap-moe-expert-parallel-comm": _MOE,
     "--delay-wgrad-compute": _MOE,
-    "--moe-shared-expert-overlap": _MOE,
     "--moe-use-upcycling": _MOE,
     "--moe-flex-dispatcher-backend": _MOE,
     "--moe-enable-deepep": _MOE,

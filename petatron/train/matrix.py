@@ -90,7 +90,10 @@ _FORMS = {
         "fsdp": "--data-parallel-sharding-strategy optim_grads_params",
         "copies2": "--num-distributed-optimizer-instances 2",
     },
-    "ep": {"gather": "--moe-token-dispatcher-type allgather"},
+    "ep": {
+        "gather": "--moe-token-dispatcher-type allgather",
+        "apart": "--no-moe-shared-expert-overlap",
+    },
     "etp": {},
     "recompute": {
         "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -147,7 +150,7 @@ dense:cp2 dense:cp4 dense:cp2-gather dense:cp4-gather dense:cp2-a2a dense:cp4-a2
 deep:cp2 deep:tp2-sp
 dense:dp2 dense:dp4 dense:dp2-zero1 dense:dp4-zero1 dense:dp4-zero1-copies2 gpt:dp4-zero1
 dense:dp2-zero2 dense:dp4-zero2 dense:dp2-fsdp dense:dp4-fsdp dense:dp4-fsdp-copies2 dense:dp4-zero2-copies2 gpt:dp2-fsdp
-moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
+moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-apart moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
 """
 _PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp

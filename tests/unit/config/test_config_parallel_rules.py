@@ -106,6 +106,8 @@ def test_rule(flags: str, message: str):
         "--num-experts 1 --moe-router-topk 1",
         "--num-experts 8 --ep 4 --etp 1 --tp 2 --sequence-parallel --dp 2",
         "--num-experts 8 --ep 8 --etp 1 --tp 2 --sequence-parallel --cp 2 --pp 2 --dp 2",
+        "--num-experts 8 --ep 2 --dp 2 --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap",
+        "--num-experts 8 --ep 2 --dp 2 --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 8 --no-moe-shared-expert-overlap",
         "--num-experts 8 --ep 2 --dp 4 --use-distributed-optimizer --num-distributed-optimizer-instances 2",
         "--pp 2 --use-torch-fsdp2 --dp 2 --num-distributed-optimizer-instances 2",
         "--pp 2 --pipeline-schedule zb-v --use-distributed-optimizer --overlap-param-gather --dp 2",
@@ -161,6 +163,8 @@ def test_the_switch_for_fsdp_leaves_the_strategy_to_its_own_flag(switch: str):
 FULLY = "has no effect: fully_shard shares the optimizer state and gathers by itself"
 NORMS = "--recompute-modules layernorm has no effect: what a norm makes is not kept here"
 ALONE = "has no effect: no two ranks hold the same weights, as data-parallel ones do"
+SHARED = "--moe-shared-expert-intermediate-size 8"
+ALL_HERE = "has no effect: every rank holds all experts, and tokens stay where they are"
 IDLE = [
     ("--cp-comm-type a2a", "--cp-comm-type has no effect: the context-parallel size is 1"),
     ("--pipeline-schedule gpipe", "--pipeline-schedule has no effect: the pipeline-parallel size is 1"),
@@ -184,6 +188,10 @@ IDLE = [
     (f"{EXPERTS} --moe-token-drop-policy position", "--moe-token-drop-policy has no effect: no token is dropped without --moe-expert-capacity-factor"),
     (f"{EXPERTS} --moe-router-num-groups 2", "--moe-router-num-groups has no effect: it is for --moe-router-group-topk"),
     (f"{EXPERTS} --moe-shared-expert-gate", "--moe-shared-expert-gate has no effect: there is no shared expert"),
+    (f"{EXPERTS} --moe-shared-expert-overlap", "--moe-shared-expert-overlap has no effect: there is no shared expert"),
+    (f"{EXPERTS} {SHARED} --moe-shared-expert-overlap", f"--moe-shared-expert-overlap {ALL_HERE}"),
+    (f"{EXPERTS} {SHARED} --no-moe-shared-expert-overlap", f"--no-moe-shared-expert-overlap {ALL_HERE}"),
+    (f"{EXPERTS} {SHARED} --dp 2 --ep 2 --moe-shared-expert-overlap", "--moe-shared-expert-overlap has no effect: it is for --moe-token-dispatcher-type alltoall, and that is allgather"),
     (f"{EXPERTS} --moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate has no effect: it is for --moe-router-enable-expert-bias"),
     (f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-pre-softmax", "--moe-router-pre-softmax has no effect: scores are sigmoid"),
     (f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff has no effect: --moe-router-load-balancing-type is none"),
