@@ -131,7 +131,15 @@ def _idle_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "the pipeline-parallel size is 1") for name in _PIPELINE)
     if parallel.num_virtual_stages_per_pipeline_rank == 1 or parallel.pipeline_schedule != "interleaved":
         yield "microbatch_group_size_per_virtual_pipeline_stage", "it is for the interleaved schedule"
+    if _micro_batches(config) == 1:
+        yield "overlap_moe_expert_parallel_comm", "a step has one micro-batch, and nothing to overlap it with"
     yield from _idle_data(config)
+
+
+def _micro_batches(config: RunConfig) -> int | None:
+    """Of a step on one data-parallel rank, once a batch-size ramp is over; None while the sizes are a problem of their own."""
+    size, dp, micro = config.train.global_batch_size, config.parallel.data_parallel_size, config.train.micro_batch_size
+    return None if size is None or not dp or micro < 1 else size // (dp * micro)
 
 
 def _idle_data(config: RunConfig) -> Iterator[tuple[str, str]]:

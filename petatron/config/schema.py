@@ -235,6 +235,9 @@ class ParallelConfig:
     """Ranks that share the experts of a layer (ep)."""
     expert_tensor_parallel_size: int | None = None
     """Ranks that split one expert's matrices (etp). Derived: the tensor-parallel size."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Run the forward pass of one micro-batch together with the backward pass of another, so that each computes while the
+    other's expert all-to-all is in flight. More micro-batches are in memory at a time: 2 instead of 1 without a pipeline."""
     data_parallel_size: int | None = None
     """Replicas that see different samples (dp). Derived: world size / (tp x pp x cp)."""
     world_size: int | None = None

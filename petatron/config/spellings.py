@@ -188,7 +188,6 @@ LATER: Mapping[str, str] = {
     "--defer-embedding-wgrad-compute": "deferred gradients of the output head",
     "--hybrid-context-parallel": "a context-parallel size per sample",
     "--outer-dp-sharding-strategy": "sharding over the copies of sharded state",
-    "--overlap-moe-expert-parallel-comm": _MOE,
     "--delay-wgrad-compute": _MOE,
     "--moe-use-upcycling": _MOE,
     "--moe-flex-dispatcher-backend": _MOE,

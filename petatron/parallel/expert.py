@@ -15,6 +15,8 @@ backward pass beside the exchanges of the gradients. No number changes: every su
     communicating   dispatch            |         | combine                 combine grad          |         | dispatch grad
     computing       shared, first GEMM  | experts | shared, second GEMM     shared, second GEMM   | experts | shared, first GEMM
 
+`before_wait` is called before each of these waits; `combined.py` runs another micro-batch's pass there.
+
 `AllGather` sends all tokens to all ranks of the grid, and each computes what belongs to its experts. Forward a gather and a scatter
 of ep x etp x T D elements, backward the same: less than above when K is more than ep, and always one message of one size. How
 many of all ranks' choices are for the experts here only the device knows. A capacity bounds them, to about its factor times an even
@@ -26,6 +28,7 @@ T tokens, K choices per token, D width, R rows, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,16 +42,18 @@ from petatron.layers.balance import Together
 from petatron.layers.moe import Dispatcher, MoE, RunExperts, SharedHalves, dispatch_here
 from petatron.layers.router import Routing
 from petatron.mesh import collectives
-from petatron.mesh.exchange import start_exchange
+from petatron.mesh.exchange import Exchange, start_exchange
 from petatron.mesh.mesh import Axis, ParallelMesh
 
 
-def connect_experts(model: nn.Module, mesh: ParallelMesh, moe: MoEConfig) -> None:
+def connect_experts(
+    model: nn.Module, mesh: ParallelMesh, moe: MoEConfig, *, before_wait: Callable[[], None] | None = None
+) -> None:
     """Fill the seams of every mixture of experts; their weights are already this rank's."""
     sequence, stage = (
         Together(mesh[name].size, partial(collectives.all_reduce, axis=mesh[name])) for name in ("sequence", "stage")
     )
-    dispatcher = build_dispatcher(mesh, moe)
+    dispatcher = build_dispatcher(mesh, moe, before_wait=before_wait)
     for module in model.modules():
         if isinstance(module, MoE):
             module.dispatcher = dispatcher
@@ -56,14 +61,16 @@ def connect_experts(model: nn.Module, mesh: ParallelMesh, moe: MoEConfig) -> Non
             module.experts.down.bias_share = 1.0 if mesh["etp"].rank == 0 else 0.0
 
 
-def build_dispatcher(mesh: ParallelMesh, moe: MoEConfig) -> Dispatcher:
+def build_dispatcher(
+    mesh: ParallelMesh, moe: MoEConfig, *, before_wait: Callable[[], None] | None = None
+) -> Dispatcher:
     """How tokens reach experts on this mesh."""
     if mesh["ep_etp"].size == 1:
         return dispatch_here
     axis, ep, etp = mesh["ep_etp"], mesh["ep"].size, mesh["etp"].size
     if moe.moe_token_dispatcher_type == "allgather":
         return AllGather(axis, ep=ep, etp=etp)
-    return AllToAll(axis, ep=ep, etp=etp, overlap_shared=moe.moe_shared_expert_overlap)
+    return AllToAll(axis, ep=ep, etp=etp, overlap_shared=moe.moe_shared_expert_overlap, before_wait=before_wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,7 @@ class AllToAll:
     ep: int
     etp: int
     overlap_shared: bool = True
+    before_wait: Callable[[], None] | None = None
 
     def __call__(
         self, x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None
@@ -100,7 +108,7 @@ class AllToAll:
             copies = self._copies(arrangement, journey.send)
             weights = weights.repeat_interleave(self.etp, dim=1)
         rows = take(x_TD, copies, kernels=experts.kernels)
-        dispatch = start_exchange(rows, self.axis, send=journey.send, receive=journey.receive)
+        dispatch = self._start(rows, send=journey.send, receive=journey.receive)
         if beside is not None:
             beside.first_half()
         rows = dispatch.wait()
@@ -109,10 +117,13 @@ class AllToAll:
             rows = reorder(experts(reorder(rows, journey.order, back), journey.counts), back, journey.order)
         else:
             rows = experts(rows, journey.counts)
-        combining = start_exchange(rows, self.axis, send=journey.receive, receive=journey.send)
+        combining = self._start(rows, send=journey.receive, receive=journey.send)
         if beside is not None:
             beside.second_half()
         return combine(combining.wait(), weights, copies, kernels=experts.kernels)
+
+    def _start(self, rows: Tensor, *, send: list[int], receive: list[int]) -> Exchange:
+        return start_exchange(rows, self.axis, send=send, receive=receive, before_wait=self.before_wait)
 
     def _journey(self, counts: Counts, experts_here: int, device: torch.device) -> _Journey:
         """What comes from the ranks is sorted by expert within each rank; here the experts come first, then the ranks."""

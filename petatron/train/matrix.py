@@ -93,6 +93,7 @@ _FORMS = {
     "ep": {
         "gather": "--moe-token-dispatcher-type allgather",
         "apart": "--no-moe-shared-expert-overlap",
+        "overlap": "--overlap-moe-expert-parallel-comm",
     },
     "etp": {},
     "recompute": {
@@ -150,7 +151,8 @@ dense:cp2 dense:cp4 dense:cp2-gather dense:cp4-gather dense:cp2-a2a dense:cp4-a2
 deep:cp2 deep:tp2-sp
 dense:dp2 dense:dp4 dense:dp2-zero1 dense:dp4-zero1 dense:dp4-zero1-copies2 gpt:dp4-zero1
 dense:dp2-zero2 dense:dp4-zero2 dense:dp2-fsdp dense:dp4-fsdp dense:dp4-fsdp-copies2 dense:dp4-zero2-copies2 gpt:dp2-fsdp
-moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-apart moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
+moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
+moe:dp2.ep2-apart moe:dp2.ep2-overlap moe:dp4.ep4-overlap
 """
 _PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
@@ -161,6 +163,8 @@ moe:tp2-sp.ep2.etp1 moe:tp2-sp.dp2.ep2 moe:tp2-sp.dp2.ep2-gather.etp1 moe:pp2.dp
 moe:cp2.ep2 moe:dp4-zero1.ep2 moe:dp4-fsdp.ep2 moe:pp2-zbh1.dp2.ep2 moe:pp2-zbv.tp2-sp
 dense:tp2-sp.pp2.recompute-full dense:dp2-fsdp.recompute-selective moe:dp2.ep2.recompute-experts
 dense:pp2-zbh1.recompute-full moe:pp2-vpp2.dp2.ep2.recompute-full
+moe:tp2-sp.dp2.ep2-overlap.etp1 moe:pp2.dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-overlap moe:cp2.ep2-overlap
+moe:dp4-zero1.ep2-overlap moe:dp2.ep2-overlap.recompute-experts
 """
 _PRODUCTS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
@@ -169,6 +173,7 @@ dense:tp2-sp.dp4-fsdp-copies2 deep:tp2-sp.pp4-vpp2 dense:cp4-both.dp2-zero1 gpt:
 moe:pp2.dp4.ep2 moe:cp2.dp4.ep2 moe:pp2.dp4-fsdp.ep2 moe:tp2-sp.dp4.ep4.etp2 moe:tp2-sp.dp4.ep4.etp1
 moe:tp2-sp.cp2.dp2-fsdp.ep2 moe:tp2-sp.pp2-vpp2.dp2.ep2 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
+moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
 """
 MATRIX = tuple(entry(name) for names in (_ALONE, _PAIRS, _PRODUCTS) for name in names.split())
 

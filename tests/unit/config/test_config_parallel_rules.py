@@ -163,6 +163,7 @@ def test_the_switch_for_fsdp_leaves_the_strategy_to_its_own_flag(switch: str):
 FULLY = "has no effect: fully_shard shares the optimizer state and gathers by itself"
 NORMS = "--recompute-modules layernorm has no effect: what a norm makes is not kept here"
 ALONE = "has no effect: no two ranks hold the same weights, as data-parallel ones do"
+A2A = "--moe-token-dispatcher-type alltoall"
 SHARED = "--moe-shared-expert-intermediate-size 8"
 ALL_HERE = "has no effect: every rank holds all experts, and tokens stay where they are"
 IDLE = [
@@ -192,6 +193,7 @@ IDLE = [
     (f"{EXPERTS} {SHARED} --moe-shared-expert-overlap", f"--moe-shared-expert-overlap {ALL_HERE}"),
     (f"{EXPERTS} {SHARED} --no-moe-shared-expert-overlap", f"--no-moe-shared-expert-overlap {ALL_HERE}"),
     (f"{EXPERTS} {SHARED} --dp 2 --ep 2 --moe-shared-expert-overlap", "--moe-shared-expert-overlap has no effect: it is for --moe-token-dispatcher-type alltoall, and that is allgather"),
+    (f"{EXPERTS} {A2A} --dp 2 --ep 2 --micro-batch-size 1 --global-batch-size 2 --overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm has no effect: a step has one micro-batch, and nothing to overlap it with"),
     (f"{EXPERTS} --moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate has no effect: it is for --moe-router-enable-expert-bias"),
     (f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-pre-softmax", "--moe-router-pre-softmax has no effect: scores are sigmoid"),
     (f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff has no effect: --moe-router-load-balancing-type is none"),
