@@ -14,7 +14,8 @@ from petatron.config.check_sharding import FSDP
 from petatron.config.schema import RunConfig
 
 FLAG = "--overlap-moe-expert-parallel-comm"
-_SCHEDULES = ("1f1b", "interleaved")
+COMBINED = ("1f1b", "interleaved")
+"""Schedules whose steady state runs forwards and backwards in turn, so that two of them can be combined."""
 
 
 def check_overlap(config: RunConfig) -> Iterator[Problem]:
@@ -34,7 +35,10 @@ def _needs(config: RunConfig) -> Iterator[Refusal]:
         yield "needs --num-experts: a dense model has no expert all-to-all", "Leave it out."
         return
     if parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1) == 1:
-        yield "needs --expert-model-parallel-size above 1: else no token is sent anywhere", "Leave it out, or use 2 or more."
+        yield (
+            "needs --expert-model-parallel-size above 1: else no token is sent anywhere",
+            "Leave it out, or use 2 or more.",
+        )
     if moe.moe_token_dispatcher_type != "alltoall":
         rule = f"needs --moe-token-dispatcher-type alltoall, but that is {moe.moe_token_dispatcher_type}"
         yield rule, "Use alltoall, or leave this out."
@@ -43,9 +47,9 @@ def _needs(config: RunConfig) -> Iterator[Refusal]:
 def _schedule(config: RunConfig) -> Iterator[Refusal]:
     parallel = config.parallel
     name = parallel.pipeline_schedule
-    if parallel.pipeline_model_parallel_size > 1 and name is not None and name not in _SCHEDULES:
+    if parallel.pipeline_model_parallel_size > 1 and name is not None and name not in COMBINED:
         rule = f"cannot be combined with --pipeline-schedule {name}, which does not run forwards and backwards in turn"
-        yield rule, f"Use {' or '.join(_SCHEDULES)}, or leave one of them out."
+        yield rule, f"Use {' or '.join(COMBINED)}, or leave one of them out."
     if config.log.pipeline_timeline is not None:
         rule = "cannot be combined with --pipeline-timeline: two passes that run in turns have no times of their own"
         yield rule, "Leave one of them out."
@@ -55,9 +59,15 @@ def _memory(config: RunConfig) -> Iterator[Refusal]:
     memory, strategy = config.memory, config.parallel.data_parallel_sharding_strategy
     again = "would repeat the all-to-all in the backward pass, with random states and hooks set back around it"
     if memory.recompute_granularity == "full":
-        yield f"cannot be combined with --recompute-granularity full, which {again}", "Use selective recompute without moe."
+        yield (
+            f"cannot be combined with --recompute-granularity full, which {again}",
+            "Use selective recompute without moe.",
+        )
     elif memory.recompute_granularity == "selective" and "moe" in memory.recompute_modules:
-        yield f"cannot be combined with --recompute-modules moe, which {again}", "Use moe_act, shared_experts or others."
+        yield (
+            f"cannot be combined with --recompute-modules moe, which {again}",
+            "Use moe_act, shared_experts or others.",
+        )
     if memory.recompute_memory_budget_gb is not None:
         rule = "cannot be combined with --recompute-memory-budget-gb, which may choose to recompute layers with their all-to-all"
         yield rule, "Use selective recompute without moe."

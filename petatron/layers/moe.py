@@ -3,9 +3,9 @@
     y = sum over the chosen experts of weight x expert(x)  [+ gate(x) x shared(x)]
 
 Tokens reach their experts through the slot `dispatcher`, which on one device only sorts them; `parallel/expert.py` fills it with
-communication, and may run the two halves of the shared expert while tokens are communicated. All else here works on each token alone, so it does not matter which tokens of the batch are on this device;
-the router's losses, which look at all of them, are in `balance.py`. With a latent size the routed experts work in a narrower
-space, which saves most of the communication.
+communication, and may run the two halves of the shared expert while tokens are in flight. All else here works on each token
+alone, so it does not matter which tokens of the batch are on this device; the router's losses, which look at all of them, are in
+`balance.py`. With a latent size the routed experts work in a narrower space, which saves most of the communication.
 
 S sequence, B batch, D hidden, T = S x B tokens in the order in which they lie in memory.
 """
@@ -63,9 +63,7 @@ class Dispatcher(Protocol):
     ) -> Tensor: ...
 
 
-def dispatch_here(
-    x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None
-) -> Tensor:
+def dispatch_here(x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None) -> Tensor:
     """All experts are on this device: sort, compute, put back."""
     arrangement, kernels = routing.arranged(), experts.kernels
     rows = take(x_TD, arrangement, kernels=kernels)

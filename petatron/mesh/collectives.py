@@ -112,9 +112,7 @@ def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[
     return out
 
 
-def start_all_to_all(
-    x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]
-) -> tuple[Tensor, Handle]:
+def start_all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, Handle]:
     """Starts an all-to-all of rows; returns the output, which is defined once the handle has been waited for."""
     if axis.size == 1:
         return x, Handle()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 
+from petatron.config.check_overlap import COMBINED
 from petatron.parallel.schedule import orders
 from petatron.parallel.schedule.actions import Action, Batch, Kind, TimedAction
 from petatron.parallel.schedule.transfers import with_transfers
@@ -34,8 +35,6 @@ __all__ = [
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 _ONE_STAGE_PER_RANK = ("gpipe", "1f1b", "zb-h1")
-COMBINED = ("1f1b", "interleaved")
-"""Schedules in which a forward follows a backward in turn, so that the two can run combined."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Rules about `--overlap-moe-expert-parallel-comm`: what it needs and what it cannot have, all at once."""
 
+# ruff: noqa: E501  (a table of whole messages reads better unwrapped)
+
 from __future__ import annotations
 
 import shlex
@@ -68,7 +70,9 @@ def test_all_reasons_are_told_at_once():
 
 
 def test_cuda_graphs_are_refused_by_their_own_rule():
-    found = messages(f"{EXPERTS} --bf16 --cuda-graphs --no-overlap-grad-reduce --hidden-dropout 0 --attention-dropout 0")
+    found = messages(
+        f"{EXPERTS} --bf16 --cuda-graphs --no-overlap-grad-reduce --hidden-dropout 0 --attention-dropout 0"
+    )
     assert len(found) == 1 and "--expert-model-parallel-size 2: ranks communicate inside it" in found[0]
 
 

@@ -176,6 +176,25 @@ def test_attention_runs_while_the_other_micro_batchs_all_to_all_is_in_flight(ran
     assert "F attention" in steady[starts[1] : steady.index("B wait", starts[1])]
 
 
+def _collectives(flags: str) -> list[tuple[str, str]]:
+    torch.set_num_threads(1)
+    run = tiny_run(flags, world_size=4)
+    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
+    model = build_model(run, mesh)
+    before = mesh.record.count
+    model.train_step(next(iter(build_loader(run, mesh))))
+    return [(event.axis, event.op) for event in mesh.record.events(since=before)]
+
+
+def test_every_rank_issues_its_collectives_in_the_same_order(ranks: RankPool):
+    """Over all axes: tensor-parallel gathers of one pass come between expert all-to-alls of the other."""
+    flags = f"--tp 2 --etp 1 {EXPERTS} --micro-batch-size 1 --global-batch-size 8 --use-distributed-optimizer"
+    first, *others = ranks.run(_collectives, 4, flags)
+    assert all(other == first for other in others)
+    without = ranks.run(_collectives, 4, f"{flags} --no-overlap-moe-expert-parallel-comm")[0]
+    assert sorted(first) == sorted(without) and first != without
+
+
 def test_without_the_flag_every_pass_waits_for_itself(ranks: RankPool):
     flags = f"{EXPERTS} --no-overlap-moe-expert-parallel-comm --micro-batch-size 2 --global-batch-size 8"
     found = ranks.run(_host_events, 2, flags)[0]

@@ -128,8 +128,6 @@ def _run(moe: MoEConfig, *, recompute: str = "") -> Outcome:
     return Outcome(log, {"y": y.detach(), "x": x.grad, **tensors}, [(e.op, e.elements) for e in mesh.record.events()])
 
 
-
-
 def test_shared_expert_runs_between_start_and_wait(ranks: RankPool):
     """Forward, and by the order of autograd backward: the second GEMM beside the combine, the first beside the dispatch."""
     expected = [

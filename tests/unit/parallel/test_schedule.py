@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from petatron.config.check_overlap import COMBINED
 from petatron.parallel.model import PipelinePlan
 from petatron.parallel.schedule import (
-    COMBINED,
     SCHEDULES,
     Action,
     Kind,
