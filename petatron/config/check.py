@@ -16,6 +16,7 @@ from petatron.config.check_graphs import check_graphs
 from petatron.config.check_layout import check_layout
 from petatron.config.check_model import check_model
 from petatron.config.check_moe import check_moe
+from petatron.config.check_overlap import check_overlap
 from petatron.config.check_pipeline import check_pipeline
 from petatron.config.check_precision import check_precision
 from petatron.config.check_run import check_run
@@ -44,6 +45,7 @@ def check(config: RunConfig, *, require_training: bool = True) -> list[Problem]:
         check_layout(config),
         check_pipeline(config),
         check_sharding(config),
+        check_overlap(config),
         check_precision(config),
         check_run(config, require_training=require_training),
         check_graphs(config),

@@ -19,6 +19,7 @@ RUN_CHOICES = frozenset(
         "moe_token_dispatcher_type",
         "moe_pad_expert_input_to_capacity",
         "moe_router_force_load_balancing",
+        "moe_shared_expert_overlap",
     }
 )
 # What matters only while weights change, or how far positions reach.

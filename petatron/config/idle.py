@@ -54,6 +54,10 @@ def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[s
 def _other_than_asked(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
     """Settings that have an effect, but not the one that their name promises."""
     precision = config.precision
+    # On by default, so that only a flag tells that someone expects something of it.
+    asked = config.moe.moe_shared_expert_overlap and origins["moe.moe_shared_expert_overlap"].kind == "flag"
+    if asked and config.moe.num_experts is not None and (why := _nothing_to_overlap(config)) is not None:
+        yield f"--moe-shared-expert-overlap has no effect: {why}"
     if precision.fp8_format == "hybrid" and precision.fp8_recipe == "blockwise":
         yield "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2"
     if precision.fp8_format is not None and not (precision.bf16 or precision.fp16 or precision.fp64):
@@ -132,7 +136,15 @@ def _idle_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "the pipeline-parallel size is 1") for name in _PIPELINE)
     if parallel.num_virtual_stages_per_pipeline_rank == 1 or parallel.pipeline_schedule != "interleaved":
         yield "microbatch_group_size_per_virtual_pipeline_stage", "it is for the interleaved schedule"
+    if _micro_batches(config) == 1:
+        yield "overlap_moe_expert_parallel_comm", "a step has one micro-batch, and nothing to overlap it with"
     yield from _idle_data(config)
+
+
+def _micro_batches(config: RunConfig) -> int | None:
+    """Of a step on one data-parallel rank, once a batch-size ramp is over; None while the sizes are a problem of their own."""
+    size, dp, micro = config.train.global_batch_size, config.parallel.data_parallel_size, config.train.micro_batch_size
+    return None if size is None or not dp or micro < 1 else size // (dp * micro)
 
 
 def _idle_data(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -183,6 +195,8 @@ def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "moe_router_num_groups", "it is for --moe-router-group-topk"
     if moe.moe_shared_expert_intermediate_size is None:
         yield "moe_shared_expert_gate", "there is no shared expert"
+    if (why := _nothing_to_overlap(config)) is not None:
+        yield "moe_shared_expert_overlap", why
     if not moe.moe_router_enable_expert_bias:
         yield "moe_router_bias_update_rate", "it is for --moe-router-enable-expert-bias"
     if moe.moe_router_load_balancing_type == "sinkhorn":
@@ -192,6 +206,18 @@ def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "moe_router_pre_softmax", f"scores are {moe.moe_router_score_function}"
     if moe.moe_router_load_balancing_type == "none":
         yield "moe_aux_loss_coeff", "--moe-router-load-balancing-type is none"
+
+
+def _nothing_to_overlap(config: RunConfig) -> str | None:
+    """Why no all-to-all overlaps with a shared expert, if so."""
+    moe, parallel = config.moe, config.parallel
+    if moe.moe_shared_expert_intermediate_size is None:
+        return "there is no shared expert"
+    if parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1) == 1:
+        return "every rank holds all experts, and tokens stay where they are"
+    if moe.moe_token_dispatcher_type != "alltoall":
+        return f"it is for --moe-token-dispatcher-type alltoall, and that is {moe.moe_token_dispatcher_type}"
+    return None
 
 
 def _idle_memory(config: RunConfig) -> Iterator[tuple[str, str]]:

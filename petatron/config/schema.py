@@ -165,6 +165,8 @@ class MoEConfig:
     """Multiply the router's input by noise between 1 - eps and 1 + eps while training; unset means none."""
     moe_shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate per token (Qwen2-MoE)."""
+    moe_shared_expert_overlap: bool = True
+    """Compute the shared expert while the all-to-all of tokens is in flight, forward and backward; off: after it."""
     moe_latent_size: int | None = None
     """Width that tokens are projected to before the routed experts and back from after them; unset means the hidden size."""
 
@@ -240,6 +242,9 @@ class ParallelConfig:
     """Ranks that share the experts of a layer (ep)."""
     expert_tensor_parallel_size: int | None = None
     """Ranks that split one expert's matrices (etp). Derived: the tensor-parallel size."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Run the forward pass of one micro-batch together with the backward pass of another, so that each computes while the
+    other's expert all-to-all is in flight. More micro-batches are in memory at a time: 2 instead of 1 without a pipeline."""
     data_parallel_size: int | None = None
     """Replicas that see different samples (dp). Derived: world size / (tp x pp x cp)."""
     world_size: int | None = None

@@ -86,7 +86,11 @@ class MLP(nn.Module):
         self.down = Linear(width, (config.hidden_size,), bias=config.add_bias_linear)
 
     def forward(self, x_SBD: Tensor | Remade, passing: Pass | None = None) -> Tensor:
-        return self.down(self.act(self.up(x_SBD)))
+        return self.down(self.inner(x_SBD))
+
+    def inner(self, x_SBD: Tensor | Remade) -> Remade:
+        """What goes into the last GEMM."""
+        return self.act(self.up(x_SBD))
 
 
 class GatedMLP(nn.Module):
@@ -99,7 +103,11 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, (config.hidden_size,), bias=config.add_bias_linear)
 
     def forward(self, x_SBD: Tensor | Remade, passing: Pass | None = None) -> Tensor:
-        return self.down(self.act(self.gate_up(x_SBD)))
+        return self.down(self.inner(x_SBD))
+
+    def inner(self, x_SBD: Tensor | Remade) -> Remade:
+        """What goes into the last GEMM."""
+        return self.act(self.gate_up(x_SBD))
 
 
 def build_mlp(config: ModelConfig, width: int | None = None) -> MLP | GatedMLP:

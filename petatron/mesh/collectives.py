@@ -10,7 +10,8 @@ its pair:
     gather   all-gather    / reduce-scatter     into a column-split matrix, sequence split
     scatter  reduce-scatter/ all-gather         out of a row-split matrix, sequence split
 
-and one that is its own partner: `exchange`, rows to their ranks and back (experts, heads for sequence).
+and one that is its own partner: `exchange`, rows to their ranks and back (experts, heads for sequence). `exchange.py` has the
+same in two autograd nodes, between which other work overlaps with the communication, forward and backward.
 
 Point-to-point transfers from one rank to another run in the order in which they are started, so both ends must start them in
 the same order. gloo moves only host memory between two ranks, so a device tensor is staged through it.
@@ -149,6 +150,17 @@ def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[
     with _Call(axis, "all_to_all", elements=x.numel(), dtype=x.dtype):
         dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
     return out
+
+
+def start_all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, Handle]:
+    """Starts an all-to-all of rows; returns the output, which is defined once the handle has been waited for."""
+    if axis.size == 1:
+        return x, Handle()
+    assert sum(send) == x.shape[0], f"{x.shape[0]} rows, but {sum(send)} are to be sent"
+    x, out = x.contiguous(), x.new_empty((sum(receive), *x.shape[1:]))
+    with _Call(axis, "all_to_all", elements=x.numel(), dtype=x.dtype) as call:
+        work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
+    return out, Handle(work, call, keep=(out, x))
 
 
 def start_transfers(

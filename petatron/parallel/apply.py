@@ -26,6 +26,7 @@ from petatron.mesh.stretch import ParameterGroup, group_pieces
 from petatron.mesh.wire import EightBitWeights
 from petatron.models.activations import ActivationShape
 from petatron.models.decoder import Decoder
+from petatron.parallel.combined import CombinedPasses
 from petatron.parallel.context import connect_context
 from petatron.parallel.deferred import WeightGradQueue
 from petatron.parallel.eight_bits import EightBits, multiply_in_eight_bits
@@ -62,6 +63,7 @@ class Parallelized:
     gradients: GradientSync | ShardedGradients
     weight_grads: WeightGradQueue
     eight_bits: EightBits
+    combined: CombinedPasses | None = None
 
 
 def parallelize(
@@ -97,11 +99,12 @@ def parallelize(
     eight_bits = multiply_in_eight_bits(list(stages.values()), run.precision, situation, keep_weights=not fully_sharded)
     shape = ActivationShape.of(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
     link = HostLink(mesh.device)
+    combined = CombinedPasses(mesh.device) if parallel.overlap_moe_expert_parallel_comm else None
     for number, stage in stages.items():
         connect_context(
             stage, mesh, comm_type=parallel.cp_comm_type, sizes=parallel.hierarchical_context_parallel_sizes
         )
-        connect_experts(stage, mesh, run.moe)
+        connect_experts(stage, mesh, run.moe, before_wait=None if combined is None else combined.hand_over)
         apply_recompute(stage, run.memory, streams, shape=shape, in_flight=in_flight[number], stages_here=len(stages))
         offloaded = apply_activation_offload(stage, run.memory, link)
         if offloaded is not None:
@@ -116,7 +119,7 @@ def parallelize(
     _log.debug(
         "rank %d updates %s elements of parameters, padding included, %s", mesh.rank, f"{held:,}", str(dtype)[6:]
     )
-    return Parallelized(placements, groups, gradients, weight_grads, eight_bits)
+    return Parallelized(placements, groups, gradients, weight_grads, eight_bits, combined)
 
 
 def _split(

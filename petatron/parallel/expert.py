@@ -9,6 +9,14 @@ with a gather and a scatter over etp around the experts would move, in one step 
 is exchanged first, and the host must read it to know the shapes. With inputs padded to capacity, all shapes are known, and
 neither is needed. Forward 2 exchanges of T K D etp elements (T tokens of this rank, K choices), backward 2 more.
 
+With `overlap_shared`, the shared expert runs beside both exchanges, and by the order of autograd (`mesh/exchange.py`) its
+backward pass beside the exchanges of the gradients. No number changes: every sum has the order it has without.
+
+    communicating   dispatch            |         | combine                 combine grad          |         | dispatch grad
+    computing       shared, first GEMM  | experts | shared, second GEMM     shared, second GEMM   | experts | shared, first GEMM
+
+`before_wait` is called before each of these waits; `combined.py` runs another micro-batch's pass there.
+
 `AllGather` sends all tokens to all ranks of the grid, and each computes what belongs to its experts. Forward a gather and a scatter
 of ep x etp x T D elements, backward the same: less than above when K is more than ep, and always one message of one size. How
 many of all ranks' choices are for the experts here only the device knows. A capacity bounds them, to about its factor times an even
@@ -20,6 +28,7 @@ T tokens, K choices per token, D width, R rows, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,18 +39,21 @@ from petatron.config.schema import MoEConfig
 from petatron.kernels.grouped import Counts
 from petatron.kernels.moe import Arrangement, combine, inverse, reorder, take
 from petatron.layers.balance import Together
-from petatron.layers.moe import Dispatcher, MoE, RunExperts, dispatch_here
+from petatron.layers.moe import Dispatcher, MoE, RunExperts, SharedHalves, dispatch_here
 from petatron.layers.router import Routing
 from petatron.mesh import collectives
+from petatron.mesh.exchange import Exchange, start_exchange
 from petatron.mesh.mesh import Axis, ParallelMesh
 
 
-def connect_experts(model: nn.Module, mesh: ParallelMesh, moe: MoEConfig) -> None:
+def connect_experts(
+    model: nn.Module, mesh: ParallelMesh, moe: MoEConfig, *, before_wait: Callable[[], None] | None = None
+) -> None:
     """Fill the seams of every mixture of experts; their weights are already this rank's."""
     sequence, stage = (
         Together(mesh[name].size, partial(collectives.all_reduce, axis=mesh[name])) for name in ("sequence", "stage")
     )
-    dispatcher = build_dispatcher(mesh, moe)
+    dispatcher = build_dispatcher(mesh, moe, before_wait=before_wait)
     for module in model.modules():
         if isinstance(module, MoE):
             module.dispatcher = dispatcher
@@ -49,12 +61,16 @@ def connect_experts(model: nn.Module, mesh: ParallelMesh, moe: MoEConfig) -> Non
             module.experts.down.bias_share = 1.0 if mesh["etp"].rank == 0 else 0.0
 
 
-def build_dispatcher(mesh: ParallelMesh, moe: MoEConfig) -> Dispatcher:
+def build_dispatcher(
+    mesh: ParallelMesh, moe: MoEConfig, *, before_wait: Callable[[], None] | None = None
+) -> Dispatcher:
     """How tokens reach experts on this mesh."""
     if mesh["ep_etp"].size == 1:
         return dispatch_here
-    kind = AllToAll if moe.moe_token_dispatcher_type == "alltoall" else AllGather
-    return kind(mesh["ep_etp"], ep=mesh["ep"].size, etp=mesh["etp"].size)
+    axis, ep, etp = mesh["ep_etp"], mesh["ep"].size, mesh["etp"].size
+    if moe.moe_token_dispatcher_type == "allgather":
+        return AllGather(axis, ep=ep, etp=etp)
+    return AllToAll(axis, ep=ep, etp=etp, overlap_shared=moe.moe_shared_expert_overlap, before_wait=before_wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +93,13 @@ class AllToAll:
     axis: Axis
     ep: int
     etp: int
+    overlap_shared: bool = True
+    before_wait: Callable[[], None] | None = None
 
-    def __call__(self, x_TD: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None
+    ) -> Tensor:
+        beside = shared if self.overlap_shared else None
         arrangement = routing.arranged()
         journey = self._journey(arrangement.counts, routing.num_experts // self.ep, x_TD.device)
         arrangement = arrangement.cut(sum(journey.send[:: self.etp]))
@@ -87,14 +108,22 @@ class AllToAll:
             copies = self._copies(arrangement, journey.send)
             weights = weights.repeat_interleave(self.etp, dim=1)
         rows = take(x_TD, copies, kernels=experts.kernels)
-        rows = collectives.exchange(rows, self.axis, send=journey.send, receive=journey.receive)
+        dispatch = self._start(rows, send=journey.send, receive=journey.receive)
+        if beside is not None:
+            beside.first_half()
+        rows = dispatch.wait()
         if journey.order is not None:
             back = inverse(journey.order)
             rows = reorder(experts(reorder(rows, journey.order, back), journey.counts), back, journey.order)
         else:
             rows = experts(rows, journey.counts)
-        rows = collectives.exchange(rows, self.axis, send=journey.receive, receive=journey.send)
-        return combine(rows, weights, copies, kernels=experts.kernels)
+        combining = self._start(rows, send=journey.receive, receive=journey.send)
+        if beside is not None:
+            beside.second_half()
+        return combine(combining.wait(), weights, copies, kernels=experts.kernels)
+
+    def _start(self, rows: Tensor, *, send: list[int], receive: list[int]) -> Exchange:
+        return start_exchange(rows, self.axis, send=send, receive=receive, before_wait=self.before_wait)
 
     def _journey(self, counts: Counts, experts_here: int, device: torch.device) -> _Journey:
         """What comes from the ranks is sorted by expert within each rank; here the experts come first, then the ranks."""
@@ -149,7 +178,9 @@ class AllGather:
     ep: int
     etp: int
 
-    def __call__(self, x_TD: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None
+    ) -> Tensor:
         here = routing.num_experts // self.ep
         first = self.axis.rank // self.etp * here
         x_TD = collectives.gather(x_TD, self.axis)

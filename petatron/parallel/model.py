@@ -33,6 +33,7 @@ class PipelinePlan:
     ranks: int
     virtual: int
     group_size: int | None = None
+    combined: bool = False
 
     def rank_of(self, stage: int) -> int:
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.ranks * self.virtual)
@@ -52,6 +53,7 @@ class PipelinePlan:
             virtual=self.virtual,
             micro_batches=micro_batches,
             group_size=self.group_size,
+            combined=self.combined,
         )
 
     def evaluation(self, micro_batches: int) -> Schedule:
@@ -95,7 +97,13 @@ class ParallelModel:
         self._weight_grads = parts.weight_grads
         self.routers = routers
         self.dtype = dtype
-        self._pipeline = Pipeline(stages, mesh.pp, activation=self._activation, weight_grads=parts.weight_grads)
+        self._pipeline = Pipeline(
+            stages,
+            mesh.pp,
+            activation=self._activation,
+            weight_grads=parts.weight_grads,
+            combined=parts.combined,
+        )
         self._run: Callable[..., Outcome] = self._pipeline.run
 
     def record_steps(self, recorder: Recorder) -> None:

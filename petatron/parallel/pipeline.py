@@ -2,7 +2,8 @@
 
 A rank walks through its list of actions. Transfers are started where they stand in the list, those of one moment in one
 batch, and waited for where their result is used, so they overlap with the computations between. An activation that has been
-sent is not kept: the backward pass needs the graph behind it, not its values.
+sent is not kept: the backward pass needs the graph behind it, not its values. A forward and a backward that stand together
+in the list run combined (`combined.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
 from petatron.models.base import Batch
+from petatron.parallel.combined import CombinedPasses
 from petatron.parallel.deferred import WeightGradQueue
 from petatron.parallel.schedule import Schedule
 from petatron.parallel.schedule.actions import COMPUTE, SENDS, Action, Kind, TimedAction
@@ -55,12 +58,14 @@ class Pipeline:
         *,
         activation: Callable[[Batch], Tensor],
         weight_grads: WeightGradQueue,
+        combined: CombinedPasses | None = None,
     ) -> None:
         """`activation` makes an empty tensor like those that pass between stages."""
         self._stages = stages
         self._axis = axis
         self._activation = activation
         self._weight_grads = weight_grads
+        self._combined = combined
 
     def run(
         self,
@@ -73,10 +78,11 @@ class Pipeline:
         """Perform this rank's actions; without scales there is no backward pass."""
         walk = _Walk(self, schedule, batches, scales)
         for together in schedule.batches[self._axis.rank]:
-            walk.wait_for(together[0])
+            for action in together:
+                walk.wait_for(action)
             start = clock() if clock else 0.0
             if together[0].kind in COMPUTE:
-                walk.compute(together[0])
+                walk.compute(together)
             else:
                 walk.transfer(together)
             if clock:
@@ -109,7 +115,15 @@ class _Walk:
             if handle is not None:
                 handle.wait()
 
-    def compute(self, action: Action) -> None:
+    def compute(self, actions: Sequence[Action]) -> None:
+        """One computation, or a forward and a backward combined."""
+        if len(actions) == 1:
+            self._compute(actions[0])
+            return
+        assert self._pipeline._combined is not None, "the model was not built to run two passes combined"
+        self._pipeline._combined.run(*(partial(self._compute, action) for action in actions))
+
+    def _compute(self, action: Action) -> None:
         key = (action.stage, action.micro_batch)
         match action.kind:
             case Kind.FORWARD:

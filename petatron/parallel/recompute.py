@@ -214,6 +214,8 @@ def _recompute_modules(block: Block, modules: Modules, streams: RandomStreams) -
         if name in modules:
             _keep_gathered(part)
             part.forward = recomputed(part.forward, streams)
+    if isinstance(mlp, MoE) and "shared_experts" in modules:
+        mlp.shared_in_halves = False  # the region is the whole of it
     if "layernorm" in modules and isinstance(mlp, MoE):
         discard_input(mlp)
 

@@ -179,6 +179,7 @@ def pipeline_plan(run: RunConfig) -> PipelinePlan:
         parallel.pipeline_model_parallel_size,
         parallel.num_virtual_stages_per_pipeline_rank,
         parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        combined=parallel.overlap_moe_expert_parallel_comm,
     )
 
 

@@ -91,7 +91,11 @@ _FORMS = {
         "fsdp": "--data-parallel-sharding-strategy optim_grads_params",
         "copies2": "--num-distributed-optimizer-instances 2",
     },
-    "ep": {"gather": "--moe-token-dispatcher-type allgather"},
+    "ep": {
+        "gather": "--moe-token-dispatcher-type allgather",
+        "apart": "--no-moe-shared-expert-overlap",
+        "overlap": "--overlap-moe-expert-parallel-comm",
+    },
     "etp": {},
     "recompute": {
         "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -150,6 +154,7 @@ deep:cp2 deep:tp2-sp
 dense:dp2 dense:dp4 dense:dp2-zero1 dense:dp4-zero1 dense:dp4-zero1-copies2 gpt:dp4-zero1
 dense:dp2-zero2 dense:dp4-zero2 dense:dp2-fsdp dense:dp4-fsdp dense:dp4-fsdp-copies2 dense:dp4-zero2-copies2 gpt:dp2-fsdp
 moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
+moe:dp2.ep2-apart moe:dp2.ep2-overlap moe:dp4.ep4-overlap
 """
 _PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
@@ -164,6 +169,8 @@ dense:tp2-sp-overlap.recompute-full dense:tp4-sp-overlap.recompute-selective den
 dense:tp2-sp-overlap.pp2-zbh1 dense:tp2-sp-overlap.pp2-zbh1.recompute-full dense:tp2-sp-overlap.pp2-zbv
 dense:tp2-sp-overlap.cp2 dense:tp2-sp-overlap.dp2-zero1
 dense:tp2-sp-overlap.dp2-fsdp moe:tp2-sp-overlap.dp2.ep2 moe:tp4-sp-overlap.ep2.etp1.recompute-experts
+moe:tp2-sp.dp2.ep2-overlap.etp1 moe:pp2.dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-overlap moe:cp2.ep2-overlap
+moe:dp4-zero1.ep2-overlap moe:dp2.ep2-overlap.recompute-experts
 """
 _PRODUCTS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
@@ -173,6 +180,7 @@ moe:pp2.dp4.ep2 moe:cp2.dp4.ep2 moe:pp2.dp4-fsdp.ep2 moe:tp2-sp.dp4.ep4.etp2 moe
 moe:tp2-sp.cp2.dp2-fsdp.ep2 moe:tp2-sp.pp2-vpp2.dp2.ep2 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
 dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
+moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
 """
 MATRIX = tuple(entry(name) for names in (_ALONE, _PAIRS, _PRODUCTS) for name in names.split())
 

@@ -25,7 +25,7 @@ ONE_PROCESS = (
     "--microbatch-group-size-per-virtual-pipeline-stage none --decoder-first-pipeline-num-layers none "
     "--decoder-last-pipeline-num-layers none --pipeline-model-parallel-layout none --no-use-distributed-optimizer "
     "--no-overlap-param-gather --data-parallel-sharding-strategy none --num-distributed-optimizer-instances 1 "
-    "--no-fp8-param-gather --no-tp-comm-overlap --tp-comm-overlap-chunks none"
+    "--no-fp8-param-gather --no-tp-comm-overlap --tp-comm-overlap-chunks none --no-overlap-moe-expert-parallel-comm"
 )
 # Dropout differs between layouts by design. A schedule made for thousands of steps says nothing about a few, and warm-up
 # from zero would make the first of them idle.

@@ -75,6 +75,11 @@ HALF_LAYOUTS = [
     ("", "--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2),
     ("--reset-attention-mask --reset-position-ids", "--tp 2", 2),
     ("--num-experts 4 --moe-aux-loss-coeff 0.01", "--dp 2 --ep 2 --moe-token-dispatcher-type alltoall", 2),
+    (
+        "--num-experts 4 --moe-aux-loss-coeff 0.01 --moe-shared-expert-intermediate-size 64",
+        "--dp 2 --ep 2 --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm",
+        2,
+    ),
     ("--fp8-hybrid --fp8-recipe rowwise", "--tp 2 --sequence-parallel", 2),
     ("--fp8-hybrid --fp8-recipe delayed", "--dp 2", 2),
 ]

@@ -10,10 +10,12 @@ r and 2p-1-r, so that the model goes down the ranks and comes back up, and the f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 
+from petatron.config.check_overlap import COMBINED
 from petatron.parallel.schedule import orders
 from petatron.parallel.schedule.actions import Action, Batch, Kind, TimedAction
 from petatron.parallel.schedule.transfers import with_transfers
@@ -62,7 +64,13 @@ def stage_rank(name: str, stage: int, *, ranks: int, stages: int) -> int:
 
 
 def schedule_problem(
-    name: str, *, ranks: int, virtual: int, micro_batches: int, group_size: int | None = None
+    name: str,
+    *,
+    ranks: int,
+    virtual: int,
+    micro_batches: int,
+    group_size: int | None = None,
+    combined: bool = False,
 ) -> str | None:
     """Why there is no such schedule, as the rule that is broken; None if there is one."""
     if name not in SCHEDULES:
@@ -75,33 +83,48 @@ def schedule_problem(
         return f"zb-v has exactly two stages per rank, not {virtual}"
     if name == "interleaved" and group_size is not None and group_size < ranks:
         return f"a group of {group_size} micro-batches is smaller than the pipeline's {ranks} ranks"
+    if combined and ranks > 1 and name not in COMBINED:
+        return f"{name} does not run forwards and backwards in turn, so it cannot combine them; {' and '.join(COMBINED)} can"
     return None
 
 
 @lru_cache(maxsize=32)
 def build_schedule(
-    name: str, *, ranks: int, virtual: int, micro_batches: int, group_size: int | None = None
+    name: str,
+    *,
+    ranks: int,
+    virtual: int,
+    micro_batches: int,
+    group_size: int | None = None,
+    combined: bool = False,
 ) -> Schedule:
     """The schedule of one training step; ValueError with the reason where there is none.
 
     group_size is for interleaved: how many micro-batches go through a rank's first stage before its second begins (ranks).
+    combined: in the steady state a forward and a backward of different micro-batches are one batch, and run together.
 
     >>> schedule = build_schedule("1f1b", ranks=2, virtual=1, micro_batches=2)
     >>> " ".join(f"{action.kind}{action.micro_batch}" for action in schedule.actions[0])
     'F0 SF0 F1 SF1 RB0 B0 RB1 B1'
     """
-    problem = schedule_problem(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size)
+    problem = schedule_problem(
+        name, ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size, combined=combined
+    )
     if problem:
         raise ValueError(problem)
     if ranks == 1:
-        computations = orders.one_rank(stages=virtual, micro_batches=micro_batches)
+        computations = orders.one_rank(stages=virtual, micro_batches=micro_batches, combined=combined)
     elif name == "gpipe":
         computations = orders.gpipe(ranks=ranks, micro_batches=micro_batches)
     elif name == "1f1b" or (name == "interleaved" and virtual == 1):
-        computations = orders.one_forward_one_backward(ranks=ranks, micro_batches=micro_batches)
+        computations = orders.one_forward_one_backward(ranks=ranks, micro_batches=micro_batches, combined=combined)
     elif name == "interleaved":
         computations = orders.interleaved(
-            ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size or ranks
+            ranks=ranks,
+            virtual=virtual,
+            micro_batches=micro_batches,
+            group_size=group_size or ranks,
+            combined=combined,
         )
     elif name == "zb-h1":
         computations = zb_h1(ranks=ranks, micro_batches=micro_batches)
@@ -125,7 +148,14 @@ def _placement(name: str, *, ranks: int, stages: int) -> list[int]:
     return [stage_rank(name, stage, ranks=ranks, stages=stages) for stage in range(stages)]
 
 
-def _finish(name: str, computations: list[list[Action]], *, ranks: int, virtual: int, micro_batches: int) -> Schedule:
+def _finish(
+    name: str,
+    computations: Sequence[Sequence[Action | Batch]],
+    *,
+    ranks: int,
+    virtual: int,
+    micro_batches: int,
+) -> Schedule:
     stages = ranks * virtual
     batches = with_transfers(computations, _placement(name, ranks=ranks, stages=stages))
     return Schedule(name, ranks, stages, micro_batches, batches)

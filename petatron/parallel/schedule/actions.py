@@ -45,7 +45,7 @@ class Action:
 
 
 Batch = tuple[Action, ...]
-"""One computation, or transfers that are started together."""
+"""One computation, a forward and a backward that run combined, or transfers that are started together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,19 @@ A group must be no smaller than p, or its first micro-batch comes back to rank 0
 and no group may be larger than the first, because the last stage's first backward of a group comes (v-1)g forwards after the
 group began, and the number run ahead is fixed by the first. So when p does not divide m, we make m // p groups as equal as can
 be, the larger ones first.
+
+Combined 1F1B: in the steady state a rank runs each forward together with the backward that follows it, so that one computes
+while the other communicates (`parallel/combined.py`). Both begin when both have their inputs and end together, so every rank runs
+further ahead: by one forward more, because on the last stage the two must be of different micro-batches, and in 1F1B by two more
+for every rank behind it instead of one, because a pair's forward is of use to the next rank only after the pair, and so is its
+backward to the rank before. In 1F1B up to 2(p-r) micro-batches are then alive; interleaved runs that far ahead anyway.
 """
 
 from __future__ import annotations
 
-from petatron.parallel.schedule.actions import Action, Kind
+from petatron.parallel.schedule.actions import Action, Batch, Kind
 
-Order = list[Action]
+Order = list[Action | Batch]
 
 
 def gpipe(*, ranks: int, micro_batches: int) -> list[Order]:
@@ -28,29 +34,36 @@ def gpipe(*, ranks: int, micro_batches: int) -> list[Order]:
     return [[Action(kind, rank, m) for kind, m in forwards + backwards] for rank in range(ranks)]
 
 
-def one_forward_one_backward(*, ranks: int, micro_batches: int) -> list[Order]:
+def one_forward_one_backward(*, ranks: int, micro_batches: int, combined: bool = False) -> list[Order]:
     orders: list[Order] = []
     for rank in range(ranks):
         forwards = [Action(Kind.FORWARD, rank, m) for m in range(micro_batches)]
         backwards = [Action(Kind.BACKWARD, rank, m) for m in range(micro_batches)]
-        orders.append(_alternate(forwards, backwards, ahead=ranks - 1 - rank))
+        behind = ranks - 1 - rank
+        orders.append(_alternate(forwards, backwards, ahead=2 * behind + 1 if combined else behind, combined=combined))
     return orders
 
 
-def interleaved(*, ranks: int, virtual: int, micro_batches: int, group_size: int) -> list[Order]:
+def interleaved(
+    *, ranks: int, virtual: int, micro_batches: int, group_size: int, combined: bool = False
+) -> list[Order]:
     groups = micro_batch_groups(micro_batches, ranks=ranks, group_size=group_size)
-    ahead = (virtual - 1) * len(groups[0])
+    ahead = (virtual - 1) * len(groups[0]) + combined
     orders: list[Order] = []
     for rank in range(ranks):
         held = range(rank, ranks * virtual, ranks)
         forwards = [Action(Kind.FORWARD, stage, m) for group in groups for stage in held for m in group]
         backwards = [Action(Kind.BACKWARD, stage, m) for group in groups for stage in reversed(held) for m in group]
-        orders.append(_alternate(forwards, backwards, ahead=ahead + 2 * (ranks - 1 - rank)))
+        orders.append(_alternate(forwards, backwards, ahead=ahead + 2 * (ranks - 1 - rank), combined=combined))
     return orders
 
 
-def one_rank(*, stages: int, micro_batches: int) -> list[Order]:
-    """Nothing to overlap with: each micro-batch forward and at once backward, so that one is alive at a time."""
+def one_rank(*, stages: int, micro_batches: int, combined: bool = False) -> list[Order]:
+    """Each micro-batch forward and at once backward, so that one is alive at a time; two where they are combined."""
+    if combined:
+        forwards = [Action(Kind.FORWARD, stage, m) for m in range(micro_batches) for stage in range(stages)]
+        backwards = [Action(Kind.BACKWARD, stage, m) for m in range(micro_batches) for stage in reversed(range(stages))]
+        return [_alternate(forwards, backwards, ahead=stages, combined=True)]
     order: Order = []
     for m in range(micro_batches):
         order += [Action(Kind.FORWARD, stage, m) for stage in range(stages)]
@@ -72,10 +85,10 @@ def micro_batch_groups(micro_batches: int, *, ranks: int, group_size: int) -> li
     return [range(start, start + size) for start, size in zip(starts, sizes)]
 
 
-def _alternate(forwards: Order, backwards: Order, *, ahead: int) -> Order:
-    """`ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int, combined: bool) -> Order:
+    """`ahead` forwards, then one forward and one backward in turn or combined, then the backwards that are left."""
     ahead = min(ahead, len(forwards))
-    order = forwards[:ahead]
+    order: Order = [*forwards[:ahead]]
     for forward, backward in zip(forwards[ahead:], backwards):
-        order += [forward, backward]
+        order += [(forward, backward)] if combined else [forward, backward]
     return order + backwards[len(forwards) - ahead :]

@@ -24,13 +24,14 @@ _COSTS = {Kind.FORWARD: 10, Kind.BACKWARD: 20, Kind.INPUT_GRAD: 10, Kind.WEIGHT_
 _LATENCY = 1
 
 
-def with_transfers(orders: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[tuple[Batch, ...], ...]:
+def with_transfers(orders: Sequence[Sequence[Action | Batch]], rank_of: Sequence[int]) -> tuple[tuple[Batch, ...], ...]:
     """The computations of each rank, with transfers; `rank_of[stage]` is the rank that holds a stage.
 
-    A computation stands alone; transfers of one moment stand together. Raises ValueError, with what each rank waits for,
+    A computation stands alone, or as a batch with the one it is combined with: both begin when both have their inputs, and
+    end together. Transfers of one moment stand together. Raises ValueError, with what each rank waits for,
     if the orders wait for each other in a circle.
     """
-    play = _Play(orders, rank_of)
+    play = _Play([[step if isinstance(step, tuple) else (step,) for step in order] for order in orders], rank_of)
     while play.events:
         play.advance()
     waiting = [f"rank {rank} waits for {action}" for rank, action in play.waiting()]
@@ -42,7 +43,7 @@ def with_transfers(orders: Sequence[Sequence[Action]], rank_of: Sequence[int]) -
 class _Play:
     """Plays computations through and writes down each rank's list: a computation when it ends, a message when it is made."""
 
-    def __init__(self, orders: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> None:
+    def __init__(self, orders: Sequence[Sequence[Batch]], rank_of: Sequence[int]) -> None:
         self.lists: list[list[list[Action]]] = [[] for _ in orders]
         self._last_transfer = [-1] * len(orders)  # when each rank's last batch of transfers was made
         self.events: list[
@@ -57,7 +58,7 @@ class _Play:
             self._start(rank, 0)
 
     def waiting(self) -> list[tuple[int, Action]]:
-        return [(rank, self._orders[rank][at]) for rank, at in enumerate(self._next) if at < len(self._orders[rank])]
+        return [(rank, self._orders[rank][at][0]) for rank, at in enumerate(self._next) if at < len(self._orders[rank])]
 
     def advance(self) -> None:
         """Go on to the next moment at which something ends or arrives."""
@@ -70,22 +71,20 @@ class _Play:
             if arrived:
                 self._here[rank].add(arrived)
             else:
-                ended.append(self._end(rank))
+                ended += self._end(rank)
         for action in sorted(ended, key=_sends_first):
             self._send(action, now)
         for rank in dict.fromkeys(ranks):
             self._start(rank, now)
 
-    def _end(self, rank: int) -> Action:
-        action = self._orders[rank][self._next[rank]]
+    def _end(self, rank: int) -> Batch:
+        batch = self._orders[rank][self._next[rank]]
         self._next[rank] += 1
         self._busy[rank] = False
-        self.lists[rank].append([action])
+        self.lists[rank].append([*batch])
         self._last_transfer[rank] = -1
-        product = produced_by(action)
-        if product is not None:
-            self._here[rank].add(product)
-        return action
+        self._here[rank].update(product for action in batch if (product := produced_by(action)) is not None)
+        return batch
 
     def _send(self, action: Action, now: int) -> None:
         """Write the message a computation makes, if it makes one for another rank, into both lists."""
@@ -116,9 +115,10 @@ class _Play:
         order, at = self._orders[rank], self._next[rank]
         if self._busy[rank] or at == len(order):
             return
-        if all(product in self._here[rank] for product in needed_by(order[at], stages=len(self._rank_of))):
+        needs = (product for action in order[at] for product in needed_by(action, stages=len(self._rank_of)))
+        if all(product in self._here[rank] for product in needs):
             self._busy[rank] = True
-            heappush(self.events, (now + _COSTS[order[at].kind], rank, ()))
+            heappush(self.events, (now + sum(_COSTS[action.kind] for action in order[at]), rank, ()))
 
 
 def _sends_first(action: Action) -> tuple[bool, int]:

@@ -110,6 +110,8 @@ def test_rule(flags: str, message: str):
         "--num-experts 1 --moe-router-topk 1",
         "--num-experts 8 --ep 4 --etp 1 --tp 2 --sequence-parallel --dp 2",
         "--num-experts 8 --ep 8 --etp 1 --tp 2 --sequence-parallel --cp 2 --pp 2 --dp 2",
+        "--num-experts 8 --ep 2 --dp 2 --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap",
+        "--num-experts 8 --ep 2 --dp 2 --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 8 --no-moe-shared-expert-overlap",
         "--num-experts 8 --ep 2 --dp 4 --use-distributed-optimizer --num-distributed-optimizer-instances 2",
         "--pp 2 --use-torch-fsdp2 --dp 2 --num-distributed-optimizer-instances 2",
         "--pp 2 --pipeline-schedule zb-v --use-distributed-optimizer --overlap-param-gather --dp 2",
@@ -168,6 +170,9 @@ def test_the_switch_for_fsdp_leaves_the_strategy_to_its_own_flag(switch: str):
 FULLY = "has no effect: fully_shard shares the optimizer state and gathers by itself"
 NORMS = "--recompute-modules layernorm has no effect: what a norm makes is not kept here"
 ALONE = "has no effect: no two ranks hold the same weights, as data-parallel ones do"
+A2A = "--moe-token-dispatcher-type alltoall"
+SHARED = "--moe-shared-expert-intermediate-size 8"
+ALL_HERE = "has no effect: every rank holds all experts, and tokens stay where they are"
 IDLE = [
     ("--tp-comm-overlap", "--tp-comm-overlap has no effect: the tensor-parallel size is 1"),
     ("--tp 2 --sp --tp-comm-overlap-chunks 3", "--tp-comm-overlap-chunks has no effect: it is for --tp-comm-overlap"),
@@ -193,6 +198,11 @@ IDLE = [
     (f"{EXPERTS} --moe-token-drop-policy position", "--moe-token-drop-policy has no effect: no token is dropped without --moe-expert-capacity-factor"),
     (f"{EXPERTS} --moe-router-num-groups 2", "--moe-router-num-groups has no effect: it is for --moe-router-group-topk"),
     (f"{EXPERTS} --moe-shared-expert-gate", "--moe-shared-expert-gate has no effect: there is no shared expert"),
+    (f"{EXPERTS} --moe-shared-expert-overlap", "--moe-shared-expert-overlap has no effect: there is no shared expert"),
+    (f"{EXPERTS} {SHARED} --moe-shared-expert-overlap", f"--moe-shared-expert-overlap {ALL_HERE}"),
+    (f"{EXPERTS} {SHARED} --no-moe-shared-expert-overlap", f"--no-moe-shared-expert-overlap {ALL_HERE}"),
+    (f"{EXPERTS} {SHARED} --dp 2 --ep 2 --moe-shared-expert-overlap", "--moe-shared-expert-overlap has no effect: it is for --moe-token-dispatcher-type alltoall, and that is allgather"),
+    (f"{EXPERTS} {A2A} --dp 2 --ep 2 --micro-batch-size 1 --global-batch-size 2 --overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm has no effect: a step has one micro-batch, and nothing to overlap it with"),
     (f"{EXPERTS} --moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate has no effect: it is for --moe-router-enable-expert-bias"),
     (f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-pre-softmax", "--moe-router-pre-softmax has no effect: scores are sigmoid"),
     (f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff has no effect: --moe-router-load-balancing-type is none"),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from petatron.config.check_overlap import COMBINED
 from petatron.parallel.model import PipelinePlan
 from petatron.parallel.schedule import (
     SCHEDULES,
@@ -248,11 +249,12 @@ def _replay(schedule: Schedule, *, latency: float) -> float:
                 batch = schedule.batches[rank][at[rank]]
                 first = batch[0]
                 if first.kind in COMPUTE:
-                    needs = _receive_of(schedule, first)
-                    if needs is not None and needs not in over:
+                    needs = [need for action in batch if (need := _receive_of(schedule, action)) is not None]
+                    if any(need not in over for need in needs):
                         break
-                    free[rank] = max(free[rank], over[needs] if needs is not None else 0.0) + cost[first.kind]
-                    busy += cost[first.kind]
+                    costs = sum(cost[action.kind] for action in batch)
+                    free[rank] = max([free[rank], *(over[need] for need in needs)]) + costs
+                    busy += costs
                 else:
                     ends = [_other_end(schedule, action) for action in batch]
                     for action in batch:
@@ -289,6 +291,52 @@ def _other_end(schedule: Schedule, action: Action) -> tuple[Action, int]:
     }
     kind, step = partner[action.kind]
     return Action(kind, action.stage + step, action.micro_batch), schedule.rank_of(action.stage + step)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), st.integers(0, 3))
+def test_combined_passes_are_of_two_micro_batches_and_wait_for_nothing_of_each_other(shape: dict, larger: int):
+    if shape["name"] not in COMBINED and shape["ranks"] > 1:
+        with pytest.raises(ValueError, match="cannot combine them; 1f1b and interleaved can"):
+            build_schedule(**shape, combined=True)
+        return
+    group_size = shape["ranks"] + larger if shape["name"] == "interleaved" else None
+    schedule = build_schedule(**shape, group_size=group_size, combined=True)
+    plain = build_schedule(**shape, group_size=group_size)
+    assert _stuck(schedule) == []
+    _replay(schedule, latency=0.02)  # asserts that no batches wait for each other
+    for rank, batches in enumerate(schedule.batches):
+        pairs = [batch for batch in batches if batch[0].kind in COMPUTE and len(batch) > 1]
+        for forward, backward in pairs:
+            assert (forward.kind, backward.kind) == (Kind.FORWARD, Kind.BACKWARD)
+            assert (Kind.FORWARD, forward.stage, forward.micro_batch) not in needed_by(backward, stages=schedule.stages)
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            orders = [[a for a in found.actions[rank] if a.kind is kind] for found in (schedule, plain)]
+            assert orders[0] == orders[1], "sums of gradients and draws of random numbers keep their order"
+    if schedule.ranks == schedule.stages == 1:
+        assert len(pairs) == schedule.micro_batches - 1
+
+
+def test_combined_orders_written_out():
+    def text(schedule: Schedule, rank: int) -> str:
+        batches = [batch for batch in schedule.batches[rank] if batch[0].kind in COMPUTE]
+        return " ".join("+".join(f"{action.kind}{action.micro_batch}" for action in batch) for batch in batches)
+
+    alone = build_schedule("1f1b", ranks=1, virtual=1, micro_batches=3, combined=True)
+    assert text(alone, 0) == "F0 F1+B0 F2+B1 B2"
+    two = build_schedule("1f1b", ranks=2, virtual=1, micro_batches=5, combined=True)
+    assert text(two, 0) == "F0 F1 F2 F3+B0 F4+B1 B2 B3 B4"
+    assert text(two, 1) == "F0 F1+B0 F2+B1 F3+B2 F4+B3 B4"
+    assert peak_activations(two) == (4, 2)
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "micro_batches"), [(2, 1, 8), (4, 1, 16), (4, 2, 16), (8, 3, 32)])
+def test_combined_passes_cost_no_bubble(ranks: int, virtual: int, micro_batches: int):
+    name = "1f1b" if virtual == 1 else "interleaved"
+    shape = {"ranks": ranks, "virtual": virtual, "micro_batches": micro_batches}
+    plain, combined = (build_schedule(name, **shape, combined=combined) for combined in (False, True))
+    costs = Costs(forward=1.0, backward=2.0)
+    assert simulate(combined, costs).bubble == pytest.approx(simulate(plain, costs).bubble, abs=1e-9)
 
 
 @pytest.mark.parametrize(
