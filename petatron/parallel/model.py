@@ -21,8 +21,8 @@ from petatron.parallel.gradients import GradientSync
 from petatron.parallel.graph import Recorder, StepGraphs
 from petatron.parallel.pipeline import Outcome, Pipeline, Scales
 from petatron.parallel.routing import RouterTotals
-from petatron.parallel.schedule import Schedule, build_schedule, forward_only, stage_rank
-from petatron.parallel.schedule.actions import TimedAction, most_held
+from petatron.parallel.schedule import RankSchedule, in_flight, rank_schedule, stage_rank
+from petatron.parallel.schedule.actions import TimedAction
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,9 @@ class PipelinePlan:
     def rank_of(self, stage: int) -> int:
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.ranks * self.virtual)
 
-    def in_flight(self, micro_batches: int) -> list[int]:
+    def in_flight(self, micro_batches: int) -> tuple[int, ...]:
         """How many micro-batches' activations each stage holds at most."""
-        schedule = self.training(micro_batches)
-        return [
-            most_held(action for action in schedule.actions[self.rank_of(stage)] if action.stage == stage)
-            for stage in range(schedule.stages)
-        ]
-
-    def training(self, micro_batches: int) -> Schedule:
-        return build_schedule(
+        return in_flight(
             self.name,
             ranks=self.ranks,
             virtual=self.virtual,
@@ -54,8 +47,27 @@ class PipelinePlan:
             group_size=self.group_size,
         )
 
-    def evaluation(self, micro_batches: int) -> Schedule:
-        return forward_only(self.name, ranks=self.ranks, virtual=self.virtual, micro_batches=micro_batches)
+    def training(self, micro_batches: int, *, rank: int) -> RankSchedule:
+        """What a pipeline rank does in a training step."""
+        return rank_schedule(
+            self.name,
+            ranks=self.ranks,
+            virtual=self.virtual,
+            micro_batches=micro_batches,
+            rank=rank,
+            group_size=self.group_size,
+        )
+
+    def evaluation(self, micro_batches: int, *, rank: int) -> RankSchedule:
+        """What a pipeline rank does in an evaluation step."""
+        return rank_schedule(
+            self.name,
+            ranks=self.ranks,
+            virtual=self.virtual,
+            micro_batches=micro_batches,
+            rank=rank,
+            training=False,
+        )
 
 
 class ParallelModel:
@@ -138,7 +150,7 @@ class ParallelModel:
         extra = torch.full_like(tokens, loss_scale / (len(batches) * self.mesh.dp.size))
         scales = Scales(loss=loss_scale / tokens, extra=extra)
         clock = self._clock if timeline is not None else None
-        outcome = self._run(self.plan.training(len(batches)), batches, scales, clock=clock)
+        outcome = self._run(self.plan.training(len(batches), rank=self.mesh.pp.rank), batches, scales, clock=clock)
         self.gradients.finish()
         self.eight_bits.weights_changed()  # they are about to, and until then nothing is computed with them
         self.routers.update(outcome.reports)
@@ -152,7 +164,7 @@ class ParallelModel:
         self.eight_bits.weights_changed()
         batches = [split_batch(batch, self.mesh.cp) for batch in batches]
         tokens = self._count_tokens(batches)
-        outcome = self._pipeline.run(self.plan.evaluation(len(batches)), batches)
+        outcome = self._pipeline.run(self.plan.evaluation(len(batches), rank=self.mesh.pp.rank), batches)
         return collectives.all_reduce(outcome.total, self.mesh["losses"]), tokens
 
     def publish(self) -> None:

@@ -13,40 +13,42 @@ A group must be no smaller than p, or its first micro-batch comes back to rank 0
 and no group may be larger than the first, because the last stage's first backward of a group comes (v-1)g forwards after the
 group began, and the number run ahead is fixed by the first. So when p does not divide m, we make m // p groups as equal as can
 be, the larger ones first.
+
+Orders are made rank by rank, so that whoever needs those of all ranks need not hold them all at once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
 
 from petatron.parallel.schedule.actions import Action, Kind
 
 Order = list[Action]
 
 
-def gpipe(*, ranks: int, micro_batches: int) -> list[Order]:
+def gpipe(*, ranks: int, micro_batches: int) -> Iterator[Order]:
     forwards = [(Kind.FORWARD, m) for m in range(micro_batches)]
     backwards = [(Kind.BACKWARD, m) for m in range(micro_batches)]
-    return [[Action(kind, rank, m) for kind, m in forwards + backwards] for rank in range(ranks)]
+    for rank in range(ranks):
+        yield [Action(kind, rank, m) for kind, m in forwards + backwards]
 
 
-def one_forward_one_backward(*, ranks: int, micro_batches: int) -> list[Order]:
-    orders: list[Order] = []
+def one_forward_one_backward(*, ranks: int, micro_batches: int) -> Iterator[Order]:
     for rank in range(ranks):
         forwards = [Action(Kind.FORWARD, rank, m) for m in range(micro_batches)]
         backwards = [Action(Kind.BACKWARD, rank, m) for m in range(micro_batches)]
-        orders.append(_alternate(forwards, backwards, ahead=ranks - 1 - rank))
-    return orders
+        yield _alternate(forwards, backwards, ahead=ranks - 1 - rank)
 
 
-def interleaved(*, ranks: int, virtual: int, micro_batches: int, group_size: int) -> list[Order]:
+def interleaved(*, ranks: int, virtual: int, micro_batches: int, group_size: int) -> Iterator[Order]:
     groups = micro_batch_groups(micro_batches, ranks=ranks, group_size=group_size)
     ahead = (virtual - 1) * len(groups[0])
-    orders: list[Order] = []
     for rank in range(ranks):
         held = range(rank, ranks * virtual, ranks)
         forwards = [Action(Kind.FORWARD, stage, m) for group in groups for stage in held for m in group]
         backwards = [Action(Kind.BACKWARD, stage, m) for group in groups for stage in reversed(held) for m in group]
-        orders.append(_alternate(forwards, backwards, ahead=ahead + 2 * (ranks - 1 - rank)))
-    return orders
+        yield _alternate(forwards, backwards, ahead=ahead + 2 * (ranks - 1 - rank))
 
 
 def one_rank(*, stages: int, micro_batches: int) -> list[Order]:
@@ -68,8 +70,7 @@ def micro_batch_groups(micro_batches: int, *, ranks: int, group_size: int) -> li
     else:
         even, larger = divmod(micro_batches, count)
         sizes = [even + 1] * larger + [even] * (count - larger)
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [range(start, start + size) for start, size in zip(starts, sizes)]
+    return [range(end - size, end) for end, size in zip(accumulate(sizes), sizes)]
 
 
 def _alternate(forwards: Order, backwards: Order, *, ahead: int) -> Order:
