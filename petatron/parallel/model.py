@@ -156,7 +156,7 @@ class ParallelModel:
         self.routers.update(outcome.reports)
         if timeline is not None:
             timeline(outcome.timed)
-        return collectives.all_reduce(outcome.total, self.mesh["losses"]) / tokens
+        return self._total_loss(outcome) / tokens
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Sum of the token losses of the global batch and the number of valid tokens, without gradients."""
@@ -165,7 +165,7 @@ class ParallelModel:
         batches = [split_batch(batch, self.mesh.cp) for batch in batches]
         tokens = self._count_tokens(batches)
         outcome = self._pipeline.run(self.plan.evaluation(len(batches), rank=self.mesh.pp.rank), batches)
-        return collectives.all_reduce(outcome.total, self.mesh["losses"]), tokens
+        return self._total_loss(outcome), tokens
 
     def publish(self) -> None:
         """Make weights that were changed from outside known to every rank that computes with them."""
@@ -174,7 +174,22 @@ class ParallelModel:
 
     def _count_tokens(self, batches: Sequence[Batch]) -> Tensor:
         count = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
-        return collectives.all_reduce(count, self.mesh.dp_cp).clamp(min=1.0)
+        first = self.mesh.tp.rank == 0 and self.mesh.pp.rank == 0  # the others count the same tokens
+        return self._sum(count, over="dp_cp", here=first).clamp(min=1.0)
+
+    def _total_loss(self, outcome: Outcome) -> Tensor:
+        """Of the global batch; ranks of one tensor-parallel group have the same part of it."""
+        return self._sum(outcome.total, over="losses", here=self.mesh.tp.rank == 0)
+
+    def _sum(self, x: Tensor, *, over: str, here: bool) -> Tensor:
+        """The sum of a scalar over an axis, on all ranks; `here` on one of those ranks of the world that have the same.
+
+        It travels over the communicator of the whole world, which every run has for the gradient norm: eight bytes are no
+        reason for one more, and adding zeros changes no bit.
+        """
+        if self.mesh[over].size == 1:
+            return x
+        return collectives.all_reduce(x if here else torch.zeros_like(x), self.mesh.world)
 
     def _set_mode(self, *, training: bool) -> None:
         for stage in self.stages.values():
