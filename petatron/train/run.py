@@ -66,7 +66,7 @@ def _build_and_run(loaded: Loaded, tokenizer: Tokenizer | None, *, started_s: fl
     run = loaded.config
     mesh = launch(run)
     with memory_reported(run, mesh.device, when=lambda: "building the model"):
-        state = TrainState.build(run, mesh, tokenizer)
+        state = TrainState.start(run, mesh, tokenizer)
     with memory_reported(run, mesh.device, when=lambda: "loading the checkpoint"):
         resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
         pretrained = None if resumed else run.checkpoint.pretrained_checkpoint
