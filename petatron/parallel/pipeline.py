@@ -89,7 +89,9 @@ class Pipeline:
 class _Walk:
     """One step's activations and gradients on their way."""
 
-    def __init__(self, pipeline: Pipeline, schedule: RankSchedule, batches: Sequence[Batch], scales: Scales | None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, schedule: RankSchedule, batches: Sequence[Batch], scales: Scales | None
+    ) -> None:
         self._pipeline, self._schedule, self._batches, self._scales = pipeline, schedule, batches, scales
         self._inputs: dict[Key, Tensor] = {}  # activations that a stage takes or has taken
         self._roots: dict[Key, Tensor | GradientEdge] = {}  # where a stage's backward pass begins

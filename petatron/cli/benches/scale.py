@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from petatron.base.errors import ConfigError, Problem
@@ -29,7 +30,7 @@ _SIZES = "64,512,1024,4096,16384"
 _START = ("config", "groups", "mesh", "in flight", "schedule", "model", "read manifest", "load plan")
 _SAVE = ("survey", "save plan", "manifest")
 _BAR_S, _BAR_RANKS = 10.0, 4096
-_STEEP, _SHORTEST_S = 1.5, 0.1  # an exponent above this is called out, of what takes at least so long
+_STEEP, _SHORTEST_S = 1.5, 1.0  # an exponent above this is called out, of what takes at least so long: less is noise
 Result = TypeVar("Result")
 
 
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> BenchResult:
         ],
         "verdict": verdict,
     }
-    return BenchResult(tuple(_rows(found)) + (("verdict", verdict),), values)
+    return BenchResult((*_rows(found), ("verdict", verdict)), values)
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:
@@ -149,10 +150,10 @@ def _measure(args: argparse.Namespace, size: int) -> Measured:
     for rank in sorted({0, size // 2}):
         in_flight.cache_clear()
         rank_schedule.cache_clear()
-        found.timed("groups", lambda: _groups(layout, rank))
+        found.timed("groups", partial(_groups, layout, rank))
         found.timed("in flight", lambda: plan.in_flight(args.microbatches))
         own = layout.group_of("pp", rank).index(rank)
-        schedule = found.timed("schedule", lambda: plan.training(args.microbatches, rank=own))
+        schedule = found.timed("schedule", partial(plan.training, args.microbatches, rank=own))
         found.counts["schedule_bytes"] = schedule.actions.num_bytes
         _count(found, _build(found, config, layout, rank))
     if not args.without_checkpoint:
@@ -211,7 +212,10 @@ def _count(found: Measured, groups: Sequence[tuple[int, ...]]) -> None:
 
 
 def _rows(found: Sequence[Measured]) -> list[tuple[str, str]]:
-    rows = [("ranks", _line([f"{one.size:,}" for one in found], "growth")), ("layout", _line([o.layout for o in found]))]
+    rows = [
+        ("ranks", _line([f"{one.size:,}" for one in found], "growth")),
+        ("layout", _line([o.layout for o in found])),
+    ]
     for title, parts in (("start overhead, s", _START), ("save overhead, s", _SAVE)):
         measured = [part for part in parts if part in found[0].seconds]
         if not measured:

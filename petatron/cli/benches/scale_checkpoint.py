@@ -1,7 +1,8 @@
 """What a save and a load cost beside the writing and reading, on one rank of a large world: the adapter of `bench scale`.
 
-A rank plans from what all ranks hold, so the tables of the others are made up: every logical tensor is cut by rows over the ranks of
-its pipeline stage, which is as many boxes per rank as sharded optimizer state has. Everything that is timed is what a run calls.
+A rank plans from what all ranks hold, so the tables of the others are made up, as sharded optimizer state cuts a model: layers over
+pipeline stages, rows over tensor-parallel ranks, then buckets of consecutive tensors in equal ranges over the ranks that share them.
+Everything that is timed is what a run calls.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,18 +50,18 @@ def measure_checkpoint(run: RunConfig, rank: int, timed: Timed) -> CheckpointSiz
     """Times `survey`, `save plan`, `manifest` (on rank 0), `read manifest` (on rank 0) and `load plan` of one rank."""
     architecture = architecture_of(run)
     parts = architecture.model, architecture.moe, architecture.experts_in
-    boxes = _boxes(logical_shapes(*parts), Layout.from_config(run.parallel), run.model.num_layers)
-    mine = [Chunk(key, shape, box.start, torch.empty(box.shape, dtype=dtype, device="meta"))
-            for key, shape, dtype, box in _facts(boxes[rank])]  # fmt: skip
+    boxes = _boxes(logical_shapes(*parts), run)
+    mine = [
+        Chunk(key, shape, box.start, torch.empty(box.shape, dtype=dtype, device="meta"))
+        for key, shape, dtype, box in _facts(boxes[rank])
+    ]
     folder = ModelFolder(folder_entries(*parts), {})
     weights = folder_chunks(mine, folder)
     others = [[fact for fact in _facts(held) if fact[0].startswith(WEIGHTS)] for held in boxes]
     others[rank] = timed("survey", lambda: [chunk.facts for chunk in folder_chunks(mine, folder)])
     plan = partial(plan_job, 1, mine, weights, others, model=folder, local={}, rank=rank, layout="", facts={})
     timed("save plan", plan)
-    tables = _tables(boxes, folder, others)
-    manifest = timed("manifest", lambda: _publish(tables))
-    del tables, others
+    manifest = timed("manifest", partial(_publish, _tables(boxes, folder, others)))
     read = timed("read manifest", lambda: from_json(manifest))
     wanted = set(read.tensors)
     timed("load plan", lambda: plan_reads(Path(), read, mine, wanted=wanted, strict=True))
@@ -69,20 +71,62 @@ def measure_checkpoint(run: RunConfig, rank: int, timed: Timed) -> CheckpointSiz
 _Held = list[tuple[str, Shape, Box]]
 
 
-def _boxes(shapes: Mapping[str, Shape], layout: Layout, num_layers: int) -> list[_Held]:
-    """The box of each logical tensor that each rank of the world holds."""
-    of_stage = layout.world_size // layout.pp
+def _boxes(shapes: Mapping[str, Shape], run: RunConfig) -> list[_Held]:
+    """The boxes of logical tensors that each rank of the world owns, in the order of ranks."""
+    layout, bucket_size = Layout.from_config(run.parallel), run.parallel.ddp_bucket_size
+    assert bucket_size is not None
     held: list[_Held] = [[] for _ in range(layout.world_size)]
-    for name, shape in shapes.items():
-        layer = _LAYER.match(name)
-        last = layout.pp - 1
-        stage = int(layer.group(1)) * layout.pp // num_layers if layer else 0 if name.startswith("embed") else last
-        for place in range(of_stage):
-            begin, end = shape[0] * place // of_stage, shape[0] * (place + 1) // of_stage
-            if begin < end:
-                start = (begin, *(0 for _ in shape[1:]))
-                held[stage * of_stage + place].append((name, shape, Box(start, (end - begin, *shape[1:]))))
+    owners = layout.dp * layout.cp
+    for stage in range(layout.pp):
+        here = {name: shape for name, shape in shapes.items() if _stage(name, layout.pp, run.model.num_layers) == stage}
+        for tp_rank in range(layout.tp):
+            first = stage * owners * layout.tp + tp_rank
+            for bucket in _buckets(here, tp=layout.tp, tp_rank=tp_rank, size=bucket_size):
+                for place, boxes in enumerate(_shares(bucket, owners)):
+                    held[first + place * layout.tp] += boxes
     return held
+
+
+def _stage(name: str, pp: int, num_layers: int) -> int:
+    layer = _LAYER.match(name)
+    return int(layer.group(1)) * pp // num_layers if layer else 0 if name.startswith("embed") else pp - 1
+
+
+def _buckets(shapes: Mapping[str, Shape], *, tp: int, tp_rank: int, size: int) -> Iterator[_Held]:
+    """What a tensor-parallel rank holds, rows of matrices and whole vectors, filled into buckets of at least `size` elements."""
+    for vectors in (False, True):
+        bucket: _Held = []
+        for name, shape in ((name, shape) for name, shape in shapes.items() if (len(shape) == 1) == vectors):
+            split = tp if not vectors else 1
+            begin, end = shape[0] * tp_rank // split, shape[0] * (tp_rank + 1) // split
+            if vectors and tp_rank:
+                continue
+            bucket.append((name, shape, Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))))
+            if sum(math.prod(box.shape) for _, _, box in bucket) >= size:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
+
+
+def _shares(bucket: _Held, owners: int) -> list[_Held]:
+    """A bucket in as many equal ranges as ranks share its state, to whole rows."""
+    shares: list[_Held] = [[] for _ in range(owners)]
+    total, before = sum(math.prod(box.shape) for _, _, box in bucket), 0
+    for name, shape, box in bucket:
+        width = math.prod(box.shape[1:])
+        first = before * owners // total
+        last = -(-(before + math.prod(box.shape)) * owners // total)
+        cuts = [
+            min(max(-(-(total * place // owners - before) // width), 0), box.shape[0])
+            for place in range(first, last + 1)
+        ]
+        for place, (begin, end) in enumerate(pairwise(cuts), start=first):
+            if begin < end:
+                part = Box((box.start[0] + begin, *box.start[1:]), (end - begin, *box.shape[1:]))
+                shares[place].append((name, shape, part))
+        before += math.prod(box.shape)
+    return shares
 
 
 def _facts(held: _Held) -> Iterator[ChunkFacts]:

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: for each rank, the list of actions of one optimizer step.
 
-A schedule is pure; `pipeline.py` executes it (one rank's part, `RankSchedule`), `plan/simulate.py` predicts how long it takes, `plan/timeline.py` draws it. One
-device is a pipeline of one stage, so there is one training path. `orders.py` and `zero_bubble.py` say which computation comes
-when, `transfers.py` puts the sends and receives between them.
+A schedule is pure; `pipeline.py` executes one rank's part of it (`RankSchedule`), `plan/simulate.py` predicts how long the whole
+(`Schedule`) takes, `plan/timeline.py` draws it. One device is a pipeline of one stage, so there is one training path. `orders.py` and
+`zero_bubble.py` say which computation comes when, `transfers.py` puts the sends and receives between them.
 
 A model is cut into p x v stages, v on each of p ranks. Rank r holds the stages r, r + p, r + 2p, ...; in zb-v it holds
 r and 2p-1-r, so that the model goes down the ranks and comes back up, and the first and the last stage are on one rank.
@@ -200,7 +200,9 @@ def _placement(name: str, *, ranks: int, stages: int) -> list[int]:
     return [stage_rank(name, stage, ranks=ranks, stages=stages) for stage in range(stages)]
 
 
-def _of_all_ranks(name: str, computed: Iterable[list[Action]], *, ranks: int, virtual: int, micro_batches: int) -> Schedule:
+def _of_all_ranks(
+    name: str, computed: Iterable[list[Action]], *, ranks: int, virtual: int, micro_batches: int
+) -> Schedule:
     stages = ranks * virtual
     batches = with_transfers(computed, _placement(name, ranks=ranks, stages=stages))
     return Schedule(name, ranks, stages, micro_batches, batches)

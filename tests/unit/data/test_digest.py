@@ -6,9 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from petatron.base.errors import DataError
 from petatron.data.gpt import GPTDataset
 from petatron.data.indexed import IndexedDataset
+from petatron.mesh.layout import Layout
+from petatron.mesh.mesh import ParallelMesh
 from petatron.train import run as train_run
 from tests.dist import RankPool
 
@@ -106,11 +110,6 @@ def test_a_folder_that_cannot_be_written_costs_only_time(make_dataset: MakeDatas
 
 def _turns(folder: str, fails: int | None) -> list[str]:
     """Two nodes of two ranks: which had built when this rank began."""
-    from petatron.base.errors import DataError
-    from petatron.mesh.layout import Layout
-    from petatron.mesh.mesh import ParallelMesh
-    from torch import distributed as dist
-
     rank = dist.get_rank()
     mesh = ParallelMesh(Layout(dp_shard=4), rank)
 

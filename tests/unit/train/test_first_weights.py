@@ -112,7 +112,7 @@ def test_a_load_that_would_leave_a_tensor_without_weights_is_refused(saved: Path
 def test_a_checkpoint_that_disappears_meanwhile_is_an_error(saved: Path):
     state = started(tiny_run(f"--load {saved}"))
     shutil.rmtree(saved)
-    with pytest.raises(CheckpointError, match="disappeared while the run started. Start it again"):
+    with pytest.raises(CheckpointError, match=r"disappeared while the run started\. Start it again"):
         state.load(str(saved))
 
 
