@@ -43,6 +43,7 @@ BENCHES: Mapping[str, tuple[str, str]] = {
         "each operation: the chosen implementation against others, and the device",
     ),
     "generate": ("petatron.cli.benches.generate", "continuing text, against transformers"),
+    "scale": ("petatron.cli.benches.scale", "what a start and a save cost on one of thousands of simulated ranks"),
 }
 
 

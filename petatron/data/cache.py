@@ -7,10 +7,12 @@ full disk, say) is built again. A folder that cannot be written costs only the t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from petatron.base.log import get_logger
 
 FORMAT_VERSION = 1
+_SETTLED_NS = 2_000_000_000
 
 Arrays = dict[str, NDArray]
 
@@ -60,6 +63,35 @@ def load_or_build(
         )
         return arrays
     return _load(paths) or arrays
+
+
+def remembered_digest(folder: str | Path | None, path: Path, subject: str, compute: Callable[[], str]) -> str:
+    """What `compute` says of a file's content, or said when the file was as it is now.
+
+    An index of a billion documents is 20 GB, and every rank of a node would read it at every start. A file is taken to be the same if
+    its size, inode and times of change are; `subject` is whatever else the digest depends on. One that changed in the last moments is
+    not remembered, because it could change once more and keep its times.
+    """
+    if folder is None:
+        return compute()
+    before = _identity(path)
+    kept = Path(folder) / f"{fingerprint({'digest of': str(path.resolve())})}-digest.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        record = json.loads(kept.read_text())
+        if record["file"] == before and record["subject"] == subject and isinstance(record["digest"], str):
+            return record["digest"]
+    digest = compute()
+    if _identity(path) == before and time.time_ns() - path.stat().st_mtime_ns > _SETTLED_NS:
+        record = {"path": str(path.resolve()), "file": before, "subject": subject, "digest": digest}
+        with contextlib.suppress(OSError):  # sample indices go there too, and say so if they cannot
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            _replace(kept, lambda temporary: temporary.write_text(json.dumps(record) + "\n"))
+    return digest
+
+
+def _identity(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _load(paths: Mapping[str, Path]) -> Arrays | None:

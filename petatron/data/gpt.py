@@ -42,7 +42,7 @@ class GPTDataset:
         self.plan = plan_epochs(self.num_tokens, seq_length, num_samples)
         key: dict[str, object] = {
             "kind": "gpt",
-            "dataset": indexed.digest,
+            "dataset": indexed.digest(cache_dir),
             "documents": [documents.start, documents.stop],
             "seq_length": seq_length,
             "seed": seed,

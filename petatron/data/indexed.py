@@ -22,13 +22,14 @@ from __future__ import annotations
 import hashlib
 import mmap
 import struct
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from petatron.base.errors import DataError
+from petatron.data.cache import remembered_digest
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -106,6 +107,7 @@ class IndexedDataset:
         self.num_tokens = self._check_sequences()
         self._check_documents()
         self._tokens = _map(self.bin)
+        self._digest: str | None = None
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
         """Tokens of sequence `index`, from token `offset`, at most `length` of them. A read-only view, no copy."""
@@ -142,10 +144,18 @@ class IndexedDataset:
         ends = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
         return np.diff(ends[self.document_indices])
 
-    @cached_property
-    def digest(self) -> str:
-        """Hash of the name, the index and the size of the tokens: what sample indices are cached under."""
-        content = hashlib.blake2b(f"{self.bin.name}:{self.bin.stat().st_size}".encode(), digest_size=16)
+    def digest(self, cache_dir: str | Path | None = None) -> str:
+        """Hash of the name, the index and the size of the tokens: what sample indices are cached under.
+
+        With a cache folder the index is read once, until it changes, and not by every rank at every start.
+        """
+        if self._digest is None:
+            tokens = f"{self.bin.name}:{self.bin.stat().st_size}"
+            self._digest = remembered_digest(cache_dir, self.idx, tokens, partial(self._hash, tokens))
+        return self._digest
+
+    def _hash(self, tokens: str) -> str:
+        content = hashlib.blake2b(tokens.encode(), digest_size=16)
         with self.idx.open("rb") as file:
             while block := file.read(1 << 22):
                 content.update(block)

@@ -24,4 +24,4 @@ def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
         if parallel.data_parallel_sharding_strategy != "no_shard":
             axes.append("edp_shard")
     summed = {piece.sum_over for placement in placements.values() for piece in placement.pieces}
-    return [*axes, *sorted(name for name in summed if name is not None and name not in axes), "losses", "world"]
+    return [*axes, *sorted(name for name in summed if name is not None and name not in axes), "world"]

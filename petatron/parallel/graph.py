@@ -41,7 +41,7 @@ from petatron.base.log import get_logger
 from petatron.models.base import Batch
 from petatron.parallel.gradients import GradientSync
 from petatron.parallel.pipeline import Outcome, Scales
-from petatron.parallel.schedule import Schedule
+from petatron.parallel.schedule import RankSchedule
 
 _log = get_logger(__name__)
 
@@ -138,7 +138,7 @@ class StepGraphs:
 
     def run(
         self,
-        schedule: Schedule,
+        schedule: RankSchedule,
         batches: Sequence[Batch],
         scales: Scales | None = None,
         *,
@@ -164,7 +164,7 @@ class StepGraphs:
         _log.info("a step of %d micro-batches is recorded, and replayed from now on", len(batches))
         return self._replay(recording, batches, scales)
 
-    def _record(self, schedule: Schedule, batches: Sequence[Batch], scales: Scales) -> _Recording:
+    def _record(self, schedule: RankSchedule, batches: Sequence[Batch], scales: Scales) -> _Recording:
         own = [Batch(*(None if x is None else x.clone() for x in _tensors(batch))) for batch in batches]
         own_scales = Scales(loss=scales.loss.clone(), extra=scales.extra.clone())
         outcome, replay = self._recorder.record(partial(self._run, schedule, own, own_scales))

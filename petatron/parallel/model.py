@@ -21,8 +21,8 @@ from petatron.parallel.gradients import GradientSync
 from petatron.parallel.graph import Recorder, StepGraphs
 from petatron.parallel.pipeline import Outcome, Pipeline, Scales
 from petatron.parallel.routing import RouterTotals
-from petatron.parallel.schedule import Schedule, build_schedule, forward_only, stage_rank
-from petatron.parallel.schedule.actions import TimedAction, most_held
+from petatron.parallel.schedule import RankSchedule, in_flight, rank_schedule, stage_rank
+from petatron.parallel.schedule.actions import TimedAction
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,9 @@ class PipelinePlan:
     def rank_of(self, stage: int) -> int:
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.ranks * self.virtual)
 
-    def in_flight(self, micro_batches: int) -> list[int]:
+    def in_flight(self, micro_batches: int) -> tuple[int, ...]:
         """How many micro-batches' activations each stage holds at most."""
-        schedule = self.training(micro_batches)
-        return [
-            most_held(action for action in schedule.actions[self.rank_of(stage)] if action.stage == stage)
-            for stage in range(schedule.stages)
-        ]
-
-    def training(self, micro_batches: int) -> Schedule:
-        return build_schedule(
+        return in_flight(
             self.name,
             ranks=self.ranks,
             virtual=self.virtual,
@@ -56,8 +49,28 @@ class PipelinePlan:
             combined=self.combined,
         )
 
-    def evaluation(self, micro_batches: int) -> Schedule:
-        return forward_only(self.name, ranks=self.ranks, virtual=self.virtual, micro_batches=micro_batches)
+    def training(self, micro_batches: int, *, rank: int) -> RankSchedule:
+        """What a pipeline rank does in a training step."""
+        return rank_schedule(
+            self.name,
+            ranks=self.ranks,
+            virtual=self.virtual,
+            micro_batches=micro_batches,
+            rank=rank,
+            group_size=self.group_size,
+            combined=self.combined,
+        )
+
+    def evaluation(self, micro_batches: int, *, rank: int) -> RankSchedule:
+        """What a pipeline rank does in an evaluation step."""
+        return rank_schedule(
+            self.name,
+            ranks=self.ranks,
+            virtual=self.virtual,
+            micro_batches=micro_batches,
+            rank=rank,
+            training=False,
+        )
 
 
 class ParallelModel:
@@ -144,13 +157,13 @@ class ParallelModel:
         extra = torch.full_like(tokens, loss_scale / (len(batches) * self.mesh.dp.size))
         scales = Scales(loss=loss_scale / tokens, extra=extra)
         clock = self._clock if timeline is not None else None
-        outcome = self._run(self.plan.training(len(batches)), batches, scales, clock=clock)
+        outcome = self._run(self.plan.training(len(batches), rank=self.mesh.pp.rank), batches, scales, clock=clock)
         self.gradients.finish()
         self.eight_bits.weights_changed()  # they are about to, and until then nothing is computed with them
         self.routers.update(outcome.reports)
         if timeline is not None:
             timeline(outcome.timed)
-        return collectives.all_reduce(outcome.total, self.mesh["losses"]) / tokens
+        return self._total_loss(outcome) / tokens
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Sum of the token losses of the global batch and the number of valid tokens, without gradients."""
@@ -158,8 +171,8 @@ class ParallelModel:
         self.eight_bits.weights_changed()
         batches = [split_batch(batch, self.mesh.cp) for batch in batches]
         tokens = self._count_tokens(batches)
-        outcome = self._pipeline.run(self.plan.evaluation(len(batches)), batches)
-        return collectives.all_reduce(outcome.total, self.mesh["losses"]), tokens
+        outcome = self._pipeline.run(self.plan.evaluation(len(batches), rank=self.mesh.pp.rank), batches)
+        return self._total_loss(outcome), tokens
 
     def publish(self) -> None:
         """Make weights that were changed from outside known to every rank that computes with them."""
@@ -168,7 +181,22 @@ class ParallelModel:
 
     def _count_tokens(self, batches: Sequence[Batch]) -> Tensor:
         count = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
-        return collectives.all_reduce(count, self.mesh.dp_cp).clamp(min=1.0)
+        first = self.mesh.tp.rank == 0 and self.mesh.pp.rank == 0  # the others count the same tokens
+        return self._sum(count, over="dp_cp", here=first).clamp(min=1.0)
+
+    def _total_loss(self, outcome: Outcome) -> Tensor:
+        """Of the global batch; ranks of one tensor-parallel group have the same part of it."""
+        return self._sum(outcome.total, over="losses", here=self.mesh.tp.rank == 0)
+
+    def _sum(self, x: Tensor, *, over: str, here: bool) -> Tensor:
+        """The sum of a scalar over an axis, on all ranks; `here` on one of those ranks of the world that have the same.
+
+        It travels over the communicator of the whole world, which every run has for the gradient norm: eight bytes are no
+        reason for one more, and adding zeros changes no bit.
+        """
+        if self.mesh[over].size == 1:
+            return x
+        return collectives.all_reduce(x if here else torch.zeros_like(x), self.mesh.world)
 
     def _set_mode(self, *, training: bool) -> None:
         for stage in self.stages.values():

@@ -23,7 +23,7 @@ from petatron.mesh.mesh import Axis
 from petatron.models.base import Batch
 from petatron.parallel.combined import CombinedPasses
 from petatron.parallel.deferred import WeightGradQueue
-from petatron.parallel.schedule import Schedule
+from petatron.parallel.schedule import RankSchedule
 from petatron.parallel.schedule.actions import COMPUTE, SENDS, Action, Kind, TimedAction
 
 FORWARD_TRANSFERS = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
@@ -69,7 +69,7 @@ class Pipeline:
 
     def run(
         self,
-        schedule: Schedule,
+        schedule: RankSchedule,
         batches: Sequence[Batch],
         scales: Scales | None = None,
         *,
@@ -77,7 +77,7 @@ class Pipeline:
     ) -> Outcome:
         """Perform this rank's actions; without scales there is no backward pass."""
         walk = _Walk(self, schedule, batches, scales)
-        for together in schedule.batches[self._axis.rank]:
+        for together in schedule.batches():
             for action in together:
                 walk.wait_for(action)
             start = clock() if clock else 0.0
@@ -95,7 +95,9 @@ class Pipeline:
 class _Walk:
     """One step's activations and gradients on their way."""
 
-    def __init__(self, pipeline: Pipeline, schedule: Schedule, batches: Sequence[Batch], scales: Scales | None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, schedule: RankSchedule, batches: Sequence[Batch], scales: Scales | None
+    ) -> None:
         self._pipeline, self._schedule, self._batches, self._scales = pipeline, schedule, batches, scales
         self._inputs: dict[Key, Tensor] = {}  # activations that a stage takes or has taken
         self._roots: dict[Key, Tensor | GradientEdge] = {}  # where a stage's backward pass begins

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from petatron.config import RunConfig
@@ -21,7 +20,6 @@ from petatron.models.activations import ActivationShape, ends_bytes
 from petatron.models.offload_plan import freed_bytes
 from petatron.models.recompute_plan import BudgetError, RecomputePlan, plan_recompute
 from petatron.models.state_bytes import StateBytes, state_bytes
-from petatron.parallel.model import PipelinePlan
 from petatron.train.build import pipeline_plan, steps_micro_batches
 
 Device = Literal["cpu", "cuda"]
@@ -69,7 +67,7 @@ def memory_plans(run: RunConfig, *, device: Device) -> list[RecomputePlan]:
     """The plan of every stage in model order; a budget that some stage cannot keep is refused with what the largest needs."""
     shape = ActivationShape.of(run, device=device)
     pipeline = pipeline_plan(run)
-    in_flight = _in_flight(pipeline, steps_micro_batches(run))
+    in_flight = pipeline.in_flight(steps_micro_batches(run))
     plans: list[RecomputePlan] = []
     refused: list[BudgetError] = []
     for stage, held in zip(stages(run), in_flight, strict=True):
@@ -80,12 +78,6 @@ def memory_plans(run: RunConfig, *, device: Device) -> list[RecomputePlan]:
     if refused:
         raise max(refused, key=lambda error: error.needed_bytes)
     return plans
-
-
-@lru_cache(maxsize=64)
-def _in_flight(pipeline: PipelinePlan, micro_batches: int) -> tuple[int, ...]:
-    """A search for settings asks again and again, and the answer takes a walk through the schedule."""
-    return tuple(pipeline.in_flight(micro_batches))
 
 
 def forecasts(run: RunConfig, *, device: Device) -> list[MemoryForecast]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from petatron.checkpoint.huggingface import folder_manifest, is_model_folder
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import MASTERS, ROUTERS, WEIGHTS, Chunk
 from petatron.data.tokenizer import Tokenizer
+from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import stable_seed
 from petatron.mesh.spec import Piece
 from petatron.mesh.stretch import ParameterGroup, group_pieces
@@ -167,13 +168,14 @@ def load_state(
         if approve is not None:
             approve(facts["facts"])
 
-    if manager.from_first(lambda: storage.own_step(path) is None and not storage.steps(path)):
-        if not manager.from_first(lambda: is_model_folder(path)):
-            if step is None:
-                return None
-            raise CheckpointError(
-                f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
-            )
+    held = manager.from_first(lambda: _held(path))
+    if held is None:
+        if step is None:
+            return None
+        raise CheckpointError(
+            f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
+        )
+    if held == "model":
         _check_no_routers(folder, model)
         found = manager.fill(path, partial(folder_manifest, path, model.architecture), wanted)
         updates, facts = None, {}
@@ -204,6 +206,27 @@ def load_state(
     went_on = model.eight_bits.load_state(histories, model.mesh.device)
     anew = None if went_on else _why_anew(histories, same_layout=found.local is not None)
     return LoadedState(facts, random_states=bool(streams), no_histories=anew)
+
+
+def holds_weights(folder: str, mesh: ParallelMesh) -> bool:
+    """Whether a load of this folder would fill a model; every rank calls it, and all hear what the first one sees.
+
+    A load fills every weight or raises, so the first weights of a model that is loaded right away need not be drawn.
+
+    >>> import tempfile
+    >>> holds_weights(tempfile.mkdtemp(), ParallelMesh.single())
+    False
+    """
+    path = Path(folder)
+    manager = CheckpointManager(path, mesh.control, world=mesh.world, device=mesh.device)
+    return manager.from_first(lambda: _held(path)) is not None
+
+
+def _held(path: Path) -> Literal["checkpoint", "model"] | None:
+    """What there is to load in a folder, as this rank sees it."""
+    if storage.own_step(path) is not None or storage.steps(path):
+        return "checkpoint"
+    return "model" if is_model_folder(path) else None
 
 
 def _why_anew(histories: Mapping[str, Tensor], *, same_layout: bool) -> str:

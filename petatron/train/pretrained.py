@@ -78,14 +78,15 @@ def from_pretrained(
         folder = _model_folder(Path(source))
         content = read_model_config(folder)
         run = _run_config(content, mesh, flags, precision, stored=content.get("dtype") or content.get("torch_dtype"))
-        model = build_model(run, mesh or launch(run))
-        load_checkpoint(str(source), model=model, random_states=False)
+        model = build_model(run, mesh or launch(run), draw=False)
+        found = load_checkpoint(str(source), model=model, random_states=False)
+        assert found is not None, "a folder without a model was opened as one"
         beside = {name: path.read_bytes() for name, path in companions(folder).items()}
         model.companions = Companions.of(content, beside)
         return model
     content, tensors = source.config.to_dict(), source.state_dict()
     run = _run_config(content, mesh, flags, precision, stored=next(iter(tensors.values())).dtype)
-    model = build_model(run, mesh or launch(run))
+    model = build_model(run, mesh or launch(run), draw=False)
     _fill(model, content, tensors)
     model.companions = Companions.of(content, {})
     return model

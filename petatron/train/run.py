@@ -69,14 +69,18 @@ def run_training(loaded: Loaded) -> Outcome:
 def _build_and_run(loaded: Loaded, mesh: ParallelMesh, tokenizer: Tokenizer | None, *, started_s: float) -> Outcome:
     run = loaded.config
     with memory_reported(run, mesh.device, when=lambda: "building the model"):
-        state = TrainState.build(run, mesh, tokenizer)
+        state = TrainState.start(run, mesh, tokenizer)
     with memory_reported(run, mesh.device, when=lambda: "loading the checkpoint"):
         resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
         pretrained = None if resumed else run.checkpoint.pretrained_checkpoint
         if pretrained is not None:
             state.take_weights(pretrained)
     length = state.length()
-    loaders = _rank_zero_first(mesh.control, lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples))
+    loaders = _in_turns(
+        mesh.control,
+        lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples),
+        local_rank=read_environment().local_rank,
+    )
     headline = [_headline(run, length, mesh, tokenizer)]
     if resumed:
         how = "weights" if run.checkpoint.finetune else f"resumed at iteration {state.progress.iteration}"
@@ -134,17 +138,24 @@ def _parameters(run: RunConfig) -> str:
     return f"{count():,} parameters{active}"
 
 
-def _rank_zero_first(world: Axis, build: Callable[[], Result]) -> Result:
-    """Let rank 0 build (and fill caches), then the others; if it cannot, every rank says why."""
-    result, failure = None, None
-    if world.rank == 0:
-        try:
-            result = build()
-        except PetatronError as error:
-            failure = error
-    text = collectives.gather_objects(str(failure) if failure else None, world)[0]
-    if failure is not None:
-        raise failure
-    if text is not None:
-        raise DataError(text)
+def _in_turns(world: Axis, build: Callable[[], Result], *, local_rank: int) -> Result:
+    """Rank 0 builds and fills caches, then one rank of each other node, whose disks may be its own, then the rest.
+
+    If one of the first cannot, every rank says why.
+    """
+    turn = 0 if world.rank == 0 else 1 if local_rank == 0 else 2
+    result = None
+    for now in (0, 1):
+        failure = None
+        if turn == now:
+            try:
+                result = build()
+            except PetatronError as error:
+                failure = error
+        texts = collectives.gather_objects(str(failure) if failure else None, world)
+        if failure is not None:
+            raise failure
+        text = next((text for text in texts if text is not None), None)
+        if text is not None:
+            raise DataError(text)
     return build() if result is None else result

@@ -21,7 +21,7 @@ from petatron.parallel.model import ParallelModel
 from petatron.train.batch_size import BatchSchedule
 from petatron.train.build import RunLength, build_model, build_optimizer
 from petatron.train.continuation import changes, plain
-from petatron.train.persist import LoadedState, load_checkpoint, load_state, save_into
+from petatron.train.persist import LoadedState, holds_weights, load_checkpoint, load_state, save_into
 
 _log = get_logger(__name__)
 
@@ -65,6 +65,8 @@ class TrainState:
     """What is saved with the model so that others can use it."""
     saver: CheckpointManager | None = None
     """Where this run's checkpoints go, if anywhere."""
+    drawn: bool = True
+    """Whether the model has its first weights, so that training may begin without a load."""
 
     @classmethod
     def build(
@@ -74,9 +76,13 @@ class TrainState:
         tokenizer: Tokenizer | None = None,
         *,
         model: ParallelModel | None = None,
+        draw: bool = True,
     ) -> TrainState:
-        """A run at iteration 0, of a model with its first weights or one that is given."""
-        model = model or build_model(run, mesh)
+        """A run at iteration 0, of a model with its first weights or one that is given.
+
+        Without `draw` the weights are zero, for a caller that loads them next: drawing those of a large model takes minutes.
+        """
+        model = model or build_model(run, mesh, draw=draw)
         return cls(
             run=run,
             mesh=mesh,
@@ -88,7 +94,15 @@ class TrainState:
             batch_sizes=BatchSchedule.from_config(run),
             tokenizer=tokenizer,
             saver=_build_saver(run.checkpoint, mesh),
+            drawn=draw,
         )
+
+    @classmethod
+    def start(cls, run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> TrainState:
+        """A run at iteration 0 that `load` or `take_weights` may follow; first weights are drawn only if neither will."""
+        config = run.checkpoint
+        loads = config.load is not None and holds_weights(config.load, mesh)
+        return cls.build(run, mesh, tokenizer, draw=not loads and config.pretrained_checkpoint is None)
 
     def length(self) -> RunLength:
         """How long the run is, seen from where it stands."""
@@ -157,6 +171,10 @@ class TrainState:
                 raise
             raise type(error)(f"{error}\nSettings of the model that differ: {'; '.join(differing)}.") from error
         if loaded is None:
+            if not self.drawn and config.pretrained_checkpoint is None:
+                raise CheckpointError(
+                    f"The checkpoint in {folder} disappeared while the run started. Start it again: it takes what is there then."
+                )
             _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", folder)
             return False
         self.changes = [f"{setting}: the weights are used in another model" for setting in differing]

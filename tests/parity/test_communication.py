@@ -199,8 +199,8 @@ def test_every_event_of_a_step(ranks: RankPool, sequence: bool, tied: bool):
         expected += exchanges("all_reduce", m * (1 + 4 * layers + 1), activation)
     counts = found.counts
     assert Counter({key: n for key, n in counts.items() if key[0] == "tp"}) == expected
-    # Over data parallel: the token count and the loss in float64, and each local gradient element once in float32.
-    over_dp = [event for event in found.forward_and_backward if event.axis in ("dp_cp", "losses")]
+    # Over the world the token count and the loss in float64; over data parallel each local gradient element once in float32.
+    over_dp = [event for event in found.forward_and_backward if event.axis in ("dp_cp", "world")]
     scalars = [event for event in over_dp if event.elements == 1]
     assert [(event.op, event.dtype) for event in scalars] == [("all_reduce", torch.float64)] * 2
     assert len(found.forward_and_backward) == len(over_dp) + expected.total(), "no other axis speaks"
@@ -232,7 +232,7 @@ def test_half_precision_halves_the_activations_and_not_the_gradients(ranks: Rank
     b = 2
     activations = [event for event in found.forward_and_backward if event.elements == S * b * H and event.axis == "tp"]
     assert len(activations) == 2 * (1 + 4 * 2 + 1) and {event.dtype for event in activations} == {torch.bfloat16}
-    over_dp = sum(event.bytes for event in found.forward_and_backward if event.axis in ("dp_cp", "losses"))
+    over_dp = sum(event.bytes for event in found.forward_and_backward if event.axis in ("dp_cp", "world"))
     assert over_dp == 4 * found.parameters + 2 * 8
 
 
@@ -253,8 +253,7 @@ def test_events_say_who_asked(ranks: RankPool):
         ("tp", "layers/vocabulary.py"),
         ("tp", "kernels/linear_loss.py"),
         ("tp", "parallel/pipeline.py"),  # backward: autograd has no frame of the layer
-        ("dp_cp", "parallel/model.py"),
-        ("losses", "parallel/model.py"),
+        ("world", "parallel/model.py"),
         ("dp_cp", "parallel/gradients.py"),
     }
 

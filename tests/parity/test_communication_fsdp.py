@@ -157,8 +157,9 @@ def test_every_stage_of_a_pipeline(ranks: RankPool, virtual: int, recompute: str
     """8 layers on 2 ranks, 4 micro-batches in flight: no unit is gathered for a micro-batch that does not need it."""
     flags = f"--pp 2 --num-virtual-stages-per-pipeline-rank {virtual}" if virtual > 1 else "--pp 2"
     run, found = step(ranks, f"--dp 2 {flags} --num-layers 8 {ZERO3} {recompute}", world_size=4, batch=16)
-    m, schedule = 4, pipeline_plan(run).training(4)
-    last = [a for a in schedule.actions[1] if a.stage == schedule.stages - 1 and a.kind in COMPUTE]
+    m, schedule = 4, pipeline_plan(run).training(4, rank=1)
+    actions = [action for batch in schedule.batches() for action in batch]
+    last = [a for a in actions if a.stage == schedule.stages - 1 and a.kind in COMPUTE]
     needed_anew = sum(before is None or before.kind is not Kind.FORWARD for before in [None, *last[:-1]])
     blocks = unit(block(2), 4 * 2 * m, 4 * m)
     assert found[:2] == [unit(ROWS * H, m, m) + blocks] * 2

@@ -46,7 +46,7 @@ def run_loop(run: RunConfig) -> tuple[dict[int, float], dict[tuple, torch.Tensor
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
     mesh = ParallelMesh(Layout.from_config(run.parallel), rank)
-    state = TrainState.build(run, mesh)
+    state = TrainState.start(run, mesh)
     if run.checkpoint.load is not None:
         state.load(run.checkpoint.load)
     losses = Losses()

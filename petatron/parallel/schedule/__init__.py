@@ -1,8 +1,8 @@
 """Pipeline schedules as data: for each rank, the list of actions of one optimizer step.
 
-A schedule is pure; `pipeline.py` executes it, `plan/simulate.py` predicts how long it takes, `plan/timeline.py` draws it. One
-device is a pipeline of one stage, so there is one training path. `orders.py` and `zero_bubble.py` say which computation comes
-when, `transfers.py` puts the sends and receives between them.
+A schedule is pure; `pipeline.py` executes one rank's part of it (`RankSchedule`), `plan/simulate.py` predicts how long the whole
+(`Schedule`) takes, `plan/timeline.py` draws it. One device is a pipeline of one stage, so there is one training path. `orders.py` and
+`zero_bubble.py` say which computation comes when, `transfers.py` puts the sends and receives between them.
 
 A model is cut into p x v stages, v on each of p ranks. Rank r holds the stages r, r + p, r + 2p, ...; in zb-v it holds
 r and 2p-1-r, so that the model goes down the ranks and comes back up, and the first and the last stage are on one rank.
@@ -10,25 +10,29 @@ r and 2p-1-r, so that the model goes down the ranks and comes back up, and the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 
 from petatron.config.check_overlap import COMBINED
 from petatron.parallel.schedule import orders
-from petatron.parallel.schedule.actions import Action, Batch, Kind, TimedAction
-from petatron.parallel.schedule.transfers import with_transfers
+from petatron.parallel.schedule.actions import Action, Batch, Kind, TimedAction, most_held
+from petatron.parallel.schedule.transfers import Play, RankActions, with_transfers
 from petatron.parallel.schedule.zero_bubble import drain, zb_h1, zb_v
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Kind",
+    "RankSchedule",
     "Schedule",
     "TimedAction",
     "build_schedule",
+    "computations",
     "forward_only",
+    "in_flight",
+    "rank_schedule",
     "schedule_problem",
     "stage_rank",
 ]
@@ -54,6 +58,26 @@ class Schedule:
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.stages)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankSchedule:
+    """What one rank does in one step: all that it needs to execute a schedule, in a few bytes per action."""
+
+    name: str
+    ranks: int
+    stages: int
+    micro_batches: int
+    rank: int
+    actions: RankActions
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        return stage_rank(self.name, stage, ranks=self.ranks, stages=self.stages)
+
+    def batches(self) -> Iterator[Batch]:
+        """In the order of execution: one computation, two that are combined, or transfers that are started together."""
+        return self.actions.batches()
 
 
 def stage_rank(name: str, stage: int, *, ranks: int, stages: int) -> int:
@@ -88,7 +112,6 @@ def schedule_problem(
     return None
 
 
-@lru_cache(maxsize=32)
 def build_schedule(
     name: str,
     *,
@@ -107,55 +130,116 @@ def build_schedule(
     >>> " ".join(f"{action.kind}{action.micro_batch}" for action in schedule.actions[0])
     'F0 SF0 F1 SF1 RB0 B0 RB1 B1'
     """
+    computed = computations(
+        name, ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size, combined=combined
+    )
+    return _of_all_ranks(name, computed, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+
+
+def forward_only(name: str, *, ranks: int, virtual: int, micro_batches: int) -> Schedule:
+    """Evaluation: the same stages on the same ranks, no backward."""
+    computed = _forwards(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    return _of_all_ranks(name, computed, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+
+
+@lru_cache(maxsize=8)
+def rank_schedule(
+    name: str,
+    *,
+    ranks: int,
+    virtual: int,
+    micro_batches: int,
+    rank: int,
+    group_size: int | None = None,
+    combined: bool = False,
+    training: bool = True,
+) -> RankSchedule:
+    """One rank's part of `build_schedule`, or of `forward_only`; a step asks for it every time, so it is kept.
+
+    >>> schedule = rank_schedule("1f1b", ranks=2, virtual=1, micro_batches=2, rank=0)
+    >>> " ".join(f"{action.kind}{action.micro_batch}" for batch in schedule.batches() for action in batch)
+    'F0 SF0 F1 SF1 RB0 B0 RB1 B1'
+    """
+    shape = {"ranks": ranks, "virtual": virtual, "micro_batches": micro_batches}
+    more = {"group_size": group_size, "combined": combined}
+    computed = computations(name, **shape, **more) if training else _forwards(name, **shape)
+    stages = ranks * virtual
+    play = Play(computed, _placement(name, ranks=ranks, stages=stages))
+    return RankSchedule(name, ranks, stages, micro_batches, rank, play.actions(rank))
+
+
+@lru_cache(maxsize=64)
+def in_flight(
+    name: str,
+    *,
+    ranks: int,
+    virtual: int,
+    micro_batches: int,
+    group_size: int | None = None,
+    combined: bool = False,
+) -> tuple[int, ...]:
+    """How many micro-batches' activations each stage holds at most; transfers do not matter for it.
+
+    >>> in_flight("1f1b", ranks=4, virtual=1, micro_batches=8)
+    (4, 3, 2, 1)
+    """
+    held = [0] * (ranks * virtual)
+    for order in computations(
+        name, ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size, combined=combined
+    ):
+        by_stage: dict[int, list[Action]] = {}
+        for action in chain.from_iterable((step,) if isinstance(step, Action) else step for step in order):
+            by_stage.setdefault(action.stage, []).append(action)
+        for stage, actions in by_stage.items():
+            held[stage] = most_held(actions)
+    return tuple(held)
+
+
+def computations(
+    name: str,
+    *,
+    ranks: int,
+    virtual: int,
+    micro_batches: int,
+    group_size: int | None = None,
+    combined: bool = False,
+) -> Iterable[Sequence[Action | Batch]]:
+    """What every rank computes in one training step, in order; ValueError with the reason where there is no such schedule."""
     problem = schedule_problem(
         name, ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size, combined=combined
     )
     if problem:
         raise ValueError(problem)
     if ranks == 1:
-        computations = orders.one_rank(stages=virtual, micro_batches=micro_batches, combined=combined)
-    elif name == "gpipe":
-        computations = orders.gpipe(ranks=ranks, micro_batches=micro_batches)
-    elif name == "1f1b" or (name == "interleaved" and virtual == 1):
-        computations = orders.one_forward_one_backward(ranks=ranks, micro_batches=micro_batches, combined=combined)
-    elif name == "interleaved":
-        computations = orders.interleaved(
-            ranks=ranks,
-            virtual=virtual,
-            micro_batches=micro_batches,
-            group_size=group_size or ranks,
-            combined=combined,
+        return orders.one_rank(stages=virtual, micro_batches=micro_batches, combined=combined)
+    if name == "gpipe":
+        return orders.gpipe(ranks=ranks, micro_batches=micro_batches)
+    if name == "1f1b" or (name == "interleaved" and virtual == 1):
+        return orders.one_forward_one_backward(ranks=ranks, micro_batches=micro_batches, combined=combined)
+    if name == "interleaved":
+        group_size = group_size or ranks
+        return orders.interleaved(
+            ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size, combined=combined
         )
-    elif name == "zb-h1":
-        computations = zb_h1(ranks=ranks, micro_batches=micro_batches)
-    else:
-        computations = zb_v(ranks=ranks, micro_batches=micro_batches)
-    return _finish(name, computations, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    if name == "zb-h1":
+        return zb_h1(ranks=ranks, micro_batches=micro_batches)
+    return zb_v(ranks=ranks, micro_batches=micro_batches)
 
 
-@lru_cache(maxsize=32)
-def forward_only(name: str, *, ranks: int, virtual: int, micro_batches: int) -> Schedule:
-    """Evaluation: the same stages on the same ranks, no backward."""
+def _forwards(name: str, *, ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
     problem = schedule_problem(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
     if problem:
         raise ValueError(problem)
-    placement = _placement(name, ranks=ranks, stages=ranks * virtual)
-    computations = drain(placement, micro_batches=micro_batches)
-    return _finish(name, computations, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    return drain(_placement(name, ranks=ranks, stages=ranks * virtual), micro_batches=micro_batches)
 
 
 def _placement(name: str, *, ranks: int, stages: int) -> list[int]:
     return [stage_rank(name, stage, ranks=ranks, stages=stages) for stage in range(stages)]
 
 
-def _finish(
-    name: str,
-    computations: Sequence[Sequence[Action | Batch]],
-    *,
-    ranks: int,
-    virtual: int,
-    micro_batches: int,
+def _of_all_ranks(
+    name: str, computed: Iterable[Sequence[Action | Batch]], *, ranks: int, virtual: int, micro_batches: int
 ) -> Schedule:
     stages = ranks * virtual
-    batches = with_transfers(computations, _placement(name, ranks=ranks, stages=stages))
+    batches = with_transfers(computed, _placement(name, ranks=ranks, stages=stages))
     return Schedule(name, ranks, stages, micro_batches, batches)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -27,8 +28,7 @@ COMPUTE = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_G
 SENDS = frozenset((Kind.SEND_FORWARD, Kind.SEND_BACKWARD))
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing to do for one micro-batch.
 
     `stage` counts all stages of the model from 0. It is the stage that computes or, for a transfer, the one at this rank's

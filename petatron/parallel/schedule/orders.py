@@ -19,43 +19,45 @@ while the other communicates (`parallel/combined.py`). Both begin when both have
 further ahead: by one forward more, because on the last stage the two must be of different micro-batches, and in 1F1B by two more
 for every rank behind it instead of one, because a pair's forward is of use to the next rank only after the pair, and so is its
 backward to the rank before. In 1F1B up to 2(p-r) micro-batches are then alive; interleaved runs that far ahead anyway.
+
+Orders are made rank by rank, so that whoever needs those of all ranks need not hold them all at once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
 
 from petatron.parallel.schedule.actions import Action, Batch, Kind
 
 Order = list[Action | Batch]
 
 
-def gpipe(*, ranks: int, micro_batches: int) -> list[Order]:
+def gpipe(*, ranks: int, micro_batches: int) -> Iterator[Order]:
     forwards = [(Kind.FORWARD, m) for m in range(micro_batches)]
     backwards = [(Kind.BACKWARD, m) for m in range(micro_batches)]
-    return [[Action(kind, rank, m) for kind, m in forwards + backwards] for rank in range(ranks)]
+    for rank in range(ranks):
+        yield [Action(kind, rank, m) for kind, m in forwards + backwards]
 
 
-def one_forward_one_backward(*, ranks: int, micro_batches: int, combined: bool = False) -> list[Order]:
-    orders: list[Order] = []
+def one_forward_one_backward(*, ranks: int, micro_batches: int, combined: bool = False) -> Iterator[Order]:
     for rank in range(ranks):
         forwards = [Action(Kind.FORWARD, rank, m) for m in range(micro_batches)]
         backwards = [Action(Kind.BACKWARD, rank, m) for m in range(micro_batches)]
         behind = ranks - 1 - rank
-        orders.append(_alternate(forwards, backwards, ahead=2 * behind + 1 if combined else behind, combined=combined))
-    return orders
+        yield _alternate(forwards, backwards, ahead=2 * behind + 1 if combined else behind, combined=combined)
 
 
 def interleaved(
     *, ranks: int, virtual: int, micro_batches: int, group_size: int, combined: bool = False
-) -> list[Order]:
+) -> Iterator[Order]:
     groups = micro_batch_groups(micro_batches, ranks=ranks, group_size=group_size)
     ahead = (virtual - 1) * len(groups[0]) + combined
-    orders: list[Order] = []
     for rank in range(ranks):
         held = range(rank, ranks * virtual, ranks)
         forwards = [Action(Kind.FORWARD, stage, m) for group in groups for stage in held for m in group]
         backwards = [Action(Kind.BACKWARD, stage, m) for group in groups for stage in reversed(held) for m in group]
-        orders.append(_alternate(forwards, backwards, ahead=ahead + 2 * (ranks - 1 - rank), combined=combined))
-    return orders
+        yield _alternate(forwards, backwards, ahead=ahead + 2 * (ranks - 1 - rank), combined=combined)
 
 
 def one_rank(*, stages: int, micro_batches: int, combined: bool = False) -> list[Order]:
@@ -81,8 +83,7 @@ def micro_batch_groups(micro_batches: int, *, ranks: int, group_size: int) -> li
     else:
         even, larger = divmod(micro_batches, count)
         sizes = [even + 1] * larger + [even] * (count - larger)
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [range(start, start + size) for start, size in zip(starts, sizes)]
+    return [range(end - size, end) for end, size in zip(accumulate(sizes), sizes)]
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int, combined: bool) -> Order:

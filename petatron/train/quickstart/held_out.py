@@ -72,7 +72,7 @@ def evaluate_alone(settings: str, train: IndexedDataset, held_out: IndexedDatase
     assert tokenizer is not None and loaded.config.checkpoint.load is not None
     run = loaded.config
     mesh = launch(run)
-    state = TrainState.build(run, mesh)
+    state = TrainState.start(run, mesh)
     if not state.load(run.checkpoint.load or ""):
         raise DataError(f"{run.checkpoint.load} holds no checkpoint to evaluate. Run the quickstart with --fresh.")
     loader = build_loaders(run, mesh, tokenizer).valid

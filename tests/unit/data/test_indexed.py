@@ -234,12 +234,12 @@ def test_hints_for_a_mistyped_prefix(tmp_path: Path) -> None:
 
 def test_digest_follows_content_not_time(tmp_path: Path) -> None:
     write_reference(tmp_path / "x")
-    first = IndexedDataset(tmp_path / "x").digest
+    first = IndexedDataset(tmp_path / "x").digest()
     write_reference(tmp_path / "x")
-    assert IndexedDataset(tmp_path / "x").digest == first
+    assert IndexedDataset(tmp_path / "x").digest() == first
     with IndexedWriter(tmp_path / "x", "uint16") as writer:
         writer.add_document([1])
-    assert IndexedDataset(tmp_path / "x").digest != first
+    assert IndexedDataset(tmp_path / "x").digest() != first
 
 
 def test_merge(tmp_path: Path) -> None:
