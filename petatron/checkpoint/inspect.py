@@ -1,8 +1,8 @@
 """Looking at checkpoints without a run: where they are, what they hold, and whether they still are what was saved.
 
 A check goes from the outside in, and each stage trusts only what the one before it found good: the manifest against its own
-digest, the ranks' tables against the manifest, every file against size and digests, the files' headers against the manifest's table, and config.json against the
-configuration the run had. Everything that is wrong is found in one pass.
+digest, the ranks' tables against the manifest, every file against size and digests, the files' headers against the tables, and
+config.json against the configuration the run had. Everything that is wrong is found in one pass.
 """
 
 from __future__ import annotations

@@ -154,12 +154,13 @@ class CheckpointManager:
         [changed] = self._agree(frozen, [int(self._plan is None or self._plan[0] != now)])
         if changed:
             self._plan = None
-            self._plan = (now, *self._make_plan(chunks, model, words))
+            self._plan = (now, *self._make_plan(chunks, local, model, words))
         _, plan, needed_bytes = self._plan  # pyright: ignore[reportGeneralTypeIssues]
 
         def begin() -> Assembly:
             if self._leads:
-                self._make_room(needed_bytes)
+                documents = () if model is None else model.documents.values()
+                self._make_room(needed_bytes + sum(map(len, documents)))
                 storage.begin(self._folder, step, self._disk)
             return Assembly(plan.files, plan.dtypes, plan.transfers, chunks, self._world, self._device)
 
@@ -173,14 +174,18 @@ class CheckpointManager:
                 rank=self._control.rank,
                 local=local,
                 model=model,
-                facts=frozen.result,
+                facts=frozen.result or {},
                 layout=layout,
             )
 
     def _make_plan(
-        self, chunks: Sequence[Chunk], model: ModelFolder | None, words: tuple[str, str]
+        self,
+        chunks: Sequence[Chunk],
+        local: Mapping[str, Tensor],
+        model: ModelFolder | None,
+        words: tuple[str, str],
     ) -> tuple[SavePlan, int]:
-        """What this rank does in every save of this layout, and the bytes that all of them write."""
+        """What this rank does in every save of this layout, and the bytes of all ranks' tensors."""
         axis = self._control
         survey = self._together(lambda: Survey(chunks, model, rank=axis.rank, world_size=axis.size), *words)
         numbers = torch.tensor(self._together(survey.dtype_numbers, *words))
@@ -199,7 +204,8 @@ class CheckpointManager:
                 break
             # Some rank sends to many writers at once. If each of them takes less at a time, so does the sender's memory.
             round_bytes = max(round_bytes * transfers.ROUND_BYTES // (peak + 1), _LEAST_ROUND_BYTES)
-        total = all_reduce(torch.tensor([plan.own_bytes]), axis)
+        kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in local.values())
+        total = all_reduce(torch.tensor([plan.own_bytes + kept]), axis)
         return plan.with_rounds(rounds), int(total)
 
     def _make_room(self, needed_bytes: int) -> None:

@@ -280,9 +280,7 @@ def _copy(buffer: Tensor, block: _Block, fill: _Fill) -> None:
             fill.target[common.slices_in(fill.box)].copy_(part[common.slices_in(box)])
 
 
-def read_local(
-    source: Path, local: Mapping[str, str], files: Mapping[str, StoredFile], rank: int
-) -> dict[str, Tensor]:
+def read_local(source: Path, local: Mapping[str, str], files: Mapping[str, StoredFile], rank: int) -> dict[str, Tensor]:
     """The tensors that a rank saved for itself; `local` maps entries to files."""
     prefix = f"local/{rank}/"
     found: dict[str, Tensor] = {}

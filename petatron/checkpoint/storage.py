@@ -6,10 +6,11 @@
     FOLDER/step-00000010/state/rank-00000.table.json     what rank 0 wrote: files, sizes, digests, boxes
     FOLDER/latest                                        the name of the newest step folder
 
-Files are written and synced in `step-N.tmp`, a rank's table after its files, the manifest last; one rename makes the folder appear, then `latest` moves, and
-only then are old steps pruned. A rename cannot replace a folder that is not empty, so saving a step again first moves the
-old one to `step-N.replaced`. Should the crash come between the two renames, readers take the replaced folder, and the next
-save puts it back. A step that is being pruned is first renamed to `step-N.pruned`: a reader never sees half of one.
+Files are written and synced in `step-N.tmp`, a rank's table after its files, the manifest last; one rename makes the folder
+appear, then `latest` moves, and only then are old steps pruned. A rename cannot replace a folder that is not empty, so saving a
+step again first moves the old one to `step-N.replaced`. Should the crash come between the two renames, readers take the replaced
+folder, and the next save puts it back. A step that is being pruned is first renamed to `step-N.pruned`: a reader never sees half
+of one.
 """
 
 from __future__ import annotations
@@ -388,8 +389,14 @@ def altered(path: Path) -> DamagedCheckpoint:
 
 
 def check_documents(source: Path, manifest: Manifest) -> None:
-    """Raise if a file of the model folder beside the weights is not what was saved; weights are checked as they are read."""
-    for name, stored in manifest.files.items():
+    """Raise if a file of the model folder beside the weights is not what was saved; weights are checked as they are read.
+
+    The first table has these files, so a manifest without the content of its tables will do.
+    """
+    files = manifest.files
+    if not files and manifest.tables:
+        files = read_table(source, manifest.tables[0]).files
+    for name, stored in files.items():
         if name.startswith(f"{MODEL}/") and not name.endswith(".safetensors"):
             check_content(source / name, stored)
 

@@ -37,9 +37,7 @@ def is_wide(chunk: Chunk) -> bool:
     return chunk.tensor.dtype.itemsize >= torch.float32.itemsize
 
 
-def table_rows(
-    entries: Iterable[tuple[str, StoredTensor]], table: int, world_size: int
-) -> dict[int, list[Row]]:
+def table_rows(entries: Iterable[tuple[str, StoredTensor]], table: int, world_size: int) -> dict[int, list[Row]]:
     """What a table says, by the rank whose directory it belongs to; `table` is the table's place in the manifest."""
     found: dict[int, list[Row]] = {}
     for key, tensor in entries:

@@ -44,9 +44,7 @@ class Reader:
         self.files = dict(head.files)
         return self._head
 
-    def plan(
-        self, chunks: Sequence[Chunk], *, strict: bool, leaves: Callable[[str], bool] | None
-    ) -> reading.Plan:
+    def plan(self, chunks: Sequence[Chunk], *, strict: bool, leaves: Callable[[str], bool] | None) -> reading.Plan:
         """Every read of this rank; all that does not fit is one error. All ranks call it."""
         if strict and leaves is None:
             leaves = self._unasked([chunk.key for chunk in chunks])

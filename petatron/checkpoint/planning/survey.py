@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.manifest import StoredBox, StoredTensor
@@ -40,14 +41,16 @@ from petatron.models.hf.entries import Entry
 
 _CODES = sorted(DTYPES)
 
-Layout = tuple[tuple[tuple[ChunkFacts, bool], ...], tuple[str, ...], tuple[Entry, ...] | None]
+LocalFacts = tuple[str, torch.Size, torch.dtype]
+Layout = tuple[tuple[tuple[ChunkFacts, bool], ...], tuple[LocalFacts, ...], tuple[Entry, ...] | None]
 """All that a plan depends on: this rank's chunks and which it is primary for, its local tensors, the folder's entries."""
 
 
-def layout_of(chunks: Sequence[Chunk], local: Mapping[str, Any], model: ModelFolder | None) -> Layout:
+def layout_of(chunks: Sequence[Chunk], local: Mapping[str, Tensor], model: ModelFolder | None) -> Layout:
     """What must be the same for a plan to be used again."""
     facts = tuple((chunk.facts, chunk.primary) for chunk in chunks)
-    return facts, tuple(local), None if model is None else model.entries
+    apart = tuple((name, tensor.shape, tensor.dtype) for name, tensor in local.items())
+    return facts, apart, None if model is None else model.entries
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,4 @@ def _aliases(
 
 
 def _inside(inner: Box, outer: Box) -> bool:
-    return all(a >= b for a, b in zip(inner.start, outer.start)) and all(
-        a <= b for a, b in zip(inner.stop, outer.stop)
-    )
+    return all(a >= b for a, b in zip(inner.start, outer.start)) and all(a <= b for a, b in zip(inner.stop, outer.stop))

@@ -148,7 +148,11 @@ def _bounded(folder: str, round_bytes: int) -> tuple[int, int, int]:
         mock.patch.object(assemble.Assembly, "__init__", watched),
     ):
         CheckpointManager(folder, world).save(
-            1, [Chunk("model/big", (40, 100), start, rows)], facts={}, same_layout_key="", model=ModelFolder((entry,), {})
+            1,
+            [Chunk("model/big", (40, 100), start, rows)],
+            facts={},
+            same_layout_key="",
+            model=ModelFolder((entry,), {}),
         )
     moved = sum(event.op == "all_to_all" for event in world.record.events())
     return made[0]._outgoing.numel(), made[0]._incoming.numel(), moved

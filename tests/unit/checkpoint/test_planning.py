@@ -59,8 +59,7 @@ def test_every_message_arrives_once(ranks: RankPool, world_size: int):
         senders = [
             source
             for source in range(world_size)
-            if rank
-            in {(source + 1) % (world_size - 1), (source * 3) % (world_size - 1), min(source, world_size - 2)}
+            if rank in {(source + 1) % (world_size - 1), (source * 3) % (world_size - 1), min(source, world_size - 2)}
         ]
         assert found == {source: {"from": source, "text": "é" * rank} for source in senders}
     assert arrived[-1] == {}
@@ -84,13 +83,15 @@ def _counted(folder: str, saves: int, *, background: bool) -> list[Counter[tuple
 
 
 @pytest.mark.parametrize(("background", "all_reduces"), [(False, 4), (True, 5)])
-def test_a_save_has_a_fixed_number_of_collectives(
-    ranks: RankPool, tmp_path: Path, background: bool, all_reduces: int
-):
+def test_a_save_has_a_fixed_number_of_collectives(ranks: RankPool, tmp_path: Path, background: bool, all_reduces: int):
     """After the first one: is the plan still good, may we begin, (is it copied,) all written, all seen, published."""
     for world_size in (2, 4):
         for first, *later in ranks.run(_counted_in, world_size, str(tmp_path / str(world_size)), background):
-            expected = {("control", "all_reduce"): all_reduces, ("control", "all_gather"): 1, ("world", "all_to_all"): 1}
+            expected = {
+                ("control", "all_reduce"): all_reduces,
+                ("control", "all_gather"): 1,
+                ("world", "all_to_all"): 1,
+            }
             assert later == [Counter(expected)] * 2
             assert sum(first.values()) > sum(expected.values())
             assert not any("object" in op for _, op in first), "texts travel only when something fails"
