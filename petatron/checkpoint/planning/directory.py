@@ -10,7 +10,7 @@ All values are JSON's, and nothing here communicates: `table_rows`, `requests_fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +130,16 @@ class Directory:
             rows.append([number, found, stored.shape, stored.dtype, boxes, tables])
         return rows
 
-    def surplus(self, leaves: Callable[[str], bool], wanted: Collection[str] = ()) -> list[str]:
+    def kinds_wanted(self) -> list[str]:
+        """The kinds of state that were asked for, as far as this directory was."""
+        return sorted({key.partition("/")[0] for key in self._wanted})
+
+    def surplus(self, leaves: Callable[[str], bool]) -> list[str]:
         """Tensors that nobody has asked for, of kinds that must not be left."""
-        wanted = self._wanted.union(wanted)
         return [
             key
             for key in self._tensors
-            if key not in wanted and twin(key) not in wanted and not leaves(key.partition("/")[0])
+            if key not in self._wanted and twin(key) not in self._wanted and not leaves(key.partition("/")[0])
         ]
 
 

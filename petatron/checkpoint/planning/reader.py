@@ -46,24 +46,21 @@ class Reader:
 
     def plan(self, chunks: Sequence[Chunk], *, strict: bool, leaves: Callable[[str], bool] | None) -> reading.Plan:
         """Every read of this rank; all that does not fit is one error. All ranks call it."""
-        if strict and leaves is None:
-            leaves = self._unasked([chunk.key for chunk in chunks])
         received = exchange(self._together(lambda: self._questions(chunks)), self._axis)
         directory = Directory(self._source)
 
-        def answer() -> tuple[dict[int, Any], list[str]]:
+        def answer() -> dict[int, list[Row]]:
             for said in received.values():
                 directory.add(said.get("rows", ()))
-            answers = {rank: directory.answers(said["asks"]) for rank, said in received.items() if "asks" in said}
-            return answers, directory.surplus(leaves) if strict and leaves is not None else []
+            return {rank: directory.answers(said["asks"]) for rank, said in received.items() if "asks" in said}
 
-        answers, surplus = self._together(answer)
-        told = exchange(answers, self._axis)
+        told = exchange(self._together(answer), self._axis)
+        surplus = directory.surplus(leaves or self._unasked(directory)) if strict else []
         return self._together(lambda: self._reads(chunks, told, strict=strict, surplus=surplus))
 
-    def _unasked(self, keys: Sequence[str]) -> Callable[[str], bool]:
+    def _unasked(self, directory: Directory) -> Callable[[str], bool]:
         """Without other word, a load leaves the kinds of state that nobody asks for at all."""
-        asked = gather_objects(sorted({key.partition("/")[0] for key in keys}), self._axis)
+        asked = gather_objects(directory.kinds_wanted(), self._axis)
         kinds = {kind for found in asked for kind in found}
         return lambda kind: kind not in kinds
 
