@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint import storage
-from petatron.checkpoint.assemble import FilePlan, Weight, file_table, plan_files
 from petatron.checkpoint.disk import Disk, free_bytes
 from petatron.checkpoint.forms import Kind, config_text, refuse_inside_step
 from petatron.checkpoint.huggingface import CONFIG
 from petatron.checkpoint.manifest import RankTable, StoredBox, StoredTensor
 from petatron.checkpoint.megatron import write_megatron
+from petatron.checkpoint.planning.files import FilePlan, Weight, file_table, plan_files
 from petatron.checkpoint.safetensors_file import DTYPE_CODES, file_parts
 from petatron.checkpoint.sources import Source
 from petatron.checkpoint.state import ROUTERS, WEIGHTS, Chunk
@@ -39,7 +39,7 @@ from petatron.models.hf import Entry, Region, folder_entries, model_config_json,
 
 GENERATION = "generation_config.json"
 SETTINGS = "config.yaml"
-_ROUTER_FILE = f"{storage.STATE}/rank-00000.safetensors"
+_ROUTER_FILE = storage.rank_file(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +189,11 @@ class _Writer:
 
     def write_folder(self, folder: Path, prefix: str = "") -> RankTable:
         """The folder of a model; `prefix` is what its files are called in a manifest."""
-        plans = plan_files(self._entries, self._weights, world_size=1)
+        dtypes = {name: weight.dtype for name, weight in self._weights.items()}
+        plans = plan_files(self._entries, dtypes, world_size=1)
         self._buffer = torch.empty(max(self._bytes(entry) for entry in self._entries), dtype=torch.uint8)
         stored = {prefix + plan.name: self._disk.write(folder / plan.name, self._parts(plan)) for plan in plans}
-        documents = {**index_document(plans, self._weights), **self._documents()}
+        documents = {**index_document(plans, dtypes), **self._documents()}
         for name, content in documents.items():
             stored[prefix + name] = self._disk.write(folder / name, [content])
         table = [row for plan in plans for row in file_table(plan, self._weights, prefix + plan.name)]
@@ -203,12 +204,14 @@ class _Writer:
         source, disk = self._source, self._disk
         storage.begin(folder, source.step, disk)
         draft = storage.make_draft(folder, source.step, disk)
-        tables = [self.write_folder(draft / storage.MODEL, f"{storage.MODEL}/")]
+        table = self.write_folder(draft / storage.MODEL, f"{storage.MODEL}/")
         if source.routers:
-            tables.append(self._write_routers(draft))
+            routers = self._write_routers(draft)
+            table = RankTable({**table.files, **routers.files}, (*table.entries, *routers.entries), {})
         model = identity(source.architecture.model, source.architecture.moe)
         facts = {"optimizer": None, "facts": {"converted_from": source.kind, "model": model}}
-        storage.publish(folder, source.step, tables, facts=facts, layout="", disk=disk)
+        written = storage.write_table(draft, 0, table, disk)
+        storage.publish(folder, source.step, [written], facts=facts, layout="", disk=disk)
         disk.write(folder / SETTINGS, [config_text(source.values).encode()])
 
     def write_megatron(self, folder: Path) -> None:
@@ -316,7 +319,7 @@ def _weights(source: Source, entries: Sequence[Entry], dtype: torch.dtype | None
     for entry in entries:
         kept = dtype or source.dtypes[WEIGHTS + entry.regions[0].name]
         for region in entry.regions:
-            weights.setdefault(region.name, Weight(source.shapes[WEIGHTS + region.name], kept, ()))
+            weights.setdefault(region.name, Weight(source.shapes[WEIGHTS + region.name], kept))
     return weights
 
 

@@ -1,8 +1,8 @@
 """Looking at checkpoints without a run: where they are, what they hold, and whether they still are what was saved.
 
 A check goes from the outside in, and each stage trusts only what the one before it found good: the manifest against its own
-digest, every file against size and digests, the files' headers against the manifest's table, and config.json against the
-configuration the run had. Everything that is wrong is found in one pass.
+digest, the ranks' tables against the manifest, every file against size and digests, the files' headers against the tables, and
+config.json against the configuration the run had. Everything that is wrong is found in one pass.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Summary:
 
 
 def summarize(source: Path) -> Summary:
-    """What a manifest says; no other file is opened."""
+    """What a manifest and its tables say; no other file is opened."""
     manifest = storage.read_manifest(source)
     return Summary(
         source=source,
@@ -169,11 +169,19 @@ class Report:
 
 def examine(source: Path, note: Note = lambda done, total: None, *, content: bool = True) -> Report:
     """Check everything about a checkpoint; without `content`, all that can be known without reading the files through."""
+    tables, findings = [], []
     try:
-        manifest = storage.read_manifest(source)
+        head = storage.read_head(source)
+        for table in head.tables:
+            try:
+                tables.append(storage.read_table(source, table))
+            except CheckpointError as error:
+                findings.append(Finding(source / table.path, str(error)))
+        if findings:  # of what the others describe, nothing would seem complete
+            return Report(source, 0, 0, tuple(findings))
+        manifest = storage.complete(source, head, tables)
     except CheckpointError as error:
         return Report(source, 0, 0, (Finding(source / storage.MANIFEST, str(error)),))
-    findings: list[Finding] = []
     total, done = sum(file.size_bytes for file in manifest.files.values()), 0
     for name, expected in manifest.files.items():
         problem = _file_problem(source / name, expected, partial(_further, note, done, total), content=content)

@@ -1,35 +1,46 @@
 """`CheckpointManager`: all ranks save and load together, and fail together.
 
 `save` and `load` are collective: all ranks of the world call them, in the same order. Each stage runs
-locally, then the ranks exchange how it went; if any of them failed, all raise the same CheckpointError, so a full disk on
-one machine is an error message and never a hang. The folder must be shared by all ranks.
+locally, then one small all-reduce says whether all is well; if any rank failed, all raise the same CheckpointError, so a full
+disk on one machine is an error message and never a hang. The folder must be shared by all ranks.
+
+The layout of a run does not change, so what each rank does in a save is planned at the first one and kept. A save then has the
+same few small collectives whatever the model and the number of ranks, beside the rounds that bring weights to their writers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
 from petatron.checkpoint import reading, storage
+from petatron.checkpoint.assemble import Assembly
 from petatron.checkpoint.background import Background, Staging
 from petatron.checkpoint.disk import Disk
-from petatron.checkpoint.manifest import Manifest
+from petatron.checkpoint.manifest import Manifest, TableFile
+from petatron.checkpoint.planning import transfers
+from petatron.checkpoint.planning.exchange import exchange
+from petatron.checkpoint.planning.reader import Reader
+from petatron.checkpoint.planning.survey import Layout, SavePlan, Survey, layout_of
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
 from petatron.checkpoint.storage import DamagedCheckpoint
-from petatron.checkpoint.writing import Job, check_room, folder_chunks, plan_job, write_job
-from petatron.mesh.collectives import broadcast_object, gather_objects, gather_objects_to_first
+from petatron.checkpoint.writing import Job, check_room, fill_job, write_job
+from petatron.mesh.collectives import all_gather, all_reduce, broadcast_object, gather_objects
 from petatron.mesh.mesh import Axis
 
+_LEAST_ROUND_BYTES = 1 << 20
 _log = get_logger(__name__)
 Result = TypeVar("Result")
 
@@ -82,6 +93,7 @@ class CheckpointManager:
         """Steps that the last save let go of, as the first rank knows them."""
         self._background = Background()
         self._staging = Staging()
+        self._plan: tuple[Layout, SavePlan, int] | None = None
 
     def latest(self) -> int | None:
         """The newest complete step as the first rank sees it, or None."""
@@ -105,13 +117,14 @@ class CheckpointManager:
         wait: else it returns as soon as everything is copied (a save that is still being written is waited for first), and
         how it went is known after `drain`.
         """
-        job = self._prepare(step, chunks, facts=facts, layout=same_layout_key, local=local, model=model)
+        job = self._prepare(step, chunks, facts=facts, layout=same_layout_key, local=local or {}, model=model)
         if wait:
             self._finish(job, self._control)
             return
         axis = self._background_axis or self._control
         assert axis is not self._control or axis.size == 1, "ranks need an axis that the training loop does not use"
-        copied = self._together(lambda: job.copied(self._staging), *self._words_for(step))
+        with self._tidied_up(self._control):
+            copied = self._together(lambda: job.copied(self._staging), *self._words_for(step))
         self._background.start(lambda: self._finish(copied, axis))
 
     @property
@@ -130,34 +143,70 @@ class CheckpointManager:
         *,
         facts: Mapping[str, Any],
         layout: str,
-        local: Mapping[str, Tensor] | None,
+        local: Mapping[str, Tensor],
         model: ModelFolder | None,
     ) -> Job:
+        """Everything that needs the run's own tensors and the ranks' devices."""
         self.drain()
-        doing, fix = self._words_for(step)
-        # As it will be read; and the caller may go on changing it.
-        frozen = self._together(lambda: json.loads(json.dumps(dict(facts))), doing, fix)
-        weights = [] if model is None else folder_chunks(chunks, model)
-        survey = gather_objects([chunk.facts for chunk in weights], self._control)
-        job = self._together(
-            lambda: plan_job(
+        words = self._words_for(step)
+        now = layout_of(chunks, local, model)
+        frozen = self._attempt(lambda: json.loads(json.dumps(dict(facts))), *words)  # as read; the caller may change it
+        [changed] = self._agree(frozen, [int(self._plan is None or self._plan[0] != now)])
+        if changed:
+            self._plan = None
+            self._plan = (now, *self._make_plan(chunks, local, model, words))
+        _, plan, needed_bytes = self._plan  # pyright: ignore[reportGeneralTypeIssues]
+
+        def begin() -> Assembly:
+            if self._leads:
+                documents = () if model is None else model.documents.values()
+                self._make_room(needed_bytes + sum(map(len, documents)))
+                storage.begin(self._folder, step, self._disk)
+            return Assembly(plan.files, plan.dtypes, plan.transfers, chunks, self._world, self._device)
+
+        with self._tidied_up(self._control):
+            whole = self._together(begin, *words).run()
+            return fill_job(
                 step,
+                plan,
                 chunks,
-                weights,
-                survey,
-                model=model,
-                local=local or {},
+                whole,
                 rank=self._control.rank,
+                local=local,
+                model=model,
+                facts=frozen.result or {},
                 layout=layout,
-                facts=frozen,
-            ),
-            doing,
-            fix,
-        )
-        needed = sum(gather_objects(job.bytes, self._control))
-        self._together(lambda: self._make_room(needed) if self._leads else None, doing, fix)
-        assembly = self._together(lambda: job.assembly(self._world, self._device), doing, fix)
-        return job.with_weights(assembly.run())
+            )
+
+    def _make_plan(
+        self,
+        chunks: Sequence[Chunk],
+        local: Mapping[str, Tensor],
+        model: ModelFolder | None,
+        words: tuple[str, str],
+    ) -> tuple[SavePlan, int]:
+        """What this rank does in every save of this layout, and the bytes of all ranks' tensors."""
+        axis = self._control
+        survey = self._together(lambda: Survey(chunks, model, rank=axis.rank, world_size=axis.size), *words)
+        numbers = torch.tensor(self._together(survey.dtype_numbers, *words))
+        largest = all_reduce(numbers, axis, op="max").tolist() if model is not None else []
+
+        def messages() -> dict[int, dict[str, list[Any]]]:
+            survey.agree(largest)
+            return survey.messages()
+
+        received = exchange(self._together(messages, *words), axis)
+        round_bytes = transfers.ROUND_BYTES
+        while True:
+            plan = self._together(partial(survey.plan, received, round_bytes), *words)
+            rounds, peak = self._agree(Attempt(plan), [len(plan.transfers.rounds), plan.transfers.bytes_out])
+            if peak <= transfers.ROUND_BYTES or round_bytes <= _LEAST_ROUND_BYTES:
+                break
+            # Some rank sends to many writers at once. If each of them takes less at a time, so does the sender's memory.
+            round_bytes = max(round_bytes * transfers.ROUND_BYTES // (peak + 1), _LEAST_ROUND_BYTES)
+        kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in local.values())
+        total = all_reduce(torch.tensor([plan.own_bytes + kept]), axis)
+        return plan.with_rounds(rounds), int(total)
 
     def _make_room(self, needed_bytes: int) -> None:
         """What a crash left behind goes before the disk is called full."""
@@ -172,28 +221,44 @@ class CheckpointManager:
     def _finish(self, job: Job, axis: Axis) -> None:
         """Write, publish, prune; every stage on all ranks, over an axis that nothing else uses at the time."""
         folder, disk, step = self._folder, self._disk, job.step
-        doing, fix = self._words_for(step)
-        try:
-            self._together(lambda: storage.begin(folder, step, disk) if self._leads else None, doing, fix, axis)
-            table = self._together(lambda: write_job(folder, job, disk), doing, fix, axis)
-            tables = gather_objects_to_first(table, axis)
-            self._together(
-                lambda: (
+        words = self._words_for(step)
+        with self._tidied_up(axis):
+            tables = self._gather_tables(self._attempt(lambda: write_job(folder, job, disk), *words), axis)
+            following = tables[(axis.rank + 1) % axis.size]
+            self._together(lambda: storage.check_seen(folder, step, following), *words, axis)
+
+            def publish() -> None:
+                if self._leads:
                     storage.publish(folder, step, tables, facts=job.facts, layout=job.layout, disk=disk)
-                    if tables is not None
-                    else None
-                ),
-                doing,
-                fix,
-                axis,
-            )
+                    # Before the others go on: they would wait for this rank in a collective that may have a time limit.
+                    self._prune()
+
+            self._together(publish, *words, axis)
+
+    def _gather_tables(self, written: Attempt[TableFile], axis: Axis) -> list[TableFile]:
+        """Every rank's table as its name, size and digest, and with them whether all is well, in one all-gather."""
+        table = written.result
+        digest = bytes(32) if table is None else bytes.fromhex(table.digest)
+        size = 0 if table is None else table.size_bytes
+        row = [int(written.failure is not None), size, *np.frombuffer(digest, dtype="<i8").tolist()]
+        rows = all_gather(torch.tensor([row]), axis).tolist()
+        if any(failed for failed, *_ in rows):
+            self._raise(written, axis)
+        return [
+            TableFile(storage.table_path(rank), size, np.array(digest, dtype="<i8").tobytes().hex())
+            for rank, (_, size, *digest) in enumerate(rows)
+        ]
+
+    @contextmanager
+    def _tidied_up(self, axis: Axis) -> Iterator[None]:
+        """Remove the draft of a save that fails: no rank is writing any more, and it would only keep the disk full."""
+        try:
+            yield
         except CheckpointError:
-            if self._leads:  # no rank is writing any more; a draft would only keep the disk full
+            if axis.rank == 0:
                 with contextlib.suppress(OSError):
-                    storage.recover(folder, disk)
+                    storage.recover(self._folder, self._disk)
             raise
-        if self._leads:
-            self._prune()
 
     def _prune(self) -> None:
         """A step too many is no reason to stop a run."""
@@ -231,7 +296,7 @@ class CheckpointManager:
                 source = self._choose(step)
                 return self.fill(
                     source,
-                    partial(storage.read_whole, source),
+                    partial(storage.read_loadable, source),
                     chunks,
                     same_layout_key=same_layout_key,
                     strict=strict,
@@ -248,10 +313,10 @@ class CheckpointManager:
                     _log.error("%s\nFalling back to step %d, as --load-fallback says.", error, step)
 
     def _choose(self, step: int | None) -> Path:
-        return self.from_first(lambda: storage.choose(self._folder, step))
+        return Path(self.from_first(lambda: str(storage.choose(self._folder, step))))
 
     def from_first(self, ask: Callable[[], Result]) -> Result:
-        """What the first rank sees on disk, on every rank."""
+        """What the first rank sees on disk, on every rank; a JSON value."""
         found = self._together(lambda: ask() if self._leads else None)
         return broadcast_object(found, self._control)
 
@@ -266,48 +331,66 @@ class CheckpointManager:
         leaves: Callable[[str], bool] | None = None,
         approve: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> LoadedCheckpoint:
-        """Fill chunks from a folder that a manifest describes, be it of ours or of others. The first rank reads it."""
-        manifest = self.from_first(describe)
+        """Fill chunks from a folder that a manifest describes, be it of ours or of others.
+
+        The first rank reads the manifest, and the ranks share the tables that it names (`planning/directory.py`).
+        """
+        reader = Reader(source, self._control, self._together)
+        head = reader.open(describe)
         if approve is not None:
-            self._together(lambda: approve(manifest.facts))
-        mine = {reading.source_key(manifest.tensors, chunk) for chunk in chunks}
-        wanted = set().union(*gather_objects(mine, self._control))
-        plan = self._together(
-            lambda: reading.plan_reads(source, manifest, chunks, wanted=wanted, strict=strict, leaves=leaves)
-        )
-        self._together(lambda: reading.fill(source, plan, manifest.files))
-        same_layout = manifest.layout == same_layout_key
-        rank = self._control.rank
-        local = self._together(lambda: reading.read_local(source, manifest, rank) if same_layout else None)
-        return LoadedCheckpoint(manifest.step, dict(manifest.facts), local, plan.missing)
+            self._together(lambda: approve(head.facts))
+        plan = reader.plan(chunks, strict=strict, leaves=leaves)
+        self._together(lambda: reading.fill(source, plan, reader.files))
+        same_layout = head.layout == same_layout_key
+        local = self._together(lambda: reader.local() if same_layout else None)
+        return LoadedCheckpoint(head.step, dict(head.facts), local, plan.missing)
 
     def _together(
         self, action: Callable[[], Result], doing: str = "", fix: str = "", axis: Axis | None = None
     ) -> Result:
         """This rank's result of an action that every rank takes; one rank's failure is a CheckpointError on all."""
-        axis = axis or self._control
-        result, failure, cause = None, None, None
+        attempt = self._attempt(action, doing, fix)
+        self._agree(attempt, [], axis)
+        return attempt.result  # pyright: ignore[reportReturnType]
+
+    def _attempt(self, action: Callable[[], Result], doing: str = "", fix: str = "") -> Attempt[Result]:
+        """What came of an action on this rank alone."""
         try:
-            result = action()
+            return Attempt(action())
         except CheckpointError as error:
-            failure, cause = _Failure(str(error), isinstance(error, DamagedCheckpoint)), error
+            return Attempt(None, str(error), isinstance(error, DamagedCheckpoint), error)
         except Exception as error:
             doing = doing or f"a checkpoint in {self._folder} could not be read"
             text = ". ".join(filter(None, [f"{doing}: {type(error).__name__}: {error}", fix]))
-            failure, cause = _Failure(text, False), error
-        failures = {rank: found for rank, found in enumerate(gather_objects(failure, axis)) if found is not None}
-        if failures:
-            kind = DamagedCheckpoint if all(found.damaged for found in failures.values()) else CheckpointError
-            raise kind(_report({rank: found.text for rank, found in failures.items()}, axis.size)) from cause
-        return result  # pyright: ignore[reportReturnType]
+            return Attempt(None, text, False, error)
+
+    def _agree(self, attempt: Attempt[Any], numbers: Sequence[int], axis: Axis | None = None) -> list[int]:
+        """One all-reduce: the largest of each number over all ranks, or the failure of some rank on every rank."""
+        axis = axis or self._control
+        failed, *largest = all_reduce(
+            torch.tensor([int(attempt.failure is not None), *numbers]), axis, op="max"
+        ).tolist()
+        if failed:
+            self._raise(attempt, axis)
+        return largest
+
+    def _raise(self, attempt: Attempt[Any], axis: Axis) -> NoReturn:
+        """Only now are texts exchanged."""
+        found = gather_objects([attempt.failure, attempt.damaged], axis)
+        failures = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+        damaged = all(damaged for text, damaged in found if text is not None)
+        kind = DamagedCheckpoint if damaged else CheckpointError
+        raise kind(_report(failures, axis.size)) from attempt.cause
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """What went wrong on a rank, and whether it was a file that is not what was saved."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Attempt(Generic[Result]):
+    """What came of an action on one rank: its result, or why it failed and whether a file is not what was saved."""
 
-    text: str
-    damaged: bool
+    result: Result | None
+    failure: str | None = None
+    damaged: bool = False
+    cause: Exception | None = None
 
 
 def _report(failures: Mapping[int, str], world_size: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read_ahead, read_into, written
-from petatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor
+from petatron.checkpoint.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.placing import entry_box, in_entry
 from petatron.checkpoint.safetensors_file import DTYPE_CODES, DTYPES, Slot, read_header
-from petatron.checkpoint.state import MASTERS, WEIGHTS, Chunk
-from petatron.checkpoint.storage import MANIFEST, altered, check_size, damage
-from petatron.mesh.boxes import Box, overlap, tiling_problem
+from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.storage import altered, check_size, damage
+from petatron.mesh.boxes import Box, overlap
 from petatron.mesh.stretch import range_boxes
 
 _FLOATING = {code for dtype, code in DTYPE_CODES.items() if dtype.is_floating_point}
@@ -51,69 +51,36 @@ class Plan:
     missing: tuple[str, ...]
 
 
-def _twin(key: str) -> str | None:
-    """The same weights in the other precision."""
-    for kind, other in ((MASTERS, WEIGHTS), (WEIGHTS, MASTERS)):
-        if key.startswith(kind):
-            return other + key.removeprefix(kind)
-    return None
-
-
-def source_key(tensors: Mapping[str, StoredTensor], chunk: Chunk) -> str:
-    """Which of a checkpoint's tensors a chunk is filled from.
-
-    Weights may be there twice, in the model's precision and in the optimizer's. Whoever wants them in a wide precision
-    gets the wide ones, whatever it calls them; a checkpoint of a run in full precision has them once, as the model's.
-    """
-    twin = _twin(chunk.key)
-    wide = chunk.tensor.dtype.itemsize >= torch.float32.itemsize
-    if twin is not None and twin in tensors and (chunk.key not in tensors or (twin.startswith(MASTERS) and wide)):
-        return twin
-    return chunk.key
+Answer = tuple[str, StoredTensor | None]
+"""The key of the tensor that fills a chunk, and that tensor with the boxes that overlap the chunk; None if it is not there."""
 
 
 def plan_reads(
     source: Path,
-    manifest: Manifest,
     chunks: Sequence[Chunk],
+    answers: Sequence[Answer],
     *,
-    wanted: Collection[str],
     strict: bool,
-    leaves: Callable[[str], bool] | None = None,
+    surplus: Sequence[str] = (),
 ) -> Plan:
-    """Decide every read of this rank; `wanted` are the keys of the checkpoint that any rank asks for.
+    """Decide every read of this rank from what the checkpoint has for each chunk.
 
-    A strict load wants the same keys on both sides, but for the kinds that it says it `leaves`; without saying so, it leaves
-    those that nobody asks for at all (optimizer state, when only weights are loaded).
+    A strict load wants the same keys on both sides; `surplus` are those of the checkpoint that nobody wants.
     """
     reads: list[Read] = []
     problems: list[str] = []
-    named = [(source_key(manifest.tensors, chunk), chunk) for chunk in chunks if chunk.tensor.numel()]
-    missing = sorted({key for key, _ in named if key not in manifest.tensors})
+    asked = [(chunk, *answer) for chunk, answer in zip(chunks, answers, strict=True) if chunk.tensor.numel()]
+    missing = sorted({key for _, key, stored in asked if stored is None})
     if strict:
-        kinds = {key.split("/", 1)[0] for key in wanted}
-        left = leaves or (lambda kind: kind not in kinds)
-        surplus = [
-            key
-            for key in manifest.tensors
-            if key not in wanted and _twin(key) not in wanted and not left(key.split("/", 1)[0])
-        ]
         problems += [f"{key} is not in the checkpoint" for key in missing]
         problems += [f"{key} is in the checkpoint, but not in this run" for key in surplus]
-    checked: set[str] = set()
-    for key, chunk in named:
-        stored = manifest.tensors.get(key)
+    for chunk, _, stored in asked:
         if stored is None:
             continue
         problem = _mismatch(chunk, stored)
         if problem is not None:
             problems.append(problem)
             continue
-        if key not in checked:
-            gap = tiling_problem(stored.shape, [box.box for box in stored.boxes])
-            if gap is not None:
-                raise damage(source / MANIFEST, f"does not describe all of {key}: {gap}")
-            checked.add(key)
         common = ((box, overlap(chunk.box, box.box)) for box in stored.boxes)
         reads += [Read(chunk, box, part) for box, part in common if part is not None]
     if problems:
@@ -313,19 +280,19 @@ def _copy(buffer: Tensor, block: _Block, fill: _Fill) -> None:
             fill.target[common.slices_in(fill.box)].copy_(part[common.slices_in(box)])
 
 
-def read_local(source: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
-    """The tensors that a rank saved for itself."""
+def read_local(source: Path, local: Mapping[str, str], files: Mapping[str, StoredFile], rank: int) -> dict[str, Tensor]:
+    """The tensors that a rank saved for itself; `local` maps entries to files."""
     prefix = f"local/{rank}/"
     found: dict[str, Tensor] = {}
     reads: list[Read] = []
-    for name, file in manifest.local.items():
+    for name, file in local.items():
         if name.startswith(prefix):
-            slot = open_header(source / file, manifest.files[file]).get(name)
+            slot = open_header(source / file, files[file]).get(name)
             if slot is None:
                 raise damage(source / file, f"lacks {name}")
             tensor = found[name.removeprefix(prefix)] = torch.empty(slot.shape, dtype=DTYPES[slot.dtype])
             origin = (0,) * len(slot.shape)
             box = Box(origin, slot.shape)
             reads.append(Read(Chunk(name, slot.shape, origin, tensor), StoredBox(file, name, box, origin), box))
-    fill(source, Plan(tuple(reads), ()), manifest.files)
+    fill(source, Plan(tuple(reads), ()), files)
     return found

@@ -25,6 +25,7 @@ from petatron.checkpoint.forms import Kind, companions, config_sections, configu
 from petatron.checkpoint.huggingface import CONFIG, folder_manifest, read_model_config
 from petatron.checkpoint.manifest import Manifest
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
+from petatron.checkpoint.planning.directory import Directory, is_wide
 from petatron.checkpoint.safetensors_file import DTYPES
 from petatron.checkpoint.state import ROUTERS, WEIGHTS, Chunk
 from petatron.config.layer_pattern import moe_layers
@@ -113,8 +114,11 @@ def _manifest_source(
     architecture: Architecture,
     config: Mapping[str, Any],
 ) -> Source:
+    directory = Directory.of(path, manifest.tensors)
+
     def fill(chunks: Sequence[Chunk]) -> None:
-        plan = reading.plan_reads(path, manifest, chunks, wanted=(), strict=False)
+        found = [directory.find(chunk.key, chunk.box, wide=is_wide(chunk))[:2] for chunk in chunks]
+        plan = reading.plan_reads(path, chunks, found, strict=False)
         assert not plan.missing, f"{plan.missing} were not looked for"
         reading.fill(path, plan, manifest.files)
 

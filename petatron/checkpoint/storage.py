@@ -1,14 +1,16 @@
 """The folder of a run's checkpoints: how a step is published so that a crash at any instant leaves the last good one.
 
-    FOLDER/step-00000010/manifest.json                   what is there, sizes, digests
+    FOLDER/step-00000010/manifest.json                   the tables, and their digests
     FOLDER/step-00000010/model/                          the weights, as a Hugging Face folder
     FOLDER/step-00000010/state/rank-00000.safetensors    what else the run needs: the boxes rank 0 is primary for
+    FOLDER/step-00000010/state/rank-00000.table.json     what rank 0 wrote: files, sizes, digests, boxes
     FOLDER/latest                                        the name of the newest step folder
 
-Files are written and synced in `step-N.tmp`, the manifest last; one rename makes the folder appear, then `latest` moves, and
-only then are old steps pruned. A rename cannot replace a folder that is not empty, so saving a step again first moves the
-old one to `step-N.replaced`. Should the crash come between the two renames, readers take the replaced folder, and the next
-save puts it back. A step that is being pruned is first renamed to `step-N.pruned`: a reader never sees half of one.
+Files are written and synced in `step-N.tmp`, a rank's table after its files, the manifest last; one rename makes the folder
+appear, then `latest` moves, and only then are old steps pruned. A rename cannot replace a folder that is not empty, so saving a
+step again first moves the old one to `step-N.replaced`. Should the crash come between the two renames, readers take the replaced
+folder, and the next save puts it back. A step that is being pruned is first renamed to `step-N.pruned`: a reader never sees half
+of one.
 """
 
 from __future__ import annotations
@@ -17,12 +19,24 @@ import contextlib
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.disk import Disk, StoredFile, digest_file
-from petatron.checkpoint.manifest import Manifest, RankTable, UnknownVersion, from_json, merge, to_json
+from petatron.checkpoint.manifest import (
+    Manifest,
+    RankTable,
+    TableFile,
+    UnknownVersion,
+    from_json,
+    merge,
+    table_digest,
+    table_from_json,
+    table_to_json,
+    to_json,
+)
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -81,24 +95,33 @@ def _left_over(path: Path) -> bool:
     return path.name == f"{LATEST}.tmp" or (match is not None and match.group(2) is not None)
 
 
+def rank_file(rank: int) -> str:
+    """The path in a step of a rank's own file of tensors."""
+    return f"{STATE}/rank-{rank:05d}.safetensors"
+
+
+def table_path(rank: int) -> str:
+    """The path in a step of a rank's table."""
+    return f"{STATE}/rank-{rank:05d}.table.json"
+
+
+def write_table(draft: Path, rank: int, table: RankTable, disk: Disk) -> TableFile:
+    """Write the table of a rank's files into the draft of a step."""
+    content = table_to_json(table)
+    path = table_path(rank)
+    disk.write(draft / path, [content])
+    return TableFile(path, len(content), table_digest(content))
+
+
 def publish(
-    folder: Path, step: int, tables: Sequence[RankTable], *, facts: Mapping[str, Any], layout: str, disk: Disk
+    folder: Path, step: int, tables: Sequence[TableFile], *, facts: Mapping[str, Any], layout: str, disk: Disk
 ) -> None:
     """Turn a draft into the newest checkpoint. Until the rename it does not exist for readers."""
-    manifest = Manifest(
-        step=step,
-        layout=layout,
-        facts=facts,
-        tensors=merge(tables),
-        local={name: file for table in tables for name, file in table.local.items()},
-        files={name: stored for table in tables for name, stored in table.files.items()},
-    )
     final = folder / step_name(step)
     draft, replaced = folder / f"{final.name}.tmp", folder / f"{final.name}.replaced"
-    _check_all_there(draft, manifest)
     for part in (MODEL, STATE):
         disk.sync_folder(draft / part)
-    disk.write(draft / MANIFEST, [to_json(manifest).encode()])
+    disk.write(draft / MANIFEST, [to_json(step, layout=layout, facts=facts, tables=tables).encode()])
     disk.sync_folder(draft)
     if final.exists():
         disk.rename(final, replaced)
@@ -111,16 +134,32 @@ def publish(
         disk.remove(replaced)
 
 
-def _check_all_there(draft: Path, manifest: Manifest) -> None:
-    """What other ranks have written must be seen here too; a network file system may need a moment for that."""
+def check_seen(folder: Path, step: int, table: TableFile) -> None:
+    """What another rank has written must be seen here too; a network file system may need a moment for that.
+
+    Every rank looks for the files of the next one. If ranks write to different disks, some rank's neighbour is on another one.
+    """
+    draft = folder / f"{step_name(step)}.tmp"
     give_up_at = time.monotonic() + _SEEN_WITHIN_S
-    while missing := [name for name, file in manifest.files.items() if not _has_size(draft / name, file.size_bytes)]:
+    while (missing := _unseen(draft, table)) is not None:
         if time.monotonic() > give_up_at:
             raise CheckpointError(
-                f"{draft / missing[0]} was written by another rank and is not seen by the first. Give --save a folder that all "
+                f"{draft / missing} was written by another rank and is not seen by this one. Give --save a folder that all "
                 "machines share; earlier checkpoints are untouched."
             )
         time.sleep(0.2)
+
+
+def _unseen(draft: Path, table: TableFile) -> str | None:
+    """A file that is not there, or not yet whole: the table itself, or one that it names."""
+    try:
+        content = (draft / table.path).read_bytes()
+    except OSError:
+        return table.path
+    if table_digest(content) != table.digest:
+        return table.path
+    files = table_from_json(content).files
+    return next((name for name, file in files.items() if not _has_size(draft / name, file.size_bytes)), None)
 
 
 def _has_size(path: Path, size_bytes: int) -> bool:
@@ -235,7 +274,8 @@ def damage(path: Path, why: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{path} {why}. Restore it from a copy, or {fix}.")
 
 
-def read_manifest(source: Path) -> Manifest:
+def read_head(source: Path) -> Manifest:
+    """manifest.json, without the tables that it names."""
     path = source / MANIFEST
     try:
         manifest = from_json(path.read_text())
@@ -245,22 +285,81 @@ def read_manifest(source: Path) -> Manifest:
         raise CheckpointError(f"{path}: {error}. Use the version of Petatron that saved it, or a newer one.") from error
     except ValueError as error:
         raise damage(path, f"is damaged: {error}") from error
-    named = {box.file for tensor in manifest.tensors.values() for box in tensor.boxes} | set(manifest.local.values())
-    strange = (named - manifest.files.keys()) | {name for name in manifest.files if not _inside(name)}
+    strange = [table.path for table in manifest.tables if not _inside(table.path)]
     if strange:
         raise damage(path, f"names the file {min(strange)!r}, which is not one of the checkpoint's files")
+    _check_names(path, RankTable(manifest.files, tuple(manifest.tensors.items()), manifest.local))
     return manifest
 
 
-def read_whole(source: Path) -> Manifest:
-    """The manifest of a step that is to be loaded: its own, with every file there in its size, read or not."""
-    manifest = read_manifest(source)
+def read_table(source: Path, table: TableFile) -> RankTable:
+    """One of the tables that a manifest names, which must be what was saved."""
+    path = source / table.path
+    check_size(path, StoredFile(table.size_bytes, ()))
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise damage(path, f"cannot be read: {error.strerror or error}") from error
+    if table_digest(content) != table.digest:
+        raise altered(path)
+    try:
+        found = table_from_json(content)
+    except ValueError as error:
+        raise damage(path, f"is damaged: {error}") from error
+    _check_names(path, found)
+    return found
+
+
+def _check_names(path: Path, table: RankTable) -> None:
+    """A table speaks of its own files only, and these are in the step."""
+    named = {box.file for _, tensor in table.entries for box in tensor.boxes} | set(table.local.values())
+    strange = (named - table.files.keys()) | {name for name in table.files if not _inside(name)}
+    if strange:
+        raise damage(path, f"names the file {min(strange)!r}, which is not one of the checkpoint's files")
+
+
+def complete(source: Path, head: Manifest, tables: Sequence[RankTable]) -> Manifest:
+    """A manifest with the content of its tables. The tables' files are files of the checkpoint like others."""
+    if not head.tables:
+        return head
+    try:
+        tensors = merge(tables)
+    except ValueError as error:
+        raise damage(source / MANIFEST, f"names tables that do not fit each other: {error}") from error
+    names = [name for table in tables for name in table.files]
+    if len(names) != len(set(names)):
+        raise damage(source / MANIFEST, "names tables of which two describe the same file")
+    return replace(
+        head,
+        tensors=tensors,
+        local={name: file for table in tables for name, file in table.local.items()},
+        files={
+            **{name: stored for table in tables for name, stored in table.files.items()},
+            **{table.path: digest_file(source / table.path) for table in head.tables},
+        },
+    )
+
+
+def read_manifest(source: Path) -> Manifest:
+    """All that the manifest and its tables say."""
+    head = read_head(source)
+    return complete(source, head, [read_table(source, table) for table in head.tables])
+
+
+def read_loadable(source: Path) -> Manifest:
+    """The manifest, without its tables, of a step that is to be loaded: its own, and with every file it knows of."""
+    head = read_head(source)
     match = _STEP.fullmatch(source.name)
-    if match and int(match.group(1)) != manifest.step:
-        raise damage(source / MANIFEST, f"is that of step {manifest.step}: the folder was renamed")
-    for name, stored in manifest.files.items():
+    if match and int(match.group(1)) != head.step:
+        raise damage(source / MANIFEST, f"is that of step {head.step}: the folder was renamed")
+    check_sizes(source, head.files)
+    return head
+
+
+def check_sizes(source: Path, files: Mapping[str, StoredFile]) -> None:
+    """Raise if one of these files is missing or has another size, whether it will be read or not."""
+    for name, stored in files.items():
         check_size(source / name, stored)
-    return manifest
 
 
 def _inside(name: str) -> bool:
@@ -290,8 +389,14 @@ def altered(path: Path) -> DamagedCheckpoint:
 
 
 def check_documents(source: Path, manifest: Manifest) -> None:
-    """Raise if a file of the model folder beside the weights is not what was saved; weights are checked as they are read."""
-    for name, stored in manifest.files.items():
+    """Raise if a file of the model folder beside the weights is not what was saved; weights are checked as they are read.
+
+    The first table has these files, so a manifest without the content of its tables will do.
+    """
+    files = manifest.files
+    if not files and manifest.tables:
+        files = read_table(source, manifest.tables[0]).files
+    for name, stored in files.items():
         if name.startswith(f"{MODEL}/") and not name.endswith(".safetensors"):
             check_content(source / name, stored)
 

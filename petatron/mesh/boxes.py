@@ -7,8 +7,10 @@ layout can load from any other because the only question ever asked is where two
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 Shape = tuple[int, ...]
 
@@ -85,3 +87,31 @@ def _shared(boxes: Sequence[Box]) -> Box | None:
                 return common
         open_boxes.append(box)
     return None
+
+
+class BoxIndex:
+    """Finds which of many boxes overlap another one without asking each of them.
+
+    >>> BoxIndex([Box((row, 0), (1, 4)) for row in range(100)]).overlaps(Box((41, 1), (2, 2)))
+    [(41, Box(start=(41, 1), shape=(1, 2))), (42, Box(start=(42, 1), shape=(1, 2)))]
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        dims = range(len(boxes[0].shape)) if len(boxes) > 1 else ()
+        self._dim = max(dims, key=lambda d: len({box.start[d] for box in boxes}), default=None)
+        self._order = list(range(len(boxes)))
+        if self._dim is not None:
+            dim = self._dim
+            self._order.sort(key=lambda n: boxes[n].start[dim])
+            self._starts = [boxes[n].start[dim] for n in self._order]
+            self._furthest = list(accumulate((boxes[n].stop[dim] for n in self._order), max))
+
+    def overlaps(self, box: Box) -> list[tuple[int, Box]]:
+        """The numbers of the boxes that overlap this one, in their order, and the box in common."""
+        numbers = self._order
+        if self._dim is not None:
+            first = bisect_right(self._furthest, box.start[self._dim])
+            numbers = sorted(numbers[first : bisect_left(self._starts, box.stop[self._dim])])
+        found = ((number, overlap(self._boxes[number], box)) for number in numbers)
+        return [(number, common) for number, common in found if common is not None]

@@ -19,6 +19,7 @@ the same order. gloo moves only host memory between two ranks, so a device tenso
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -264,33 +265,60 @@ def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's small picklable value, in axis order; for control, not for tensors."""
+    """Every rank's JSON value, in axis order; for control, not for tensors. Tuples arrive as lists."""
     if axis.size == 1:
         return [value]
-    out: list[Any] = [None] * axis.size
     with _Call(axis, "gather_objects"):
-        dist.all_gather_object(out, value, group=axis.group)
-    return out
+        packed = _pack_json(value, axis)
+        out = packed.new_empty(packed.numel() * axis.size)
+        _all_gather(out, packed, group=axis.group)
+    return [_unpack_json(part) for part in out.cpu().chunk(axis.size)]
 
 
 def broadcast_object(value: Any, axis: Axis) -> Any:
-    """The axis's first rank's value on every rank: for what only one knows and may be large."""
+    """The axis's first rank's JSON value on every rank: for what only one knows and may be large."""
     if axis.size == 1:
         return value
-    held = [value]
     with _Call(axis, "broadcast_object"):
-        dist.broadcast_object_list(held, src=axis.ranks[0], group=axis.group)
-    return held[0]
+        text = json.dumps(value).encode() if axis.rank == 0 else b""
+        size = torch.tensor([len(text)], device=_control_device(axis))
+        dist.broadcast(size, axis.ranks[0], group=axis.group)
+        data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+        if axis.rank == 0:
+            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(data, axis.ranks[0], group=axis.group)
+    return json.loads(data.cpu().numpy().tobytes())
 
 
 def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
-    """Every rank's value on the axis's first rank, None on the others: for what may be large and only one needs."""
+    """Every rank's JSON value on the axis's first rank, None on the others: for what may be large and only one needs."""
     if axis.size == 1:
         return [value]
-    out: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
     with _Call(axis, "gather_objects_to_first"):
-        dist.gather_object(value, out, dst=axis.ranks[0], group=axis.group)
-    return out
+        packed = _pack_json(value, axis)
+        out = [torch.empty_like(packed) for _ in range(axis.size)] if axis.rank == 0 else None
+        dist.gather(packed, out, dst=axis.ranks[0], group=axis.group)
+    return None if out is None else [_unpack_json(part.cpu()) for part in out]
+
+
+def _pack_json(value: Any, axis: Axis) -> Tensor:
+    """A value as bytes, its length in front, padded to the longest of all ranks. Bytes of JSON, since a pickle runs code."""
+    text = json.dumps(value).encode()
+    content = len(text).to_bytes(8, "little") + text
+    longest = torch.tensor([len(content)], device=_control_device(axis))
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=axis.group)
+    padded = content.ljust(int(longest), b"\0")
+    return torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(longest.device)
+
+
+def _unpack_json(packed: Tensor) -> Any:
+    content = packed.numpy().tobytes()
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+
+
+def _control_device(axis: Axis) -> torch.device:
+    """Where a backend takes bytes from: NCCL from the current GPU only."""
+    return torch.device("cuda" if dist.get_backend(axis.group) == "nccl" else "cpu")
 
 
 def barrier(axis: Axis) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from petatron.checkpoint.state import ModelFolder
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.base import Architecture
-from petatron.models.hf import folder_entries, model_config_json
+from petatron.models.hf import Entry, folder_entries, model_config_json
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -42,7 +43,13 @@ def model_folder(
     config = {key: value for key, value in config.items() if key not in _TOKEN_IDS} | dict(beside.token_ids)
     generation = {"_from_model_config": True, **beside.token_ids}
     documents = {"config.json": _json(config), "generation_config.json": _json(generation), **beside.files}
-    return ModelFolder(folder_entries(model, moe, experts_in), documents)
+    return ModelFolder(_entries(architecture), documents)
+
+
+@lru_cache(maxsize=4)
+def _entries(architecture: Architecture) -> tuple[Entry, ...]:
+    """Kept between saves: finding them builds the decoder, which takes a fifth of a second for 126 layers."""
+    return folder_entries(architecture.model, architecture.moe, architecture.experts_in)
 
 
 def _made_for(tokenizer: Tokenizer | None) -> Companions:

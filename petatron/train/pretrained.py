@@ -113,7 +113,7 @@ def _model_folder(path: Path) -> Path:
         refuse_pickled(path)
         return path
     step = storage.choose(path, None)
-    storage.check_documents(step, storage.read_manifest(step))
+    storage.check_documents(step, storage.read_head(step))
     return step / storage.MODEL
 
 

@@ -10,16 +10,17 @@ from petatron.base.log import get_logger
 from petatron.mesh import collectives
 from petatron.parallel.model import ParallelModel
 from petatron.parallel.schedule.actions import COMPUTE, TimedAction
-from petatron.parallel.schedule.timeline_file import write_measured
+from petatron.parallel.schedule.timeline_file import from_record, to_record, write_measured
 
 _log = get_logger(__name__)
 
 
 def write_timeline(path: Path, model: ParallelModel, timed: Sequence[TimedAction]) -> None:
     """Every rank calls it; the pipeline drawn is that of the run's first rank."""
-    found = collectives.gather_objects_to_first([t for t in timed if t.action.kind in COMPUTE], model.mesh.control)
+    computed = [to_record(t) for t in timed if t.action.kind in COMPUTE]
+    found = collectives.gather_objects_to_first(computed, model.mesh.control)
     if found is not None:
-        ranks = [found[rank] for rank in model.mesh.pp.ranks]
+        ranks = [[from_record(record) for record in found[rank]] for rank in model.mesh.pp.ranks]
         start = min(t.start for rank in ranks for t in rank)
         from_zero = [[TimedAction(t.action, t.start - start, t.end - start) for t in rank] for rank in ranks]
         try:

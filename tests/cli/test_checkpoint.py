@@ -9,15 +9,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint import compare, manifest, storage
-from petatron.checkpoint.disk import BLOCK_BYTES, Disk, StoredFile, digest_file
+from petatron.checkpoint import compare, storage
+from petatron.checkpoint.disk import BLOCK_BYTES, Disk, digest_file
 from petatron.checkpoint.inspect import examine
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
@@ -28,6 +28,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.train.state import TrainState
 from tests.golden.make_checkpoint import FOLDER, MODEL, RUN, STEP
 from tests.golden.reader import read_checkpoint
+from tests.unit.checkpoint.rewriting import TABLE, rewrite_manifest, rewrite_table, tables
 
 STATE = "state/rank-00000.safetensors"
 WEIGHTS = "model/model.safetensors"
@@ -40,10 +41,9 @@ def _ask(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, 
     return code, output.out, output.err
 
 
-def _rewrite(step: Path, change: Callable[[manifest.Manifest], manifest.Manifest]) -> None:
-    """Change a manifest consistently, its own digest included: only its meaning is wrong then."""
-    path = step / "manifest.json"
-    path.write_text(manifest.to_json(change(manifest.from_json(path.read_text()))))
+def _table_of(step: Path, key: str) -> str:
+    """The table in which a tensor's first box is."""
+    return next(name for name, table in tables(step).items() if key in table["tensors"])
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     for step in (STEP, 6, 9):
         target = tmp_path / "run" / storage.step_name(step)
         shutil.copytree(FOLDER / storage.step_name(STEP), target)
-        _rewrite(target, lambda found, step=step: replace(found, step=step))
+        rewrite_manifest(target, lambda head, step=step: head.update(step=step))
     (tmp_path / "run" / "latest").write_text(f"{NEWEST}\n")
     return tmp_path / "run"
 
@@ -93,7 +93,7 @@ def _break_manifest(step: Path) -> None:
 
 def _other_version(step: Path) -> None:
     text = (step / "manifest.json").read_text()
-    (step / "manifest.json").write_text(text.replace('"version": 2', '"version": 99'))
+    (step / "manifest.json").write_text(text.replace('"version": 3', '"version": 99'))
 
 
 def _edit_config(step: Path) -> None:
@@ -102,48 +102,43 @@ def _edit_config(step: Path) -> None:
 
 
 def _wrong_config(step: Path) -> None:
-    """Another model's config.json, with a manifest to match."""
+    """Another model's config.json, with a table to match."""
     _edit_config(step)
-    _rewrite(
-        step,
-        lambda found: replace(
-            found, files={**found.files, "model/config.json": digest_file(step / "model" / "config.json")}
-        ),
-    )
+    found = digest_file(step / "model" / "config.json")
+    row = [found.size_bytes, list(found.blocks)]
+    rewrite_table(step, lambda table: table["files"].update({"model/config.json": row}))
 
 
 def _wrong_table(step: Path) -> None:
-    def change(found: manifest.Manifest) -> manifest.Manifest:
-        key = "exp_avg/layers.0.mlp.up.weight"
-        tensor = found.tensors[key]
-        return replace(found, tensors={**found.tensors, key: replace(tensor, boxes=tensor.boxes[1:])})
-
-    _rewrite(step, change)
+    key = "exp_avg/layers.0.mlp.up.weight"
+    rewrite_table(step, lambda table: table["tensors"][key]["boxes"].pop(), _table_of(step, key))
 
 
 def _wrong_entry(step: Path) -> None:
-    def change(found: manifest.Manifest) -> manifest.Manifest:
-        key = "model/embedding.weight"
-        tensor = found.tensors[key]
-        boxes = tuple(replace(box, name="wte") for box in tensor.boxes)
-        return replace(found, tensors={**found.tensors, key: replace(tensor, boxes=boxes)})
+    def change(table: dict[str, Any]) -> None:
+        for box in table["tensors"]["model/embedding.weight"]["boxes"]:
+            box[1] = "wte"
 
-    _rewrite(step, change)
+    rewrite_table(step, change)
 
 
 def _wrong_dtype(step: Path) -> None:
-    def change(found: manifest.Manifest) -> manifest.Manifest:
-        tensors = {key: replace(tensor, dtype="F16") for key, tensor in found.tensors.items() if key.startswith("mod")}
-        return replace(found, tensors={**found.tensors, **tensors})
+    def change(table: dict[str, Any]) -> None:
+        for key in (key for key in table["tensors"] if key.startswith("mod")):
+            table["tensors"][key]["dtype"] = "F16"
 
-    _rewrite(step, change)
+    rewrite_table(step, change)
 
 
 def _foreign_file(step: Path) -> None:
-    """A manifest that would have other files of the machine read."""
-    _rewrite(
-        step, lambda found: replace(found, files={**found.files, "model/../../../x": StoredFile(1, ("00000000",))})
-    )
+    """A table that would have other files of the machine read."""
+    rewrite_table(step, lambda table: table["files"].update({"model/../../../x": [1, ["00000000"]]}))
+
+
+def _unlike_tables(step: Path) -> None:
+    """Two ranks that do not agree about the shape of a tensor."""
+    key = "exp_avg/layers.0.mlp.up.weight"
+    rewrite_table(step, lambda table: table["tensors"][key].update(shape=[16, 9]), _table_of(step, key))
 
 
 DAMAGE = {
@@ -171,7 +166,10 @@ DAMAGE = {
     "a tensor not described": (_wrong_table, "manifest.json", "does not describe all of exp_avg", "does not describe"),
     "an entry that is not there": (_wrong_entry, WEIGHTS, "lacks wte", None),
     "another dtype": (_wrong_dtype, WEIGHTS, "in BF16 where F16 was saved", None),
-    "a path that leads out": (_foreign_file, "manifest.json", "not one of the checkpoint's files", "names the file"),
+    "a path that leads out": (_foreign_file, TABLE, "not one of the checkpoint's files", "names the file"),
+    "flipped bit in a table": (_flip(TABLE), TABLE, "its digest differs", "its digest differs"),
+    "missing table": (lambda step: (step / TABLE).unlink(), TABLE, "is missing", "is missing"),
+    "tables at odds": (_unlike_tables, "manifest.json", "names tables that do not", "names tables that do not"),
 }
 
 
@@ -205,7 +203,7 @@ def test_a_run_of_another_model_is_refused(folder: Path):
 
 def test_verify_of_sound_steps(folder: Path, capsys: pytest.CaptureFixture[str]):
     code, out, _ = _ask(capsys, "verify", folder, "--all")
-    assert code == 0 and out.count("good: 7 files") == 3
+    assert code == 0 and out.count("good: 11 files") == 3
     code, out, _ = _ask(capsys, "verify", folder, "--step", 6, "--json")
     assert code == 0 and json.loads(out)["sound"] and "step-00000006" in json.loads(out)["checkpoints"][0]["checkpoint"]
     assert json.loads(out)["newest_good"] == str(folder / NEWEST), "of the folder, whichever was asked for"
@@ -249,7 +247,7 @@ def test_every_block_of_a_large_file_is_read(tmp_path: Path):
     manager.save(1, [Chunk("model/w", (len(values),), (0,), values)], facts={}, same_layout_key="")
     step, told = tmp_path / "step-00000001", []
     assert examine(step, lambda done, total: told.append((done, total))).sound
-    assert told[-1][0] == told[-1][1] and len(told) == 6
+    assert told[-1][0] == told[-1][1] and len(told) == 7, "six blocks and the table"
     content = bytearray((step / STATE).read_bytes())
     for block in (1, 4):
         content[block * BLOCK_BYTES + 5] ^= 4

@@ -25,7 +25,7 @@ def write_measured(path: Path | str, schedule_name: str, ranks: Sequence[Sequenc
     content = {
         "name": schedule_name,
         "unit": "seconds",
-        "ranks": [[_to_json(timed) for timed in rank] for rank in ranks],
+        "ranks": [[to_record(timed) for timed in rank] for rank in ranks],
     }
     try:
         Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -42,7 +42,7 @@ def read_measured(path: Path | str) -> MeasuredTimeline:
     except ValueError as error:
         raise DataError(f"{path} is not JSON ({error}). Give the file a run wrote its timeline to.") from error
     try:
-        ranks = tuple(tuple(_from_json(record) for record in rank) for rank in content["ranks"])
+        ranks = tuple(tuple(from_record(record) for record in rank) for rank in content["ranks"])
         name = str(content["name"])
     except KeyError as error:
         raise DataError(f"{path} is no measured timeline: {error} is missing. {_EXPECTED}") from error
@@ -56,7 +56,8 @@ def read_measured(path: Path | str) -> MeasuredTimeline:
 _EXPECTED = 'It holds {"name", "ranks": [[{"kind", "stage", "micro_batch", "start", "end"}, ...], ...]}.'
 
 
-def _to_json(timed: TimedAction) -> dict[str, str | int | float]:
+def to_record(timed: TimedAction) -> dict[str, str | int | float]:
+    """A timed action as JSON values."""
     action = timed.action
     return {
         "kind": str(action.kind),
@@ -67,7 +68,8 @@ def _to_json(timed: TimedAction) -> dict[str, str | int | float]:
     }
 
 
-def _from_json(record: dict[str, str | int | float]) -> TimedAction:
+def from_record(record: dict[str, str | int | float]) -> TimedAction:
+    """The timed action of a record; ValueError if it cannot be one."""
     action = Action(Kind(record["kind"]), int(record["stage"]), int(record["micro_batch"]))
     start, end = float(record["start"]), float(record["end"])
     if not (math.isfinite(start) and math.isfinite(end) and start <= end):

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint import assemble
+from petatron.checkpoint import assemble, manager
 from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.planning import files, transfers
 from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.record import Record
@@ -68,8 +69,11 @@ def _chunks(world: Axis, *, filled: bool) -> list[Chunk]:
 
 def _save(folder: str, round_bytes: int, file_bytes: int) -> None:
     world = _world()
-    sizes = {"_ROUND_BYTES": round_bytes, "_MOST_FILE_BYTES": file_bytes}
-    with mock.patch.multiple(assemble, **sizes):
+    with (
+        mock.patch.object(transfers, "ROUND_BYTES", round_bytes),
+        mock.patch.object(manager, "_LEAST_ROUND_BYTES", 1),
+        mock.patch.object(files, "_MOST_FILE_BYTES", file_bytes),
+    ):
         CheckpointManager(folder, world).save(
             1,
             _chunks(world, filled=True),
@@ -86,16 +90,16 @@ def _load(folder: str) -> bool:
     return all(torch.equal(a.tensor, b.tensor) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("round_bytes", "file_bytes"), [(1 << 20, 1 << 20), (100, 1 << 20), (1, 200)])
+@pytest.mark.parametrize(("round_bytes", "file_bytes"), [(1 << 20, 1 << 20), (100, 1 << 20), (16, 200)])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_entry_is_whole(ranks: RankPool, tmp_path: Path, world_size: int, round_bytes: int, file_bytes: int):
     run = (lambda fn, n, *args: [fn(*args)]) if world_size == 1 else ranks.run
     run(_save, world_size, str(tmp_path), round_bytes, file_bytes)
     folder = tmp_path / "step-00000001" / "model"
-    files = sorted(folder.glob("*.safetensors"))
-    assert len(files) == (1 if file_bytes > 1000 else 5)
-    assert (folder / "model.safetensors.index.json").exists() == (len(files) > 1)
-    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    found = sorted(folder.glob("*.safetensors"))
+    assert len(found) == (1 if file_bytes > 1000 else 5)
+    assert (folder / "model.safetensors.index.json").exists() == (len(found) > 1)
+    stored = {name: tensor for file in found for name, tensor in load_file(file).items()}
     assert stored.keys() == {entry.name for entry in ENTRIES}
     assert torch.equal(stored["their.rows"], _logical("rows"))
     assert torch.equal(stored["their.columns"], _logical("columns").t())
@@ -123,3 +127,70 @@ def test_a_folder_that_would_not_hold_the_model_is_refused(tmp_path: Path, drop:
             1, chunks, facts={}, same_layout_key="", model=ModelFolder(entries, {})
         )
     assert not list(tmp_path.iterdir())
+
+
+def _bounded(folder: str, round_bytes: int) -> tuple[int, int, int]:
+    """Save one large tensor; the most bytes that were sent and received at once, and the number of exchanges."""
+    world = _world()
+    rows = torch.arange(4000.0).reshape(40, 100).chunk(world.size)[world.rank].clone()
+    start = (40 // world.size * world.rank, 0)
+    entry = Entry("their.big", (100, 40), (Region("big", (0, 0), (40, 100), (0, 0), transposed=True),))
+    made: list[assemble.Assembly] = []
+    build = assemble.Assembly.__init__
+
+    def watched(self: assemble.Assembly, *args: object) -> None:
+        build(self, *args)  # pyright: ignore[reportArgumentType]
+        made.append(self)
+
+    with (
+        mock.patch.object(transfers, "ROUND_BYTES", round_bytes),
+        mock.patch.object(manager, "_LEAST_ROUND_BYTES", 8),
+        mock.patch.object(assemble.Assembly, "__init__", watched),
+    ):
+        CheckpointManager(folder, world).save(
+            1,
+            [Chunk("model/big", (40, 100), start, rows)],
+            facts={},
+            same_layout_key="",
+            model=ModelFolder((entry,), {}),
+        )
+    moved = sum(event.op == "all_to_all" for event in world.record.events())
+    return made[0]._outgoing.numel(), made[0]._incoming.numel(), moved
+
+
+@pytest.mark.parametrize("round_bytes", [1000, 400, 136])
+def test_an_entry_larger_than_a_round_is_cut(ranks: RankPool, tmp_path: Path, round_bytes: int):
+    """16 kB in rounds of a few rows, of one row, and of a part of a row."""
+    for outgoing, incoming, moved in ranks.run(_bounded, 4, str(tmp_path), round_bytes):
+        assert outgoing <= round_bytes and incoming <= round_bytes
+        assert moved >= 16000 // round_bytes
+    stored = load_file(tmp_path / "step-00000001" / "model" / "model.safetensors")
+    assert torch.equal(stored["their.big"], torch.arange(4000.0).reshape(40, 100).t())
+
+
+def _one_sender(folder: str) -> int:
+    """The first rank holds everything, and every rank writes a part."""
+    world = _world()
+    names = [f"w{number}" for number in range(16)]
+    entries = tuple(Entry(name, (10, 10), (Region(name, (0, 0), (10, 10), (0, 0)),)) for name in names)
+    chunks = [
+        Chunk(f"model/{name}", (10, 10), (0, 0), torch.full((10, 10), float(number)))
+        for number, name in enumerate(names if world.rank == 0 else [])
+    ]
+    with (
+        mock.patch.object(transfers, "ROUND_BYTES", 800),
+        mock.patch.object(manager, "_LEAST_ROUND_BYTES", 8),
+        mock.patch.object(files, "_MOST_FILE_BYTES", 1600),
+    ):
+        saver = CheckpointManager(folder, world)
+        saver.save(1, chunks, facts={}, same_layout_key="", model=ModelFolder(entries, {}))
+    assert saver._plan is not None
+    return saver._plan[1].transfers.bytes_out
+
+
+def test_what_one_rank_sends_to_many_is_bounded_too(ranks: RankPool, tmp_path: Path):
+    assert max(ranks.run(_one_sender, 4, str(tmp_path))) <= 800
+    stored = {}
+    for file in (tmp_path / "step-00000001" / "model").glob("*.safetensors"):
+        stored |= load_file(file)
+    assert {name: int(value.mean()) for name, value in stored.items()} == {f"w{n}": n for n in range(16)}

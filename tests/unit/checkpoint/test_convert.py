@@ -18,11 +18,11 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
-from petatron.checkpoint import assemble
 from petatron.checkpoint import convert as convert_module
 from petatron.checkpoint.convert import Conversion, MegatronLayout, Progress, TokenizerFiles, convert
 from petatron.checkpoint.disk import Disk
 from petatron.checkpoint.forms import detect
+from petatron.checkpoint.planning import files as file_plans
 from petatron.checkpoint.sources import Source, open_source
 from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
@@ -245,7 +245,7 @@ def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pyte
 
 
 def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(assemble, "_MOST_FILE_BYTES", 4000)
+    monkeypatch.setattr(file_plans, "_MOST_FILE_BYTES", 4000)
     run = saved("llama", tmp_path / "run")
     convert(open_source(run), tmp_path / "model", Conversion(to="huggingface"))
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
@@ -368,7 +368,7 @@ def test_all_tensors_that_do_not_fit_are_named(tmp_path: Path):
 
 
 def test_a_missing_shard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(assemble, "_MOST_FILE_BYTES", 4000)
+    monkeypatch.setattr(file_plans, "_MOST_FILE_BYTES", 4000)
     folder = model_folder(tmp_path)
     gone = sorted(folder.glob("model-*.safetensors"))[1]
     gone.unlink()

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint import manifest as manifest_module
 from petatron.checkpoint.disk import check_writable
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.checkpoint.storage import DamagedCheckpoint
 from petatron.mesh.mesh import ParallelMesh
+from tests.unit.checkpoint.rewriting import rewrite_manifest, rewrite_table
 
 STEP = "step-00000010"
 FILE = "state/rank-00000.safetensors"
@@ -54,13 +54,12 @@ def saved(manager):
     return torch.zeros(3, 4)
 
 
-def rewrite_manifest(manager: CheckpointManager, change) -> None:
-    """Change a manifest consistently, digest included: damage that only a check of its meaning can see."""
-    path = manager._folder / STEP / "manifest.json"
-    body = json.loads(path.read_text())
-    body.pop("digest")
-    change(body)
-    path.write_text(json.dumps({**body, "digest": manifest_module._digest(body)}))
+def change_manifest(manager: CheckpointManager, change) -> None:
+    rewrite_manifest(manager._folder / STEP, change)
+
+
+def change_table(manager: CheckpointManager, change) -> None:
+    rewrite_table(manager._folder / STEP, change)
 
 
 def test_every_dtype_and_shape_comes_back_bitwise(manager):
@@ -304,32 +303,65 @@ def test_unreadable_manifest(manager, saved, tmp_path, monkeypatch):
         manager.load(10, [])
 
 
-@pytest.mark.parametrize("field", ["step", "tensors", "files"])
+@pytest.mark.parametrize("field", ["step", "tables"])
 def test_manifest_without_a_field(manager, saved, field):
-    rewrite_manifest(manager, lambda body: body.pop(field))
-    with pytest.raises(CheckpointError, match="lacks or misstates a field"):
+    change_manifest(manager, lambda body: body.pop(field))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: it lacks or misstates a field"):
+        manager.load(10, [whole("model/w", saved)])
+
+
+@pytest.mark.parametrize("field", ["tensors", "files", "local"])
+def test_table_without_a_field(manager, saved, field):
+    change_table(manager, lambda body: body.pop(field))
+    with pytest.raises(CheckpointError, match=r"rank-00000\.table\.json is damaged: it lacks or misstates a field"):
         manager.load(10, [whole("model/w", saved)])
 
 
 def test_unknown_version(manager, saved):
-    rewrite_manifest(manager, lambda body: body.update(version=99))
-    with pytest.raises(CheckpointError, match=r"format version 99; this version of Petatron reads 2\. Use"):
+    change_manifest(manager, lambda body: body.update(version=99))
+    with pytest.raises(CheckpointError, match=r"format version 99; this version of Petatron reads 2 and 3\. Use"):
         manager.load(10, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes where"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"F16")), "its digest differs"),
+    ],
+)
+def test_a_table_that_is_not_what_was_saved(manager, saved, tmp_path, change, why):
+    change(tmp_path / "save" / STEP / "state" / "rank-00000.table.json")
+    with pytest.raises(DamagedCheckpoint, match=rf"rank-00000\.table\.json .*{why}"):
+        manager.load(10, [whole("model/w", saved)])
+
+
+def test_a_table_that_is_no_table(manager, saved):
+    change_table(manager, lambda body: body.update(format="petatron checkpoint"))
+    with pytest.raises(DamagedCheckpoint, match="it is not a table of a Petatron checkpoint"):
+        manager.load(10, [whole("model/w", saved)])
+
+
+def test_a_manifest_that_names_a_table_elsewhere(manager, saved):
+    change_manifest(manager, lambda body: body["tables"].update({"../x.table.json": [1, ""]}))
+    with pytest.raises(DamagedCheckpoint, match=r"names the file '\.\./x\.table\.json', which is not one of"):
+        manager.load(10, [whole("model/w", saved)])
 
 
 def test_incomplete_tensor(manager):
     save(manager, rows("model/w", torch.ones(4, 2), 1))
-    rewrite_manifest(manager, lambda body: body["tensors"]["model/w"]["boxes"].pop())
+    change_table(manager, lambda body: body["tensors"]["model/w"]["boxes"].pop())
     with pytest.raises(CheckpointError, match=r"does not describe all of model/w: 6 of 8 elements are missing"):
         manager.load(10, [whole("model/w", torch.zeros(4, 2))])
 
 
 @pytest.mark.parametrize("name", ["other.safetensors", "../escape.safetensors"])
-def test_manifest_that_names_a_strange_file(manager, saved, name):
-    rewrite_manifest(manager, lambda body: body["local"].update({"local/0/x": name}))
+def test_table_that_names_a_strange_file(manager, saved, name):
+    change_table(manager, lambda body: body["local"].update({"local/0/x": name}))
     with pytest.raises(CheckpointError, match="not one of the checkpoint's files"):
         manager.load(10, [])
-    rewrite_manifest(manager, lambda body: (body["local"].clear(), body["files"].update({"a/b": [1, ["00000000"]]})))
+    change_table(manager, lambda body: (body["local"].clear(), body["files"].update({"a/b": [1, ["00000000"]]})))
     with pytest.raises(CheckpointError, match="'a/b', which is not one of"):
         manager.load(10, [])
 

@@ -120,12 +120,13 @@ def _load_a_damaged_file(folder: str, damaged: int) -> str:
 
 def test_two_ranks_to_one_and_back(ranks: RankPool, tmp_path):
     folder = str(tmp_path)
-    files = ["manifest.json", "state/rank-00000.safetensors", "state/rank-00001.safetensors"]
-    assert ranks.run(_save, 2, folder, 0) == [files, files]
+    files = ["manifest.json", "state/rank-00000.safetensors", "state/rank-00000.table.json"]
+    both = [*files, "state/rank-00001.safetensors", "state/rank-00001.table.json"]
+    assert ranks.run(_save, 2, folder, 0) == [both, both]
     assert ranks.run(_load, 2, folder, 0) == [(2, 0, True), (2, 1, True)]
     assert ranks.run(_load, 2, folder, 1) == [(2, 0, True), (2, 1, True)]
     assert _load(folder, 0) == (2, None, True)
-    assert _save(folder, 0) == files[:2]
+    assert _save(folder, 0) == files
     assert _load(folder, 1) == (1, 0, True)
     assert ranks.run(_load, 2, folder, 1) == [(1, None, True), (1, None, True)]
 
