@@ -121,7 +121,9 @@ class ParallelMesh:
         if group is None:
             make = partial(new_group, key.owner, key.ranks, backend=self.backend, timeout=self._timeout)
             nccl = (
-                {"device": self.device, "options": nccl_options(self._options.of(axis.name))} if self._is_nccl else {}
+                {"device": self.device, "options": nccl_options(self._options.of(axis.name), self._timeout)}
+                if self._is_nccl
+                else {}
             )
             group = self._groups[key] = make(**nccl)
         return group

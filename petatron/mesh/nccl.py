@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -62,9 +63,10 @@ def variables(*, nccl: bool, shared_by: int = 1, rank: int = 0) -> tuple[Variabl
     return found
 
 
-def nccl_options(settings: CommunicatorSettings) -> Any:
-    """torch's options of an NCCL process group."""
+def nccl_options(settings: CommunicatorSettings, timeout: timedelta) -> Any:
+    """torch's options of an NCCL process group; the time limit is the group's, which torch wants to read here too."""
     options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
     options.is_high_priority_stream = settings.is_high_priority_stream
     for name in _CONFIG:
         value = getattr(settings, name)

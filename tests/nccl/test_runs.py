@@ -18,7 +18,8 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 SHARED = -(-4 // max(1, torch.cuda.device_count()))
 FLAGS = (
-    "tiny-llama --mock-data --num-layers 4 --seq-length 256 --lr 1e-3 --lr-decay-style constant --min-lr 0 --lr-warmup-iters 0 "
+    "tiny-llama --mock-data --num-layers 4 --seq-length 256 --lr 1e-3 --lr-decay-style constant --lr-decay-iters 100 "
+    "--min-lr 0 --lr-warmup-iters 0 "
     "--global-batch-size 8 --eval-iters 2 --eval-interval 4 --log-interval 1 --live off --num-workers 0 --no-compile "
     f"--device cuda --save-interval 4 --ranks-per-device {SHARED}"
 ).split()
@@ -110,9 +111,9 @@ def test_ctrl_c_saves_and_ends_also_in_an_evaluation(tmp_path: Path):
 @pytest.mark.parametrize(
     ("layout", "option"),
     [
-        ("--dp 2 --bf16", "--cuda-graphs"),
+        ("--dp 2 --bf16 --no-overlap-grad-reduce", "--cuda-graphs"),
         ("--dp 2 --bf16 --use-distributed-optimizer", "--optimizer-cpu-offload"),
-        ("--tp 2 --sequence-parallel --bf16", "--cpu-offloading --cpu-offloading-num-layers 2"),
+        ("--tp 2 --sequence-parallel --bf16", "--cpu-offloading-num-layers 2"),
     ],
     ids=["graphs", "optimizer offload", "activation offload"],
 )

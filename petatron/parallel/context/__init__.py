@@ -41,7 +41,8 @@ def split_batch(batch: Batch, axis: Axis) -> Batch:
     if axis.size == 1:
         return batch
     runs = zigzag(axis.rank, axis.size, batch.tokens.shape[1])
-    here = torch.cat([torch.arange(run.start, run.stop) for run in runs]).to(batch.tokens.device)
+    # Made on the device: a copy from the host would wait for it.
+    here = torch.cat([torch.arange(run.start, run.stop, device=batch.tokens.device) for run in runs])
     tokens, labels, loss_mask = (x.index_select(1, here) for x in (batch.tokens, batch.labels, batch.loss_mask))
     positions = here if batch.positions is None else batch.positions.index_select(-1, here)
     return replace(batch, tokens=tokens, labels=labels, loss_mask=loss_mask, positions=positions)
