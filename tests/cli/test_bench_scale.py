@@ -28,16 +28,21 @@ def test_every_part_is_measured_at_every_size(tmp_path: Path, capsys: pytest.Cap
         seconds = one["seconds"]
         assert set(seconds) == {
             *("config", "groups", "mesh", "in flight", "schedule", "model"),
-            *("read manifest", "load plan", "survey", "save plan", "manifest"),
+            *("read manifest", "load requests", "directory", "load plan"),
+            *("survey", "messages", "save plan", "folder entries", "layout", "table", "manifest"),
         }
-        saving = seconds["survey"] + seconds["save plan"] + seconds["manifest"]
+        later = sum(seconds[part] for part in ("folder entries", "layout", "table", "manifest"))
+        saving = later + seconds["survey"] + seconds["messages"] + seconds["save plan"]
+        assert one["later_save_s"] == pytest.approx(later, abs=2e-3)
         assert one["save_s"] == pytest.approx(saving, abs=2e-3)
         assert one["start_s"] == pytest.approx(sum(seconds.values()) - saving, abs=2e-3)
         assert one["schedule_bytes"] == 10 * 4 * (2 + 2), "10 bytes for each of a rank's computations and transfers"
-        assert one["boxes"] > one["boxes_of_rank"] > 0 and one["manifest_bytes"] > 1000
+        assert one["boxes"] > one["boxes_of_rank"] > 0 and one["table_bytes"] > 1000
+        assert one["rows"] > 0 and one["messages"] <= one["ranks"] and one["transfer_peers"] < one["ranks"]
     assert large["communicator_ranks"] > small["communicator_ranks"]
-    assert (small["control_sockets"], large["control_sockets"]) == (3, 7)
-    for label in ("start overhead, s", "save overhead, s", "  manifest", "growth", "within 10 s"):
+    assert large["manifest_bytes"] > small["manifest_bytes"]
+    assert (small["control_peers"], large["control_peers"]) == (3, 5)
+    for label in ("start overhead, s", "first save, s", "later saves, s", "  manifest", "growth", "within 10 s"):
         assert label in printed
 
 

@@ -1,9 +1,10 @@
 """`petatron bench scale`: what a start and a save cost on one rank as the world grows, in one process on one CPU.
 
 Ranks are simulated: process groups send nothing and weights have no memory. Timed is what every rank computes for itself at each start
-and save (configuration, groups, pipeline schedule, its part of the model, what to read and to write) and what rank 0 does for all
-(the manifest). Not measured are connections, the exchange of tables and the disks. A quantity that grows as the world does
-has exponent 1 in the last column, one that does not grow 0, and one of exponent 2 would end a large run.
+and save (configuration, groups, pipeline schedule, its part of the model, what to read and to write), what the busiest rank does with
+the messages of the others, and what rank 0 does for all (the manifest). Not measured are connections, the exchange of messages and
+the disks. A quantity that grows as the world does has exponent 1 in the last column, one that does not grow 0, and one of
+exponent 2 would end a large run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
     from petatron.cli.bench import BenchResult
     from petatron.config import RunConfig
     from petatron.mesh.layout import Layout
-    from petatron.mesh.mesh import ParallelMesh
 
 _log = get_logger(__name__)
 _SIZES = "64,512,1024,4096,16384"
-_START = ("config", "groups", "mesh", "in flight", "schedule", "model", "read manifest", "load plan")
-_SAVE = ("survey", "save plan", "manifest")
+_BUILD = ("config", "groups", "mesh", "in flight", "schedule", "model")
+_LOAD = ("read manifest", "load requests", "directory", "load plan")
+_START = (*_BUILD, *_LOAD)
+_FIRST_SAVE = ("survey", "messages", "save plan")
+_EVERY_SAVE = ("folder entries", "layout", "table", "manifest")
+_SAVE = (*_FIRST_SAVE, *_EVERY_SAVE)
 _BAR_S, _BAR_RANKS = 10.0, 4096
 _STEEP, _SHORTEST_S = 1.5, 1.0  # an exponent above this is called out, of what takes at least so long: less is noise
 Result = TypeVar("Result")
@@ -47,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class Measured:
-    """One world size: seconds by part, the slower of the first and a middle rank, and counts."""
+    """One world size: seconds by part, the slower of the first and a middle rank, or the busiest one's, and counts."""
 
     size: int
     layout: str
@@ -83,6 +87,7 @@ def run(args: argparse.Namespace) -> BenchResult:
                 "seconds": {name: round(seconds, 4) for name, seconds in one.seconds.items()},
                 "start_s": round(one.total(_START), 3),
                 "save_s": round(one.total(_SAVE), 3),
+                "later_save_s": round(one.total(_EVERY_SAVE), 3),
                 **one.counts,
             }
             for one in found
@@ -157,12 +162,7 @@ def _measure(args: argparse.Namespace, size: int) -> Measured:
         found.counts["schedule_bytes"] = schedule.actions.num_bytes
         _count(found, _build(found, config, layout, rank))
     if not args.without_checkpoint:
-        sizes = measure_checkpoint(config, size // 2, found.timed)
-        found.counts |= {
-            "boxes_of_rank": sizes.boxes_of_rank,
-            "boxes": sizes.boxes,
-            "manifest_bytes": sizes.manifest_bytes,
-        }
+        found.counts |= asdict(measure_checkpoint(config, found.timed))
     return found
 
 
@@ -189,27 +189,32 @@ def _build(found: Measured, config: RunConfig, layout: Layout, rank: int) -> lis
         found.counts["parameters_of_rank"] = sum(
             parameter.numel() for stage in model.stages.values() for parameter in stage.parameters()
         )
-        return _communicators(mesh)
+        return [communicator.ranks for communicator in mesh.communicators]
     finally:
         stop_process_group()
 
 
-def _communicators(mesh: ParallelMesh) -> list[tuple[int, ...]]:
-    """The ranks of every process group that this rank has made; two axes of the same ranks may share one."""
-    import torch.distributed as dist
-
-    made = {id(group): tuple(dist.get_process_group_ranks(group)) for group in mesh._groups.values()}
-    return list(made.values())
-
-
 def _count(found: Measured, groups: Sequence[tuple[int, ...]]) -> None:
-    """Of the rank that is in most groups. The CPU group `control` connects with everybody besides, unless it is lazy."""
+    """Of the rank that is in most groups."""
     counts = found.counts
     counts["communicators"] = max(counts.get("communicators", 0), len(groups))
     counts["communicator_ranks"] = max(counts.get("communicator_ranks", 0), sum(map(len, groups)))
     smaller = {rank for ranks in groups if len(ranks) < found.size for rank in ranks}
     counts["peers"] = max(counts.get("peers", 0), len(smaller) - 1)
-    counts["control_sockets"] = found.size - 1
+    counts["control_peers"] = control_peers(found.size)
+
+
+def control_peers(size: int) -> int:
+    """How many ranks one rank connects to over the CPU group `control`, which gloo connects pair by pair on demand.
+
+    All that a run does there meets ranks at distances of powers of two: rings (all-reduce, all-gather) at 1, trees (broadcast),
+    barriers and the checkpoint's exchange of messages at all of them, in both directions.
+
+    >>> control_peers(4096)
+    23
+    """
+    steps = [1 << bit for bit in range((size - 1).bit_length())]
+    return len({distance % size for step in steps for distance in (step, -step)})
 
 
 def _rows(found: Sequence[Measured]) -> list[tuple[str, str]]:
@@ -217,12 +222,13 @@ def _rows(found: Sequence[Measured]) -> list[tuple[str, str]]:
         ("ranks", _line([f"{one.size:,}" for one in found], "growth")),
         ("layout", _line([o.layout for o in found])),
     ]
-    for title, parts in (("start overhead, s", _START), ("save overhead, s", _SAVE)):
+    for title, parts in (("start overhead, s", _START), ("first save, s", _SAVE), ("later saves, s", _EVERY_SAVE)):
         measured = [part for part in parts if part in found[0].seconds]
         if not measured:
             continue
         rows.append((title, _series([one.total(parts) for one in found], found, "{:.2f}")))
-        rows += [(f"  {part}", _series([one.seconds[part] for one in found], found, "{:.3f}")) for part in measured]
+        shown = [part for part in measured if parts is not _SAVE or part in _FIRST_SAVE]
+        rows += [(f"  {part}", _series([one.seconds[part] for one in found], found, "{:.3f}")) for part in shown]
     for name in found[0].counts:
         rows.append((name.replace("_", " "), _series([one.counts[name] for one in found], found, "{:,}")))
     return rows

@@ -1,29 +1,42 @@
 """What a save and a load cost beside the writing and reading, on one rank of a large world: the adapter of `bench scale`.
 
-A rank plans from what all ranks hold, so the tables of the others are made up, as sharded optimizer state cuts a model: layers over
-pipeline stages, rows over tensor-parallel ranks, then buckets of consecutive tensors in equal ranges over the ranks that share them.
-Everything that is timed is what a run calls.
+Ranks send each other messages when they plan, and the rank that gets most makes all others wait, so that one is timed. What the others
+hold is made up, as a distributed optimizer shards a model: layers over pipeline stages, rows over tensor-parallel ranks, then
+buckets of consecutive tensors in equal ranges over the ranks that share them. Everything that is timed is what a run calls.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from petatron.checkpoint.assemble import file_table, plan_files, weights_of
 from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile
-from petatron.checkpoint.manifest import Manifest, RankTable, StoredBox, StoredTensor, from_json, merge, to_json
+from petatron.checkpoint.manifest import (
+    RankTable,
+    StoredBox,
+    StoredTensor,
+    TableFile,
+    from_json,
+    table_digest,
+    table_from_json,
+    table_to_json,
+    to_json,
+)
+from petatron.checkpoint.planning.directory import Directory, Row, read_answer, requests_for, table_rows
+from petatron.checkpoint.planning.files import Weight, file_table, plan_files
+from petatron.checkpoint.planning.survey import SavePlan, Survey, checker_of, layout_of
 from petatron.checkpoint.reading import plan_reads
-from petatron.checkpoint.state import MASTERS, WEIGHTS, Chunk, ChunkFacts, ModelFolder
-from petatron.checkpoint.writing import folder_chunks, plan_job
+from petatron.checkpoint.state import MASTERS, WEIGHTS, Chunk, ModelFolder
+from petatron.checkpoint.storage import MODEL, rank_file, table_path
 from petatron.config import RunConfig
 from petatron.mesh.boxes import Box, Shape
 from petatron.mesh.layout import Layout
@@ -39,33 +52,182 @@ Timed = Callable[[str, Callable[[], Result]], Result]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSizes:
-    """What grows with the world."""
+    """What grows with the world: the counts of the busiest rank, and the manifest, which has a line for every rank.
+
+    messages: ranks that it sends its boxes to. rows: boxes that it is told of. transfer_peers: ranks that it sends weights to or
+    receives some from, over the world's communicator.
+    """
 
     boxes_of_rank: int
     boxes: int
+    messages: int
+    rows: int
+    transfer_peers: int
+    table_bytes: int
     manifest_bytes: int
 
 
-def measure_checkpoint(run: RunConfig, rank: int, timed: Timed) -> CheckpointSizes:
-    """Times `survey`, `save plan`, `manifest` (on rank 0), `read manifest` (on rank 0) and `load plan` of one rank."""
+def measure_checkpoint(run: RunConfig, timed: Timed) -> CheckpointSizes:
+    """Times a save and a load on the busiest rank, and what rank 0 does for all."""
     architecture = architecture_of(run)
     parts = architecture.model, architecture.moe, architecture.experts_in
     boxes = _boxes(logical_shapes(*parts), run)
-    mine = [
-        Chunk(key, shape, box.start, torch.empty(box.shape, dtype=dtype, device="meta"))
-        for key, shape, dtype, box in _facts(boxes[rank])
-    ]
-    folder = ModelFolder(folder_entries(*parts), {})
-    weights = folder_chunks(mine, folder)
-    others = [[fact for fact in _facts(held) if fact[0].startswith(WEIGHTS)] for held in boxes]
-    others[rank] = timed("survey", lambda: [chunk.facts for chunk in folder_chunks(mine, folder)])
-    plan = partial(plan_job, 1, mine, weights, others, model=folder, local={}, rank=rank, layout="", facts={})
-    timed("save plan", plan)
-    manifest = timed("manifest", partial(_publish, _tables(boxes, folder, others)))
-    read = timed("read manifest", lambda: from_json(manifest))
-    wanted = set(read.tensors)
-    timed("load plan", lambda: plan_reads(Path(), read, mine, wanted=wanted, strict=True))
-    return CheckpointSizes(len(mine), sum(len(tensor.boxes) for tensor in read.tensors.values()), len(manifest))
+    folder = ModelFolder(timed("folder entries", lambda: folder_entries(*parts)), {})
+    world = _World(boxes, folder)
+    mine = _chunks(boxes[world.busiest])
+    timed("layout", lambda: layout_of(mine, {}, folder) == layout_of(mine, {}, folder))
+    sent, received, plan = _plan_save(world, mine, timed)
+    table = RankTable(_files(plan, mine, world.busiest), plan.table, {})
+    content, digest = timed("table", lambda: _table(table))
+    tables = [TableFile(table_path(rank), len(content), digest) for rank in range(world.size)]
+    manifest = timed("manifest", lambda: to_json(1, layout="", facts={}, tables=tables))
+    timed("read manifest", lambda: from_json(manifest))
+    _plan_load(world, mine, content, timed)
+    peers = {move.peer for moves in plan.transfers.rounds for move in (*moves.sending, *moves.receiving)}
+    return CheckpointSizes(
+        boxes_of_rank=len(mine),
+        boxes=(1 + len(_STATE_KINDS)) * sum(map(len, boxes)),
+        messages=sent,
+        rows=sum(len(rows) for message in received.values() for rows in message.values()),
+        transfer_peers=len(peers),
+        table_bytes=len(content),
+        manifest_bytes=len(manifest),
+    )
+
+
+def _plan_save(
+    world: _World, mine: Sequence[Chunk], timed: Timed
+) -> tuple[int, Mapping[int, Mapping[str, list[Any]]], SavePlan]:
+    """How many ranks the busiest one sends messages to, the messages that it gets, and its plan."""
+    rank = world.busiest
+
+    def survey() -> tuple[Survey, list[int]]:
+        made = Survey(mine, world.folder, rank=rank, world_size=world.size)
+        return made, made.dtype_numbers()
+
+    def messages() -> dict[int, str]:
+        own.agree(world.largest)
+        return {to: json.dumps(message) for to, message in own.messages().items()}
+
+    own, _ = timed("survey", survey)
+    sent = timed("messages", messages)
+    texts = world.messages_to_busiest() | ({rank: sent[rank]} if rank in sent else {})
+    received = {source: json.loads(text) for source, text in texts.items()}
+    plan = timed("save plan", lambda: own.plan({source: json.loads(text) for source, text in texts.items()}))
+    return len(sent), received, plan
+
+
+def _plan_load(world: _World, mine: Sequence[Chunk], content: bytes, timed: Timed) -> None:
+    """A load in the layout of the save: the busiest rank asks for its boxes, and answers for the tensors that it checks."""
+    wanted = [chunk for chunk in mine if not chunk.key.startswith(WEIGHTS)]
+
+    def questions() -> dict[int, list[Row]]:
+        table_digest(content)
+        rows = table_rows(table_from_json(content).entries, world.busiest, world.size)
+        asks = requests_for(wanted, world.size)
+        json.dumps([rows, asks])
+        return asks
+
+    def answer(text: str) -> str:
+        rows, asks = json.loads(text)
+        directory = Directory(Path())
+        directory.add(rows)
+        answers = [directory.answers(asked) for asked in asks]
+        assert not directory.surplus(lambda kind: False), "every tensor is asked for"
+        return json.dumps(answers)
+
+    def reads() -> None:
+        found = dict[int, tuple[str, StoredTensor | None]]()
+        for row in (row for rows in json.loads(told) for row in rows):
+            number, key, stored, _ = read_answer(row)
+            found[number] = key, stored
+        plan_reads(Path(), wanted, [found[number] for number in range(len(wanted))], strict=True)
+
+    asks = timed("load requests", questions)
+    checked = {name for name in world.shapes if world.checker(name) == world.busiest}
+    text = json.dumps([world.rows_of(checked), world.requests_of(checked)])
+    timed("directory", lambda: answer(text))
+    names = {chunk.key.partition("/")[2] for chunk in wanted}
+    told = answer(json.dumps([world.rows_of(names), list(asks.values())]))
+    timed("load plan", reads)
+
+
+class _World:
+    """What all ranks hold, and what the busiest of them is told."""
+
+    def __init__(self, boxes: Sequence[_Held], folder: ModelFolder) -> None:
+        self.boxes, self.folder, self.size = boxes, folder, len(boxes)
+        self.shapes = {name: shape for held in boxes for name, shape, _ in held}
+        whole = [(name, shape, Box((0,) * len(shape), shape)) for name, shape in self.shapes.items()]
+        self.largest = Survey(_chunks(whole), folder, rank=0, world_size=self.size).dtype_numbers()
+        self.files = plan_files(folder.entries, dict.fromkeys(self.shapes, torch.bfloat16), self.size)
+        self.busiest = self._busiest()
+
+    def checker(self, name: str) -> int:
+        return checker_of(WEIGHTS + name, self.size)
+
+    def _busiest(self) -> int:
+        """The rank that is told of most boxes: of state that it checks, and of weights that it writes."""
+        count = Counter(name for held in self.boxes for name, _, _ in held)
+        rows: Counter[int] = Counter()
+        for name, number in count.items():
+            rows[self.checker(name)] += len(_STATE_KINDS) * number
+        for file in self.files:
+            for region in (region for entry in file.entries for region in entry.regions):
+                share = math.prod(region.shape) / math.prod(self.shapes[region.name])
+                rows[file.rank] += math.ceil(count[region.name] * share)
+        return rows.most_common(1)[0][0]
+
+    def messages_to_busiest(self) -> dict[int, str]:
+        """By the rank that sends it. Only tensors that concern the receiver are surveyed there, so chunks have other numbers."""
+        writes = {
+            region.name
+            for file in self.files
+            if file.rank == self.busiest
+            for entry in file.entries
+            for region in entry.regions
+        }
+        found: dict[int, str] = {}
+        for rank, held in enumerate(self.boxes):
+            some = [box for box in held if box[0] in writes or self.checker(box[0]) == self.busiest]
+            if rank == self.busiest or not some:
+                continue
+            survey = Survey(_chunks(some), self.folder, rank=rank, world_size=self.size)
+            survey.agree(self.largest)
+            message = survey.messages().get(self.busiest)
+            if message is not None:
+                found[rank] = json.dumps(message)
+        return found
+
+    def rows_of(self, names: set[str]) -> list[Row]:
+        """What all tables say of these tensors and their optimizer state."""
+        rows: list[Row] = []
+        for rank, held in enumerate(self.boxes):
+            entries = [
+                (f"{kind}{name}", _stored(rank_file(rank), f"{kind}{name}", shape, box))
+                for name, shape, box in held
+                if name in names
+                for kind in _STATE_KINDS
+            ]
+            rows += [row for found in table_rows(entries, rank, self.size).values() for row in found]
+        weights = {name: Weight(shape, torch.bfloat16) for name, shape in self.shapes.items()}
+        for file in self.files:
+            entries = file_table(file, weights, f"{MODEL}/{file.name}")
+            entries = [(key, stored) for key, stored in entries if key.removeprefix(WEIGHTS) in names]
+            rows += [row for found in table_rows(entries, file.rank, self.size).values() for row in found]
+        return rows
+
+    def requests_of(self, names: set[str]) -> list[list[Row]]:
+        """What each rank asks about these tensors."""
+        found: list[list[Row]] = []
+        for held in self.boxes:
+            some = [
+                chunk
+                for chunk in _chunks([box for box in held if box[0] in names])
+                if not chunk.key.startswith(WEIGHTS)
+            ]
+            found += requests_for(some, self.size).values()
+        return found
 
 
 _Held = list[tuple[str, Shape, Box]]
@@ -129,33 +291,13 @@ def _shares(bucket: _Held, owners: int) -> list[_Held]:
     return shares
 
 
-def _facts(held: _Held) -> Iterator[ChunkFacts]:
-    for name, shape, box in held:
-        yield f"{WEIGHTS}{name}", shape, torch.bfloat16, box
-        for kind in _STATE_KINDS:
-            yield f"{kind}{name}", shape, torch.float32, box
-
-
-def _tables(boxes: Sequence[_Held], folder: ModelFolder, survey: Sequence[Sequence[ChunkFacts]]) -> list[RankTable]:
-    """What every rank has written, as rank 0 gets it."""
-    weights = weights_of(survey)
-    files = plan_files(folder.entries, weights, world_size=len(boxes))
-    tables: list[RankTable] = []
-    for rank, held in enumerate(boxes):
-        path = f"state/rank-{rank:05d}.safetensors"
-        own = [
-            (f"{kind}{name}", _stored(path, f"{kind}{name}", shape, box))
-            for kind in _STATE_KINDS
-            for name, shape, box in held
-        ]
-        size = sum(4 * math.prod(stored.boxes[0].box.shape) for _, stored in own)
-        written = {path: _file(size)}
-        for file in (file for file in files if file.rank == rank):
-            entries = list(file_table(file, weights, f"model/{file.name}"))
-            written[f"model/{file.name}"] = _file(sum(2 * math.prod(entry.shape) for entry in file.entries))
-            own += entries
-        tables.append(RankTable(written, tuple(own), {}))
-    return tables
+def _chunks(held: _Held) -> list[Chunk]:
+    """The weights and the optimizer state in these boxes, without memory."""
+    return [
+        Chunk(f"{kind}{name}", shape, box.start, torch.empty(box.shape, dtype=dtype, device="meta"))
+        for name, shape, box in held
+        for kind, dtype in ((WEIGHTS, torch.bfloat16), *((kind, torch.float32) for kind in _STATE_KINDS))
+    ]
 
 
 def _stored(path: str, key: str, shape: Shape, box: Box) -> StoredTensor:
@@ -163,11 +305,18 @@ def _stored(path: str, key: str, shape: Shape, box: Box) -> StoredTensor:
     return StoredTensor(shape, "F32", (StoredBox(path, name, box, (0,) * len(shape)),))
 
 
+def _table(table: RankTable) -> tuple[bytes, str]:
+    content = table_to_json(table)
+    return content, table_digest(content)
+
+
+def _files(plan: SavePlan, mine: Sequence[Chunk], rank: int) -> dict[str, StoredFile]:
+    """The files that a rank has written, with a digest for every block."""
+    written = {rank_file(rank): _file(sum(4 * mine[index].tensor.numel() for _, index in plan.state))}
+    for file in (file for file in plan.files if file.rank == rank):
+        written[f"{MODEL}/{file.name}"] = _file(sum(2 * math.prod(entry.shape) for entry in file.entries))
+    return written
+
+
 def _file(size: int) -> StoredFile:
     return StoredFile(size, ("00000000",) * -(-size // BLOCK_BYTES))
-
-
-def _publish(tables: Sequence[RankTable]) -> str:
-    """All of publishing but the disk."""
-    files = {name: stored for table in tables for name, stored in table.files.items()}
-    return to_json(Manifest(step=1, layout="", facts={}, tensors=merge(tables), local={}, files=files))
