@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema import ParallelConfig
 
@@ -71,7 +69,7 @@ def communicator_options(config: ParallelConfig) -> CommunicatorOptions:
     by_axis: dict[str, CommunicatorSettings] = {}
     for group, values in _read(config.nccl_communicator_config_path).items():
         by_axis |= {axis: CommunicatorSettings(**values) for axis in GROUPS[group]}
-    for group in config.high_priority_stream_groups or ():
+    for group in config.high_priority_stream_groups:
         for axis in GROUPS[group]:
             by_axis[axis] = replace(by_axis.get(axis, CommunicatorSettings()), is_high_priority_stream=True)
     return CommunicatorOptions(by_axis)
@@ -79,8 +77,10 @@ def communicator_options(config: ParallelConfig) -> CommunicatorOptions:
 
 def communicator_problems(config: ParallelConfig) -> Iterator[Problem]:
     """Everything wrong with both settings."""
+    import yaml
+
     known = f"The groups are {', '.join(GROUPS)}."
-    for group in config.high_priority_stream_groups or ():
+    for group in config.high_priority_stream_groups:
         if group not in GROUPS:
             yield Problem("--high-priority-stream-groups", group, "names no group of communicators", known)
     path = config.nccl_communicator_config_path
@@ -118,6 +118,8 @@ def _value(path: str, where: str, key: str, value: Any) -> Iterator[Problem]:
 def _read(path: str | None) -> Mapping[str, Mapping[str, Any]]:
     if path is None:
         return {}
+    import yaml
+
     content = yaml.safe_load(Path(path).read_text()) or {}
     if not isinstance(content, dict) or not all(isinstance(values, dict) for values in content.values()):
         raise ValueError("is not a table of groups, each with a table of settings")

@@ -271,7 +271,7 @@ class ParallelConfig:
     """How long a collective may wait before the run is declared hung."""
     nccl_communicator_config_path: FilePath | None = None
     """YAML file with NCCL settings of communicators, in Megatron's form: `dp: {max_ctas: 16}`."""
-    high_priority_stream_groups: tuple[str, ...] | None = None
+    high_priority_stream_groups: tuple[str, ...] = ()
     """Groups whose communication runs on high-priority streams, such as tp or ep."""
 
 

@@ -159,7 +159,9 @@ def test_killed_rank_is_named_first_and_then_where_the_others_waited(tmp_path: P
     done = _three_ranks(tmp_path, "kill")
     assert done.returncode == 128 + signal.SIGKILL
     told = done.stderr[done.stderr.index("Rank 2 of 3 failed first: it was ended by SIGKILL.") :]
-    place = r"Ranks 0-1 were waiting in all_reduce over dp_cp \(ranks 0-2\) at parallel/model.py:\d+ _count_tokens, operation \d+"
+    place = (
+        r"Ranks 0-1 were waiting in all_reduce over world \(ranks 0-2\) at parallel/model.py:\d+ _sum, operation \d+"
+    )
     assert re.search(place, told), done.stderr
     assert "Traceback" not in done.stderr and "gloo" not in told
 
@@ -170,8 +172,8 @@ def test_hung_rank_is_named_with_the_place_where_it_is(tmp_path: Path):
     done = _three_ranks(tmp_path, "hang", "--distributed-timeout-minutes", "0.4")
     assert done.returncode == 1
     assert re.search(
-        r"Rank [01] of 3 gave up first:\n\nRank [01] waited \d+ s in all_reduce over dp_cp", done.stderr
+        r"Rank [01] of 3 gave up first:\n\nRank [01] waited \d+ s in all_reduce over world", done.stderr
     ), done.stderr
-    assert re.search(r"Rank 2 did not arrive at all_reduce over dp_cp \(ranks 0-2\): \d+ collectives", done.stderr)
+    assert re.search(r"Rank 2 did not arrive at all_reduce over world \(ranks 0-2\): \d+ collectives", done.stderr)
     assert "is at " in done.stderr and "faulty.py:7 faulty" in done.stderr
     assert "Traceback" not in done.stderr

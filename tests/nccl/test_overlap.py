@@ -35,6 +35,8 @@ MODEL = (
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall"
 WARM_UP = 3
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+# --overlap-moe-expert-parallel-comm is not here: the profiler does not see the thread of its backward passes. Its order of launches is
+# shown by tests/unit/parallel/test_combined.py, its results by the layouts `ep2-overlap` of the matrix.
 # Feature -> flags, the axis of its collective and the function of `mesh/collectives.py` that starts it.
 OVERLAPS = {
     "gradient all-reduce": ("--dp 2", "dp_cp", "start_all_reduce"),
@@ -46,11 +48,6 @@ OVERLAPS = {
     "ring exchange": ("--cp 2", "cp", "_start_batch"),
     "expert all-to-all, shared expert": (
         f"--dp 2 --ep 2 {EXPERTS} --moe-shared-expert-intermediate-size 512",
-        "ep_etp",
-        "start_all_to_all",
-    ),
-    "expert all-to-all, other micro-batch": (
-        f"--dp 2 --ep 2 {EXPERTS} --overlap-moe-expert-parallel-comm",
         "ep_etp",
         "start_all_to_all",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def break_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def test_a_broken_call_says_where_this_rank_was_and_keeps_the_backends_words(monkeypatch: pytest.MonkeyPatch):
     axis, x = axis_of(), torch.ones(4)
-    axis.record.add("tp", "all_gather", elements=8, dtype=torch.bfloat16)
+    axis.record.add(replace(axis, name="tp"), "all_gather", elements=8, dtype=torch.bfloat16)
     break_with(monkeypatch, RuntimeError(GLOO))
     with pytest.raises(CommunicationError) as caught:
         collectives.broadcast(x, axis)
@@ -114,10 +115,10 @@ def test_a_rank_before_its_first_operation_has_a_sentence():
 
 
 def test_transfers_do_not_count_as_collectives():
-    record = Record()
+    axis = axis_of()
     for op in ("send", "receive", "barrier"):
-        record.add("pp", op, elements=0, dtype=torch.uint8)
-    assert record.collectives() == {"pp": 1}
+        axis.record.add(axis, op, elements=0, dtype=torch.uint8)
+    assert axis.record.collectives() == {"dp_cp": 1}
 
 
 def until(path: Path, *, exists: bool = True) -> None:
@@ -141,13 +142,13 @@ def test_a_hang_is_reported_before_the_limit_and_withdrawn_when_it_ends(tmp_path
         found = details(path)
         assert found["echo"] is True and found["communication"]["state"] == "waiting"
         assert "in all_reduce over dp_cp (ranks 1, 3, 5)" in found["py_callstack"]
-        axis.record.add("dp_cp", "barrier", elements=0, dtype=torch.uint8)  # the rank goes on
+        axis.record.add(axis, "barrier", elements=0, dtype=torch.uint8)  # the rank goes on
         until(path, exists=False)
 
 
 def test_a_rank_that_starts_nothing_any_more_says_where_its_main_thread_is(tmp_path: Path):
     path, axis = tmp_path / "error.json", axis_of(timeout_s=0.5)
-    axis.record.add("dp_cp", "barrier", elements=0, dtype=torch.uint8)
+    axis.record.add(axis, "barrier", elements=0, dtype=torch.uint8)
     with Watchdog(axis.record, timeout_s=0.5, path=str(path)):
         until(path)
         report = details(path)["communication"]
@@ -164,7 +165,7 @@ def test_a_patient_axis_is_given_its_time(tmp_path: Path):
 
 def test_a_launcher_gets_a_report_when_it_asks(tmp_path: Path):
     path, axis = tmp_path / "rank-1.json", axis_of()
-    axis.record.add("dp_cp", "barrier", elements=0, dtype=torch.uint8)
+    axis.record.add(axis, "barrier", elements=0, dtype=torch.uint8)
     with Watchdog(axis.record, timeout_s=2.0, path=str(path)):
         request(path).touch()
         until(path)

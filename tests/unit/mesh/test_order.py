@@ -23,7 +23,17 @@ Step = tuple[str, str, tuple[int, ...]]
 def _events(*steps: Step, elements: int = 8) -> list[Event]:
     """A rank's record of collectives, each asked for by a line of its own."""
     return [
-        Event(number, axis, op, elements, 4 * elements, torch.float32, f"x.py:{number} step", Communicator(axis, ranks))
+        Event(
+            number,
+            axis,
+            op,
+            elements,
+            4 * elements,
+            torch.float32,
+            f"x.py:{number} step",
+            0.0,
+            Communicator(axis, ranks),
+        )
         for number, (op, axis, ranks) in enumerate(steps, start=1)
     ]
 
@@ -35,7 +45,7 @@ def _messages(rank: int, *batches: tuple[tuple[str, int], ...], axis: str = "pp"
         for op, peer in operations:
             where, number = Communicator("", (0, 1, 2)), len(events) + 1
             caller = f"rank{rank}.py:{number} step"
-            events.append(Event(number, axis, op, 8, 32, torch.float32, caller, where, peer, batch))
+            events.append(Event(number, axis, op, 8, 32, torch.float32, caller, 0.0, where, peer, batch))
     return events
 
 
