@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from petatron.base.errors import Problem
 from petatron.config import RunConfig
 from petatron.config.stages import Stage, stages
 from petatron.models.activations import ActivationShape, ends_bytes
@@ -115,6 +116,19 @@ def _stages_of_ranks(run: RunConfig) -> list[list[int]]:
 def heaviest(run: RunConfig, *, device: Device) -> MemoryForecast:
     """The forecast of the pipeline rank that needs most."""
     return max(forecasts(run, device=device), key=lambda forecast: forecast.total)
+
+
+def shared_device_problem(run: RunConfig, *, memory_bytes: int) -> Problem | None:
+    """Why a device cannot hold the ranks that are to share it (`--ranks-per-device`); None if it can, as far as is predicted."""
+    ranks, each = run.launch.ranks_per_device, heaviest(run, device="cuda").total
+    if ranks == 1 or ranks * each <= memory_bytes:
+        return None
+    rule = (
+        f"ranks of up to {as_gigabytes(each)} GB each do not fit into the {as_gigabytes(memory_bytes)} GB of one device"
+    )
+    most = memory_bytes // each
+    fix = f"Use {most} or fewer" if most > 1 else "Use a smaller model or micro-batch"
+    return Problem("--ranks-per-device", str(ranks), rule, f"{fix}.")
 
 
 def _peak(run: RunConfig, plan: RecomputePlan, shape: ActivationShape, stage: Stage) -> int:

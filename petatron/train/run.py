@@ -27,7 +27,7 @@ from petatron.train.batch_size import BatchSchedule
 from petatron.train.build import Loaders, RunLength, build_loaders, launch, open_tokenizer
 from petatron.train.folders import check_folders, claimed
 from petatron.train.loop import Loop, Outcome
-from petatron.train.memory import memory_plans
+from petatron.train.memory import memory_plans, shared_device_problem
 from petatron.train.metrics import event_record
 from petatron.train.out_of_memory import memory_reported
 from petatron.train.sinks import build_sinks
@@ -56,6 +56,7 @@ def run_training(loaded: Loaded) -> Outcome:
     check_folders(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
     plans = memory_plans(loaded.config, device=detect(loaded.config.train.device).kind)
+    _check_shared_device(loaded.config)
     for notice in loaded.notices:
         _log.info("note: %s", notice)
     for number, plan in enumerate(plans):
@@ -110,6 +111,17 @@ def _run(state: TrainState, loaders: Loaders, *, settings: str, headline: list[s
     finally:
         for sink in sinks:
             sink.close()
+
+
+def _check_shared_device(run: RunConfig) -> None:
+    """Ranks that share a GPU on purpose must fit into it, and whoever started them should not take their speed for a speed."""
+    facts, ranks = detect(run.train.device), run.launch.ranks_per_device
+    if ranks == 1 or facts.kind != "cuda":
+        return
+    problem = shared_device_problem(run, memory_bytes=facts.memory_bytes)
+    if problem is not None:
+        raise ConfigError([problem])
+    _log.info("note: %d ranks share each GPU (--ranks-per-device): results are real, speed means nothing", ranks)
 
 
 def log_directory(run: RunConfig) -> Path:

@@ -1,0 +1,49 @@
+"""`petatron doctor --gloo`: the check that --nccl makes on GPUs, on CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from petatron.base.errors import ConfigError
+from petatron.cli.doctor import main
+from petatron.cli.doctor_communication import render
+from petatron.mesh.bandwidth import Measured
+from petatron.train.communication import Findings
+from tests.cli.test_launch import _run
+
+
+def test_two_ranks_get_a_verdict_and_a_report(tmp_path: Path):
+    words = [sys.executable, "-m", "petatron", "doctor", "--gloo", "--ranks", "2", "--json", "found.json"]
+    done = _run(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "VERDICT: communication over gloo works" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {one["op"] for one in found["measured"]} >= {"all_reduce", "all_gather", "all_to_all", "send", "shift"}
+    assert len(found["losses"]) == 2 and all(one["correct"] for one in found["measured"])
+
+
+def test_wrong_values_and_losses_are_a_verdict_too():
+    measured = [Measured("tp", 2, "all_reduce", 1 << 20, 0.001, 1.0, False)]
+    findings = Findings("--tp 2", 0.1, measured, [(1.0, 1.0), (1.1, 1.0)])
+    text = render(findings, shared=False, backend="nccl")
+    assert "all_reduce over tp (2 ranks, 1,048,576 bytes) gave wrong values" in text
+    assert "step 2 of --tp 2 has loss" in text and "VERDICT: communication over nccl does not work" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_nccl_needs_a_gpu_and_two_ranks():
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        main(["--nccl"])
+    with pytest.raises(ConfigError, match="nobody to communicate with"):
+        main(["--gloo", "--ranks", "1"])
+
+
+def test_options_that_say_nothing_alone():
+    for words in (["--ranks", "2"], ["--gloo", "--json"]):
+        with pytest.raises(SystemExit):
+            main(words)
