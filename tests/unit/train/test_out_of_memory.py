@@ -211,7 +211,7 @@ def test_facts_of_a_device(monkeypatch: pytest.MonkeyPatch):
 class Failing:
     """An action in which the device runs out of memory."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError(MESSAGE)
 
 
