@@ -35,8 +35,9 @@ MODEL = (
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall"
 WARM_UP = 3
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-# --overlap-moe-expert-parallel-comm is not here: its case failed and nobody has found out why (perhaps the profiler does not see the
-# thread of its backward passes). Over gloo its order of launches is shown by tests/unit/parallel/test_combined.py, its results by the layouts `ep2-overlap` of the matrix.
+# --overlap-moe-expert-parallel-comm is not here: its case failed and the cause is not known (perhaps the profiler does not see the
+# thread of its backward passes). Over gloo tests/unit/parallel/test_combined.py shows its order of launches; its results are those
+# of the layouts `ep2-overlap` of the matrix.
 # Feature -> flags, the axis of its collective and the function of `mesh/collectives.py` that starts it.
 OVERLAPS = {
     "gradient all-reduce": ("--dp 2", "dp_cp", "start_all_reduce"),
