@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help quickstart test test-slow test-matrix test-crash test-gpu test-gpu-slow test-nccl check format reference clean
+.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-gpu test-gpu-slow test-nccl check format reference clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
@@ -23,7 +23,10 @@ quickstart: $(VENV)/core  ## install, then train a small model on this machine i
 	$(BIN)/petatron quickstart
 
 test: $(VENV)/dev  ## the whole default suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow and not matrix and not crash and not nccl'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow and not matrix and not crash and not nccl and not docs'
+
+test-docs: $(VENV)/dev  ## every command of the README and the guides runs as it stands there
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m docs tests/docs
 
 test-slow: $(VENV)/dev  ## the long forms
 	$(BIN)/python -m pytest -m slow

@@ -31,6 +31,11 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _same_random_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _no_left_over_log_handlers() -> Iterator[None]:
     """A verb run inside a test sends the log to that test's captured stderr, which is closed when the test ends."""
     yield

@@ -22,6 +22,12 @@ class LaunchError(PetatronError):
     """Ranks could not be started, or do not form the mesh that was asked for."""
 
 
+class PeerFailure(LaunchError):
+    """Another rank has failed; this one is not to blame."""
+
+    echo = True
+
+
 class TrainError(PetatronError):
     """Training cannot go on with sound numbers."""
 

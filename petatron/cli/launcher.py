@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -53,7 +53,9 @@ def run_ranks(
     environments = _local_ranks(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, master_port=master_port
     )
-    with tempfile.TemporaryDirectory(prefix="petatron-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="petatron-ranks-") as folder:  # nobody else may look into it
+        if nnodes == 1:
+            environments = [replace(one, store_file=str(Path(folder) / "store")) for one in environments]
         ranks: list[Rank] = []
         with _forwarding(ranks) as received:
             try:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Report = Mapping[str, Any]
 _SHOWN_BEFORE = 5
+_AHEAD = ("idle", "device")
+"""States of a rank whose last operation may be over."""
 _SHOWN_PLACES = 8
 REQUEST = "report-now"
 """A file of this name beside the error files of its ranks is how a launcher asks all of them where they are."""
@@ -45,7 +47,8 @@ def failed(error: BaseException, event: Event, record: Record) -> CommunicationE
 
 
 def report_of(record: Record, event: Event | None, *, state: str, at: str | None = None) -> Report:
-    """Where a rank is. `state` is failed or waiting (in `event`), or idle (`event` is the last that it started).
+    """Where a rank is. `state` is failed or waiting (in `event`); or `event` is the last that it started, and it is idle or waits for
+    its device.
 
     `at` is where its main thread is.
     """
@@ -82,6 +85,8 @@ def sentence(report: Report) -> str:
     what = f"{report['op']} over {report['axis']} (ranks {rank_list(report['ranks'])}), called at {report['caller']}"
     what = f"{what}, operation {report['number']:,}"
     since = _seconds(report["for_s"])
+    if report["state"] == "device":
+        return f"{who} waited {since} for its device, with nothing started since {what}{_stack(report)}."
     if report["state"] == "idle":
         return f"{who} has started no communication for {since} since {what}{_stack(report)}."
     return f"{who} waited {since} in {what}."
@@ -111,7 +116,13 @@ def together(reports: Sequence[Report], *, failed_rank: int | None = None) -> li
     others = [report for report in reports if report["rank"] != failed_rank and "op" in report]
     places: dict[tuple[Any, ...], list[Report]] = {}
     for report in others:
-        key = (report["state"] == "idle", report["op"], report["axis"], report["caller"], report.get("at"))
+        key = (
+            report["state"] in _AHEAD and report["state"],
+            report["op"],
+            report["axis"],
+            report["caller"],
+            report.get("at"),
+        )
         places.setdefault(key, []).append(report)
     lines = [_where(same) for same in places.values()]
     more = len(lines) - _SHOWN_PLACES
@@ -131,35 +142,53 @@ def _where(same: Sequence[Report]) -> str:
     groups = {tuple(report["ranks"]) for report in same}
     over = f"{first['axis']} (ranks {rank_list(first['ranks'])})" if len(groups) == 1 else first["axis"]
     what = f"{first['op']} over {over} at {first['caller']}{number}"
-    if first["state"] != "idle":
-        return f"{who} waiting in {what}, for up to {_seconds(max(report['for_s'] for report in same))}."
+    longest = _seconds(max(report["for_s"] for report in same))
+    if first["state"] not in _AHEAD:
+        return f"{who} waiting in {what}, for up to {longest}."
+    if first["state"] == "device":
+        at = f"; the main thread is at {first['at']}" if first.get("at") else ""
+        return f"{who} waiting for the device, for up to {longest}, with nothing started since {what}{at}."
     stack = f", and {'is' if len(ranks) == 1 else 'are'} at {first['at']}" if first.get("at") else ""
     return f"{who} in no communication since {what}{stack}."
 
 
 def absent(reports: Sequence[Report]) -> list[str]:
-    """Who has started fewer collectives over an axis than the ranks that wait there; transfers have no such order."""
+    """Who has started fewer collectives over an axis than the ranks that wait there; transfers have no such order.
+
+    A rank that waits for its device may wait for any of its axes. Of ranks that all do, none is blamed while another does not: how far
+    each had run ahead says nothing.
+    """
     lines: dict[str, None] = {}
     by_rank = {report["rank"]: report for report in reports}
+    stuck = {report["rank"] for report in reports if report["state"] == "device"}
     for report in reports:
-        if report["state"] == "idle" or "op" not in report or report["axis"] not in report["counts"]:
-            continue
-        axis, ranks = report["axis"], report["ranks"]
-        started = {
-            rank: by_rank[rank]["counts"].get(axis, [ranks, 0])[1]
-            for rank in ranks
-            if rank in by_rank and by_rank[rank]["counts"].get(axis, [ranks, 0])[0] == ranks
-        }
-        most = max(started.values(), default=0)
-        late = [rank for rank, count in started.items() if count < most]
-        if late:
-            there = [rank for rank in started if rank not in late]
-            fewest = min(started[rank] for rank in late)
-            lines[
-                f"{_ranks(late)} did not arrive at {report['op']} over {axis} (ranks {rank_list(ranks)}): {fewest:,} collectives "
-                f"started there, {most:,} by {_ranks(there).lower()}."
-            ] = None
+        for axis, what in _waited_for(report).items():
+            ranks = report["counts"][axis][0]
+            started = {
+                rank: by_rank[rank]["counts"].get(axis, [ranks, 0])[1]
+                for rank in ranks
+                if rank in by_rank and by_rank[rank]["counts"].get(axis, [ranks, 0])[0] == ranks
+            }
+            most = max(started.values(), default=0)
+            late = [rank for rank, count in started.items() if count < most]
+            late = [rank for rank in late if rank not in stuck] or late
+            if late:
+                there = [rank for rank in started if started[rank] == most]
+                fewest = min(started[rank] for rank in late)
+                lines[
+                    f"{_ranks(late)} did not arrive at {what} over {axis} (ranks {rank_list(ranks)}): {fewest:,} collectives "
+                    f"started there, {most:,} by {_ranks(there).lower()}."
+                ] = None
     return list(lines)
+
+
+def _waited_for(report: Report) -> dict[str, str]:
+    """Axis -> collective that a rank may be waiting for."""
+    if report["state"] == "device":
+        return {axis: "a collective" for axis, (ranks, _) in report["counts"].items() if len(ranks) > 1}
+    if report["state"] == "idle" or report.get("axis") not in report["counts"]:
+        return {}
+    return {report["axis"]: report["op"]}
 
 
 def _ranks(ranks: Sequence[int]) -> str:

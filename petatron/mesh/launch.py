@@ -40,6 +40,7 @@ Origin = Literal["torchrun", "slurm", "single"]
 Backend = Literal["gloo", "nccl", "fake"]
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+STORE_FILE = "PETATRON_STORE_FILE"
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Step ids from here up are not made by srun: 0xfffffffa is an interactive step, then come batch, extern and pending.
 FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
@@ -57,6 +58,10 @@ class Environment:
     master_addr: str
     master_port: int
     origin: Origin
+    store_file: str | None = None
+    """Where ranks meet that our launcher started on one machine, in the place of an address."""
+    agent_attempt: int | None = None
+    """Where torchrun's agent hosts the store: how often it has started the ranks again."""
 
 
 SINGLE = Environment(
@@ -88,7 +93,15 @@ def _from_torchrun(env: Mapping[str, str]) -> Environment:
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT"),
         origin="torchrun",
+        store_file=env.get(STORE_FILE),
+        agent_attempt=_agent_attempt(env),
     )
+
+
+def _agent_attempt(env: Mapping[str, str]) -> int | None:
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return _integer(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
 
 
 def _inside_slurm_step(env: Mapping[str, str]) -> bool:
@@ -226,14 +239,15 @@ def rank_environment(
         MASTER_PORT=str(environment.master_port),
     )
     # A launcher started below torchrun must not make its ranks wait for that torchrun's store.
-    env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    env.pop(ERROR_FILE, None)
-    if error_file is not None:
-        env[ERROR_FILE] = error_file
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", ERROR_FILE, STORE_FILE):
+        env.pop(name, None)
+    own = {ERROR_FILE: error_file, STORE_FILE: environment.store_file}
+    env.update({name: value for name, value in own.items() if value is not None})
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // environment.local_world_size)))
     if environment.local_world_size == environment.world_size and sys.platform == "linux":
-        # Otherwise gloo resolves the host name, which fails or is slow on machines without proper DNS.
+        # Nothing has to be reached from outside; and gloo would resolve the host name, which is slow where DNS is broken.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
     return env
 
 
@@ -261,15 +275,29 @@ def guard(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> in
         _end_now(130 if isinstance(stop, KeyboardInterrupt) else _exit_code(stop))
     except Exception as error:
         failed = 2 if isinstance(error, ConfigError) else 1  # as the command line says it without other ranks
-        if error_file and _write_error_file(error, error_file):
-            _end_now(failed)
-        if alone:
+        written = error_file is not None and _write_error_file(error, error_file)
+        if alone and not written:
             raise
-        logger.error("rank %s failed: %s", env.get("RANK", env.get("SLURM_PROCID", "?")), _text(error))
+        if not written:
+            logger.error("rank %s failed: %s", env.get("RANK", env.get("SLURM_PROCID", "?")), _text(error))
+        if not alone and not is_echo(error):
+            _tell_peers(_text(error), env)
         _end_now(failed)
     if not alone:
         _end_now(code)
     return code
+
+
+def _tell_peers(text: str, env: Mapping[str, str]) -> None:
+    """Let ranks know that no launcher of this machine would end."""
+    try:
+        environment = read_environment(env)
+    except LaunchError:  # who this rank is may be what is wrong
+        return
+    if environment.store_file is None:
+        from petatron.mesh.rendezvous import tell_peers
+
+        tell_peers(environment, text)
 
 
 def _write_error_file(error: Exception, path: str) -> bool:
@@ -311,6 +339,8 @@ def _text(error: Exception) -> str:
 
 def is_echo(error: BaseException) -> bool:
     """Whether a communication call broke, which nearly always means that another rank failed first."""
+    if getattr(error, "echo", False):
+        return True
     if error.__cause__ is not None and is_echo(error.__cause__):
         return True
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):

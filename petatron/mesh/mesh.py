@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from petatron.base.words import counted
 from petatron.mesh.layout import AXES, Layout
-from petatron.mesh.nccl import CommunicatorOptions, nccl_options
+from petatron.mesh.nccl import CommunicatorOptions, backstop, nccl_options
 from petatron.mesh.process_group import new_group
 from petatron.mesh.record import CPU_ONLY, Communicator, Record
 
@@ -119,13 +119,14 @@ class ParallelMesh:
         key = axis.communicator
         group = self._groups.get(key)
         if group is None:
-            make = partial(new_group, key.owner, key.ranks, backend=self.backend, timeout=self._timeout)
-            nccl = (
-                {"device": self.device, "options": nccl_options(self._options.of(axis.name), self._timeout)}
-                if self._is_nccl
-                else {}
-            )
-            group = self._groups[key] = make(**nccl)
+            make = partial(new_group, key.owner, key.ranks, backend=self.backend)
+            if self._is_nccl:
+                limit = backstop(self._timeout)
+                options = nccl_options(self._options.of(axis.name), limit)
+                group = make(timeout=limit, device=self.device, options=options)
+            else:
+                group = make(timeout=self._timeout)
+            self._groups[key] = group
         return group
 
     def connect(self, axes: Iterable[str]) -> None:

@@ -63,6 +63,11 @@ def variables(*, nccl: bool, shared_by: int = 1, rank: int = 0) -> tuple[Variabl
     return found
 
 
+def backstop(timeout: timedelta) -> timedelta:
+    """NCCL's own time limit: longer than ours, at which our watchdog ends the process with a report."""
+    return timeout + min(timeout, timedelta(minutes=1))
+
+
 def nccl_options(settings: CommunicatorSettings, timeout: timedelta) -> Any:
     """torch's options of an NCCL process group; the time limit is the group's, which torch wants to read here too."""
     options = dist.ProcessGroupNCCL.Options()

@@ -21,6 +21,7 @@ from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
 from petatron.mesh.launch import Backend, Environment, set_variables
 from petatron.mesh.nccl import as_environment, variables
+from petatron.mesh.rendezvous import Rendezvous
 
 _log = get_logger(__name__)
 _DESCRIPTORS = 65_536
@@ -67,22 +68,14 @@ def start_process_group(
 
 
 def _join(environment: Environment, timeout: timedelta) -> dist.Store:
-    host = f"[{environment.master_addr}]" if ":" in environment.master_addr else environment.master_addr
-    url = f"tcp://{host}:{environment.master_port}"
-    rank, world_size = environment.rank, environment.world_size
-    try:
-        store, _, _ = next(dist.rendezvous(url, rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        # gloo also under NCCL. And no device: one bound to this group would make NCCL split every later group from the world,
-        # which all ranks would have to join, while ours are made by their members alone.
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except dist.DistError as error:
-        raise LaunchError(
-            f"Rank {rank} of {world_size} could not join the others at {environment.master_addr}:{environment.master_port}: "
-            f"{str(error).splitlines()[0]} Check that every rank was started, that the address reaches rank 0's machine and "
-            "that the port is free there."
-        ) from error
-    return store
+    meeting = Rendezvous(environment, timeout=timeout)
+    meeting.roll_call(timeout)
+    # gloo also under NCCL. And no device: one bound to this group would make NCCL split every later group from the world,
+    # which all ranks would have to join, while ours are made by their members alone.
+    dist.init_process_group(
+        "gloo", store=meeting.store, rank=environment.rank, world_size=environment.world_size, timeout=timeout
+    )
+    return meeting.store
 
 
 def new_group(
@@ -157,8 +150,8 @@ def _raise_descriptor_limit(environment: Environment) -> None:
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    # The store of rank 0 has a connection to every rank; groups and files come on top.
-    needed = 2 * environment.world_size + 256 if environment.rank == 0 else 256
+    # The store of rank 0 has a connection to every rank and to its watchdog; groups and files come on top.
+    needed = 3 * environment.world_size + 256 if environment.rank == 0 else 256
     if max(soft, most) < needed:
         raise LaunchError(
             f"Rank {environment.rank} may open {max(soft, most):,} files and needs about {needed:,} for the connections of "

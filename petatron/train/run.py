@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.base.log import get_logger
@@ -21,6 +23,7 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.mesh import collectives
 from petatron.mesh.launch import read_environment
 from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.mesh.rendezvous import Rendezvous
 from petatron.mesh.watchdog import Watchdog
 from petatron.models.flops import parameter_count
 from petatron.train.batch_size import BatchSchedule
@@ -63,8 +66,17 @@ def run_training(loaded: Loaded) -> Outcome:
         _log.info("stage %d: %s", number, plan.describe())
     with claimed(loaded.config.checkpoint.save, rank=read_environment().rank):
         mesh = launch(loaded.config)
-        with Watchdog(mesh.record, timeout_s=60 * loaded.config.parallel.distributed_timeout_minutes):
+        with watchdog(mesh, timeout_minutes=loaded.config.parallel.distributed_timeout_minutes):
             return _build_and_run(loaded, mesh, tokenizer, started_s=started_s)
+
+
+def watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
+    """What watches this rank's communication."""
+    environment, device = read_environment(), mesh.device
+    busy = (lambda: not torch.cuda.current_stream(device).query()) if mesh.backend == "nccl" else None
+    # The ranks of one machine are ended by their launcher, where that is ours.
+    peers = partial(Rendezvous, environment) if environment.store_file is None else None
+    return Watchdog(mesh.record, timeout_s=60 * timeout_minutes, busy=busy, peers=peers)
 
 
 def _build_and_run(loaded: Loaded, mesh: ParallelMesh, tokenizer: Tokenizer | None, *, started_s: float) -> Outcome:

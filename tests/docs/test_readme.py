@@ -19,6 +19,7 @@ def _blocks(page: Path) -> list[tuple[str, str]]:
     return [(language, text) for language, text in BLOCK.findall(page.read_text())]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("page", [p for p in PAGES if _blocks(p)], ids=lambda p: p.name)
 def test_commands_run(page: Path, tmp_path: Path):
     command = tmp_path / "bin" / "petatron"

@@ -99,6 +99,39 @@ def test_a_killed_rank_ends_the_run_at_once_and_it_resumes_bitwise(tmp_path: Pat
     assert state_files(tmp_path / "resumed", 8) == state_files(tmp_path / "whole", 8)
 
 
+FAULTY = """
+import sys, time
+import petatron.train.loop as loop
+step = loop.train_step
+def faulty(state, batches):
+    if state.mesh.rank == 2 and state.progress.iteration == 2:
+        time.sleep(1000)
+    return step(state, batches)
+loop.train_step = faulty
+from petatron.cli.main import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_a_hung_rank_is_named_before_nccl_ends_the_others(tmp_path: Path):
+    """NCCL's watchdog ends a process without a word of Python; the report is written before, and the launcher shows it."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    words = [
+        *FLAGS,
+        *"--dp 4 --train-iters 50 --distributed-timeout-minutes 0.5".split(),
+        "--save",
+        str(tmp_path / "out"),
+    ]
+    launch = (
+        "import sys; from petatron.cli.launcher import run_ranks;"
+        f"sys.exit(run_ranks([sys.executable, {str(tmp_path / 'faulty.py')!r}, *{words!r}], nproc=4))"
+    )
+    done = subprocess.run([sys.executable, "-c", launch], env=ENV, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert re.search(r"Rank 2 did not arrive at \w+ over \w+ \(ranks 0-3\): \d+ collectives", done.stderr), done.stderr
+    assert "faulty.py:7 faulty" in done.stderr, done.stderr
+
+
 def test_ctrl_c_saves_and_ends_also_in_an_evaluation(tmp_path: Path):
     with running("--pp 2 --train-iters 100000 --eval-interval 2 --eval-iters 100000", tmp_path) as process:
         read_until(process, "iteration        2/")

@@ -20,14 +20,14 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
 def test_layout(ranks: RankPool, layout: str, world_size: int):
-    check_layout(ranks, layout, "--train-iters 6", world_size=world_size)
+    check_layout(ranks, layout, "--train-iters 4", world_size=world_size)
 
 
 @pytest.mark.parametrize(
     ("layout", "world_size"), [later(*case.values) if number % 2 else case for number, case in enumerate(LAYOUTS[1::2])]
 )
 def test_layout_in_single_precision(ranks: RankPool, layout: str, world_size: int):
-    check_layout(ranks, layout, world_size=world_size, dtype="float32")
+    check_layout(ranks, layout, "--train-iters 8", world_size=world_size, dtype="float32")
 
 
 EIGHT = [
@@ -42,8 +42,7 @@ EIGHT = [
 
 @pytest.mark.parametrize(("layout", "dtype"), EIGHT)
 def test_eight_ranks(ranks: RankPool, layout: str, dtype: str):
-    steps = "--train-iters 6" if dtype == "float64" else ""
-    check_layout(ranks, layout, steps, world_size=8, dtype=dtype)
+    check_layout(ranks, layout, "--train-iters 4", world_size=8, dtype=dtype)
 
 
 MODELS = {

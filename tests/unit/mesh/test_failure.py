@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from petatron.base.errors import PeerFailure
 from petatron.mesh import collectives
+from petatron.mesh import watchdog as watchdog_module
 from petatron.mesh.failure import CommunicationError, request, sentence, together
 from petatron.mesh.launch import is_echo
 from petatron.mesh.mesh import Axis
@@ -128,6 +130,13 @@ def until(path: Path, *, exists: bool = True) -> None:
         time.sleep(0.01)
 
 
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def details(path: Path) -> dict:
     return json.loads(path.read_text())["message"]["extraInfo"]
 
@@ -175,3 +184,75 @@ def test_a_launcher_gets_a_report_when_it_asks(tmp_path: Path):
 def test_nobody_watches_a_rank_without_peers(tmp_path: Path):
     with Watchdog(Record(), timeout_s=1.0, path=str(tmp_path / "error.json")) as watchdog:
         assert watchdog._thread is None
+
+
+def test_a_device_that_does_not_finish_ends_the_process_with_a_report_before_it(tmp_path: Path):
+    path, axis, codes = tmp_path / "error.json", axis_of(timeout_s=0.5), []
+    axis.record.add(axis, "all_reduce", elements=0, dtype=torch.uint8)
+    with Watchdog(axis.record, timeout_s=0.5, path=str(path), busy=lambda: True, end=codes.append):
+        until(path)
+        assert not codes, "there is a report before the end"
+        assert details(path)["communication"]["state"] == "device"
+        assert "waited 0." in details(path)["py_callstack"] and "for its device" in details(path)["py_callstack"]
+        wait_for(lambda: codes)
+    assert codes[0] == 1
+
+
+def test_a_rank_that_compiles_for_long_is_left_alone(tmp_path: Path):
+    path, axis, codes = tmp_path / "error.json", axis_of(timeout_s=0.2), []
+    axis.record.add(axis, "all_reduce", elements=0, dtype=torch.uint8)
+    with Watchdog(axis.record, timeout_s=0.2, path=str(path), busy=lambda: False, end=codes.append):
+        time.sleep(0.6)
+        assert not path.exists() and not codes
+
+
+def test_without_a_launcher_the_report_is_logged(caplog: pytest.LogCaptureFixture):
+    axis, codes = axis_of(timeout_s=0.3), []
+    axis.record.add(axis, "all_reduce", elements=0, dtype=torch.uint8)
+    with Watchdog(axis.record, timeout_s=0.3, busy=lambda: True, end=codes.append):
+        wait_for(lambda: codes)
+    assert "Rank 1 waited 0." in caplog.text
+
+
+class Elsewhere:
+    """A store in which another rank has left word, or which is gone."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def raise_for_failure(self) -> None:
+        raise self.error
+
+
+def test_a_failure_on_another_machine_ends_this_rank(tmp_path: Path):
+    path, axis, codes = tmp_path / "error.json", axis_of(), []
+    failed = PeerFailure("Rank 9 of 16 failed:\nno space left")
+    with Watchdog(axis.record, timeout_s=1.0, path=str(path), peers=lambda: Elsewhere(failed), end=codes.append):
+        wait_for(lambda: codes)
+    with Watchdog(axis.record, timeout_s=1.0, peers=lambda: Elsewhere(failed), end=codes.append):
+        wait_for(lambda: len(codes) > 1)
+    assert set(codes) == {1}
+
+
+def test_a_store_that_is_gone_ends_only_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(watchdog_module, "_SHORT_S", 0.2)
+    path, axis, codes = tmp_path / "error.json", axis_of(), []
+    gone = Elsewhere(RuntimeError("Connection was likely closed"))
+    with Watchdog(axis.record, timeout_s=1.0, path=str(path), peers=lambda: gone, end=codes.append):
+        time.sleep(0.4)
+        assert not codes, "it writes its last files, perhaps"
+        with collectives._Call(axis, "all_reduce", elements=4, dtype=torch.float32):
+            wait_for(lambda: codes)
+            assert "The store of rank 0 is gone" in details(path)["py_callstack"]
+
+
+def test_who_is_behind_is_named_though_the_others_wait_for_their_devices():
+    late = place(2, state="idle", started=5, at="train/step.py:9 load")
+    waiting = [place(0, state="device"), place(1, state="device", started=6), place(3, state="device")]
+    lines = together([*waiting, late])
+    assert lines[0] == (
+        "Rank 2 did not arrive at a collective over dp (ranks 0-3): 5 collectives started there, 7 by ranks 0, 3."
+    )
+    assert lines[1].startswith(
+        "Ranks 0-1, 3 were waiting for the device, for up to 600 s, with nothing started since all_reduce"
+    )

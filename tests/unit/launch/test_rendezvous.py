@@ -1,0 +1,137 @@
+"""Ranks find each other, or learn why they do not: who is missing, and who failed before it could join."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from petatron.base.errors import LaunchError, PeerFailure
+from petatron.mesh import rendezvous
+from petatron.mesh.launch import SINGLE, STORE_FILE, Environment, is_echo, rank_environment, read_environment
+from petatron.mesh.rendezvous import Rendezvous, tell_peers
+
+ROOT = Path(__file__).resolve().parents[3]
+SOON, LATE = timedelta(seconds=0.5), timedelta(seconds=20)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(params=["file", "tcp"])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], Environment]:
+    """Two ranks, over a file or over TCP."""
+    tmp_path.chmod(0o700)
+    port, file = free_port(), str(tmp_path / "store") if request.param == "file" else None
+    return lambda rank: dataclasses.replace(SINGLE, rank=rank, world_size=2, master_port=port, store_file=file)
+
+
+def test_all_come(world: Callable[[int], Environment]) -> None:
+    first = Rendezvous(world(0))
+    other = threading.Thread(target=lambda: Rendezvous(world(1)).roll_call(LATE))
+    other.start()
+    first.roll_call(LATE)
+    other.join()
+    assert first.failure() is None
+
+
+def test_who_does_not_come_is_named(world: Callable[[int], Environment]) -> None:
+    with pytest.raises(LaunchError, match=r"1 rank of 2 came to .* within \d+ s; missing: rank 1\. Check"):
+        Rendezvous(world(0)).roll_call(SOON)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_joining_ends_the_others_at_once(
+    world: Callable[[int], Environment], failing: int
+) -> None:
+    started = time.monotonic()
+    teller = threading.Thread(target=tell_peers, args=(world(failing), "no such file: corpus.bin"))
+    teller.start()
+    with pytest.raises(PeerFailure, match=rf"Rank {failing} of 2 failed:\nno such file: corpus.bin") as caught:
+        Rendezvous(world(1 - failing), timeout=LATE).roll_call(LATE)
+    teller.join()
+    assert is_echo(caught.value), "another rank is to blame"
+    assert time.monotonic() - started < 5
+
+
+def test_only_the_first_failure_counts(world: Callable[[int], Environment], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_LINGER_S", 0.2)
+    first = Rendezvous(world(0))
+    first.tell_failure("the cause")
+    first.tell_failure("a consequence")
+    assert first.failure() == "Rank 0 of 2 failed:\nthe cause"
+
+
+def test_telling_nobody_takes_no_longer_than_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_LINGER_S", 0.3)
+    started = time.monotonic()
+    tell_peers(dataclasses.replace(SINGLE, rank=1, world_size=2, master_port=free_port()), "a cause")
+    assert time.monotonic() - started < 5
+
+
+def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    place = dataclasses.replace(SINGLE, world_size=2, store_file=str(tmp_path / "store"))
+    with pytest.raises(LaunchError, match="open to other users, who could pass for a rank"):
+        Rendezvous(place)
+
+
+def test_where_ranks_meet_is_passed_on() -> None:
+    place = dataclasses.replace(
+        SINGLE, world_size=2, local_world_size=2, master_port=5, origin="torchrun", store_file="/x/s"
+    )
+    assert read_environment(rank_environment(place, base={STORE_FILE: "/outer"})) == place
+    bare = dataclasses.replace(place, store_file=None)
+    assert read_environment(rank_environment(bare, base={STORE_FILE: "/outer"})) == bare
+
+
+def test_torchruns_own_store_is_used_where_it_has_one() -> None:
+    env = dict.fromkeys(("RANK", "LOCAL_RANK"), "1") | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "h", "MASTER_PORT": "5"}
+    assert read_environment(env).agent_attempt is None
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
+    assert read_environment(env).agent_attempt == 3
+
+
+FAILS = """
+import sys
+from petatron.base.errors import DataError
+from petatron.cli import train
+if "{rank}" == "{failing}":
+    def fail(argv): raise DataError("cannot read corpus.idx here")
+    train.train_rank = fail
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_under_srun_a_rank_that_fails_early_ends_the_other(tmp_path: Path, failing: int) -> None:
+    """Nobody but the ranks themselves is there: no launcher, no agent."""
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "here"}
+    slurm |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    flags = "tiny-llama --mock-data --train-iters 2 --lr 1e-3 --dp 2 --device cpu --live off".split()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILS.format(rank=rank, failing=failing), *flags, "--save", str(tmp_path / "out")],
+            env={**os.environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=50)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert "cannot read corpus.idx here" in said[failing]
+    assert f"Rank {failing} of 2 failed:\ncannot read corpus.idx here" in said[1 - failing]
