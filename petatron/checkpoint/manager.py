@@ -37,7 +37,7 @@ from petatron.checkpoint.planning.survey import Layout, SavePlan, Survey, layout
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
 from petatron.checkpoint.storage import DamagedCheckpoint
 from petatron.checkpoint.writing import Job, check_room, fill_job, write_job
-from petatron.mesh.collectives import all_gather, all_reduce, broadcast_object, gather_objects
+from petatron.mesh.collectives import all_gather, all_reduce, broadcast_object, gather_objects, largest
 from petatron.mesh.mesh import Axis
 
 _LEAST_ROUND_BYTES = 1 << 20
@@ -189,10 +189,10 @@ class CheckpointManager:
         axis = self._control
         survey = self._together(lambda: Survey(chunks, model, rank=axis.rank, world_size=axis.size), *words)
         numbers = torch.tensor(self._together(survey.dtype_numbers, *words))
-        largest = all_reduce(numbers, axis, op="max").tolist() if model is not None else []
+        most = largest(numbers, axis).tolist() if model is not None else []
 
         def messages() -> dict[int, dict[str, list[Any]]]:
-            survey.agree(largest)
+            survey.agree(most)
             return survey.messages()
 
         received = exchange(self._together(messages, *words), axis)
@@ -365,14 +365,12 @@ class CheckpointManager:
             return Attempt(None, text, False, error)
 
     def _agree(self, attempt: Attempt[Any], numbers: Sequence[int], axis: Axis | None = None) -> list[int]:
-        """One all-reduce: the largest of each number over all ranks, or the failure of some rank on every rank."""
+        """One small exchange: the largest of each number over all ranks, or the failure of some rank on every rank."""
         axis = axis or self._control
-        failed, *largest = all_reduce(
-            torch.tensor([int(attempt.failure is not None), *numbers]), axis, op="max"
-        ).tolist()
+        failed, *found = largest(torch.tensor([int(attempt.failure is not None), *numbers]), axis).tolist()
         if failed:
             self._raise(attempt, axis)
-        return largest
+        return found
 
     def _raise(self, attempt: Attempt[Any], axis: Axis) -> NoReturn:
         """Only now are texts exchanged."""

@@ -31,11 +31,12 @@ from pathlib import Path
 from types import FrameType
 
 from petatron.base.errors import LaunchError
-from petatron.mesh import failure
+from petatron.mesh import failure, secret
 from petatron.mesh.launch import Environment, rank_environment
 
 POLL_S = 0.05
 TERMINATE_S = 2.0
+_SECRET_S = 300.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -56,6 +57,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="petatron-ranks-") as folder:  # nobody else may look into it
         if nnodes == 1:
             environments = [replace(one, store_file=str(Path(folder) / "store")) for one in environments]
+        else:
+            shared = _secret(environments[0], first=node_rank == 0)
+            environments = [replace(one, secret=shared) for one in environments]
         ranks: list[Rank] = []
         with _forwarding(ranks) as received:
             try:
@@ -141,6 +145,17 @@ def _local_ranks(
         )
         for local_rank in range(nproc)
     ]
+
+
+def _secret(environment: Environment, *, first: bool) -> str:
+    """What the ranks of all machines share: the user's, or one that the first machine's launcher leaves for the others."""
+    given = secret.from_environment()
+    if given is not None:
+        return given
+    name = f"{environment.master_addr}-{environment.master_port}".replace("/", "_")
+    if first:
+        return secret.leave_secret(name, secret.secret_folder())
+    return secret.find_secret(name, secret.secret_folder(), timeout_s=_SECRET_S)
 
 
 def _free_port() -> int:

@@ -264,6 +264,20 @@ def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
     return x
 
 
+def largest(x: Tensor, axis: Axis) -> Tensor:
+    """The element-wise maximum over the ranks of a small host tensor, in as many rounds as the axis's size has bits.
+
+    In each round a rank learns what twice as many ranks have; gloo's all-reduce is a ring, whose steps grow with the axis.
+    """
+    step = 1
+    while step < axis.size:
+        theirs = torch.empty_like(x)
+        for handle in start_shift([theirs], [x], axis, by=step):
+            handle.wait()
+        x, step = torch.maximum(x, theirs), 2 * step
+    return x
+
+
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's JSON value, in axis order; for control, not for tensors. Tuples arrive as lists."""
     if axis.size == 1:
@@ -305,10 +319,14 @@ def _pack_json(value: Any, axis: Axis) -> Tensor:
     """A value as bytes, its length in front, padded to the longest of all ranks. Bytes of JSON, since a pickle runs code."""
     text = json.dumps(value).encode()
     content = len(text).to_bytes(8, "little") + text
-    longest = torch.tensor([len(content)], device=_control_device(axis))
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=axis.group)
+    device = _control_device(axis)
+    longest = torch.tensor([len(content)], device=device)
+    if device.type == "cpu":
+        longest = largest(longest, axis)
+    else:
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=axis.group)
     padded = content.ljust(int(longest), b"\0")
-    return torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(longest.device)
+    return torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
 
 
 def _unpack_json(packed: Tensor) -> Any:

@@ -27,12 +27,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from petatron.base.errors import ConfigError, LaunchError, PetatronError
 from petatron.base.log import get_logger
+from petatron.mesh.secret import VARIABLE as SECRET
+from petatron.mesh.secret import from_environment as secret_from
 
 logger = get_logger(__name__)
 
@@ -60,6 +62,10 @@ class Environment:
     origin: Origin
     store_file: str | None = None
     """Where ranks meet that our launcher started on one machine, in the place of an address."""
+    secret: str | None = field(default=None, repr=False)
+    """What ranks of several machines prove by that they belong together (`secret.py`)."""
+    secret_name: str | None = None
+    """Where nothing passed the secret on: the name under which rank 0 leaves it for the others."""
     agent_attempt: int | None = None
     """Where torchrun's agent hosts the store: how often it has started the ranks again."""
 
@@ -94,6 +100,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Environment:
         master_port=_integer(env, "MASTER_PORT"),
         origin="torchrun",
         store_file=env.get(STORE_FILE),
+        secret=secret_from(env),
         agent_attempt=_agent_attempt(env),
     )
 
@@ -124,6 +131,8 @@ def _from_slurm(env: Mapping[str, str]) -> Environment:
         master_addr=env.get("MASTER_ADDR", hosts[0]),
         master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else port,
         origin="slurm",
+        secret=secret_from(env),
+        secret_name=f"slurm-{env['SLURM_JOB_ID']}-{env['SLURM_STEP_ID']}",
     )
 
 
@@ -239,9 +248,9 @@ def rank_environment(
         MASTER_PORT=str(environment.master_port),
     )
     # A launcher started below torchrun must not make its ranks wait for that torchrun's store.
-    for name in ("TORCHELASTIC_USE_AGENT_STORE", ERROR_FILE, STORE_FILE):
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", ERROR_FILE, STORE_FILE, SECRET):
         env.pop(name, None)
-    own = {ERROR_FILE: error_file, STORE_FILE: environment.store_file}
+    own = {ERROR_FILE: error_file, STORE_FILE: environment.store_file, SECRET: environment.secret}
     env.update({name: value for name, value in own.items() if value is not None})
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // environment.local_world_size)))
     if environment.local_world_size == environment.world_size and sys.platform == "linux":

@@ -73,7 +73,7 @@ def _join(environment: Environment, timeout: timedelta) -> dist.Store:
     # gloo also under NCCL. And no device: one bound to this group would make NCCL split every later group from the world,
     # which all ranks would have to join, while ours are made by their members alone.
     dist.init_process_group(
-        "gloo", store=meeting.store, rank=environment.rank, world_size=environment.world_size, timeout=timeout
+        "gloo", store=meeting.groups_store(), rank=environment.rank, world_size=environment.world_size, timeout=timeout
     )
     return meeting.store
 

@@ -34,10 +34,8 @@ MODEL = (
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall"
 WARM_UP = 3
+KERNELS = ("AllGather", "ReduceScatter")
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-# --overlap-moe-expert-parallel-comm is not here: its case failed and the cause is not known (perhaps the profiler does not see the
-# thread of its backward passes). Over gloo tests/unit/parallel/test_combined.py shows its order of launches; its results are those
-# of the layouts `ep2-overlap` of the matrix.
 # Feature -> flags, the axis of its collective and the function of `mesh/collectives.py` that starts it.
 OVERLAPS = {
     "gradient all-reduce": ("--dp 2", "dp_cp", "start_all_reduce"),
@@ -49,6 +47,11 @@ OVERLAPS = {
     "ring exchange": ("--cp 2", "cp", "_start_batch"),
     "expert all-to-all, shared expert": (
         f"--dp 2 --ep 2 {EXPERTS} --moe-shared-expert-intermediate-size 512",
+        "ep_etp",
+        "start_all_to_all",
+    ),
+    "expert all-to-all, other micro-batch": (
+        f"--dp 2 --ep 2 {EXPERTS} --overlap-moe-expert-parallel-comm --global-batch-size 16",
         "ep_etp",
         "start_all_to_all",
     ),
@@ -64,6 +67,8 @@ class Spans:
     nccl_streams: set[int]
     gemm_streams: set[int]
     waits: list[str]
+    beside: dict[str, list[bool]]
+    """Kernel of a collective -> of each of its runs, whether a GEMM of this rank ran at the same time."""
 
 
 @pytest.mark.parametrize("feature", OVERLAPS)
@@ -79,6 +84,17 @@ def test_a_collective_is_launched_beside_gemms(gpu_ranks: RankPool, feature: str
         assert spans.nccl_streams - spans.gemm_streams, "every collective runs on the stream of the GEMMs"
         # A dispatch without padded capacity reads how many tokens go where.
         assert not spans.waits or "all_to_all" in starts, f"the host waits: {spans.waits}"
+
+
+@pytest.mark.parametrize("kernel", ["AllGather", "ReduceScatter"])
+def test_fully_sharded_weights_and_gradients_travel_while_gemms_run(gpu_ranks: RankPool, kernel: str):
+    """fully_shard starts and waits on streams of its own, so that the order of launches shows nothing; the times of kernels do."""
+    flags = "--dp 2 --data-parallel-sharding-strategy optim_grads_params"
+    run = load_config(f"{MODEL} {flags}".split(), world_size=2).config
+    for spans in gpu_ranks.run(traced, 2, run, "shard", "start_all_gather", timeout_s=90):
+        beside = spans.beside[kernel]
+        assert sum(beside) >= len(beside) // 4 > 0, f"{sum(beside)} of {len(beside)} run beside a GEMM"
+        assert spans.nccl_streams.isdisjoint(spans.gemm_streams) and not spans.waits
 
 
 def test_a_collective_that_is_waited_for_at_once_is_not_counted(gpu_ranks: RankPool):
@@ -97,7 +113,10 @@ def traced(run: RunConfig, axis: str, starts: str) -> Spans:
     for batches in steps[:WARM_UP]:
         train_step(state, batches)
     torch.cuda.synchronize()
-    with marked_handles(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    # Backward passes of combined micro-batches have a thread of their own.
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with marked_handles(), profile(activities=kinds, experimental_config=threads) as profiler:
         with record_function(
             "the steps"
         ):  # two: what one starts last, such as gathering parameters, the next one waits for
@@ -152,4 +171,13 @@ def _spans(events: list[Any], wanted: str) -> Spans:
         {event.device_resource_id() for event in kernels if "ncclDevKernel" in event.name()},
         {event.device_resource_id() for event in gemms},
         [event.name() for event in events if event.name() in WAITS and step.start_ns() < event.start_ns() < end],
+        {
+            kernel: [_meets(event, gemms) for event in kernels if f"ncclDevKernel_{kernel}" in event.name()]
+            for kernel in KERNELS
+        },
     )
+
+
+def _meets(event: Any, others: list[Any]) -> bool:
+    end = event.start_ns() + event.duration_ns()
+    return any(other.start_ns() < end and event.start_ns() < other.start_ns() + other.duration_ns() for other in others)

@@ -60,15 +60,16 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_all_ranks_run_with_their_places(tmp_path: Path) -> None:
+def test_all_ranks_run_with_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PETATRON_SECRET", "0123456789abcdef")
     body = f"""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PETATRON_SECRET")
     open(f"{tmp_path}/{{rank}}", "w").write(" ".join(os.environ[name] for name in names))
     """
     code = run_ranks(child(body), nproc=2, nnodes=2, node_rank=1, master_addr="10.1.1.1", master_port=29500)
     assert code == 0
-    assert (tmp_path / "2").read_text() == "2 0 4 2"
-    assert (tmp_path / "3").read_text() == "3 1 4 2"
+    assert (tmp_path / "2").read_text() == "2 0 4 2 0123456789abcdef"
+    assert (tmp_path / "3").read_text() == "3 1 4 2 0123456789abcdef"
 
 
 def test_a_failing_rank_stops_the_others_and_is_shown_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from petatron.mesh import collectives
@@ -54,3 +55,16 @@ def _unspeakable() -> str:
 
 def test_what_json_cannot_say_is_refused(ranks: RankPool):
     assert all("not JSON serializable" in text for text in ranks.run(_unspeakable, 2))
+
+
+def _largest() -> tuple[list[int], list[int]]:
+    axis = ParallelMesh(Layout(dp_shard=dist.get_world_size()), dist.get_rank()).control
+    mine = torch.tensor([axis.rank, -axis.rank, 7])
+    return collectives.largest(mine, axis).tolist(), mine.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_the_largest_of_any_number_of_ranks(ranks: RankPool, world_size: int):
+    for rank, (found, mine) in enumerate(ranks.run(_largest, world_size)):
+        assert found == [world_size - 1, 0, 7]
+        assert mine == [rank, -rank, 7], "what a rank asks with stays its own"
