@@ -67,7 +67,7 @@ def test_devices_of_ranks_that_share_them():
 
 def test_a_low_limit_of_open_files_is_said_before_it_is_met(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
-    with pytest.raises(LaunchError, match=r"may open 1,024 files and needs about 8,448 .* 4,096 ranks"):
+    with pytest.raises(LaunchError, match=r"may open 1,024 files and needs about 12,544 .* 4,096 ranks"):
         process_group._raise_descriptor_limit(dataclasses.replace(SINGLE, world_size=4096))
 
 
