@@ -131,7 +131,7 @@ def test_a_hung_rank_is_named_before_nccl_ends_the_others(tmp_path: Path):
     assert re.search(r"Rank 2 did not arrive at a collective over \w+ \(ranks 0-3\): \d+ collectives", done.stderr), (
         done.stderr
     )
-    assert "faulty.py:7 faulty" in done.stderr and "frame #" not in done.stderr, done.stderr
+    assert "faulty.py:7 faulty" in done.stderr and "operation timeout" not in done.stderr, done.stderr
 
 
 def test_ctrl_c_saves_and_ends_also_in_an_evaluation(tmp_path: Path):
