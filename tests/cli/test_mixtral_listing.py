@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[2]
 
 LISTING = """

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.matrix
 
 ZERO2 = "--data-parallel-sharding-strategy optim_grads"
 ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
-SHORT = "--train-iters 4"
+SHORT = "--train-iters 3"
 DEEP = f"{SHORT} --num-layers 4"
 TIED = f"{SHORT} --no-untie-embeddings-and-output-weights"
 EXPERTS = f"{SHORT} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 1e-2"

@@ -51,7 +51,7 @@ def _check(ranks: RankPool, found: Entry, *, steps: int, dtype: str, model_flags
 
 @pytest.mark.parametrize("name", CORE)
 def test_core(ranks: RankPool, name: str):
-    _check(ranks, entry(name), steps=3, dtype="float64")
+    _check(ranks, entry(name), steps=2, dtype="float64")
 
 
 @pytest.mark.parametrize(("name", "steps"), SINGLE_PRECISION.items())

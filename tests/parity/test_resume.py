@@ -65,7 +65,7 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
     [
         ("", 1),
         ("--tp 2 --dp 2 --sequence-parallel", 4),
-        ("--tp 2 --bf16", 2),
+        later("--tp 2 --bf16", 2),
         ("--fp16 --initial-loss-scale 65536 --loss-scale-window 3", 1),
         ("--pp 2 --dp 2 --use-distributed-optimizer --overlap-param-gather --bf16", 4),
         (
@@ -78,7 +78,7 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
             "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
             2,
         ),
-        (f"--bf16 {DELAYED}", 1),
+        later(f"--bf16 {DELAYED}", 1),
         (f"--bf16 {DELAYED} --tp 2 --sequence-parallel --async-save", 2),
         (f"--bf16 {DELAYED} --pp 2 --eval-interval 2 --eval-iters 1", 2),
     ],

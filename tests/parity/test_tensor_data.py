@@ -20,7 +20,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
 def test_layout(ranks: RankPool, layout: str, world_size: int):
-    check_layout(ranks, layout, "--train-iters 4", world_size=world_size)
+    check_layout(ranks, layout, world_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ EIGHT = [
 
 @pytest.mark.parametrize(("layout", "dtype"), EIGHT)
 def test_eight_ranks(ranks: RankPool, layout: str, dtype: str):
-    check_layout(ranks, layout, "--train-iters 4", world_size=8, dtype=dtype)
+    check_layout(ranks, layout, "--train-iters 3", world_size=8, dtype=dtype)
 
 
 MODELS = {
@@ -62,4 +62,4 @@ MODELS = {
 @pytest.mark.parametrize("layout", ["--tp 4 --sequence-parallel", "--tp 2 --dp 2"])
 @pytest.mark.parametrize("model", every_second(MODELS))
 def test_model(ranks: RankPool, model: str, layout: str):
-    check_layout(ranks, layout, MODELS[model] + " --train-iters 4", world_size=4)
+    check_layout(ranks, layout, MODELS[model] + " --train-iters 3", world_size=4)
