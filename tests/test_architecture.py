@@ -156,3 +156,14 @@ def test_nothing_is_unpickled(path: Path):
             assert called not in ("torch.load", "torch.serialization.load"), f"{path.name}:{node.lineno} {called}"
             allows = [word for word in node.keywords if word.arg == "allow_pickle"]
             assert all(ast.unparse(word.value) == "False" for word in allows), f"{path.name}:{node.lineno}"
+
+
+# torch pickles what these carry, and who receives a pickle runs it; `mesh/collectives.py` carries JSON.
+OBJECT_COLLECTIVES = re.compile(
+    r"\b(all_gather_object|gather_object|broadcast_object_list|scatter_object_list|send_object_list|recv_object_list)\b"
+)
+
+
+def test_ranks_send_each_other_no_pickles():
+    found = [str(path.relative_to(ROOT)) for path in SOURCES if OBJECT_COLLECTIVES.search(path.read_text())]
+    assert not found, f"{', '.join(found)}: send JSON through mesh/collectives.py"
