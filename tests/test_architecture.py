@@ -4,6 +4,7 @@ line prints, and the core imports with nothing but its five dependencies."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
