@@ -32,7 +32,7 @@ from types import FrameType
 
 from petatron.base.errors import LaunchError
 from petatron.mesh import failure, secret
-from petatron.mesh.launch import Environment, rank_environment
+from petatron.mesh.launch import Environment, given_secret, rank_environment
 
 POLL_S = 0.05
 TERMINATE_S = 2.0
@@ -149,7 +149,7 @@ def _local_ranks(
 
 def _secret(environment: Environment, *, first: bool) -> str:
     """What the ranks of all machines share: the user's, or one that the first machine's launcher leaves for the others."""
-    given = secret.from_environment()
+    given = given_secret()
     if given is not None:
         return given
     name = f"{environment.master_addr}-{environment.master_port}".replace("/", "_")

@@ -34,7 +34,7 @@ from typing import Literal, NoReturn
 from petatron.base.errors import ConfigError, LaunchError, PetatronError
 from petatron.base.log import get_logger
 from petatron.mesh.secret import VARIABLE as SECRET
-from petatron.mesh.secret import from_environment as secret_from
+from petatron.mesh.secret import check_secret
 
 logger = get_logger(__name__)
 
@@ -100,9 +100,14 @@ def _from_torchrun(env: Mapping[str, str]) -> Environment:
         master_port=_integer(env, "MASTER_PORT"),
         origin="torchrun",
         store_file=env.get(STORE_FILE),
-        secret=secret_from(env),
+        secret=given_secret(env),
         agent_attempt=_agent_attempt(env),
     )
+
+
+def given_secret(env: Mapping[str, str] = os.environ) -> str | None:
+    """The secret of the run, where somebody has passed it on."""
+    return check_secret(env[SECRET]) if SECRET in env else None
 
 
 def _agent_attempt(env: Mapping[str, str]) -> int | None:
@@ -131,7 +136,7 @@ def _from_slurm(env: Mapping[str, str]) -> Environment:
         master_addr=env.get("MASTER_ADDR", hosts[0]),
         master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else port,
         origin="slurm",
-        secret=secret_from(env),
+        secret=given_secret(env),
         secret_name=f"slurm-{env['SLURM_JOB_ID']}-{env['SLURM_STEP_ID']}",
     )
 

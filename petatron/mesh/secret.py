@@ -12,7 +12,6 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from petatron.base.errors import LaunchError
@@ -28,10 +27,9 @@ def secret_folder() -> Path:
     return Path.home() / ".petatron" / "rendezvous"
 
 
-def from_environment(env: Mapping[str, str] = os.environ) -> str | None:
-    """The user's own, long enough not to be guessed."""
-    text = env.get(VARIABLE)
-    if text is not None and len(text) < _SHORTEST:
+def check_secret(text: str) -> str:
+    """The user's own, if it is long enough not to be guessed."""
+    if len(text) < _SHORTEST:
         raise LaunchError(
             f"{VARIABLE} has {len(text)} characters; give at least {_SHORTEST} random ones, the same for all ranks, "
             "for instance from `openssl rand -hex 16`."

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from petatron.base.errors import LaunchError, PeerFailure
 from petatron.mesh import rendezvous
-from petatron.mesh.launch import SINGLE, Environment, rank_environment, read_environment
+from petatron.mesh.launch import SINGLE, Environment, given_secret, rank_environment, read_environment
 from petatron.mesh.rendezvous import Rendezvous
-from petatron.mesh.secret import VARIABLE, find_secret, from_environment, leave_secret
+from petatron.mesh.secret import VARIABLE, find_secret, leave_secret
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET, OTHER = "correct horse battery", "staple staple staple"
@@ -141,7 +141,7 @@ def test_a_secret_that_does_not_come_is_explained(tmp_path: Path) -> None:
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     with pytest.raises(LaunchError, match="has 6 characters; give at least 16"):
-        from_environment({VARIABLE: "secret"})
+        given_secret({VARIABLE: "secret"})
 
 
 def test_the_secret_is_passed_on_and_not_shown() -> None:
