@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from petatron.base.companions import read_companion, without_code
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.files import remove
 from petatron.checkpoint import storage
@@ -282,9 +283,9 @@ class _Writer:
         config = source.config or model_config_json(
             architecture.model, architecture.moe, architecture.experts_in, dtype
         )
-        config = {**config, "dtype": dtype, "torch_dtype": dtype}
+        config = {**without_code(config), "dtype": dtype, "torch_dtype": dtype}
         kept = {name: path for name, path in source.companions.items() if tokenizer is None or name == GENERATION}
-        documents = {name: path.read_bytes() for name, path in kept.items()}
+        documents = {name: read_companion(path, CheckpointError) for name, path in kept.items()}
         if tokenizer is not None:
             config |= {"eos_token_id": tokenizer.end}
             documents |= tokenizer.files

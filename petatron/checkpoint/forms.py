@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from petatron.base.companions import find_companions
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint import storage
 from petatron.checkpoint.huggingface import CONFIG, is_model_folder
@@ -107,7 +108,7 @@ def _is_step(folder: Path) -> bool:
 
 def companions(folder: Path) -> dict[str, Path]:
     """The files beside the weights that a folder has."""
-    return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+    return find_companions(folder, COMPANIONS, CheckpointError)
 
 
 def refuse_pickled(folder: Path) -> None:
