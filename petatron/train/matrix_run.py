@@ -107,7 +107,7 @@ def make_case(entry: Entry, *, model_flags: str, steps: int, dtype: str, inject:
 
 
 def write_cases(cases: Sequence[Case], folder: Path) -> None:
-    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    publish(folder / "cases.json", json.dumps([asdict(case) for case in cases]))
 
 
 def read_cases(folder: Path) -> list[Case]:
