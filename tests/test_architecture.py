@@ -168,3 +168,72 @@ OBJECT_COLLECTIVES = re.compile(
 def test_ranks_send_each_other_no_pickles():
     found = [str(path.relative_to(ROOT)) for path in SOURCES if OBJECT_COLLECTIVES.search(path.read_text())]
     assert not found, f"{', '.join(found)}: send JSON through mesh/collectives.py"
+
+
+FILES = "petatron/base/files.py"
+REMOVES_TREES = ("rmtree", "rmdir", "removedirs")
+WRITES = ("write_text", "write_bytes", "save_file", "mkstemp", "mktemp", "NamedTemporaryFile")
+WRITES_BY_NAME = {
+    FILES: "the rule itself",
+    "petatron/checkpoint/forms.py": "in a temporary folder of its own",
+    "petatron/train/trace.py": "in a folder that `petatron verify` made for it",
+    "petatron/data/tokenizer.py": "a file that the user names",
+    "petatron/parallel/schedule/timeline_file.py": "a file that the user names",
+}
+
+
+def link_problems(tree: ast.AST, relative: str) -> list[str]:
+    """Where a source may follow a link that somebody put into a folder of ours, or guess a name that others can guess too.
+
+    The command line writes to files that users name, and through whatever links they like.
+    """
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        words = [ast.unparse(word) for word in (*node.args, *(keyword.value for keyword in node.keywords))]
+        follows = (
+            any(keyword.arg == "followlinks" for keyword in node.keywords) or ast.unparse(node.func) == "shutil.move"
+        )
+        if relative != FILES and (name in REMOVES_TREES or follows):
+            found.append(f"{relative}:{node.lineno} {name}: petatron.base.files.remove follows no links")
+        if relative.startswith("petatron/cli/"):
+            continue
+        modes = [word[1:-1] for word in words if word[0] in "\"'"]
+        writes = name in WRITES or (name == "open" and any(set(mode) & set("wax+") for mode in modes if len(mode) < 4))
+        if relative not in WRITES_BY_NAME and writes:
+            found.append(f"{relative}:{node.lineno} {name}: petatron.base.files.create and publish follow no links")
+        if any("O_CREAT" in word and "O_NOFOLLOW" not in word for word in words):
+            found.append(f"{relative}:{node.lineno} opens without O_NOFOLLOW")
+        if name == "getpid":
+            found.append(
+                f"{relative}:{node.lineno} a process id in a name can be guessed: petatron.base.files.draft_of"
+            )
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_link_is_followed(path: Path):
+    assert not link_problems(_tree(path), str(path.relative_to(ROOT)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "shutil.rmtree(folder)",
+        "path.rmdir()",
+        "os.walk(folder, followlinks=True)",
+        "path.write_text(text)",
+        "path.open('wb', buffering=0)",
+        "open(path, mode='a')",
+        "os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)",
+        "f'state-{os.getpid()}.bin'",
+        "tempfile.mkstemp(dir=folder)",
+    ],
+)
+def test_following_a_link_is_noticed(line: str):
+    assert link_problems(ast.parse(line), "petatron/train/new.py")
+    assert not link_problems(
+        ast.parse("path.open('rb'); open(path); path.unlink(); files.remove(path)"), "petatron/train/new.py"
+    )

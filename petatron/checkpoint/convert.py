@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +20,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from petatron.base.companions import read_companion, without_code
 from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.files import remove
 from petatron.checkpoint import storage
 from petatron.checkpoint.disk import Disk, free_bytes
-from petatron.checkpoint.forms import Kind, config_text, refuse_inside_step
+from petatron.checkpoint.forms import Kind, config_text, open_draft
 from petatron.checkpoint.huggingface import CONFIG
 from petatron.checkpoint.manifest import RankTable, StoredBox, StoredTensor
 from petatron.checkpoint.megatron import write_megatron
@@ -101,7 +102,6 @@ def convert(
     model's settings; `huggingface` the folder of a model; `megatron` one that a Megatron-LM run loads.
     """
     disk = disk or Disk()
-    refuse_inside_step(target, str(target))
     if conversion.to == "huggingface":
         _check_expressible(source)
     writer = _Writer(source, conversion, disk, progress)
@@ -136,24 +136,16 @@ def _check_expressible(source: Source) -> None:
 def _drafted(target: Path, disk: Disk) -> Iterator[Path]:
     """A folder to write to, which takes its place at the end; removed when something goes wrong."""
     target = target.absolute()
-    draft = target.with_name(f"{target.name}.tmp")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(
-            f"{target} is already there, and nothing is written over it. Remove it, or choose another name."
-        )
-    if draft.exists():
-        raise CheckpointError(
-            f"{draft} is in the way: a conversion to {target.name} is running, or was interrupted. Remove it if none is running."
-        )
     try:
+        draft = open_draft(target)
         try:
-            disk.make_folder(draft)
             yield draft
             disk.sync_folder(draft)
             disk.rename(draft, target)
             disk.sync_folder(target.parent)
         except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
+            with suppress(OSError):
+                remove(draft)
             raise
     except OSError as error:
         raise CheckpointError(
@@ -291,9 +283,9 @@ class _Writer:
         config = source.config or model_config_json(
             architecture.model, architecture.moe, architecture.experts_in, dtype
         )
-        config = {**config, "dtype": dtype, "torch_dtype": dtype}
+        config = {**without_code(config), "dtype": dtype, "torch_dtype": dtype}
         kept = {name: path for name, path in source.companions.items() if tokenizer is None or name == GENERATION}
-        documents = {name: path.read_bytes() for name, path in kept.items()}
+        documents = {name: read_companion(path, CheckpointError) for name, path in kept.items()}
         if tokenizer is not None:
             config |= {"eos_token_id": tokenizer.end}
             documents |= tokenizer.files

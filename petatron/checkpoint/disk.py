@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from petatron.base import files
 from petatron.base.errors import CheckpointError
 
 BLOCK_BYTES = 8 << 20
@@ -47,12 +48,12 @@ class Disk:
         """A boundary between two states of the disk."""
 
     def make_folder(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        files.make_folder(path)
         self.reach("folder made", path)
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> StoredFile:
         """Write a file through to the device, and say what it holds."""
-        with path.open("wb", buffering=0) as file, _Flusher(file.fileno()) as flusher, _Digests() as digests:
+        with files.create(path) as file, _Flusher(file.fileno()) as flusher, _Digests() as digests:
             self.reach("opened", path)
             for part in parts:
                 for piece in digests.add(part):
@@ -71,7 +72,7 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """Make the names in a folder (new files, renames) survive a power cut."""
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
@@ -79,14 +80,8 @@ class Disk:
         self.reach("folder synced", path)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with all that is in it, file by file."""
-        if path.is_dir():
-            for child in sorted(path.iterdir()):
-                self.remove(child)
-            path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
-        self.reach("removed", path)
+        """Remove a file, a link, or a folder with all that is in it, file by file; links are not followed."""
+        files.remove(path, lambda gone: self.reach("removed", gone))
 
 
 class _Flusher:

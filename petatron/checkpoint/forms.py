@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from petatron.base.companions import find_companions
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint import storage
 from petatron.checkpoint.huggingface import CONFIG, is_model_folder
@@ -72,6 +73,30 @@ def refuse_inside_step(path: Path, called: str) -> None:
             )
 
 
+def draft_folder(target: Path) -> Path:
+    """Where a model is written before it has its name."""
+    return target.with_name(f"{target.name}.tmp")
+
+
+def open_draft(target: Path) -> Path:
+    """Make the draft of a model's folder, which nobody else has made; what it is for may be there only as an empty folder."""
+    refuse_inside_step(target, str(target))
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise CheckpointError(
+            f"{target} is already there, and nothing is written over it. Remove it, or choose another name."
+        )
+    draft = draft_folder(target)
+    if not target.parent.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draft.mkdir()
+    except FileExistsError:
+        raise CheckpointError(
+            f"{draft} is in the way: a model is being written there, or was interrupted. Remove it if none is."
+        ) from None
+    return draft
+
+
 def _is_step(folder: Path) -> bool:
     """Many programs have a manifest.json; ours says so in its first words."""
     try:
@@ -83,7 +108,7 @@ def _is_step(folder: Path) -> bool:
 
 def companions(folder: Path) -> dict[str, Path]:
     """The files beside the weights that a folder has."""
-    return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+    return find_companions(folder, COMPANIONS, CheckpointError)
 
 
 def refuse_pickled(folder: Path) -> None:

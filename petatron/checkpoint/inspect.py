@@ -189,8 +189,12 @@ def examine(source: Path, note: Note = lambda done, total: None, *, content: boo
         if problem is not None:
             findings.append(_damaged(source / name, problem))
     broken = {finding.file for finding in findings}
+    for path, target in storage.linked_parts(source, manifest).items():
+        text = f"{path} is a symbolic link to {target}, where it can change unseen. Put a copy in its place."
+        findings.append(Finding(path, text))
     for path in storage.extra_files(source, manifest):
-        text = f"{path} is not part of the checkpoint: the manifest does not name it. Move it elsewhere."
+        what = f" is a symbolic link to {path.readlink()}, and" if path.is_symlink() else ""
+        text = f"{path}{what} is not part of the checkpoint: the manifest does not name it. Move it elsewhere."
         findings.append(Finding(path, text))
     if source.name.startswith("step-") and not source.name.startswith(storage.step_name(manifest.step)):
         findings.append(_damaged(source / storage.MANIFEST, f"is that of step {manifest.step}"))

@@ -16,6 +16,7 @@ of one.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
+from petatron.base.files import link_target
 from petatron.checkpoint.disk import Disk, StoredFile, digest_file
 from petatron.checkpoint.manifest import (
     Manifest,
@@ -42,6 +44,7 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 MODEL, STATE = "model", "state"
 _SEEN_WITHIN_S = 10.0
+_LONGEST_NAME = 256
 _STEP = re.compile(r"step-(\d{8,})(\.tmp|\.replaced|\.pruned)?")
 
 
@@ -59,7 +62,7 @@ def begin(folder: Path, step: int, disk: Disk) -> None:
         disk.sync_folder(folder.parent)
     recover(folder, disk)
     draft = folder / f"{step_name(step)}.tmp"
-    if draft.exists():
+    if os.path.lexists(draft):
         disk.remove(draft)
     make_draft(folder, step, disk)
 
@@ -67,8 +70,8 @@ def begin(folder: Path, step: int, disk: Disk) -> None:
 def make_draft(folder: Path, step: int, disk: Disk) -> Path:
     """The folder in which a step is written; on a network file system another rank's may not be visible yet."""
     draft = folder / f"{step_name(step)}.tmp"
-    for part in (MODEL, STATE):
-        disk.make_folder(draft / part)
+    for path in (draft, draft / MODEL, draft / STATE):
+        disk.make_folder(path)
     return draft
 
 
@@ -82,8 +85,11 @@ def recover(folder: Path, disk: Disk) -> None:
         # Whoever crashed may not have done so, and a power cut must not undo the rename of what is removed here.
         disk.sync_folder(folder)
     for path in left:
-        if path.suffix == ".replaced" and not path.with_suffix("").exists():
-            disk.rename(path, path.with_suffix(""))
+        whole = path.with_suffix("")
+        if path.suffix == ".replaced" and not whole.exists():
+            if whole.is_symlink():  # it leads nowhere, and keeps the step from its name
+                disk.remove(whole)
+            disk.rename(path, whole)
         else:
             with contextlib.suppress(OSError):
                 disk.remove(path)
@@ -123,14 +129,14 @@ def publish(
         disk.sync_folder(draft / part)
     disk.write(draft / MANIFEST, [to_json(step, layout=layout, facts=facts, tables=tables).encode()])
     disk.sync_folder(draft)
-    if final.exists():
+    if os.path.lexists(final):
         disk.rename(final, replaced)
     disk.rename(draft, final)
     disk.sync_folder(folder)
     disk.write(folder / f"{LATEST}.tmp", [f"{final.name}\n".encode()])
     disk.rename(folder / f"{LATEST}.tmp", folder / LATEST)
     disk.sync_folder(folder)
-    if replaced.exists():
+    if os.path.lexists(replaced):
         disk.remove(replaced)
 
 
@@ -184,6 +190,8 @@ def prune(folder: Path, *, keep: int | None, retain_interval: int | None, disk: 
         return []
     doomed = [folder / f"{step_name(step)}.pruned" for step in gone]
     for step, path in zip(gone, doomed):
+        if os.path.lexists(path):
+            disk.remove(path)
         disk.rename(found[step], path)
     disk.sync_folder(folder)  # or a power cut might undo the rename of a step whose files are gone
     for path in doomed:
@@ -212,8 +220,12 @@ def latest_step(folder: Path) -> int | None:
 
 
 def _named(folder: Path) -> int | None:
+    path = folder / LATEST
     try:
-        match = _STEP.fullmatch((folder / LATEST).read_text().strip())
+        if not path.is_file():  # opening a pipe would wait, and a device has no end
+            return None
+        with path.open() as file:
+            match = _STEP.fullmatch(file.read(_LONGEST_NAME).strip())
     except (OSError, UnicodeDecodeError):
         return None
     return int(match.group(1)) if match else None
@@ -402,6 +414,23 @@ def check_documents(source: Path, manifest: Manifest) -> None:
 
 
 def extra_files(source: Path, manifest: Manifest) -> list[Path]:
-    """Files in a step that its manifest does not know."""
-    known = {source / name for name in manifest.files} | {source / MANIFEST}
-    return sorted(path for path in source.rglob("*") if not path.is_dir() and path not in known)
+    """Files, links and folders in a step that its manifest does not know; of a folder, nothing that is in it."""
+    known = {source / name for name in (*manifest.files, MANIFEST, MODEL, STATE)}
+    return [path for path in _entries(source) if path not in known]
+
+
+def linked_parts(source: Path, manifest: Manifest) -> dict[Path, Path]:
+    """Parts of a step that are links, and where to; whoever writes there changes the checkpoint.
+
+    The step itself is one when it has the name of a step: a run's folder holds its steps, and others may name one as they like.
+    """
+    known = {source / name for name in (*manifest.files, MANIFEST, MODEL, STATE)}
+    found = [path for path in _entries(source) if path in known]
+    found += [source] if _STEP.fullmatch(source.name) else []
+    return {path: target for path in found if (target := link_target(path, source)) is not None}
+
+
+def _entries(source: Path) -> list[Path]:
+    """What is in a step, and in its two folders where they are no links."""
+    inner = [source / part for part in (MODEL, STATE) if not (source / part).is_symlink()]
+    return sorted(path for folder in (source, *inner) if folder.is_dir() for path in folder.iterdir())

@@ -363,7 +363,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _folder_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
 
 
 # Text

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, LaunchError, Problem
+from petatron.base.files import publish
 from petatron.config import load_config, resolve_config
 from petatron.mesh.launch import read_environment
 from petatron.train.quickstart.options import QuickstartOptions
@@ -218,7 +219,7 @@ def next_commands(space: Workspace, options: QuickstartOptions) -> str:
 
 
 def _write_summary(space: Workspace, facts: dict[str, Any], *, seconds: float) -> None:
-    space.summary.write_text(json.dumps({**facts, "seconds": round(seconds, 2)}, indent=1) + "\n", encoding="utf-8")
+    publish(space.summary, json.dumps({**facts, "seconds": round(seconds, 2)}, indent=1) + "\n")
 
 
 @contextmanager

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from petatron.base.files import publish, replacing
 from petatron.base.log import get_logger
 
 FORMAT_VERSION = 1
@@ -53,7 +52,7 @@ def load_or_build(
         for name, path in paths.items():
             _save(path, arrays[name])
         # For people who wonder what a file is; never read by us.
-        _replace(Path(folder) / f"{stem}.json", lambda path: path.write_text(_description(key) + "\n"))
+        publish(Path(folder) / f"{stem}.json", _description(key) + "\n")
     except OSError as error:
         get_logger(__name__).warning(
             "Sample indices cannot be kept in %s (%s); they stay in memory and are built again on the next start. "
@@ -85,7 +84,7 @@ def remembered_digest(folder: str | Path | None, path: Path, subject: str, compu
         record = {"path": str(path.resolve()), "file": before, "subject": subject, "digest": digest}
         with contextlib.suppress(OSError):  # sample indices go there too, and say so if they cannot
             Path(folder).mkdir(parents=True, exist_ok=True)
-            _replace(kept, lambda temporary: temporary.write_text(json.dumps(record) + "\n"))
+            publish(kept, json.dumps(record) + "\n")
     return digest
 
 
@@ -104,20 +103,5 @@ def _load(paths: Mapping[str, Path]) -> Arrays | None:
 
 
 def _save(path: Path, array: NDArray) -> None:
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.save(file, array, allow_pickle=False)
-
-    _replace(path, write)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
-    os.close(handle)
-    try:
-        write(Path(name))
-        os.chmod(name, 0o644)  # mkstemp makes it private; a cache is shared
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with replacing(path, sync=False) as file:
+        np.save(file, array, allow_pickle=False)

@@ -16,6 +16,7 @@ from typing import Protocol
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from petatron.base.companions import find_companions, read_companion
 from petatron.base.errors import DataError
 from petatron.config.schema_run import TokenizerConfig
 
@@ -62,13 +63,13 @@ class HuggingFaceTokenizer:
                 f"Tokenizer {file} does not exist. Give --tokenizer-model a tokenizer.json or a folder that holds one; "
                 "names of models on a hub are not downloaded."
             )
+        names = ("tokenizer.json", *_COMPANIONS)
+        beside = find_companions(given, names, DataError) if given.is_dir() else {"tokenizer.json": file}
         self._fast = _load_fast(file)
         self.name = str(given)
         self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod = self._find_eod(file.parent / "tokenizer_config.json")
-        companions = [file.parent / name for name in _COMPANIONS] if given.is_dir() else []
-        self._files = {path.name: path.read_bytes() for path in companions if path.is_file()}
-        self._files["tokenizer.json"] = file.read_bytes()
+        self._files = {name: read_companion(path, DataError) for name, path in beside.items()}
 
     def encode(self, text: str) -> list[int]:
         return self._fast.encode(text, add_special_tokens=False).ids

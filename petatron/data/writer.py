@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from petatron.base.errors import DataError
+from petatron.base.files import create, draft_of
 from petatron.data.indexed import (
     CHUNK,
     DTYPES,
@@ -50,15 +51,13 @@ class IndexedWriter:
         self.dtype = DTYPES[self._code]
         self.num_sequences = self.num_documents = self.num_tokens = 0
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
-        # The process id keeps two writers of one prefix apart; the last to finish wins, and its pair is whole.
-        self._parts = {
-            name: Path(f"{prefix}.{name}.{os.getpid()}.tmp") for name in ("bin", "idx", "lengths", "documents")
-        }
+        # Names of its own keep two writers of one prefix apart; the last to finish wins, and its pair is whole.
+        self._parts = {name: draft_of(Path(f"{prefix}.{name}")) for name in ("bin", "idx", "lengths", "documents")}
         try:
             self._bin.parent.mkdir(parents=True, exist_ok=True)
-            self._tokens = self._parts["bin"].open("wb", buffering=1 << 20)
-            self._lengths = self._parts["lengths"].open("wb+", buffering=1 << 16)
-            self._documents = self._parts["documents"].open("wb+", buffering=1 << 16)
+            self._tokens = create(self._parts["bin"], buffering=1 << 20)
+            self._lengths = create(self._parts["lengths"], buffering=1 << 16)
+            self._documents = create(self._parts["documents"], buffering=1 << 16)
         except OSError as error:
             raise DataError(
                 f"Cannot write {self._bin}: {error}. Choose an output prefix in a writable folder."
@@ -129,7 +128,7 @@ class IndexedWriter:
             self.abort()
 
     def _publish(self) -> None:
-        with self._parts["idx"].open("wb") as index:
+        with create(self._parts["idx"], buffering=1 << 20) as index:
             index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
             self._lengths.seek(0)
             shutil.copyfileobj(self._lengths, index, 1 << 20)

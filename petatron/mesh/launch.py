@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from petatron.base.errors import ConfigError, LaunchError, PetatronError
+from petatron.base.files import publish
 from petatron.base.log import get_logger
 from petatron.mesh.secret import VARIABLE as SECRET
 from petatron.mesh.secret import check_secret
@@ -332,8 +333,7 @@ def write_error_file(
         "communication": report,
     }
     try:
-        Path(f"{path}.tmp").write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
-        Path(f"{path}.tmp").replace(path)
+        publish(Path(path), json.dumps({"message": {"message": message, "extraInfo": details}}))
     except OSError:
         return False
     return True

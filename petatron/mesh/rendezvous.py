@@ -12,16 +12,17 @@ hosts the store, stays until all have read it, or a few seconds. Later on the wa
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from petatron.base.errors import LaunchError, PeerFailure
+from petatron.base.files import is_private
 from petatron.base.log import get_logger
 from petatron.mesh.failure import rank_list
 from petatron.mesh.launch import SECRET, STORE_FILE, Environment, set_variables
@@ -210,7 +211,7 @@ def _secret_of(environment: Environment, *, timeout_s: float) -> str:
 
 def _open_store(environment: Environment, timeout: timedelta) -> dist.Store:
     if environment.store_file is not None:
-        if not _is_private(environment.store_file):
+        if not is_private(Path(environment.store_file).parent):
             raise LaunchError(
                 f"The folder of {environment.store_file} ({STORE_FILE}) is open to other users, who could pass for a rank. "
                 "Its mode has to be 0700, and its owner you."
@@ -238,9 +239,3 @@ def tell_peers(environment: Environment, text: str) -> None:
         Rendezvous(environment, timeout=timedelta(seconds=_LINGER_S)).tell_failure(text)
     except (LaunchError, dist.DistError, OSError, RuntimeError) as error:
         _log.debug("the other ranks could not be told: %s", error)
-
-
-def _is_private(path: str) -> bool:
-    """Whether only this user may read or change what is in the folder of a file."""
-    status = os.lstat(os.path.dirname(path))
-    return status.st_uid == os.getuid() and not status.st_mode & 0o077

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from petatron.base.errors import LaunchError
+from petatron.base.files import is_private
 from petatron.base.log import get_logger
 
 _log = get_logger(__name__)
@@ -68,8 +69,7 @@ def find_secret(name: str, folder: Path, *, timeout_s: float) -> str:
 
 
 def _check_private(folder: Path) -> None:
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not is_private(folder):
         raise LaunchError(f"{folder} holds secrets and is open to other users. Make it yours alone: chmod 700 {folder}")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -45,7 +47,7 @@ class HostHome:
 class DiskHome:
     """One file of a fixed size, mapped into memory.
 
-    The file has no name any more once it is mapped, so the disk space is free again when the process ends, however it ends;
+    The file has no name that anybody could find, so the disk space is free again when the process ends, however it ends;
     what has to outlive a run is in its checkpoints. The space is claimed at the start: a full disk is an error here rather than
     a crash in the middle of a step.
     """
@@ -53,7 +55,7 @@ class DiskHome:
     def __init__(self, folder: str, num_bytes: int, *, rank: int) -> None:
         self._at = 0
         try:
-            self._memory = _mapped(Path(folder), max(num_bytes, 1), rank)
+            self._memory = _mapped(Path(folder), max(num_bytes, 1))
         except (OSError, RuntimeError) as error:
             raise TrainError(
                 f"Cannot keep {num_bytes / 1e9:.2f} GB of optimizer state in {folder}: {error}. Give --optimizer-nvme-offload a "
@@ -88,12 +90,8 @@ def _padded(num_bytes: int) -> int:
     return math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT
 
 
-def _mapped(folder: Path, num_bytes: int, rank: int) -> Tensor:
+def _mapped(folder: Path, num_bytes: int) -> Tensor:
     folder.mkdir(exist_ok=True)
-    path = folder / f"optimizer-state-{os.getpid()}-{rank}.bin"
-    with path.open("wb") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-            return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
-        finally:
-            path.unlink()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from petatron.base.errors import CheckpointError
+from petatron.base.files import reopen
 from petatron.base.log import get_logger
 from petatron.checkpoint.disk import check_writable
 from petatron.checkpoint.forms import is_megatron, refuse_inside_step, refuse_pickled
@@ -120,7 +122,15 @@ def claimed(folder: str | None, *, rank: int) -> Iterator[None]:
     if folder is None or rank != 0:
         yield
         return
-    with (Path(folder) / ".lock").open("w") as file:
+    path = Path(folder) / ".lock"
+    try:
+        descriptor = reopen(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be opened, and nothing is written without that lock: {error.strerror or error}. Remove it, or make the "
+            "folder writable."
+        ) from error
+    with os.fdopen(descriptor, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -19,7 +19,6 @@ nor a hang takes other cases with it.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 
 from petatron.base.errors import PetatronError
+from petatron.base.files import publish, remove
 from petatron.config import load_config
 from petatron.mesh.launch import Environment, is_echo
 from petatron.mesh.layout import Layout
@@ -107,7 +107,7 @@ def make_case(entry: Entry, *, model_flags: str, steps: int, dtype: str, inject:
 
 
 def write_cases(cases: Sequence[Case], folder: Path) -> None:
-    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    publish(folder / "cases.json", json.dumps([asdict(case) for case in cases]))
 
 
 def read_cases(folder: Path) -> list[Case]:
@@ -166,12 +166,12 @@ def _run_case(case: Case, number: int, folder: Path, meeting: Rendezvous) -> Ver
         return None
     if not reference.exists():
         partial = folder / "reference-partial"
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         _record(case.reference_argv, partial, rank=0, world_size=1)
         partial.rename(reference)
     ranks = [[StoredSteps(rank) for rank in sorted(run.glob("rank-*"))] for run in (reference, own)]
     verdict = compare(ranks[0], ranks[1], BOUNDS[case.dtype])
-    shutil.rmtree(own)
+    remove(own)
     return verdict
 
 
@@ -209,6 +209,4 @@ def _leave_error(error: Exception, case: Case, number: int, folder: Path, rank: 
 
 def _write_whole(path: Path, facts: dict[str, object]) -> None:
     """Under its name only when complete: the process may be ended at any moment."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(facts))
-    partial.rename(path)
+    publish(path, json.dumps(facts))

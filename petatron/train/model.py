@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from petatron.base.errors import CheckpointError
+from petatron.base.files import remove
 from petatron.checkpoint import storage
 from petatron.checkpoint.disk import Disk
-from petatron.checkpoint.forms import refuse_inside_step
+from petatron.checkpoint.forms import draft_folder, open_draft
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from petatron.mesh.collectives import gather_objects
@@ -50,9 +51,9 @@ class Model(ParallelModel):
         ['config.json', 'generation_config.json', 'model.safetensors']
         """
         target = Path(path).absolute()
-        draft, control = target.with_name(f"{target.name}.tmp"), self.mesh.control
+        draft, control = draft_folder(target), self.mesh.control
         opened = HuggingFaceTokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        _on_first(control, target, lambda: _check_target(target, draft, self.architecture))
+        _on_first(control, target, lambda: _begin(target, self.architecture))
         try:
             save_into(
                 CheckpointManager(draft, control, world=self.mesh.world, device=self.mesh.device),
@@ -67,21 +68,16 @@ class Model(ParallelModel):
             _on_first(control, target, lambda: _take_model(draft, target, Disk()))
         finally:
             if control.rank == 0:
-                shutil.rmtree(draft, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    remove(draft)
 
 
-def _check_target(target: Path, draft: Path, architecture: Architecture) -> None:
-    refuse_inside_step(target, str(target))
+def _begin(target: Path, architecture: Architecture) -> None:
     if architecture.moe is not None and architecture.moe.moe_router_enable_expert_bias:
         raise CheckpointError(
             "This model chooses its experts with biases, and the folder of a model has no place for them. Use save_checkpoint."
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(
-            f"{target} is already there, and nothing is written over it. Remove it, or choose another name."
-        )
-    if draft.exists():
-        raise CheckpointError(f"{draft} is in the way: a model is being saved there, or was interrupted. Remove it.")
+    open_draft(target)
 
 
 def _take_model(draft: Path, target: Path, disk: Disk) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from petatron.base.companions import read_companion
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.checkpoint import storage
 from petatron.checkpoint.forms import companions, config_sections, configured, detect, refuse_pickled
@@ -77,11 +78,11 @@ def from_pretrained(
     if isinstance(source, str | Path):
         folder = _model_folder(Path(source))
         content = read_model_config(folder)
+        beside = {name: read_companion(path, CheckpointError) for name, path in companions(folder).items()}
         run = _run_config(content, mesh, flags, precision, stored=content.get("dtype") or content.get("torch_dtype"))
         model = build_model(run, mesh or launch(run), draw=False)
         found = load_checkpoint(str(source), model=model, random_states=False)
         assert found is not None, "a folder without a model was opened as one"
-        beside = {name: path.read_bytes() for name, path in companions(folder).items()}
         model.companions = Companions.of(content, beside)
         return model
     content, tensors = source.config.to_dict(), source.state_dict()

@@ -7,6 +7,7 @@ A run that ends or fails in between leaves what was traced so far.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.files import make_folder
 from petatron.base.log import get_logger
 from petatron.config.schema import RunConfig
 
@@ -49,7 +51,7 @@ class StepProfile:
         self._running: profile | None = None
         self._last = 0
         if self._wanted:
-            _make(self._folder)
+            _make(self._folder, given=log.profile_dir is not None)
 
     def __enter__(self) -> StepProfile:
         return self
@@ -100,7 +102,9 @@ class StepProfile:
             running.stop()
         path = self._folder / f"iterations-{self._first}-{self._last}-rank-{self._rank}.json.gz"
         try:
-            running.export_chrome_trace(str(path))
+            with tempfile.TemporaryDirectory(dir=self._folder) as draft:
+                running.export_chrome_trace(str(Path(draft) / path.name))
+                (Path(draft) / path.name).replace(path)
         except OSError as error:
             # Only rank 0 has somewhere to tell things, but of the others errors are shown.
             warn = self._tell if self._rank == 0 else _log.error
@@ -117,9 +121,10 @@ def _iterations(first: int, last: int) -> str:
     return f"iteration {first}" if first == last else f"iterations {first} to {last}"
 
 
-def _make(folder: Path) -> None:
+def _make(folder: Path, *, given: bool) -> None:
+    """A folder that the user names may be a link; in a run's own folder, one may have come from others."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True) if given else make_folder(folder)
     except OSError as error:
         rule = f"cannot be made: {error.strerror or error}"
         raise ConfigError(

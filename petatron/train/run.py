@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from petatron.base.device import detect
-from petatron.base.errors import ConfigError, DataError, PetatronError
+from petatron.base.errors import ConfigError, DataError, PetatronError, TrainError
+from petatron.base.files import publish
 from petatron.base.log import get_logger
 from petatron.base.words import counted
 from petatron.config import Loaded, RunConfig
@@ -113,7 +114,7 @@ def _run(state: TrainState, loaders: Loaders, *, settings: str, headline: list[s
     sinks = build_sinks(run.log, directory, mesh.rank, run_facts=_run_facts(run))
     try:
         if mesh.rank == 0:
-            (directory / _CONFIG_FILE).write_text(settings)
+            _keep_settings(directory / _CONFIG_FILE, settings)
         for sink in sinks:
             for text in headline:
                 sink.write(event_record(text, iteration=state.progress.iteration))
@@ -123,6 +124,16 @@ def _run(state: TrainState, loaders: Loaders, *, settings: str, headline: list[s
     finally:
         for sink in sinks:
             sink.close()
+
+
+def _keep_settings(path: Path, settings: str) -> None:
+    """In the place of what is there: an earlier run's settings, or a link that came with the folder."""
+    try:
+        publish(path, settings)
+    except OSError as error:
+        raise TrainError(
+            f"Cannot write {path}: {error.strerror}. Settings are always kept; choose a writable --log-dir."
+        ) from error
 
 
 def _check_shared_device(run: RunConfig) -> None:

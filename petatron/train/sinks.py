@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem, TrainError
+from petatron.base.files import reopen
 from petatron.config.schema_run import LogConfig
 from petatron.train.live import choose_console
 from petatron.train.metrics import Record, Sink
@@ -71,10 +72,11 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._file = reopen(path, os.O_APPEND)
         except OSError as error:
             raise TrainError(
-                f"Cannot write {path}: {error.strerror}. Metrics are always kept; choose a writable --log-dir."
+                f"Cannot write {path}: {error.strerror}. Metrics are always kept; remove it if it is a link, or choose a writable "
+                "--log-dir."
             ) from error
         self._end_torn_line()
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.files import publish
 from petatron.checkpoint.megatron.arguments import write_arguments
 from petatron.checkpoint.megatron.dist_writing import GlobalTensor, Part, save_tensors
 from petatron.checkpoint.megatron.layouts import cut, pack
@@ -101,7 +102,7 @@ def write_megatron(
     try:
         step.mkdir(parents=True, exist_ok=True)
         _write_legacy(step, job, common) if format == "legacy" else _write_dist(step, job, common)
-        (folder / TRACKER).write_text("release" if iteration == 0 else str(iteration))
+        publish(folder / TRACKER, "release" if iteration == 0 else str(iteration))
     except OSError as error:
         raise CheckpointError(f"{step} cannot be written: {error}. Make room, or write to another folder.") from error
     return step
@@ -202,7 +203,7 @@ def _write_dist(step: Path, job: _Job, common: dict[str, Any]) -> None:
     torch.save(common, step / "common.pt")
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backends |= {"common_backend": "torch", "common_backend_version": 1}
-    (step / "metadata.json").write_text(json.dumps(backends))
+    publish(step / "metadata.json", json.dumps(backends))
 
 
 def _globals(job: _Job) -> list[GlobalTensor]:

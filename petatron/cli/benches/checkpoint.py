@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.files import remove
 from petatron.base.log import get_logger
 from petatron.cli.benches.arguments import not_positive, too_small
 
@@ -119,7 +120,7 @@ class _Bench:
                     step + 1, self.chunks, facts={}, same_layout_key=_LAYOUT, model=self.model, wait=False
                 )
             self.manager.drain()
-        shutil.rmtree(self.folder / "ours")
+        remove(self.folder / "ours")
 
     def _save(self, step: int) -> None:
         with self._timed("save"):

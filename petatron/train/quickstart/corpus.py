@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import DataError
+from petatron.base.files import publish
 
 LEFT_OUT_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
@@ -84,7 +85,7 @@ def write_jsonl(files: Sequence[SourceFile], destination: Path) -> None:
     lines = (json.dumps({"path": file.path, "text": file.text}) + "\n" for file in files)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        destination.write_text("".join(lines), encoding="utf-8")
+        publish(destination, "".join(lines))
     except OSError as error:
         raise DataError(f"Cannot write the corpus to {destination}: {error}. Choose a writable folder.") from error
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 import yaml
 
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.files import publish, remove
 from petatron.config.schema_run import TokenizerConfig
 from petatron.data.indexed import IndexedDataset
 from petatron.data.preprocess import PreprocessOptions, preprocess
@@ -58,7 +57,7 @@ class Workspace:
                 raise ConfigError([Problem("--out", str(self.root), rule, "Give a new or an empty folder.")])
             if fresh:
                 for path in self._made():
-                    _remove(path)
+                    remove(path)
             self.root.mkdir(parents=True, exist_ok=True)
             if fresh or not stamp.is_file():
                 self._write_keys({})
@@ -84,10 +83,7 @@ class Workspace:
         self._write_keys(keys if key is None else {**keys, stage: key})
 
     def _write_keys(self, keys: Mapping[str, str]) -> None:
-        # Written beside and moved, so that a cut never leaves half a file.
-        draft = self.root / f"{STAGES_FILE}.tmp"
-        draft.write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
-        os.replace(draft, self.root / STAGES_FILE)
+        publish(self.root / STAGES_FILE, json.dumps(keys, indent=1) + "\n")
 
     def stage(self, name: str, key: str, outputs: Sequence[Path], work: Callable[[], object]) -> bool:
         """Do a stage unless it is finished with this key; answers whether it was."""
@@ -131,7 +127,7 @@ def prepare_data(space: Workspace) -> tuple[dict[str, IndexedDataset], bool]:
     outputs = [Path(f"{space.data(split)}.{suffix}") for split in SPLITS for suffix in ("bin", "idx")]
 
     def work() -> None:
-        _remove(space.root / "data")  # sample indices of other token files would only take room
+        remove(space.root / "data")  # sample indices of other token files would only take room
         for split in SPLITS:
             prefix = str(space.data(split)).removesuffix("_text_document")
             tokenizer = TokenizerConfig(tokenizer_model=str(space.tokenizer))
@@ -152,11 +148,9 @@ def prepare_settings(space: Workspace, options: QuickstartOptions) -> None:
     key = key_of(space.keys()["data"], settings)
     if space.keys().get("training") != key:
         space.mark("training", None)
-        _remove(space.training)
+        remove(space.training)
         text = yaml.safe_dump(settings, sort_keys=False)
-        space.settings.write_text(
-            f"# Made by petatron quickstart; for petatron train --config\n{text}", encoding="utf-8"
-        )
+        publish(space.settings, f"# Made by petatron quickstart; for petatron train --config\n{text}")
         space.mark("training", key)
 
 
@@ -195,10 +189,3 @@ def why_stopped(metrics: Path) -> str:
         raise DataError(f"{metrics} cannot be read: {error}. Run the quickstart again with --fresh.") from error
     messages = [str(record["message"]) for record in records if record.get("kind") == "event"]
     return next((text for text in reversed(messages) if text.startswith("stopping at ")), "")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -586,7 +586,7 @@ def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_save_pretrained_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = petatron.build_model(run_of("llama"), ParallelMesh.single())
     (tmp_path / "file").write_text("")
-    with pytest.raises(PetatronError, match="could not be saved"):
+    with pytest.raises(PetatronError, match="model cannot be written: Not a directory"):
         model.save_pretrained(tmp_path / "file" / "model")
 
     def fail(self: Disk, old: Path, new: Path) -> None:
