@@ -1,8 +1,6 @@
 """Entry point with the name Megatron users' scripts call: `torchrun ... pretrain_gpt.py FLAGS` is `petatron train FLAGS`."""
 
-import sys
-
-from petatron.cli.main import main
+from petatron.cli.main import entry
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    entry("train")

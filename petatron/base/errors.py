@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from petatron.base.escape import printable
+
 
 class PetatronError(Exception):
     """Base of every error a user can cause and fix; the command line prints it without a traceback."""
@@ -45,7 +47,7 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        head = f"{self.where} {self.found}".strip()
+        head = printable(f"{self.where} {self.found}".strip())
         return f"{head} {self.rule}. {self.fix}".strip()
 
 

@@ -9,16 +9,25 @@ import logging
 import sys
 import warnings
 
+from petatron.base.escape import printable_lines
+
 
 def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith("petatron") else f"petatron.{name}")
+
+
+class EscapedFormatter(logging.Formatter):
+    """Shows control characters in what others wrote, also in a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
 
 
 def configure(*, rank: int = 0, verbose: bool = False) -> None:
     """Send info and above of rank 0 to stderr, and errors of the other ranks with their rank; leave out torch's false alarms."""
     root = logging.getLogger("petatron")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    handler.setFormatter(EscapedFormatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     root.handlers[:] = [handler]
     root.propagate = False
     quiet = logging.INFO if rank == 0 else logging.ERROR

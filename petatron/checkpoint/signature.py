@@ -111,7 +111,9 @@ def read_public_keys(path: Path) -> list[bytes]:
             lines = [line for line in content.splitlines() if line.strip() and not line.startswith(b"#")]
             keys = [library.serialization.load_ssh_public_key(line) for line in lines]
     except (ValueError, library.unsupported) as error:
-        raise CheckpointError(f"{path} holds no public key that can be read: {error}. Give the .pub file of a key.") from error
+        raise CheckpointError(
+            f"{path} holds no public key that can be read: {error}. Give the .pub file of a key."
+        ) from error
     if not keys or not all(isinstance(key, library.ed25519.Ed25519PublicKey) for key in keys):
         raise CheckpointError(f"{path} holds a key that is not Ed25519. Make one with `ssh-keygen -t ed25519`.")
     return [key.public_bytes_raw() for key in keys]
@@ -126,9 +128,13 @@ def _private_key(path: Path) -> Any:
     try:
         key = read(content, password=None)
     except TypeError as error:
-        raise CheckpointError(f"{path} has a passphrase, for which a run cannot ask. Give a key without one.") from error
+        raise CheckpointError(
+            f"{path} has a passphrase, for which a run cannot ask. Give a key without one."
+        ) from error
     except (ValueError, library.unsupported) as error:
-        raise CheckpointError(f"{path} holds no private key that can be read: {error}. Make one with `ssh-keygen -t ed25519`.") from error
+        raise CheckpointError(
+            f"{path} holds no private key that can be read: {error}. Make one with `ssh-keygen -t ed25519`."
+        ) from error
     if not isinstance(key, library.ed25519.Ed25519PrivateKey):
         raise CheckpointError(f"{path} holds a key that is not Ed25519. Make one with `ssh-keygen -t ed25519`.")
     return key

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.escape import printable, unescaped
 from petatron.base.log import configure
 from petatron.base.words import counted
 
@@ -221,7 +222,7 @@ def _print_reports(reports: Sequence[Report], newest: Path | None) -> None:
         verdict = f"good: {report.num_files} files, {_size(report.num_bytes)}" if report.sound else "BROKEN"
         print(f"{report.source}  {verdict}")
         for finding in report.findings:
-            print(f"  {finding.text}")
+            print(f"  {printable(finding.text)}")
     if all(report.sound for report in reports):
         return
     if newest is None:
@@ -254,7 +255,10 @@ class _Progress:
             return
         self._spoke_s, self._open = now, self._terminal
         text = f"{self._doing}: {done / max(total, 1):.0%}"
-        print(f"\r{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+        if self._terminal:
+            print(f"\r{printable(text)}", end="", file=unescaped(sys.stderr), flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
 
 # diff
@@ -289,9 +293,9 @@ def _print_comparison(found: Comparison, sources: tuple[Path, Path], *, rtol: fl
     for name, keys in (("A", found.only_first), ("B", found.only_second)):
         if keys:
             more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
-            print(f"\nonly in {name}: {', '.join(keys[:_SHOWN_KEYS])}{more}")
+            print(f"\nonly in {name}: {', '.join(map(printable, keys[:_SHOWN_KEYS]))}{more}")
     if found.unlike:
-        print("\n" + "\n".join(found.unlike))
+        print("\n" + "\n".join(map(printable, found.unlike)))
     differing = [tensor for tensor in found.tensors if tensor.relative > rtol]
     equal = len(found.tensors) - len(differing)
     print(f"\n{equal} of {len(found.tensors)} tensors are equal" + (f" within {rtol:g}" if rtol else ""))
@@ -388,6 +392,7 @@ def _shown(value: Any) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be; the last one is not filled up."""
+    """Columns as wide as they need to be; the last one is not filled up. A foreign name cannot begin a row of its own."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return "\n".join("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths)), row[-1]]) for row in rows)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.escape import unescaped
 from petatron.base.log import configure
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--on-error", choices=("fail", "skip"), default="fail", help="what a malformed line does (default: fail)")
     add("--max-documents", type=int, metavar="N", help="read at most N lines")
+    add(
+        "--max-line-bytes",
+        type=int,
+        metavar="N",
+        help="refuse longer lines (default: 256 MiB), also after decompression",
+    )
     add("--log-interval", type=int, default=10_000, metavar="N", help="documents between plain progress lines")
     _add_tokenizer_arguments(parser)
     # Known to users of other tools: what would change the result is refused, what would not is named and passed over.
@@ -76,7 +83,7 @@ def _preprocess(args: argparse.Namespace) -> int:
         if given:
             print(f"note: {flag} is not needed: order is always kept, at any number of --workers.", file=sys.stderr)
 
-    from petatron.data.preprocess import PreprocessOptions, preprocess
+    from petatron.data.preprocess import MAX_LINE_BYTES, PreprocessOptions, preprocess
 
     options = PreprocessOptions(
         inputs=tuple(args.input),
@@ -88,6 +95,7 @@ def _preprocess(args: argparse.Namespace) -> int:
         workers=args.workers,
         on_error=args.on_error,
         max_documents=args.max_documents,
+        max_line_bytes=MAX_LINE_BYTES if args.max_line_bytes is None else args.max_line_bytes,
     )
     with _progress_display(args.log_interval) as show:
         report = preprocess(options, show)
@@ -144,7 +152,7 @@ def _progress_display(log_interval: int) -> Iterator[Callable[[Progress], None]]
             pass
         else:
             columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            with Bar(*columns, console=Console(stderr=True)) as bar:
+            with Bar(*columns, console=Console(file=unescaped(sys.stderr))) as bar:
                 task = bar.add_task("starting")
                 # By bytes, because nobody knows the number of documents before the end.
                 yield lambda now: bar.update(

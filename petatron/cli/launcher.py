@@ -31,6 +31,7 @@ from pathlib import Path
 from types import FrameType
 
 from petatron.base.errors import LaunchError
+from petatron.base.escape import escaped_output, unescaped
 from petatron.mesh import failure, secret
 from petatron.mesh.launch import Environment, given_secret, rank_environment
 
@@ -68,7 +69,8 @@ def run_ranks(
                 first = _wait(ranks, grace_s=grace_s)
             finally:
                 _stop(ranks)
-        return _conclude(ranks, first, received, world_size=environments[0].world_size)
+        with escaped_output():  # what failed ranks report may hold words of others
+            return _conclude(ranks, first, received, world_size=environments[0].world_size)
 
 
 @dataclass(slots=True)
@@ -270,7 +272,7 @@ def _conclude(ranks: Sequence[Rank], first: Rank | None, received: Received, *, 
     if first is None:
         return 0
     if sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h")  # a rank that was killed may have left the cursor hidden
+        unescaped(sys.stderr).write("\x1b[?25h")  # a rank that was killed may have left the cursor hidden
     if received.ended(first.process.returncode):
         names = " and ".join(dict.fromkeys(number.name for number in received.signals))
         print(f"Stopped by {names} before the run could end by itself.", file=sys.stderr)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from petatron import __version__
 from petatron.base.errors import ConfigError, PetatronError
+from petatron.base.escape import escaped, escaped_output
 
 VERBS: Mapping[str, str] = {
     "quickstart": "train a small model on this machine in two minutes, nothing to download",
@@ -30,15 +31,24 @@ VERBS: Mapping[str, str] = {
 _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 
-def entry() -> None:
-    """The console script."""
-    sys.exit(main(sys.argv[1:]))
+def entry(*words: str) -> None:
+    """The console script; `words` come before what was typed. The output stays escaped for tracebacks and whatever comes at exit."""
+    sys.stdout, sys.stderr = escaped(sys.stdout), escaped(sys.stderr)
+    sys.exit(main([*words, *sys.argv[1:]]))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one verb and answer its exit code: 2 for a wrong command line or configuration, 1 for other errors."""
+    """Run one verb and answer its exit code: 2 for a wrong command line or configuration, 1 for other errors.
+
+    Whatever is printed meanwhile may hold words of others: their control characters are escaped here, for all verbs.
+    """
+    with escaped_output():
+        return _run(list(argv))
+
+
+def _run(argv: list[str]) -> int:
     try:
-        code = _dispatch(list(argv))
+        code = _dispatch(argv)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has gone; a second failure while Python flushes at exit would print a traceback.

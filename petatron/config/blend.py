@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from petatron.base.foreign import read_bytes
+
+_BLEND_FILE_BYTES = 1 << 26
 
 
 class BlendError(ValueError):
@@ -53,6 +58,11 @@ def parse_split(text: str) -> tuple[float, float, float]:
         raise BlendError("has no share above 0")
     train, valid, test = [number / total for number in numbers] + [0.0] * (3 - len(numbers))
     return train, valid, test
+
+
+def read_blend_file(path: str) -> list[str]:
+    """The words of a `--data-args-path` file; OSError or UnicodeDecodeError if it is no such file."""
+    return read_bytes(Path(path), _BLEND_FILE_BYTES).decode().split()
 
 
 def _number(word: str) -> float | None:

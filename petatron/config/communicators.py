@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.foreign import read_bytes
+from petatron.config.document import MOST_BYTES
 from petatron.config.schema import ParallelConfig
 
 # A group as Megatron names it -> the axes here whose communicators do that work.
@@ -94,7 +96,10 @@ def communicator_problems(config: ParallelConfig) -> Iterator[Problem]:
     except yaml.YAMLError as error:
         yield Problem(_PATH, path, f"is no YAML: {str(error).splitlines()[0]}", "Mend it.")
         return
-    except ValueError as error:
+    except RecursionError:
+        yield Problem(_PATH, path, "is nested too deeply", "Write for example `dp: {max_ctas: 16}`.")
+        return
+    except (ValueError, OverflowError) as error:
         yield Problem(_PATH, path, str(error), "Write for example `dp: {max_ctas: 16}`.")
         return
     for group, values in groups.items():
@@ -120,7 +125,13 @@ def _read(path: str | None) -> Mapping[str, Mapping[str, Any]]:
         return {}
     import yaml
 
-    content = yaml.safe_load(Path(path).read_text()) or {}
+    class Plain(yaml.SafeLoader):
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("uses an alias (*name), by which a few lines can stand for gigabytes")
+            return super().compose_node(parent, index)
+
+    content = Plain(read_bytes(Path(path), MOST_BYTES).decode()).get_single_data() or {}
     if not isinstance(content, dict) or not all(isinstance(values, dict) for values in content.values()):
         raise ValueError("is not a table of groups, each with a table of settings")
     return content

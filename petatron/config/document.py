@@ -7,13 +7,17 @@ through the same parser as a flag's value. `yaml` is imported where it is used s
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from petatron.base.errors import Problem
+from petatron.base.errors import ConfigError, Problem
+from petatron.base.escape import printable
+from petatron.base.foreign import read_bytes, reading
 from petatron.config.fields import FieldInfo, Value, all_fields, by_name, flatten, nearest, sections
 from petatron.config.flags import FILE_FLAG, PRESET_FLAG, value_problem
 from petatron.config.origins import Origin, Setting
@@ -22,6 +26,10 @@ from petatron.config.spellings import SECTIONS
 
 _Node = Any  # a yaml.Node: `id` says scalar, sequence or mapping, and `style` is the quote around a scalar
 _NULL = "tag:yaml.org,2002:null"
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+MOST_BYTES = 1 << 18
+"""A config has a few kilobytes, and a megabyte of YAML takes some fifteen seconds to parse."""
+MOST_PROBLEMS = 100
 # Keys that name a source of settings, which a file cannot do -> what to write on the command line instead.
 _SOURCES = {
     "preset": f"A preset is chosen on the command line: {PRESET_FLAG} NAME.",
@@ -44,13 +52,20 @@ def unusable(problem: Problem) -> Document:
 
 
 def read_file(path: str | Path) -> Document:
-    """A user's file; origins are `file:line`."""
+    """A user's file, or one that others gave to the user; origins are `file:line`."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(Path(path), MOST_BYTES).decode()
+        with reading(Path(path), _unusable_yaml):
+            return read_text(text, source=str(path), kind="file")
+    except (OSError, ValueError) as error:  # ValueError: a path that cannot be one, or bytes that are no text
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         return unusable(Problem("--config", str(path), f"cannot be read: {reason}", "Check the path."))
-    return read_text(text, source=str(path), kind="file")
+    except ConfigError as error:
+        return unusable(error.problems[0])
+
+
+def _unusable_yaml(path: Path, why: str) -> ConfigError:
+    return ConfigError([Problem("--config", str(path), why, "Write plain `field: value` lines.")])
 
 
 def read_text(text: str, *, source: str, kind: Literal["file", "preset"]) -> Document:
@@ -66,7 +81,8 @@ def read_text(text: str, *, source: str, kind: Literal["file", "preset"]) -> Doc
         what = getattr(error, "problem", None) or "it cannot be parsed"
         return unusable(Problem(where, "", f"is not valid YAML: {what}", "Correct that line."))
     if root is not None:
-        reader.read_root(root)
+        with contextlib.suppress(_TooMany):
+            reader.read_root(root)
     return reader.document
 
 
@@ -92,8 +108,10 @@ def dump_yaml(
             plain: Any = list(value) if isinstance(value, tuple) else value
             # Dumped as the only item of a list, a value of any type comes out on one line between brackets.
             text = yaml.safe_dump([plain], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
-            if "\n" in text:  # text with line breaks: JSON's form is one line, and valid YAML
-                text = json.dumps(plain, ensure_ascii=False)
+            if (
+                printable(text) != text
+            ):  # line breaks and other controls: JSON's form is one line, valid YAML, and can be printed
+                text = printable(json.dumps(plain, ensure_ascii=False))
             text = f"{info.name}: {text}"
             origin = origins.get(info.path) if origins else None
             reason = str(origin) if origin is not None and origin.kind == "derived" else None
@@ -101,6 +119,10 @@ def dump_yaml(
             lines.append(f"  {text}" if reason is None else f"  # {text}  ({reason})")
         lines.append("")
     return "\n".join(lines)
+
+
+class _TooMany(Exception):
+    """What a file says is so strange that it was not meant for us; to look for what each key could mean would take minutes."""
 
 
 class _Reader:
@@ -116,6 +138,9 @@ class _Reader:
 
     def problem(self, node: _Node, found: str, rule: str, fix: str) -> None:
         self.document.problems.append(Problem(self.where(node), found, rule, fix))
+        if len(self.document.problems) >= MOST_PROBLEMS:
+            self.document.suspects.update(info.flag for info in all_fields())
+            raise _TooMany
 
     def read_root(self, root: _Node) -> None:
         if root.id != "mapping":
@@ -195,7 +220,10 @@ class _Reader:
                 self.problem(node, info.name, "cannot be unset", f"Leave the line out to get {info.default!r}.")
             return info.optional, None
         if info.kind == "str":
-            return True, node.value
+            if (strange := _UNWRITABLE.search(node.value)) is not None:
+                rule = f"holds the character {printable(strange[0])}, which no path and no name can have"
+                self.problem(node, info.name, rule, "Write it without.")
+            return strange is None, node.value
         try:
             if node.style in ("'", '"') and info.kind != "choice":
                 raise ValueError(f"is quoted text, where {info.kind} is wanted")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from petatron.config.blend import BlendError, parse_blend
+from petatron.config.blend import BlendError, parse_blend, read_blend_file
 from petatron.config.fields import FieldInfo, all_fields, assemble, flatten
 from petatron.config.schema import RunConfig
 
@@ -50,7 +49,7 @@ def _absolute_blend(words: Sequence[str]) -> list[str]:
 def _relative_blend(list_file: str) -> tuple[str, ...]:
     """The words of a file for --data-args-path if some of its prefixes are relative; what cannot be read is reported elsewhere."""
     try:
-        words = Path(list_file).read_text(encoding="utf-8").split()
+        words = read_blend_file(list_file)
         prefixes = [part.prefix for part in parse_blend(words)]
     except (OSError, UnicodeDecodeError, BlendError):
         return ()

@@ -95,6 +95,8 @@ def _missing_files(config: RunConfig) -> Iterator[Problem]:
     for name, path in [*named, ("data_args_path", config.data.data_args_path)]:
         if path is not None and not Path(path).exists():
             yield Problem(flag_of(name), path, "does not exist", "Give the path of a file that is there.")
+        elif path is not None and not Path(path).is_file() and (name != "tokenizer_model" or not Path(path).is_dir()):
+            yield Problem(flag_of(name), path, "is not a file", "Give the path of a file.")
 
 
 def _missing_data(config: RunConfig) -> Iterator[Problem]:

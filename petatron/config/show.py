@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from petatron.base.escape import printable
 from petatron.config.fields import FieldInfo, Value, all_fields, flatten, sections
 from petatron.config.load import Loaded
 from petatron.config.schema import RunConfig
@@ -50,8 +51,8 @@ def format_value(value: Value) -> str:
         # Twelve digits show every default exactly and hide binary noise; what they cannot hold is shown in full.
         return f"{value:.12g}" if float(f"{value:.12g}") == value else repr(value)
     if isinstance(value, tuple):
-        return " ".join(str(item) for item in value) or "-"
-    return str(value)
+        return " ".join(printable(str(item)) for item in value) or "-"
+    return printable(str(value))
 
 
 def _width(texts: Iterable[str]) -> int:

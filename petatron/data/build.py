@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from petatron.base.errors import DataError
+from petatron.base.foreign import reading
 from petatron.base.log import get_logger
+from petatron.config.blend import read_blend_file
 from petatron.config.schema import RunConfig
 from petatron.config.schema_run import DataConfig
 from petatron.data.blend import Blend, BlendedDataset, load_blend, parse_blend
@@ -17,6 +19,7 @@ from petatron.data.dataset import SampleDataset
 from petatron.data.gpt import GPTDataset, split_documents
 from petatron.data.indexed import IndexedDataset
 from petatron.data.mock import MockDataset
+from petatron.data.refusal import refused
 from petatron.data.sampling import plan_epochs
 from petatron.data.tokenizer import Tokenizer
 
@@ -75,10 +78,8 @@ def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[Blend |
     """What each split is made of; None for a split that is not needed."""
     shared = data.data_path
     if data.data_args_path is not None:
-        try:
-            shared = tuple(Path(data.data_args_path).read_text(encoding="utf-8").split())
-        except OSError as error:
-            raise DataError(f"--data-args-path {data.data_args_path} cannot be read: {error}.") from error
+        with reading(Path(data.data_args_path), lambda path, why: refused(f"--data-args-path {path}", why)):
+            shared = tuple(read_blend_file(data.data_args_path))
     per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if shared and any(per_split):
         raise DataError(

@@ -14,13 +14,15 @@ The layout is the one Megatron reads and writes, byte for byte:
     34+12S+8D   S      int8 mode of each sequence; only multimodal files have it, and no header bit says so
 
 A document is usually one sequence; with ready-split sentences it is several, which lie one after the other. Nothing in
-the format protects against a cut or mixed-up copy, so opening checks every count against the sizes of both files.
+the format protects against a cut or mixed-up copy, so opening checks every count against the sizes of both files, before
+anything is made from it and in arithmetic that cannot wrap: where sequences end is computed in uint64.
 """
 
 from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import struct
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,7 +31,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from petatron.base.errors import DataError
+from petatron.base.foreign import open_file, reading
 from petatron.data.cache import remembered_digest
+from petatron.data.refusal import refused
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -88,8 +92,18 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self.idx, self.bin = idx_path(prefix), bin_path(prefix)
         for path in (self.idx, self.bin):
-            if not path.is_file():
-                raise DataError(f"{path} does not exist. {_missing_hint(self.prefix, path)}")
+            with reading(path, refused):
+                if not path.exists():
+                    raise DataError(f"{path} does not exist. {_missing_hint(self.prefix, path)}")
+                open_file(path).close()
+        with reading(self.idx, refused):
+            self.num_tokens = self._open_index()
+        with reading(self.bin, refused):
+            self._tokens = _map(self.bin)
+        self._digest: str | None = None
+
+    def _open_index(self) -> int:
+        """Map the index, check it against both files, return the number of tokens."""
         self.dtype, self.num_sequences, num_boundaries = self._read_header()
         sequences = self.num_sequences
         index = _map(self.idx)
@@ -99,15 +113,14 @@ class IndexedDataset:
         self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", sequences, HEADER.size)
         self.offsets: NDArray[np.int64] = np.frombuffer(index, "<i8", sequences, lengths_end)
         self.document_indices: NDArray[np.int64] = np.frombuffer(index, "<i8", num_boundaries, offsets_end)
-        has_modes = self.idx.stat().st_size > documents_end
+        has_modes = len(index) > documents_end
         self.modes: NDArray[np.int8] | None = (
             np.frombuffer(index, "i1", sequences, documents_end) if has_modes else None
         )
         self.num_documents = num_boundaries - 1
-        self.num_tokens = self._check_sequences()
+        tokens = self._check_sequences()
         self._check_documents()
-        self._tokens = _map(self.bin)
-        self._digest: str | None = None
+        return tokens
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
         """Tokens of sequence `index`, from token `offset`, at most `length` of them. A read-only view, no copy."""
@@ -156,7 +169,7 @@ class IndexedDataset:
 
     def _hash(self, tokens: str) -> str:
         content = hashlib.blake2b(tokens.encode(), digest_size=16)
-        with self.idx.open("rb") as file:
+        with open_file(self.idx) as file:
             while block := file.read(1 << 22):
                 content.update(block)
         return content.hexdigest()
@@ -168,9 +181,9 @@ class IndexedDataset:
         return np.frombuffer(self._tokens, self.dtype, count, start + offset * self.dtype.itemsize)
 
     def _read_header(self) -> tuple[np.dtype, int, int]:
-        size = self.idx.stat().st_size
-        with self.idx.open("rb") as file:
+        with open_file(self.idx) as file:
             head = file.read(HEADER.size)
+            size = os.fstat(file.fileno()).st_size
         if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
             raise DataError(
                 f"{self.idx} is not a token index: it starts with {head[:9]!r}, not {MAGIC!r}. "
@@ -216,11 +229,17 @@ class IndexedDataset:
                     "neither may be negative. The file is damaged: copy it again."
                 )
             tokens += int(lengths.sum())
-            furthest = max(furthest, int((offsets + lengths * itemsize).max()))
+            # Neither is negative, so below 2^63 + 2^34: as int64 the sum would wrap for an offset near 2^63.
+            furthest = max(furthest, int((offsets.view("<u8") + (lengths * itemsize).view("<u8")).max()))
         if furthest > size:
             raise DataError(
                 f"{self.bin} is truncated: it has {size:,} bytes, its index needs {furthest:,}. "
                 f"Copy it again together with {self.idx.name}, or preprocess the data again."
+            )
+        if tokens * itemsize > size:
+            raise DataError(
+                f"{self.idx} counts {tokens:,} tokens of {itemsize} bytes, but {self.bin.name} has only {size:,} bytes: sequences overlap. "
+                "Preprocess the data again; to use documents more often, name the dataset several times or give it a weight."
             )
         if tokens == 0:
             raise DataError(f"{self.prefix} is empty: all {self.num_sequences:,} sequences have no tokens.")
@@ -236,7 +255,7 @@ class IndexedDataset:
             )
         if self.one_sequence_per_document:
             return
-        if bool((np.diff(boundaries) < 0).any()):
+        if bool((boundaries[1:] < boundaries[:-1]).any()):  # a difference could wrap
             raise DataError(f"{self.idx}: document boundaries go backwards. The file is damaged: copy it again.")
         sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
         if bool((self.offsets[1:] != self.offsets[:-1] + sizes[:-1]).any()):
@@ -248,7 +267,7 @@ class IndexedDataset:
 
 def _map(path: Path) -> mmap.mmap:
     # Not numpy.memmap: slicing one costs far more than reading a short sequence does.
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 

@@ -33,9 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
+from petatron.base.escape import printable
 from petatron.config.schema_run import TokenizerConfig
 from petatron.data.indexed import optimal_dtype
-from petatron.data.jsonl import BLOCK_BYTES, Block, read_blocks
+from petatron.data.jsonl import BLOCK_BYTES, MAX_LINE_BYTES, Block, read_blocks
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.data.writer import IndexedWriter
 
@@ -58,6 +59,8 @@ class PreprocessOptions:
     on_error: Literal["fail", "skip"] = "fail"
     max_documents: int | None = None
     """Read at most this many lines in all."""
+    max_line_bytes: int = MAX_LINE_BYTES
+    """A longer line is refused, so that a few kilobytes of compressed data cannot fill the memory."""
     block_bytes: int = BLOCK_BYTES
     """Text handed to a worker at a time."""
 
@@ -163,6 +166,8 @@ def _check(options: PreprocessOptions) -> Tokenizer:
         problems.append(f"--json-keys {' '.join(options.json_keys)} must name each key once")
     if options.max_documents is not None and options.max_documents < 1:
         problems.append(f"--max-documents {options.max_documents} must be at least 1")
+    if options.max_line_bytes < 1:
+        problems.append(f"--max-line-bytes {options.max_line_bytes} must be at least 1")
     if problems:
         raise DataError(f"Cannot preprocess: {'; '.join(problems)}.")
     tokenizer = build_tokenizer(options.tokenizer, vocab_size=options.vocab_size)
@@ -177,7 +182,7 @@ def _check(options: PreprocessOptions) -> Tokenizer:
 def _missing(path: str) -> str:
     if Path(path).is_dir():
         return f"input {path} is a folder; name the files in it, for instance {Path(path) / '*.jsonl'}"
-    return f"input {path} does not exist"
+    return f"input {path} is not a file" if Path(path).exists() else f"input {path} does not exist"
 
 
 def _check_not_empty(options: PreprocessOptions, writers: Sequence[IndexedWriter], totals: _Totals) -> None:
@@ -205,7 +210,8 @@ def _blocks(options: PreprocessOptions) -> Iterator[tuple[Block, int]]:
     before, left = 0, options.max_documents
     for path in options.inputs:
         lines = 0
-        for block in read_blocks(path, max_lines=left, block_bytes=options.block_bytes):
+        limits = {"block_bytes": options.block_bytes, "max_line_bytes": options.max_line_bytes}
+        for block in read_blocks(path, max_lines=left, **limits):
             lines = block.first_line - 1 + block.data.count(b"\n") + (not block.data.endswith(b"\n"))
             yield block, before + block.file_position
         before += Path(path).stat().st_size
@@ -343,7 +349,7 @@ def _value(record: object, key: str) -> Value:
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object")
     if key not in record:
-        present = ", ".join(sorted(map(str, record))[:8]) or "none"
+        present = ", ".join(printable(name, most=40) for name in sorted(record)[:8]) or "none"
         raise ValueError(f"no key {key!r} (keys here: {present})")
     value = record[key]
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value)):

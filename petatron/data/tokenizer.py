@@ -4,12 +4,16 @@ End of document (`eod`) is the id put between documents. It comes from the token
 end-of-text token; a tokenizer without one has eod None, and asking to append it is an error.
 Encoding never adds special tokens of its own, and ignores truncation or padding stored in a tokenizer.json: these are
 made for inference, and would cut training documents without a word.
+
+The files may be anybody's: the library answers some with a panic, when it reads them or only when it meets a text. Every call of it is
+made inside `reading`, so that a user sees one error; and ids are compared with the number of tokens, because a model gets as many rows.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,9 +22,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from petatron.base.companions import find_companions, read_companion
 from petatron.base.errors import DataError
+from petatron.base.escape import printable
+from petatron.base.foreign import read_bytes, read_json, reading
 from petatron.config.schema_run import TokenizerConfig
+from petatron.data.refusal import refused
 
 END_OF_TEXT = "<|endoftext|>"
+MOST_BYTES = 1 << 28
+"""The largest files of published tokenizers have some 40 MB."""
+SPARE_IDS = 1 << 16
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 # Names of the end-of-document token in published tokenizers, tried when no tokenizer_config.json names it.
 EOD_CANDIDATES = (
@@ -59,27 +69,34 @@ class HuggingFaceTokenizer:
         given = Path(path)
         file = given / "tokenizer.json" if given.is_dir() else given
         if not file.is_file():
+            what = "is not a file" if file.exists() else "does not exist"
             raise DataError(
-                f"Tokenizer {file} does not exist. Give --tokenizer-model a tokenizer.json or a folder that holds one; "
+                f"Tokenizer {file} {what}. Give --tokenizer-model a tokenizer.json or a folder that holds one; "
                 "names of models on a hub are not downloaded."
             )
         names = ("tokenizer.json", *_COMPANIONS)
-        beside = find_companions(given, names, DataError) if given.is_dir() else {"tokenizer.json": file}
-        self._fast = _load_fast(file)
+        beside = find_companions(given, names, DataError) if given.is_dir() else {}
+        with reading(file, _not_a_tokenizer):
+            content = read_bytes(file, MOST_BYTES)
+            self._fast = _load_fast(content)
+            self.vocab_size = _vocab_size(file, self._fast)
         self.name = str(given)
-        self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod = self._find_eod(file.parent / "tokenizer_config.json")
         self._files = {name: read_companion(path, DataError) for name, path in beside.items()}
+        self._files["tokenizer.json"] = content
 
     def encode(self, text: str) -> list[int]:
-        return self._fast.encode(text, add_special_tokens=False).ids
+        with reading(Path(self.name), _text_refused):
+            return self._fast.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # The fast form leaves out character offsets, which nothing here uses.
-        return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with reading(Path(self.name), _text_refused):
+            # The fast form leaves out character offsets, which nothing here uses.
+            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
+        with reading(Path(self.name), _ids_refused):
+            return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
 
     def files(self) -> dict[str, bytes]:
         return {**_plain_config(self._fast, self.eod), **self._files}
@@ -101,29 +118,28 @@ class GPT2BPETokenizer:
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         for path, flag in ((vocab_file, "--vocab-file"), (merge_file, "--merge-file")):
             if not Path(path).is_file():
-                raise DataError(f"Tokenizer file {path} does not exist. Check {flag}.")
-        try:
-            model = models.BPE.from_file(str(vocab_file), str(merge_file))
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(
-                f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary and its merges: {error}"
-            ) from error
-        self._fast = FastTokenizer(model)
-        self._fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._fast.decoder = decoders.ByteLevel()
+                what = "is not a file" if Path(path).exists() else "does not exist"
+                raise DataError(f"Tokenizer file {path} {what}. Check {flag}.")
+        self._files = {"vocab.json": _read(Path(vocab_file)), "merges.txt": _read(Path(merge_file))}
+        with reading(Path(vocab_file), partial(_not_gpt2, merge_file)):
+            self._fast = FastTokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
+            self._fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            self._fast.decoder = decoders.ByteLevel()
+            self.vocab_size = _vocab_size(vocab_file, self._fast)
+            self.eod = self._fast.token_to_id(END_OF_TEXT)
         self.name = f"GPT2BPETokenizer({vocab_file}, {merge_file})"
-        self.vocab_size = max(self._fast.get_vocab().values(), default=-1) + 1
-        self.eod = self._fast.token_to_id(END_OF_TEXT)
-        self._files = {"vocab.json": Path(vocab_file).read_bytes(), "merges.txt": Path(merge_file).read_bytes()}
 
     def encode(self, text: str) -> list[int]:
-        return self._fast.encode(text).ids
+        with reading(Path(self.name), _text_refused):
+            return self._fast.encode(text).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts))]
+        with reading(Path(self.name), _text_refused):
+            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
+        with reading(Path(self.name), _ids_refused):
+            return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
 
     def files(self) -> dict[str, bytes]:
         whole = {"tokenizer.json": self._fast.to_str().encode()}
@@ -238,27 +254,61 @@ def _plain_config(fast: FastTokenizer, eod: int | None) -> dict[str, bytes]:
     return {"tokenizer_config.json": json.dumps(content, indent=1).encode()}
 
 
-def _load_fast(file: Path) -> FastTokenizer:
-    try:
-        fast = FastTokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(
-            f"{file} is not a tokenizer.json: {error}. Copy it again; a SentencePiece tokenizer.model must first be converted."
-        ) from error
+def _load_fast(content: bytes) -> FastTokenizer:
+    fast = FastTokenizer.from_buffer(content)
     fast.no_truncation()
     fast.no_padding()
     return fast
 
 
+def _vocab_size(path: str | Path, fast: FastTokenizer) -> int:
+    """One more than the highest id. Published tokenizers leave some ids out, but not most of them."""
+    ids = fast.get_vocab(with_added_tokens=True)
+    size = max(ids.values(), default=-1) + 1
+    if size > 2 * len(ids) + SPARE_IDS:
+        token = printable(max(ids, key=lambda name: ids[name]), most=40)
+        raise DataError(
+            f"{path} gives the token {token!r} the id {size - 1:,}, but has only {len(ids):,} tokens. A model would need a row for "
+            "every id; use a tokenizer that numbers its tokens without such gaps."
+        )
+    return size
+
+
+def _read(path: Path) -> bytes:
+    with reading(path, refused):
+        return read_bytes(path, MOST_BYTES)
+
+
+def _not_a_tokenizer(file: Path, why: str) -> DataError:
+    return DataError(
+        f"{file} is not a tokenizer.json: it {why}. Copy it again; a SentencePiece tokenizer.model must first be converted."
+    )
+
+
+def _not_gpt2(merge_file: str | Path, vocab_file: Path, why: str) -> DataError:
+    return DataError(f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary and its merges: the first {why}.")
+
+
+def _text_refused(name: Path, why: str) -> DataError:
+    return DataError(f"A text for the tokenizer {name} {why}. Check the text and the tokenizer's files.")
+
+
+def _ids_refused(name: Path, why: str) -> DataError:
+    return DataError(f"Token ids for the tokenizer {name} {why}. Check its files.")
+
+
 def _eos_in_config(config: Path) -> str | None:
     """eos_token of a tokenizer_config.json, which may be a string or an object with its content."""
-    if not config.is_file():
+    if not config.exists():
         return None
-    try:
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{config} is not valid JSON: {error}. Copy it again, or remove it.") from error
-    return token.get("content") if isinstance(token, dict) else token
+    with reading(
+        config, lambda path, why: DataError(f"{path} is not valid JSON: it {why}. Copy it again, or remove it.")
+    ):
+        token = read_json(config, MOST_BYTES).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(token, str):
+            raise TypeError("eos_token is neither a text nor an object with its content")
+    return token
 
 
 def _kind_from_files(config: TokenizerConfig) -> str | None:

@@ -319,14 +319,10 @@ def _pack_json(value: Any, axis: Axis) -> Tensor:
     """A value as bytes, its length in front, padded to the longest of all ranks. Bytes of JSON, since a pickle runs code."""
     text = json.dumps(value).encode()
     content = len(text).to_bytes(8, "little") + text
-    device = _control_device(axis)
-    longest = torch.tensor([len(content)], device=device)
-    if device.type == "cpu":
-        longest = largest(longest, axis)
-    else:
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=axis.group)
+    longest = torch.tensor([len(content)], device=_control_device(axis))
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=axis.group)
     padded = content.ljust(int(longest), b"\0")
-    return torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(longest.device)
 
 
 def _unpack_json(packed: Tensor) -> Any:

@@ -11,6 +11,7 @@ hosts the store, stays until all have read it, or a few seconds. Later on the wa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -93,7 +94,10 @@ class Rendezvous:
         if not self.store.check(["nonce"]):
             return False
         nonce = self._read("nonce")
-        self._secret = _secret_of(self._environment, timeout_s=0.0)  # an earlier run may have left another one
+        with contextlib.suppress(
+            LaunchError
+        ):  # an earlier run may have left another one; when all are admitted it is gone
+            self._secret = _secret_of(self._environment, timeout_s=0.0)
         own = f"present/{self.rank}", proof(self._secret, nonce, "rank", self.rank, self._world_size)
         if not self.store.check([own[0]]) or self._read(own[0]) != own[1]:
             self.store.set(*own)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import numpy as np
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.escape import escaped, printable, unescaped
 from petatron.train.metrics import LogRecord, Record, Sink, as_text, duration, percent
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def choose_console(
             return ConsoleSink(lines, throughput=throughput)
         problem = Problem("--live", "on", "needs rich, which is not installed", "pip install 'petatron[log]'.")
         raise ConfigError([problem]) from error
-    console = Console(file=terminal, force_terminal=True if live == "on" else None)
+    console = Console(file=unescaped(terminal), force_terminal=True if live == "on" else None)
     if live == "auto" and console.is_dumb_terminal:
         return ConsoleSink(lines, throughput=throughput)
     return LiveSink(console)
@@ -92,7 +93,9 @@ class LiveSink:
         self._live = Live(
             console=console, get_renderable=self.view, auto_refresh=auto_refresh, refresh_per_second=2, transient=False
         )
+        self._streams = sys.stdout, sys.stderr
         self._live.start()
+        sys.stdout, sys.stderr = escaped(sys.stdout), escaped(sys.stderr)  # rich has put its own in their place
         self._moved_handlers = _move_log_handlers(console.file)
 
     def write(self, record: Record) -> None:
@@ -104,11 +107,12 @@ class LiveSink:
             self._valid = [*self._valid, (record["iteration"], record["lm_loss"])]
             self._messages.append(f"iteration {record['iteration']}: {record['split']} loss {record['lm_loss']:.4f}")
         else:
-            self._messages.append(str(record["message"]))
+            self._messages.append(printable(str(record["message"])))
         self._live.refresh()
 
     def close(self) -> None:
         self._live.stop()
+        sys.stdout, sys.stderr = self._streams
         for handler, stream in self._moved_handlers:
             handler.setStream(stream)
         self._moved_handlers = []
@@ -135,7 +139,7 @@ def _move_log_handlers(terminal: Any) -> list[tuple[logging.StreamHandler[Any], 
     """
     moved: list[tuple[logging.StreamHandler[Any], Any]] = []
     for handler in logging.getLogger("petatron").handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream in (terminal, sys.__stderr__):
+        if isinstance(handler, logging.StreamHandler) and unescaped(handler.stream) in (terminal, sys.__stderr__):
             moved.append((handler, handler.stream))
             handler.setStream(sys.stderr)
     return moved

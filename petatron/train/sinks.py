@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem, TrainError
+from petatron.base.escape import drawn_output
 from petatron.base.files import reopen
 from petatron.config.schema_run import LogConfig
 from petatron.train.live import choose_console
@@ -155,7 +156,8 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise _missing("--wandb-project", project, "wandb") from error
-        self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(run_facts or {}))
+        with drawn_output():
+            self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(run_facts or {}))
 
     def write(self, record: Record) -> None:
         values = scalars(record)
@@ -163,7 +165,8 @@ class WandbSink:
             self._run.log(values, step=record["iteration"])
 
     def close(self) -> None:
-        self._run.finish()
+        with drawn_output():
+            self._run.finish()
 
 
 def _missing(flag: str, value: str, library: str) -> ConfigError:

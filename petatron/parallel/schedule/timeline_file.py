@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import DataError
+from petatron.base.foreign import read_json
 from petatron.parallel.schedule.actions import Action, Kind, TimedAction
+
+_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +39,17 @@ def write_measured(path: Path | str, schedule_name: str, ranks: Sequence[Sequenc
 def read_measured(path: Path | str) -> MeasuredTimeline:
     """Read what `write_measured` wrote; DataError with what is wrong if it is missing or something else."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(Path(path), _MOST_BYTES)
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}. Give the file a run wrote its timeline to.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}). Give the file a run wrote its timeline to.") from error
     try:
         ranks = tuple(tuple(from_record(record) for record in rank) for rank in content["ranks"])
         name = str(content["name"])
     except KeyError as error:
         raise DataError(f"{path} is no measured timeline: {error} is missing. {_EXPECTED}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise DataError(f"{path} is no measured timeline: {error}. {_EXPECTED}") from error
     if not any(ranks):
         raise DataError(f"{path} has no actions. {_EXPECTED}")

@@ -17,11 +17,13 @@ from pathlib import Path
 
 from petatron.base.errors import DataError
 from petatron.base.files import publish
+from petatron.base.foreign import read_bytes
 
 LEFT_OUT_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
 HELD_OUT_ONE_IN = 20
+_MOST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,6 @@ def _hash(path: str) -> int:
 def _read(path: Path) -> str:
     """The text of a file; empty when it cannot be read or is not UTF-8."""
     try:
-        return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+        return read_bytes(path, _MOST_BYTES).decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError):
         return ""

@@ -19,6 +19,7 @@ from petatron.base.errors import LaunchError, PeerFailure
 from petatron.mesh import rendezvous
 from petatron.mesh.launch import SINGLE, STORE_FILE, Environment, is_echo, rank_environment, read_environment
 from petatron.mesh.rendezvous import Rendezvous, tell_peers
+from petatron.mesh.secret import leave_secret
 
 ROOT = Path(__file__).resolve().parents[3]
 SOON, LATE = timedelta(seconds=0.5), timedelta(seconds=20)
@@ -103,6 +104,23 @@ def test_torchruns_own_store_is_used_where_it_has_one() -> None:
     assert read_environment(env).agent_attempt is None
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
     assert read_environment(env).agent_attempt == 3
+
+
+def test_srun_ranks_find_the_secret_that_the_first_one_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an earlier run left another one; and when all have joined it is gone."""
+    monkeypatch.setattr(rendezvous, "secret_folder", lambda: tmp_path / "secrets")
+    monkeypatch.setattr(rendezvous, "set_variables", lambda wanted: None)
+    port = free_port()
+    places = [
+        dataclasses.replace(SINGLE, rank=rank, world_size=2, master_port=port, secret_name="job") for rank in (0, 1)
+    ]
+    leave_secret("job", tmp_path / "secrets")
+    stale = threading.Thread(target=lambda: Rendezvous(places[1]).roll_call(LATE))
+    stale.start()
+    time.sleep(0.3)
+    Rendezvous(places[0]).roll_call(LATE)
+    stale.join(timeout=10)
+    assert not stale.is_alive() and not list((tmp_path / "secrets").iterdir())
 
 
 FAILS = """

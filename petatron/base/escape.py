@@ -1,0 +1,99 @@
+"""Foreign text on a terminal: control characters are shown, never obeyed.
+
+A key of a JSON file, the name of a tensor or of a file, and the text of a document are written by others, and a terminal takes some
+characters as commands: to set its title or answer back, to move the cursor and write over what stood there, to read from right to
+left. So the rule stands at the door and not where each message is made: all that a command prints goes through `EscapedStream`, and
+all that is logged through `base/log.py`, which escape every control character but tabs and the ends of lines. Whoever draws on the
+terminal (colours, a bar that moves) asks for the stream behind it with `unescaped`, and escapes foreign words itself.
+
+An escape is written as JSON, YAML and Python write it, so that printed JSON stays the same JSON. It is not escaped twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO, cast
+
+# C0 and C1 controls and DEL; the marks, embeddings, overrides and isolates of text direction; line and paragraph separators; the
+# byte order mark; and surrogates, which stand for bytes of a file name that are no text and which no stream can encode.
+_LINE_BREAKS = "\t\n"
+_CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
+_IN_LINES, _IN_WORDS = re.compile(f"[{_CONTROLS}]"), re.compile(f"[{_CONTROLS}{_LINE_BREAKS}]")
+
+
+def printable(text: str, *, most: int | None = None) -> str:
+    r"""A foreign word inside a sentence: also tabs and ends of lines are escaped; `most` characters are shown.
+
+    >>> print(printable("a\x1b[2Jb\nc"), printable("\u202egnp.exe"), printable("long story", most=4))
+    a\u001b[2Jb\u000ac \u202egnp.exe long...
+    """
+    shown = text if most is None or len(text) <= most else f"{text[:most]}..."
+    return _IN_WORDS.sub(_escape, shown)
+
+
+def printable_lines(text: str) -> str:
+    r"""Text of several lines, which stay lines.
+
+    >>> print(printable_lines("one\ntwo\x9b1m"))
+    one
+    two\u009b1m
+    """
+    return _IN_LINES.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
+
+
+class EscapedStream:
+    """A text stream that shows control characters instead of sending them; in all else the stream behind it."""
+
+    def __init__(self, behind: TextIO) -> None:
+        self.behind = behind
+
+    def write(self, text: str) -> int:
+        self.behind.write(printable_lines(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.behind, name)
+
+
+def escaped(stream: TextIO) -> TextIO:
+    return stream if isinstance(stream, EscapedStream) else cast(TextIO, EscapedStream(stream))
+
+
+def unescaped(stream: TextIO) -> TextIO:
+    """The stream to draw on; foreign words written to it must be `printable`."""
+    return stream.behind if isinstance(stream, EscapedStream) else stream
+
+
+@contextlib.contextmanager
+def escaped_output() -> Iterator[None]:
+    """While open, what is printed is escaped."""
+    with _streams(escaped):
+        yield
+
+
+@contextlib.contextmanager
+def drawn_output() -> Iterator[None]:
+    """While open, what is printed goes out as it is: for a library that draws on the terminal by itself."""
+    with _streams(unescaped):
+        yield
+
+
+@contextlib.contextmanager
+def _streams(change: Any) -> Iterator[None]:
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(change, before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before

@@ -1,0 +1,11 @@
+"""The one wording for a data file, an index or a tokenizer that cannot be used (`base/foreign.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from petatron.base.errors import DataError
+
+
+def refused(path: str | Path, why: str) -> DataError:
+    return DataError(f"{path} {why}. Check the file, or copy it again.")
