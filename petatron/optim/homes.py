@@ -52,7 +52,7 @@ class DiskHome:
     a crash in the middle of a step.
     """
 
-    def __init__(self, folder: str, num_bytes: int, *, rank: int) -> None:
+    def __init__(self, folder: str, num_bytes: int) -> None:
         self._at = 0
         try:
             self._memory = _mapped(Path(folder), max(num_bytes, 1))

@@ -70,7 +70,7 @@ class MasterOptimizer:
         if any(weight.dtype == torch.float64 for weight in weights):
             kernels = PLAIN
         self._rule = build_rule(config, kernels, self._device)
-        self._segments = self._place(memory or MemoryConfig(), weights, mesh.rank)
+        self._segments = self._place(memory or MemoryConfig(), weights)
         self._shuttle = self._build_shuttle(memory or MemoryConfig())
         self._tell_offloaded(None if memory is None else memory.optimizer_nvme_offload)
         stretches = [stretch for group in groups for stretch in group.stretches]
@@ -84,7 +84,7 @@ class MasterOptimizer:
     def _grads(self) -> list[Tensor]:
         return [grad for group in self._groups for grad in group.grads()]
 
-    def _place(self, memory: MemoryConfig, weights: Sequence[Tensor], rank: int) -> list[Segment]:
+    def _place(self, memory: MemoryConfig, weights: Sequence[Tensor]) -> list[Segment]:
         """Give every element its state: the master weights as the model has them now, and zero moments."""
         folder = memory.optimizer_nvme_offload
         away = memory.optimizer_cpu_offload or folder is not None
@@ -97,7 +97,7 @@ class MasterOptimizer:
                 for one in ranges
                 if one.offloaded
             )
-            elsewhere = DiskHome(folder, num_bytes, rank=rank)
+            elsewhere = DiskHome(folder, num_bytes)
         here = DeviceHome(self._device)
         return [self._segment(one, weights, elsewhere if one.offloaded else here) for one in ranges]
 

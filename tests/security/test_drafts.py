@@ -56,7 +56,7 @@ def test_optimizer_state_on_disk_has_no_name_to_guess(tmp_path: Path, victim: Pa
     folder = tmp_path / "scratch"
     folder.mkdir()
     (folder / f"optimizer-state-{os.getpid()}-0.bin").symlink_to(victim)
-    memory = DiskHome(str(folder), 8192, rank=0).zeros(1000, torch.float32)
+    memory = DiskHome(str(folder), 8192).zeros(1000, torch.float32)
     memory.fill_(3.0)
     assert memory.sum() == 3000 and [path.is_symlink() for path in folder.iterdir()] == [True]
 

@@ -208,6 +208,13 @@ def test_a_run_replaces_a_link_by_its_settings(tmp_path: Path, victim: Path):
     assert "train_iters: 2" in (tmp_path / "run" / "config.yaml").read_text()
 
 
+def test_settings_that_cannot_be_kept_are_an_error(tmp_path: Path):
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
+    with pytest.raises(TrainError, match=r"Cannot write .*config\.yaml: Is a directory.*--log-dir"):
+        train(tmp_path / "run", 1)
+    assert not list((tmp_path / "run").glob(".config*"))
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_what_is_no_file_is_no_lock_and_no_log(tmp_path: Path, make: Callable[[Path], None]):
     """A pipe would keep whoever opens it waiting."""

@@ -304,9 +304,9 @@ def test_a_gpu_gains_from_both_places():
 def test_a_folder_that_cannot_hold_the_state(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match=r"Cannot keep 0\.00 GB of optimizer state in .*file.*writable folder"):
-        DiskHome(str(tmp_path / "file"), 100, rank=0)
+        DiskHome(str(tmp_path / "file"), 100)
     with pytest.raises(TrainError, match=r"No such file or directory: .*missing/state"):
-        DiskHome(str(tmp_path / "missing" / "state"), 100, rank=0)
+        DiskHome(str(tmp_path / "missing" / "state"), 100)
     with pytest.raises(TrainError, match="with more space, or use --optimizer-cpu-offload"):
-        DiskHome(str(tmp_path), 1 << 60, rank=0)
+        DiskHome(str(tmp_path), 1 << 60)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
