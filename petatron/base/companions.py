@@ -14,7 +14,9 @@ from typing import Any
 
 from petatron.base.errors import PetatronError
 from petatron.base.files import outside
+from petatron.base.foreign import read_bytes, reading
 
+_MOST_BYTES = 1 << 28
 NAMES_OF_CODE = ("auto_map", "trust_remote_code", "custom_pipelines", "attn_implementation", "_attn_implementation")
 """Settings that say which code reads a model, the last two because they may name a repository of kernels."""
 
@@ -33,7 +35,8 @@ def find_companions(folder: Path, names: Iterable[str], error: type[PetatronErro
 
 def read_companion(path: Path, error: type[PetatronError]) -> bytes:
     """The content of one of them; a config without the settings that name code, and else byte for byte."""
-    content = path.read_bytes()
+    with reading(path, lambda file, why: error(f"{file} {why}. Copy it again, or remove it.")):
+        content = read_bytes(path, _MOST_BYTES)
     if not path.name.endswith("config.json"):
         return content
     try:

@@ -149,7 +149,7 @@ def is_private(folder: Path) -> bool:
     (True, False)
     """
     status = folder.lstat()
-    return status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def link_target(path: Path, folder: Path) -> Path | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
+
+from petatron.base.files import is_private
 
 
 def private_folder(name: str) -> Path | None:
@@ -12,8 +12,6 @@ def private_folder(name: str) -> Path | None:
     try:
         folder = Path.home() / ".petatron" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
+        return folder if is_private(folder) else None
     except (OSError, RuntimeError):  # RuntimeError: nobody knows where home is
         return None
-    alone = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return folder if alone else None

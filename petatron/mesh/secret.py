@@ -17,6 +17,7 @@ from pathlib import Path
 from petatron.base.errors import LaunchError
 from petatron.base.files import is_private
 from petatron.base.log import get_logger
+from petatron.base.private import private_folder
 
 _log = get_logger(__name__)
 VARIABLE = "PETATRON_SECRET"
@@ -25,7 +26,14 @@ _POLL_S, _NOTICE_S = 0.2, 30.0
 
 
 def secret_folder() -> Path:
-    return Path.home() / ".petatron" / "rendezvous"
+    """Where ranks of several machines leave and find it."""
+    folder = private_folder("rendezvous")
+    if folder is None:
+        raise LaunchError(
+            "There is no folder ~/.petatron/rendezvous that only you can open, where ranks would leave their secret. Make it with "
+            f"mode 700, or export {VARIABLE} with one random value for all ranks."
+        )
+    return folder
 
 
 def check_secret(text: str) -> str:

@@ -40,7 +40,7 @@ def test_three_launchers_one_program(tmp_path: Path):
         "SLURM_STEP_ID": "0",
         "SLURM_JOB_NODELIST": "localhost",
     }
-    slurm |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    slurm |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "GLOO_SOCKET_IFNAME": "lo", "HOME": str(tmp_path)}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags],

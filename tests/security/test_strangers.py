@@ -23,7 +23,7 @@ from petatron.base.errors import LaunchError, PeerFailure
 from petatron.mesh import rendezvous
 from petatron.mesh.launch import SINGLE, Environment, given_secret, rank_environment, read_environment
 from petatron.mesh.rendezvous import Rendezvous
-from petatron.mesh.secret import VARIABLE, find_secret, leave_secret
+from petatron.mesh.secret import VARIABLE, find_secret, leave_secret, secret_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET, OTHER = "correct horse battery", "staple staple staple"
@@ -132,6 +132,14 @@ def test_a_folder_of_secrets_that_others_can_open_is_refused(tmp_path: Path) -> 
     (tmp_path / "run").write_text(SECRET)
     with pytest.raises(LaunchError, match="open to other users"):
         find_secret("run", tmp_path, timeout_s=0)
+
+
+def test_a_home_that_others_can_open_holds_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert secret_folder() == tmp_path / ".petatron" / "rendezvous"
+    secret_folder().chmod(0o755)
+    with pytest.raises(LaunchError, match="only you can open"):
+        secret_folder()
 
 
 def test_a_secret_that_does_not_come_is_explained(tmp_path: Path) -> None:
