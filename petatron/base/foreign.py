@@ -70,7 +70,7 @@ def open_file(path: Path, *, buffering: int = -1) -> BinaryIO:
     OSError: [Errno 22] it is not a regular file: '/dev/null'
     """
     _check_regular(os.stat(path), path)
-    file: Any = open(path, "rb", buffering=buffering, opener=_open_without_waiting)
+    file: Any = open(path, "rb", buffering=buffering, opener=_open_without_waiting)  # noqa: SIM115
     try:
         _check_regular(os.fstat(file.fileno()), path)
     except BaseException:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from petatron.base.errors import CheckpointError
+from petatron.base.foreign import open_file
 from petatron.checkpoint import storage
 from petatron.checkpoint.huggingface import CONFIG, is_model_folder
 from petatron.config import Loaded, load_config
@@ -75,7 +76,7 @@ def refuse_inside_step(path: Path, called: str) -> None:
 def _is_step(folder: Path) -> bool:
     """Many programs have a manifest.json; ours says so in its first words."""
     try:
-        with (folder / storage.MANIFEST).open("rb") as file:
+        with open_file(folder / storage.MANIFEST) as file:
             return b'"petatron checkpoint"' in file.read(64)
     except OSError:
         return False
