@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 
 Shape = tuple[int, ...]
 _MOST_CUT = 8
@@ -91,14 +91,26 @@ def _tile(logical_shape: Shape, boxes: Sequence[Box]) -> bool:
     ]
     if not cut or len(cut) > _MOST_CUT:
         return len(kept) <= 1
-    corners: dict[Shape, int] = {}
-    for sign, box in ((-1, Box((0,) * len(logical_shape), logical_shape)), *((1, box) for box in kept)):
-        for signs, corner in zip(
-            product((sign, -sign), *[(1, -1)] * (len(cut) - 1)),
-            product(*((box.start[dim], box.start[dim] + box.shape[dim]) for dim in cut)),
-        ):
-            corners[corner] = corners.get(corner, 0) + math.prod(signs)
+    # Places along a dimension are numbered, and a corner is one number: nobody can make those collide, as one can tuples.
+    kept.append(Box((0,) * len(logical_shape), logical_shape))
+    numbers = [_numbered({end for box in kept for end in (box.start[d], box.start[d] + box.shape[d])}) for d in cut]
+    corners: dict[int, int] = {}
+    for at, box in enumerate(kept):
+        found = [(0, -1 if at == len(kept) - 1 else 1)]
+        for dim, number in zip(cut, numbers):
+            first, last = number[box.start[dim]], number[box.start[dim] + box.shape[dim]]
+            found = [
+                place
+                for base, sign in found
+                for place in ((base * len(number) + first, sign), (base * len(number) + last, -sign))
+            ]
+        for corner, sign in found:
+            corners[corner] = corners.get(corner, 0) + sign
     return not any(corners.values())
+
+
+def _numbered(places: set[int]) -> dict[int, int]:
+    return {place: number for number, place in enumerate(sorted(places))}
 
 
 def _shared(boxes: Sequence[Box]) -> Box | None:
