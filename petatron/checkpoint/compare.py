@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.inspect import Note, run_facts
+from petatron.checkpoint.inspect import Note, run_config, run_facts
 from petatron.checkpoint.manifest import Manifest, StoredTensor
 from petatron.checkpoint.reading import Plan, Read, fill
 from petatron.checkpoint.safetensors_file import DTYPES
@@ -99,20 +99,25 @@ def _check_whole(source: Path, manifest: Manifest) -> None:
 
 def _settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Progress, data and every field of the configuration that differ."""
+    configs = run_config(first), run_config(second)
     sections = [
-        ("progress", first.get("progress"), second.get("progress")),
+        ("progress", _table_of(first, "progress"), _table_of(second, "progress")),
         *(
-            (name, (first.get("config") or {}).get(name), (second.get("config") or {}).get(name))
-            for name in dict.fromkeys([*(first.get("config") or {}), *(second.get("config") or {})])
+            (name, *(_table_of(config, name) for config in configs))
+            for name in dict.fromkeys([*configs[0], *configs[1]])
         ),
     ]
     if first.get("data") != second.get("data"):
         yield "data", first.get("data"), second.get("data")
     for section, old, new in sections:
-        old, new = old or {}, new or {}
         for name in dict.fromkeys([*old, *new]):
             if old.get(name) != new.get(name):
                 yield f"{section}.{name}", old.get(name), new.get(name)
+
+
+def _table_of(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = facts.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _pairs(first: Mapping[str, StoredTensor], second: Mapping[str, StoredTensor]) -> tuple[list[_Pair], dict[str, str]]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from petatron.base.companions import find_companions
 from petatron.base.errors import CheckpointError
+from petatron.base.foreign import open_file
 from petatron.checkpoint import storage
 from petatron.checkpoint.huggingface import CONFIG, is_model_folder
 from petatron.config import Loaded, load_config
@@ -100,7 +101,7 @@ def open_draft(target: Path) -> Path:
 def _is_step(folder: Path) -> bool:
     """Many programs have a manifest.json; ours says so in its first words."""
     try:
-        with (folder / storage.MANIFEST).open("rb") as file:
+        with open_file(folder / storage.MANIFEST) as file:
             return b'"petatron checkpoint"' in file.read(64)
     except OSError:
         return False

@@ -7,21 +7,23 @@ the same as reading a checkpoint of ours: any layout, only the bytes that are ne
 from __future__ import annotations
 
 import fnmatch
-import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
+from petatron.base.foreign import open_file, read_json, reading
 from petatron.checkpoint.disk import BLOCK_BYTES
 from petatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.reading import open_header
-from petatron.checkpoint.safetensors_file import Slot
+from petatron.checkpoint.safetensors_file import MOST_HEADER_BYTES, Slot
 from petatron.checkpoint.state import WEIGHTS
 from petatron.config.identity import SPELLINGS, is_identity
 from petatron.mesh.boxes import Box
 from petatron.mesh.spec import Shape
 from petatron.models.base import Architecture
+from petatron.models.counts import check_counts
 from petatron.models.hf import (
     OWN_TYPE,
     Entry,
@@ -36,6 +38,7 @@ from petatron.models.hf import (
 
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
+_MOST_CONFIG_BYTES = 16 << 20
 
 
 def is_model_folder(path: Path) -> bool:
@@ -43,17 +46,44 @@ def is_model_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
 
 
+def not_usable(path: Path, why: str) -> CheckpointError:
+    """The error for a file of a model's folder."""
+    return CheckpointError(f"{path} {why}. Take it from the model's own folder.")
+
+
 def read_model_config(path: Path) -> dict[str, Any]:
     """The content of a folder's config.json."""
-    try:
-        content = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path / CONFIG} cannot be read: {error}. Take it from the model's own folder."
-        ) from error
+    with reading(path / CONFIG, not_usable):
+        try:
+            content = read_json(path / CONFIG, _MOST_CONFIG_BYTES)
+        except ValueError as error:
+            raise not_usable(path / CONFIG, f"cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path / CONFIG} is no table of settings. Take it from the model's own folder.")
+        raise not_usable(path / CONFIG, "is no table of settings")
     return content
+
+
+def read_model_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ModelConfig and MoEConfig values from a folder's config.json; the second are none for a dense model."""
+    with reading(path / CONFIG, not_usable):
+        return read_config_json(read_model_config(path))
+
+
+def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, Any]) -> None:
+    """Refuses settings that claim more than the folder's files can hold, before a model is made of them."""
+    apart = read_model_config(path).get("model_type") != OWN_TYPE
+    check_counts(path / CONFIG, not_usable, model, moe, num_tensors=len(_slots(path)), experts_apart=apart)
+
+
+def check_stored_size(path: Path, architecture: Architecture) -> None:
+    """Refuses a model that is larger than the folder's files, before there is memory for it."""
+    shapes = logical_shapes(architecture.model, architecture.moe, architecture.experts_in)
+    needed = sum(math.prod(shape) for shape in shapes.values())
+    stored = sum(slot.end - slot.begin for _, slot in _slots(path).values())
+    if needed > stored:
+        raise not_usable(
+            path / CONFIG, f"describes {needed:,} parameters, and the files beside it have {stored:,} bytes"
+        )
 
 
 def folder_manifest(path: Path, architecture: Architecture) -> Manifest:
@@ -112,7 +142,7 @@ def _equal(path: Path, a: tuple[str, Slot], b: tuple[str, Slot]) -> bool:
     """Whether two tensors of a folder have the same bytes, read a block at a time."""
     if a[1].end - a[1].begin != b[1].end - b[1].begin:
         return False
-    with (path / a[0]).open("rb") as first, (path / b[0]).open("rb") as second:
+    with open_file(path / a[0]) as first, open_file(path / b[0]) as second:
         first.seek(a[1].begin)
         second.seek(b[1].begin)
         left = a[1].end - a[1].begin
@@ -131,7 +161,7 @@ def _add(tensors: dict[str, StoredTensor], key: str, shape: Shape, dtype: str, b
 
 def _check_config(path: Path, architecture: Architecture) -> None:
     """The settings that make it the same function of its weights must be the run's."""
-    model_values, moe_values = read_config_json(read_model_config(path))
+    model_values, moe_values = read_model_settings(path)
     ours: Mapping[str, Any] = {
         name: getattr(section, name)
         for section, values in ((architecture.model, model_values), (architecture.moe, moe_values))
@@ -155,13 +185,9 @@ def _check_shards(path: Path) -> None:
     """Every file that the index names must be there; beside one file for all, an index is a leftover."""
     if not (path / _INDEX).is_file() or (path / "model.safetensors").is_file():
         return
-    try:
-        files = set(json.loads((path / _INDEX).read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path / _INDEX} cannot be understood ({error!r}). Take it from the model's own folder."
-        ) from error
-    missing = sorted(str(name) for name in files if not (path / str(name)).is_file())
+    with reading(path / _INDEX, not_usable):
+        files = set(read_json(path / _INDEX, MOST_HEADER_BYTES)["weight_map"].values())
+        missing = sorted(str(name) for name in files if not (path / str(name)).is_file())
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise CheckpointError(

@@ -19,15 +19,16 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.errors import CheckpointError, PetatronError
+from petatron.base.foreign import open_file, reading
 from petatron.checkpoint import storage
 from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read_fully, written
+from petatron.checkpoint.huggingface import read_model_settings
 from petatron.checkpoint.manifest import Manifest, StoredBox
 from petatron.checkpoint.placing import entry_box
 from petatron.checkpoint.safetensors_file import DTYPES, Slot, read_header
 from petatron.config.identity import SPELLINGS
 from petatron.mesh.boxes import tiling_problem
-from petatron.models.hf import read_config_json
 
 Note = Callable[[int, int], None]
 """Told how much of how much work is done."""
@@ -112,7 +113,13 @@ class Summary:
     @property
     def config(self) -> Mapping[str, Any]:
         """The run's configuration by section; empty when no training run saved it."""
-        return self.run.get("config") or {}
+        return run_config(self.run)
+
+    @property
+    def progress(self) -> Mapping[str, float]:
+        """The numbers that say how far the run was."""
+        found = self.run.get("progress")
+        return {k: v for k, v in found.items() if isinstance(v, int | float)} if isinstance(found, dict) else {}
 
     def bytes_in(self, part: str) -> int:
         """Size of the model folder or of the state folder."""
@@ -140,6 +147,14 @@ def run_facts(manifest: Manifest) -> Mapping[str, Any]:
     """What the training loop recorded: progress, config, data, schedule."""
     facts = manifest.facts.get("facts")
     return facts if isinstance(facts, dict) else {}
+
+
+def run_config(run: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The configuration among the facts of a run; other programs may have put anything there."""
+    found = run.get("config")
+    if not isinstance(found, dict):
+        return {}
+    return {section: values for section, values in found.items() if isinstance(values, dict)}
 
 
 # Whether
@@ -263,7 +278,7 @@ def _blocks(path: Path, expected: StoredFile, note: Callable[[int], None]) -> It
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(threads):
         buffers.put(memoryview(bytearray(min(BLOCK_BYTES, expected.size_bytes))))
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(threads) as pool:
+    with open_file(path, buffering=0) as file, ThreadPoolExecutor(threads) as pool:
         for number, same in enumerate(pool.map(check, range(count))):
             note(min((number + 1) * BLOCK_BYTES, expected.size_bytes))
             yield number, same
@@ -277,7 +292,7 @@ def _table_findings(source: Path, manifest: Manifest, broken: set[Path]) -> Iter
         if name.endswith(".safetensors") and source / name not in broken:
             try:
                 headers[name] = read_header(source / name)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, MemoryError) as error:
                 problems.setdefault(source / name, []).append(f"cannot be understood: {error}")
     for key, tensor in manifest.tensors.items():
         gap = tiling_problem(tensor.shape, [stored.box for stored in tensor.boxes])
@@ -310,18 +325,21 @@ def _entry_problem(stored: StoredBox, dtype: str, slot: Slot | None) -> str | No
 def _config_findings(path: Path, run: Mapping[str, Any]) -> Iterator[Finding]:
     """config.json must describe the model that the run trained."""
     try:
-        model, moe = read_config_json(json.loads(path.read_text()))
-    except (OSError, ValueError, ConfigError, AttributeError) as error:
+        model, moe = read_model_settings(path.parent)
+        with reading(path, storage.damage):
+            differing = list(_config_differences(model | moe, run))
+    except PetatronError as error:
         yield _damaged(path, f"cannot be understood: {' '.join(str(error).split())}")
         return
-    saved = run.get("model") or {}
-    differing = [
-        f"{name} is {value} there and {saved[name]} in the manifest"
-        for name, value in sorted(json.loads(json.dumps(model | moe)).items())  # tuples as the lists that were saved
-        if name in saved and name not in SPELLINGS and saved[name] != value
-    ]
     if differing:
         yield _damaged(path, f"is of another model: {'; '.join(differing)}")
+
+
+def _config_differences(values: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
+    saved = run.get("model") or {}
+    for name, value in sorted(json.loads(json.dumps(values)).items()):  # tuples as the lists that were saved
+        if name in saved and name not in SPELLINGS and saved[name] != value:
+            yield f"{name} is {value} there and {saved[name]} in the manifest"
 
 
 def kinds(summary: Summary) -> dict[str, tuple[int, str, int]]:

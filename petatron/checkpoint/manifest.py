@@ -3,6 +3,7 @@
 Each rank writes a table of its own files and of the boxes in them; the manifest names all tables with their digests, and is
 written last, so a folder that has one is complete. It carries a digest of itself. Nobody has to know all boxes when a checkpoint
 is saved: the first rank's work is one line for each rank. In version 2, which is still read, there was one table, in the manifest.
+Others may have made the files that are read, with digests that fit: every type, range and name is checked before it is used.
 `docs/checkpoint-format.md` describes both for readers of other programs.
 """
 
@@ -10,16 +11,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from petatron.base.foreign import MOST_NUMBER, is_count
 from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile
+from petatron.checkpoint.safetensors_file import DTYPES, MOST_DIMS
 from petatron.mesh.boxes import Box, Shape
 
 VERSION = 3
+MOST_BYTES = 1 << 28
+"""The largest manifest or table that is read."""
 _ONE_TABLE = 2
 _FORMAT, _TABLE_FORMAT = "petatron checkpoint", "petatron checkpoint table"
+_BLOCK_DIGEST, _TABLE_DIGEST = re.compile("[0-9a-f]{8}"), re.compile("[0-9a-f]{64}")
 
 
 class UnknownVersion(ValueError):
@@ -114,7 +122,7 @@ def to_json(
     return json.dumps({**body, "digest": _digest(body)}, indent=1)
 
 
-def from_json(text: str) -> Manifest:
+def from_json(text: str | bytes) -> Manifest:
     """Read manifest.json; ValueError says what is wrong with it."""
     body = _read_object(text, _FORMAT, "the manifest of a Petatron checkpoint")
     if body.get("version") not in (_ONE_TABLE, VERSION) or body.get("block_bytes") != BLOCK_BYTES:
@@ -124,20 +132,19 @@ def from_json(text: str) -> Manifest:
     digest = body.pop("digest", None)
     if digest != _digest(body):
         raise ValueError("its content does not match its own digest")
-    try:
-        tables = () if body["version"] == _ONE_TABLE else tuple(_table_files(body["tables"]))
-        whole = _table_from_body(body) if body["version"] == _ONE_TABLE else RankTable({}, (), {})
-        return Manifest(
-            step=body["step"],
-            layout=body["layout"],
-            facts=body["facts"],
-            tensors=dict(whole.entries),
-            local=whole.local,
-            files=whole.files,
-            tables=tables,
-        )
-    except (KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise ValueError(f"it lacks or misstates a field: {error!r}") from error
+    if not is_count(body.get("step")):
+        raise _misstated("its step")
+    tables = () if body["version"] == _ONE_TABLE else tuple(_table_files(_mapping(body, "tables")))
+    whole = _table_from_body(body) if body["version"] == _ONE_TABLE else RankTable({}, (), {})
+    return Manifest(
+        step=body["step"],
+        layout=_text(body.get("layout"), "its layout"),
+        facts=_mapping(body, "facts"),
+        tensors=dict(whole.entries),
+        local=whole.local,
+        files=whole.files,
+        tables=tables,
+    )
 
 
 def table_to_json(table: RankTable) -> bytes:
@@ -154,11 +161,7 @@ def table_to_json(table: RankTable) -> bytes:
 
 def table_from_json(content: bytes) -> RankTable:
     """Read a table, whose digest has been checked; ValueError says what is wrong with it."""
-    body = _read_object(content, _TABLE_FORMAT, "a table of a Petatron checkpoint")
-    try:
-        return _table_from_body(body)
-    except (KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise ValueError(f"it lacks or misstates a field: {error!r}") from error
+    return _table_from_body(_read_object(content, _TABLE_FORMAT, "a table of a Petatron checkpoint"))
 
 
 def table_digest(content: bytes) -> str:
@@ -177,25 +180,52 @@ def _read_object(text: str | bytes, form: str, what: str) -> dict[str, Any]:
 
 def _table_from_body(body: Mapping[str, Any]) -> RankTable:
     return RankTable(
-        files={name: _file_from_json(size, blocks) for name, (size, blocks) in body["files"].items()},
-        entries=tuple((key, _tensor_from_json(value)) for key, value in body["tensors"].items()),
-        local=dict(body["local"]),
+        files={name: _file_from_json(name, value) for name, value in _mapping(body, "files").items()},
+        entries=tuple((key, _tensor_from_json(key, value)) for key, value in _mapping(body, "tensors").items()),
+        local={name: _text(file, f"the file of {name}") for name, file in _mapping(body, "local").items()},
     )
 
 
 def _table_files(tables: Mapping[str, Any]) -> Iterator[TableFile]:
-    for path, (size, digest) in tables.items():
-        assert isinstance(size, int) and isinstance(digest, str), f"{path}: {size}, {digest}"
-        yield TableFile(path, size, digest)
+    if not tables:
+        raise ValueError("it names no table")
+    for path, value in tables.items():
+        match value:
+            case [int(size), str(digest)] if is_count(size) and _TABLE_DIGEST.fullmatch(digest):
+                yield TableFile(path, size, digest)
+            case _:
+                raise _misstated(f"size and digest of {path}")
+
+
+def _mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = body.get(name)
+    if not isinstance(found, dict):
+        raise _misstated(f"its {name}")
+    return found
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise _misstated(what)
+    return value
+
+
+def _misstated(what: str) -> ValueError:
+    return ValueError(f"it lacks or misstates {what}")
 
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(body).encode(), digest_size=32).hexdigest()
 
 
-def _file_from_json(size: int, blocks: Sequence[str]) -> StoredFile:
-    assert len(blocks) == -(-size // BLOCK_BYTES), f"{len(blocks)} digests for {size} bytes"
-    return StoredFile(size, tuple(blocks))
+def _file_from_json(name: str, value: Any) -> StoredFile:
+    match value:
+        case [int(size), list(blocks)] if is_count(size):
+            if len(blocks) != -(-size // BLOCK_BYTES):
+                raise ValueError(f"it has {len(blocks)} digests for the {size} bytes of {name}")
+            if all(isinstance(digest, str) and _BLOCK_DIGEST.fullmatch(digest) for digest in blocks):
+                return StoredFile(size, tuple(blocks))
+    raise _misstated(f"size and digests of {name}")
 
 
 def box_to_json(stored: StoredBox) -> list[Any]:
@@ -213,5 +243,46 @@ def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
     return {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": [box_to_json(stored) for stored in tensor.boxes]}
 
 
-def _tensor_from_json(value: Mapping[str, Any]) -> StoredTensor:
-    return StoredTensor(tuple(value["shape"]), value["dtype"], tuple(map(box_from_json, value["boxes"])))
+def _tensor_from_json(key: str, value: Any) -> StoredTensor:
+    match value:
+        case {"shape": list(shape), "dtype": str(dtype), "boxes": list(boxes)} if dtype in DTYPES and _is_shape(shape):
+            if math.prod(shape) * DTYPES[dtype].itemsize <= MOST_NUMBER:
+                return StoredTensor(tuple(shape), dtype, tuple([_box_in(key, tuple(shape), box) for box in boxes]))
+    raise _misstated(f"shape, dtype or boxes of {key}")
+
+
+def _box_in(key: str, whole: Shape, value: Any) -> StoredBox:
+    """A box that lies inside its tensor and can be one of an entry: what the entry itself is, its file knows.
+
+    There may be hundreds of thousands, so this is written for speed.
+    """
+    try:
+        file, name, start, shape, at, transposed = value
+    except (TypeError, ValueError):
+        raise _misstated(f"a box of {key}") from None
+    if (
+        type(file) is type(name) is str
+        and type(start) is type(shape) is type(at) is list
+        and type(transposed) is bool
+        and len(start) == len(shape) == len(whole)
+        and _lies_in(start, shape, whole)
+        and len(shape) >= len(at) >= 2 * transposed
+        and (len(shape) == len(at) or all(size == 1 for size in shape[: -len(at) or None]))
+        and _is_shape(at)
+    ):
+        return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), transposed)
+    raise _misstated(f"a box of {key}")
+
+
+def _lies_in(start: Sequence[Any], shape: Sequence[Any], whole: Shape) -> bool:
+    for begin, size, end in zip(start, shape, whole):
+        if type(begin) is not int or type(size) is not int or begin < 0 or size < 0 or begin + size > end:
+            return False
+    return True
+
+
+def _is_shape(value: Sequence[Any]) -> bool:
+    for size in value:
+        if type(size) is not int or size < 0 or size > MOST_NUMBER:
+            return False
+    return len(value) <= MOST_DIMS

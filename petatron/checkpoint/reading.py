@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from petatron.base import foreign
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read_ahead, read_into, written
 from petatron.checkpoint.manifest import StoredBox, StoredTensor
@@ -91,10 +92,15 @@ def plan_reads(
 def _mismatch(chunk: Chunk, stored: StoredTensor) -> str | None:
     if stored.shape != chunk.logical_shape:
         return f"{chunk.key} has shape {list(stored.shape)} there and {list(chunk.logical_shape)} in this run"
-    code = DTYPE_CODES.get(chunk.tensor.dtype)
-    if stored.dtype != code and not (stored.dtype in _FLOATING and code in _FLOATING):
+    if _unlike(stored.dtype, chunk.tensor.dtype):
         return f"{chunk.key} holds {stored.dtype} there and {chunk.tensor.dtype} in this run"
     return None
+
+
+def _unlike(stored: str, dtype: torch.dtype) -> bool:
+    """Floating point may be converted into another precision; anything else must be what it was."""
+    code = DTYPE_CODES.get(dtype)
+    return stored != code and not (stored in _FLOATING and code in _FLOATING)
 
 
 def _does_not_fit(source: Path, problems: Sequence[str]) -> CheckpointError:
@@ -164,10 +170,12 @@ def _fill_from(
             at + size > whole for at, size, whole in zip(box.start, box.shape, slot.shape)
         ):
             raise damage(path, f"has {read.stored.name} in another shape, {list(slot.shape)}")
+        if _unlike(slot.dtype, read.chunk.tensor.dtype):
+            raise damage(path, f"has {read.stored.name} in {slot.dtype}, which is not what was saved")
         part = read.chunk.tensor.detach()[read.common.slices_in(read.chunk.box)]
         fills.append(_Fill(slot, box, in_entry(part, len(slot.shape), transposed=stored.transposed)))
     try:
-        with path.open("rb", buffering=0) as file:
+        with foreign.open_file(path, buffering=0) as file:
             header_end = min((slot.begin for slot in slots.values()), default=0)
             blocks = _blocks(fills, expected, header_end)
             tasks = [pool.submit(_read_block, path, file.fileno(), block, spare) for block in blocks]
@@ -186,12 +194,11 @@ def open_header(path: Path, expected: StoredFile | None) -> dict[str, Slot]:
     """The tensors of a file of a checkpoint."""
     if expected is not None:
         check_size(path, expected)
-    try:
-        return read_header(path)
-    except OSError as error:
-        raise damage(path, f"cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise damage(path, f"is damaged: {error}") from error
+    with foreign.reading(path, damage):
+        try:
+            return read_header(path)
+        except ValueError as error:
+            raise damage(path, f"is damaged: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.base.foreign import is_count, open_file
 from petatron.mesh.spec import Shape
 
 DTYPE_CODES = {
@@ -34,8 +36,11 @@ DTYPE_CODES = {
     torch.bool: "BOOL",
 }
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+MOST_DIMS = 64
+"""Dimensions that a tensor of a file may have, which is what torch can index."""
+MOST_HEADER_BYTES = 100_000_000
+"""The longest header that the format has."""
 _METADATA = "__metadata__"
-_MOST_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +87,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def read_header(path: Path) -> dict[str, Slot]:
     """The tensors of a file; ValueError says what is wrong with it. Nothing in the file is trusted before it is checked."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+        if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
             raise ValueError(f"its header would be {length} bytes long")
         try:
             content = json.loads(file.read(length))
@@ -93,18 +98,26 @@ def read_header(path: Path) -> dict[str, Slot]:
             raise ValueError(f"its header is no text: {error}") from error
     if not isinstance(content, dict):
         raise ValueError("its header is no table")
-    return {name: _slot(name, value, 8 + length, size) for name, value in content.items() if name != _METADATA}
+    slots = {name: _slot(name, value, 8 + length, size) for name, value in content.items() if name != _METADATA}
+    at = 8 + length
+    for name, slot in sorted(slots.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if slot.begin != at:
+            raise ValueError(f"{name} begins at byte {slot.begin} where what is before it ends at {at}")
+        at = slot.end
+    if at != size:
+        raise ValueError(f"its tensors end at byte {at} of {size}")
+    return slots
 
 
 def _slot(name: str, value: Any, data_at: int, size: int) -> Slot:
-    try:
-        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        elements = math.prod(shape)
-        fits = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) and begin <= end <= size - data_at
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"its header misstates {name}") from error
-    if dtype not in DTYPES:
-        raise ValueError(f"{name} has the dtype {dtype!r}, which cannot be read")
-    if not fits or end - begin != elements * DTYPES[dtype].itemsize:
-        raise ValueError(f"{name} does not lie inside it")
-    return Slot(dtype, shape, data_at + begin, data_at + end)
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if len(
+            shape
+        ) <= MOST_DIMS and all(map(is_count, (*shape, begin, end))):
+            if dtype not in DTYPES:
+                raise ValueError(f"{name} has the dtype {dtype!r}, which cannot be read")
+            itemsize = DTYPES[dtype].itemsize
+            if not begin <= end <= size - data_at or end - begin != math.prod(shape) * itemsize:
+                raise ValueError(f"{name} does not lie inside it")
+            return Slot(dtype, tuple(shape), data_at + begin, data_at + end)
+    raise ValueError(f"its header misstates {name}")

@@ -12,7 +12,8 @@ third one whole logical tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,17 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
+from petatron.base.foreign import reading as reading_foreign
 from petatron.checkpoint import reading, storage
 from petatron.checkpoint.forms import Kind, companions, config_sections, configured, detect, refuse_pickled
-from petatron.checkpoint.huggingface import CONFIG, folder_manifest, read_model_config
+from petatron.checkpoint.huggingface import (
+    CONFIG,
+    check_stored_counts,
+    folder_manifest,
+    not_usable,
+    read_model_config,
+    read_model_settings,
+)
 from petatron.checkpoint.manifest import Manifest
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
 from petatron.checkpoint.planning.directory import Directory, is_wide
@@ -31,7 +40,9 @@ from petatron.checkpoint.state import ROUTERS, WEIGHTS, Chunk
 from petatron.config.layer_pattern import moe_layers
 from petatron.mesh.spec import Shape
 from petatron.models.base import Architecture
-from petatron.models.hf import read_config_json
+from petatron.models.counts import check_counts
+from petatron.models.hf import logical_shapes
+from petatron.models.hf.listing import some
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,17 +88,34 @@ def open_source(
         )
     if problems:
         raise ConfigError(problems)
-    if found == "petatron":
+    with reading_foreign(path, _refusal):
+        source = _open(path, found, step, vocab_size)
+    return replace(source, fill=partial(_fill_from, source))
+
+
+def _open(path: Path, kind: Kind, step: int | None, vocab_size: int | None) -> Source:
+    if kind == "petatron":
         return _open_petatron(storage.choose(path, step))
-    if found == "huggingface":
+    if kind == "huggingface":
         return _open_huggingface(path)
     return _open_megatron(path if step is None else path / f"iter_{step:07d}", vocab_size)
+
+
+def _fill_from(source: Source, chunks: Sequence[Chunk]) -> None:
+    with reading_foreign(source.path, _refusal):
+        source.fill(chunks)
+
+
+def _refusal(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} {why}. Copy it again from where it was made.")
 
 
 def _open_huggingface(path: Path) -> Source:
     refuse_pickled(path)
     config = read_model_config(path)
-    values, architecture = _described(*read_config_json(config))
+    settings = read_model_settings(path)
+    check_stored_counts(path, *settings)
+    values, architecture = _described(*settings)
     manifest = folder_manifest(path, architecture)
     return _manifest_source("huggingface", path, path, manifest, values, architecture, config)
 
@@ -101,8 +129,24 @@ def _open_petatron(step: Path) -> Source:
             f"{step} has no {storage.MODEL}/{CONFIG}, which says what its model is. Restore it from a copy."
         )
     config = read_model_config(folder)
-    values, architecture = _described(*read_config_json(config))
+    settings = read_model_settings(folder)
+    weights = sum(key.startswith(WEIGHTS) for key in manifest.tensors)
+    check_counts(folder / CONFIG, not_usable, *settings, num_tensors=weights, experts_apart=False)
+    values, architecture = _described(*settings)
+    _check_weights(step, manifest, architecture)
     return _manifest_source("petatron", step, folder, manifest, values, architecture, config)
+
+
+def _check_weights(step: Path, manifest: Manifest, architecture: Architecture) -> None:
+    """The checkpoint has the weights of the model that its config.json describes, with their shapes."""
+    shapes = logical_shapes(architecture.model, architecture.moe, architecture.experts_in)
+    there = {key.removeprefix(WEIGHTS): tensor.shape for key, tensor in manifest.tensors.items()}
+    wrong = [name for name, shape in shapes.items() if there.get(name) != shape]
+    if wrong:
+        raise CheckpointError(
+            f"{step} is not a checkpoint of the model that its {storage.MODEL}/{CONFIG} describes: {some(wrong)} are missing or "
+            "have another shape. Restore it from a copy."
+        )
 
 
 def _manifest_source(

@@ -26,8 +26,10 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError
 from petatron.base.files import link_target
+from petatron.base.foreign import read_bytes, reading
 from petatron.checkpoint.disk import Disk, StoredFile, digest_file
 from petatron.checkpoint.manifest import (
+    MOST_BYTES,
     Manifest,
     RankTable,
     TableFile,
@@ -44,8 +46,8 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 MODEL, STATE = "model", "state"
 _SEEN_WITHIN_S = 10.0
-_LONGEST_NAME = 256
-_STEP = re.compile(r"step-(\d{8,})(\.tmp|\.replaced|\.pruned)?")
+_MOST_NAME_BYTES = 4096
+_STEP = re.compile(r"step-([0-9]{8,18})(\.tmp|\.replaced|\.pruned)?")
 
 
 def step_name(step: int) -> str:
@@ -222,10 +224,7 @@ def latest_step(folder: Path) -> int | None:
 def _named(folder: Path) -> int | None:
     path = folder / LATEST
     try:
-        if not path.is_file():  # opening a pipe would wait, and a device has no end
-            return None
-        with path.open() as file:
-            match = _STEP.fullmatch(file.read(_LONGEST_NAME).strip())
+        match = _STEP.fullmatch(read_bytes(path, _MOST_NAME_BYTES).decode().strip())
     except (OSError, UnicodeDecodeError):
         return None
     return int(match.group(1)) if match else None
@@ -289,14 +288,14 @@ def damage(path: Path, why: str) -> DamagedCheckpoint:
 def read_head(source: Path) -> Manifest:
     """manifest.json, without the tables that it names."""
     path = source / MANIFEST
-    try:
-        manifest = from_json(path.read_text())
-    except OSError as error:
-        raise damage(path, f"cannot be read: {error.strerror or error}") from error
-    except UnknownVersion as error:
-        raise CheckpointError(f"{path}: {error}. Use the version of Petatron that saved it, or a newer one.") from error
-    except ValueError as error:
-        raise damage(path, f"is damaged: {error}") from error
+    with reading(path, damage):
+        try:
+            manifest = from_json(read_bytes(path, MOST_BYTES))
+        except UnknownVersion as error:
+            fix = "Use the version of Petatron that saved it, or a newer one."
+            raise CheckpointError(f"{path}: {error}. {fix}") from error
+        except ValueError as error:
+            raise damage(path, f"is damaged: {error}") from error
     strange = [table.path for table in manifest.tables if not _inside(table.path)]
     if strange:
         raise damage(path, f"names the file {min(strange)!r}, which is not one of the checkpoint's files")
@@ -308,16 +307,14 @@ def read_table(source: Path, table: TableFile) -> RankTable:
     """One of the tables that a manifest names, which must be what was saved."""
     path = source / table.path
     check_size(path, StoredFile(table.size_bytes, ()))
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise damage(path, f"cannot be read: {error.strerror or error}") from error
-    if table_digest(content) != table.digest:
-        raise altered(path)
-    try:
-        found = table_from_json(content)
-    except ValueError as error:
-        raise damage(path, f"is damaged: {error}") from error
+    with reading(path, damage):
+        content = read_bytes(path, MOST_BYTES)
+        if table_digest(content) != table.digest:
+            raise altered(path)
+        try:
+            found = table_from_json(content)
+        except ValueError as error:
+            raise damage(path, f"is damaged: {error}") from error
     _check_names(path, found)
     return found
 
@@ -377,7 +374,7 @@ def check_sizes(source: Path, files: Mapping[str, StoredFile]) -> None:
 def _inside(name: str) -> bool:
     """Whether a file name of a manifest stays in its step: `model/x` or `state/x`."""
     parts = Path(name).parts
-    return len(parts) == 2 and parts[0] in (MODEL, STATE) and parts[1] not in ("", "..")
+    return "\0" not in name and len(parts) == 2 and parts[0] in (MODEL, STATE) and parts[1] not in ("", "..")
 
 
 def check_size(path: Path, expected: StoredFile) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.escape import printable, unescaped
+from petatron.base.foreign import reading
 from petatron.base.log import configure
 from petatron.base.words import counted
 
@@ -91,11 +92,19 @@ def _parser(*, converting: bool) -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> int:
     from petatron.checkpoint.inspect import locate, summarize
+    from petatron.checkpoint.storage import damage
 
     summary = summarize(locate(options.path, options.step))
     if options.json:
         print(json.dumps(_summary_values(summary), indent=1))
         return 0
+    with reading(summary.source / "manifest.json", damage):
+        text = _summary_text(summary, every=options.tensors)
+    print(text)
+    return 0
+
+
+def _summary_text(summary: Summary, *, every: bool) -> str:
     rows = [
         ("checkpoint", str(summary.source)),
         ("step", str(summary.step)),
@@ -103,15 +112,14 @@ def _inspect(options: argparse.Namespace) -> int:
         ("layout", _layout(summary)),
         ("weights", _size(summary.bytes_in("model"))),
         ("state", _size(summary.bytes_in("state"))),
-        *((name.replace("_", " "), f"{value:,}") for name, value in (summary.run.get("progress") or {}).items()),
+        *((name.replace("_", " "), f"{value:,}") for name, value in summary.progress.items()),
     ]
-    print(_table(rows))
-    _print_tensors(summary, every=options.tensors)
-    print("\nfiles\n" + _table([("  " + name, _size(size)) for name, size in summary.files.items()]))
+    files = _table([("  " + name, _size(size)) for name, size in summary.files.items()])
+    parts = [_table(rows), _tensors_text(summary, every=every), f"files\n{files}"]
     changed = list(_changed_settings(summary.config))
     if changed:
-        print("\nconfiguration, where it is not the default (--json has all)\n" + _table(changed))
-    return 0
+        parts.append("configuration, where it is not the default (--json has all)\n" + _table(changed))
+    return "\n\n".join(parts)
 
 
 def _summary_values(summary: Summary) -> dict[str, Any]:
@@ -150,10 +158,9 @@ def _layout(summary: Summary) -> str:
     return ", ".join([*words, counted(ranks, "rank")])
 
 
-def _print_tensors(summary: Summary, *, every: bool) -> None:
+def _tensors_text(summary: Summary, *, every: bool) -> str:
     from petatron.checkpoint.inspect import kinds
 
-    print("\nlogical tensors")
     if every:
         rows = [
             ("  " + tensor.key, str(list(tensor.shape)), tensor.dtype, _size(tensor.num_bytes))
@@ -164,7 +171,7 @@ def _print_tensors(summary: Summary, *, every: bool) -> None:
             (f"  {kind}/", f"{count} tensors", dtypes, _size(size))
             for kind, (count, dtypes, size) in kinds(summary).items()
         ]
-    print(_table(rows) if rows else "  none")
+    return "logical tensors\n" + (_table(rows) if rows else "  none")
 
 
 def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 Shape = tuple[int, ...]
+_MOST_CUT = 8
+_MOST_COMPARED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,52 @@ def tiling_problem(logical_shape: Shape, boxes: Sequence[Box]) -> str | None:
     for box in boxes:
         if len(box.shape) != len(logical_shape) or (box.volume and overlap(box, whole) != box):
             return f"the box at {list(box.start)} of shape {list(box.shape)} reaches outside {list(logical_shape)}"
-    twice = _shared(boxes)
+    held = sum(box.volume for box in boxes)
+    if held == whole.volume and _tile(logical_shape, boxes):
+        return None
+    twice = _shared(boxes) if len(boxes) <= _MOST_COMPARED else None
     if twice is not None:
         return f"the box at {list(twice.start)} of shape {list(twice.shape)} is there twice"
-    held = sum(box.volume for box in boxes)
-    return None if held == whole.volume else f"{whole.volume - held} of {whole.volume} elements are missing"
+    if held >= whole.volume:
+        return "some of its elements are there twice"
+    return f"{whole.volume - held} of {whole.volume} elements are missing"
+
+
+def _tile(logical_shape: Shape, boxes: Sequence[Box]) -> bool:
+    """Whether boxes inside a tensor hold every element once, in time linear in their number, whoever chose them.
+
+    Corners of a box with alternating signs (+ at the start and - at the stop of each dimension) are the differences of the function
+    that is 1 in it, and differences determine a function that ends somewhere. So the function that counts how often an
+    element is held is 1 everywhere exactly if all corners but those of the whole cancel out.
+    """
+    kept = [box for box in boxes if box.volume]
+    cut = [
+        dim
+        for dim, size in enumerate(logical_shape)
+        if any(box.start[dim] != 0 or box.shape[dim] != size for box in kept)
+    ]
+    if not cut or len(cut) > _MOST_CUT:
+        return len(kept) <= 1
+    # Places along a dimension are numbered, and a corner is one number: nobody can make those collide, as one can tuples.
+    kept.append(Box((0,) * len(logical_shape), logical_shape))
+    numbers = [_numbered({end for box in kept for end in (box.start[d], box.start[d] + box.shape[d])}) for d in cut]
+    corners: dict[int, int] = {}
+    for at, box in enumerate(kept):
+        found = [(0, -1 if at == len(kept) - 1 else 1)]
+        for dim, number in zip(cut, numbers):
+            first, last = number[box.start[dim]], number[box.start[dim] + box.shape[dim]]
+            found = [
+                place
+                for base, sign in found
+                for place in ((base * len(number) + first, sign), (base * len(number) + last, -sign))
+            ]
+        for corner, sign in found:
+            corners[corner] = corners.get(corner, 0) + sign
+    return not any(corners.values())
+
+
+def _numbered(places: set[int]) -> dict[int, int]:
+    return {place: number for number, place in enumerate(sorted(places))}
 
 
 def _shared(boxes: Sequence[Box]) -> Box | None:

@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from petatron.base.foreign import reading
 from petatron.checkpoint import storage
 from petatron.checkpoint.forms import config_sections
-from petatron.checkpoint.huggingface import read_model_config
+from petatron.checkpoint.huggingface import check_stored_counts, read_model_settings
+from petatron.checkpoint.inspect import run_config, run_facts
 from petatron.checkpoint.manifest import Manifest
+from petatron.checkpoint.state import WEIGHTS
 from petatron.config import CheckpointConfig
 from petatron.config.stored import StoredSettings
-from petatron.models.hf import read_config_json
+from petatron.models.counts import check_counts
 from petatron.train.folders import check_load
 
 _SECTIONS = ("model", "moe", "parallel", "tokenizer")
@@ -31,13 +34,17 @@ def read_checkpoint_args(config: CheckpointConfig) -> StoredSettings:
     if not storage.steps(folder):
         return StoredSettings(str(folder), _of_model_folder(folder))
     step, manifest = _chosen(folder, config)
-    saved = manifest.facts.get("facts", {}).get("config")
+    saved = run_config(run_facts(manifest))
     model_folder = step / storage.MODEL
-    if saved is None:
+    if not saved:
         storage.check_documents(step, manifest)
         return StoredSettings(str(step), _of_model_folder(model_folder))
-    sections = {name: saved[name] for name in _SECTIONS if name in saved}
-    sections["tokenizer"] = _tokenizer(saved.get("tokenizer", {}), model_folder)
+    path, weights = step / storage.MANIFEST, sum(key.startswith(WEIGHTS) for key in manifest.tensors)
+    with reading(path, storage.damage):
+        sections = {name: saved[name] for name in _SECTIONS if name in saved}
+        model, moe = saved.get("model", {}), saved.get("moe", {})
+        check_counts(path, storage.damage, model, moe, num_tensors=weights, experts_apart=False)
+        sections["tokenizer"] = _tokenizer(saved.get("tokenizer", {}), model_folder)
     return StoredSettings(str(step), sections)
 
 
@@ -56,7 +63,9 @@ def _chosen(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest]:
 
 
 def _of_model_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
-    sections: dict[str, Mapping[str, Any]] = dict(config_sections(*read_config_json(read_model_config(folder))))
+    settings = read_model_settings(folder)
+    check_stored_counts(folder, *settings)
+    sections: dict[str, Mapping[str, Any]] = dict(config_sections(*settings))
     return {**sections, "tokenizer": _tokenizer({}, folder)}
 
 

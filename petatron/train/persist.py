@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.base.foreign import reading
 from petatron.checkpoint import storage
 from petatron.checkpoint.huggingface import folder_manifest, is_model_folder
 from petatron.checkpoint.manager import CheckpointManager
@@ -188,22 +189,24 @@ def load_state(
             approve=check,
             fallback=fallback,
         )
-        updates, facts = found.facts[_UPDATES], found.facts["facts"]
+        with reading(path, storage.damage):
+            updates, facts = found.facts[_UPDATES], dict(found.facts["facts"])
     if optimizer is not None:
         optimizer.write_back()
     else:
         model.publish()
-    if optimizer is not None and moments:
-        assert updates is not None, "only weights can come from a model's folder"
-        optimizer.restore_facts(updates)
     kept = found.local or {}
     streams = {name: state for name, state in kept.items() if not name.startswith(_HISTORIES) and random_states}
-    if streams:
-        model.streams.restore(streams)
     histories = {
         name.removeprefix(_HISTORIES): state for name, state in kept.items() if whole and name.startswith(_HISTORIES)
     }
-    went_on = model.eight_bits.load_state(histories, model.mesh.device)
+    assert not whole or updates is not None, "only weights can come from a model's folder"
+    with reading(path, storage.damage):
+        if optimizer is not None and updates is not None and moments:
+            optimizer.restore_facts(updates)
+        if streams:
+            model.streams.restore(streams)
+        went_on = model.eight_bits.load_state(histories, model.mesh.device)
     anew = None if went_on else _why_anew(histories, same_layout=found.local is not None)
     return LoadedState(facts, random_states=bool(streams), no_histories=anew)
 

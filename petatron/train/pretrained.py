@@ -15,16 +15,24 @@ from torch import Tensor
 
 from petatron.base.companions import read_companion
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.foreign import reading
 from petatron.checkpoint import storage
 from petatron.checkpoint.forms import companions, config_sections, configured, detect, refuse_pickled
-from petatron.checkpoint.huggingface import read_model_config
+from petatron.checkpoint.huggingface import (
+    CONFIG,
+    check_stored_counts,
+    check_stored_size,
+    not_usable,
+    read_model_config,
+    read_model_settings,
+)
 from petatron.config import RunConfig
 from petatron.mesh.launch import read_environment
 from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.stretch import group_pieces
 from petatron.models.hf import family_of, read_config_json, to_logical
-from petatron.train.build import build_model, launch
+from petatron.train.build import architecture_of, build_model, launch
 from petatron.train.model import Model
 from petatron.train.model_folder import Companions
 from petatron.train.persist import load_checkpoint
@@ -77,16 +85,21 @@ def from_pretrained(
     precision = None if dtype is None else _precision(dtype)
     if isinstance(source, str | Path):
         folder = _model_folder(Path(source))
-        content = read_model_config(folder)
+        content, settings = read_model_config(folder), read_model_settings(folder)
+        stored = content.get("dtype") or content.get("torch_dtype")
         beside = {name: read_companion(path, CheckpointError) for name, path in companions(folder).items()}
-        run = _run_config(content, mesh, flags, precision, stored=content.get("dtype") or content.get("torch_dtype"))
+        with reading(folder / CONFIG, not_usable):
+            check_stored_counts(folder, *settings)
+            run = _run_config(settings, mesh, flags, precision, stored=stored)
+            check_stored_size(folder, architecture_of(run))
         model = build_model(run, mesh or launch(run), draw=False)
         found = load_checkpoint(str(source), model=model, random_states=False)
         assert found is not None, "a folder without a model was opened as one"
         model.companions = Companions.of(content, beside)
         return model
     content, tensors = source.config.to_dict(), source.state_dict()
-    run = _run_config(content, mesh, flags, precision, stored=next(iter(tensors.values())).dtype)
+    stored = next(iter(tensors.values())).dtype
+    run = _run_config(read_config_json(content), mesh, flags, precision, stored=stored)
     model = build_model(run, mesh or launch(run), draw=False)
     _fill(model, content, tensors)
     model.companions = Companions.of(content, {})
@@ -119,7 +132,7 @@ def _model_folder(path: Path) -> Path:
 
 
 def _run_config(
-    content: Mapping[str, Any],
+    settings: tuple[Mapping[str, Any], Mapping[str, Any]],
     mesh: ParallelMesh | None,
     flags: Sequence[str],
     precision: str | None,
@@ -127,7 +140,7 @@ def _run_config(
     stored: torch.dtype | str | None,
 ) -> RunConfig:
     """The settings of a config.json, the layout of the mesh, then the flags."""
-    sections = config_sections(*read_config_json(content))
+    sections = config_sections(*settings)
     said = any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in flags)
     if precision is not None or not said:
         name = precision or _PRECISIONS.get(str(stored).removeprefix("torch."), "fp32")

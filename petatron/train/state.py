@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
+from petatron.base.foreign import is_count, reading
 from petatron.base.log import get_logger
 from petatron.checkpoint.manager import CheckpointManager, Retention
+from petatron.checkpoint.storage import damage
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.config.fields import by_name
 from petatron.config.identity import identity
@@ -179,7 +182,8 @@ class TrainState:
             return False
         self.changes = [f"{setting}: the weights are used in another model" for setting in differing]
         if not config.finetune:
-            self._continue(loaded)
+            with reading(Path(folder), damage):
+                self._continue(loaded)
         return True
 
     def take_weights(self, folder: str) -> None:
@@ -221,7 +225,10 @@ class TrainState:
     def _continue(self, loaded: LoadedState) -> None:
         facts = loaded.facts
         known = {field.name for field in fields(Progress)}
-        self.progress = progress = Progress(**{k: v for k, v in facts["progress"].items() if k in known})
+        saved = {name: value for name, value in facts["progress"].items() if name in known}
+        if not all(map(is_count, saved.values())):
+            raise ValueError(f"its progress is {saved}")
+        self.progress = progress = Progress(**saved)
         self.changes = changes(
             facts["config"], self.run, iteration=progress.iteration, samples=progress.consumed_samples
         )

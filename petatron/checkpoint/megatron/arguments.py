@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.checkpoint.megatron.safe import StandIn
+from petatron.base.foreign import is_count
+from petatron.checkpoint.megatron.pickled import StandIn
 from petatron.config.check_model import check_model
 from petatron.config.fields import by_name, flag_of
 from petatron.config.layer_pattern import parse_pattern
 from petatron.config.schema import ModelConfig, MoEConfig, RunConfig
+from petatron.models.counts import MOST_EXPERTS, MOST_LAYERS
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 # Same name, same meaning.
@@ -54,13 +56,15 @@ _CHANGES_THE_MODEL: Mapping[str, tuple[Any, ...]] = {
     "window_attn_skip_freq": (),
 }
 _FIX = "Such a checkpoint cannot be converted."
+_SCALARS = (bool, int, float, str)
 
 
 def arguments_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """What Megatron's command line was, as a file remembers it."""
     kept = content.get("args")
-    values = {k: v for k, v in vars(kept).items() if k != "arguments"} if isinstance(kept, StandIn) else kept
-    if not isinstance(values, dict):
+    found = kept.fields if isinstance(kept, StandIn) else kept
+    values = {name: _plain(value) for name, value in found.items()} if isinstance(found, dict) and found else None
+    if values is None:
         raise CheckpointError(
             f"{path} has no `args`, so the model's shape is not known. Save the checkpoint with Megatron's own trainer, "
             "or put an argparse.Namespace of the model's arguments there."
@@ -70,6 +74,14 @@ def arguments_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return values
 
 
+def _plain(value: Any) -> Any:
+    """A value that can be compared and printed: objects of a file may hold themselves, or each other a million times."""
+    if isinstance(value, list | tuple):
+        flat = len(value) <= MOST_LAYERS and all(isinstance(part, _SCALARS) for part in value)
+        return value if flat else StandIn(type(value).__name__, ())
+    return value if value is None or isinstance(value, _SCALARS) else StandIn(type(value).__name__, ())
+
+
 def read_arguments(
     arguments: Mapping[str, Any], vocab_size: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
@@ -77,7 +89,12 @@ def read_arguments(
     problems = [
         Problem(flag_of(name), "", "is not in the checkpoint's arguments", "Save it with Megatron's own trainer.")
         for name in _REQUIRED
-        if not isinstance(size := arguments.get(name), int) or size < 1
+        if not is_count(arguments.get(name), 1)
+    ]
+    problems += [
+        Problem(flag_of(name), str(arguments[name]), f"is more than any model has ({most:,})", _FIX)
+        for name, most in (("num_layers", MOST_LAYERS), ("num_experts", MOST_EXPERTS))
+        if isinstance(arguments.get(name), int) and arguments[name] > most
     ]
     problems += [
         Problem(flag_of(name), _shown(arguments[name]), "makes a model that Petatron does not have", _FIX)

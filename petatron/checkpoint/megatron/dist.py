@@ -8,10 +8,13 @@ touches only the chunks that it meets.
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,18 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.base.foreign import is_count, open_file, reading
+from petatron.checkpoint.disk import read_fully
 from petatron.checkpoint.megatron.arguments import arguments_of
 from petatron.checkpoint.megatron.names import is_weight, modern_name
-from petatron.checkpoint.megatron.safe import StandIn, load_blob, load_file, load_metadata
+from petatron.checkpoint.megatron.pickled import StandIn
+from petatron.checkpoint.megatron.safe import damaged, load_blob, load_file, load_metadata
 from petatron.checkpoint.megatron.stored import Found, Stored
+from petatron.checkpoint.safetensors_file import MOST_DIMS
+from petatron.mesh.boxes import Box, BoxIndex, tiling_problem
 from petatron.mesh.spec import Shape
 
+_MOST_WEIGHTS = 1_000_000
 _OTHER_STATE = re.compile(r"(chained_\d+\.)?optimizer\b|rng_state|rerun_state_machine_state|opt_param_scheduler")
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
@@ -48,6 +57,7 @@ class _Global:
     shape: Shape
     dtype: torch.dtype
     chunks: tuple[_Chunk, ...]
+    index: BoxIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +86,32 @@ def read_dist(step: Path) -> Found:
     common = load_file(common_path)
     reader = _Reader()
     boxes: dict[str, list[_Box]] = {}
-    for tensor in _table(step):
-        for name, box in _weights_in(tensor):
-            boxes.setdefault(name, []).append(box)
+    with reading(step / ".metadata", damaged):
+        tensors = list(_table(step))
+        _check_files(tensors)
+        num_weights = sum(math.prod(tensor.shape[: _stacked(tensor)]) for tensor in tensors)
+        if num_weights > _MOST_WEIGHTS:
+            raise damaged(step / ".metadata", f"has {num_weights:,} weights, more than any model")
+        for tensor in tensors:
+            for name, box in _weights_in(tensor):
+                boxes.setdefault(name, []).append(box)
     weights = {name: _stored(step, reader, found) for name, found in boxes.items()}
-    return Found(arguments_of(common, common_path), int(common.get("iteration") or 0), lambda kinds: weights)
+    iteration = int(common.get("iteration") or 0)
+    return Found(arguments_of(common, common_path), iteration, len(weights), lambda kinds: weights)
 
 
 def _table(step: Path) -> Iterator[_Global]:
     path = step / ".metadata"
     table = load_metadata(path)
     try:
-        tensors: dict[str, Any] = table.__dict__["state_dict_metadata"]
+        tensors: dict[str, Any] = table.fields["state_dict_metadata"]
         places = {
-            (index.fqn, tuple(index.offset or ())): info for index, info in table.__dict__["storage_data"].items()
+            _place(index.fields["fqn"], _shape(index.fields["offset"] or ())): info
+            for index, info in table.fields["storage_data"].items()
         }
         for name, facts in tensors.items():
-            if hasattr(facts, "chunks") and is_weight(name) and not _OTHER_STATE.match(name):
-                chunks = tuple(
-                    _chunk(step, tuple(chunk.offsets), tuple(chunk.sizes), places[name, tuple(chunk.offsets)])
-                    for chunk in {tuple(chunk.offsets): chunk for chunk in facts.chunks}.values()
-                )
-                yield _Global(name, tuple(facts.size), _dtype(facts.properties), chunks)
+            if isinstance(facts, StandIn) and "chunks" in facts.fields and _is_model_weight(name):
+                yield _global(step, name, facts, places)
     except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not a table that is understood ({type(error).__name__}: {error}). "
@@ -105,22 +119,104 @@ def _table(step: Path) -> Iterator[_Global]:
         ) from None
 
 
+def _is_model_weight(name: str) -> bool:
+    return is_weight(name) and not _OTHER_STATE.match(name)
+
+
+def _place(name: str, start: Shape) -> str:
+    """What places are looked up by: nobody can make texts collide, as one can tuples of numbers."""
+    return f"{name} {start}"
+
+
+def _global(step: Path, name: str, facts: StandIn, places: Mapping[str, Any]) -> _Global:
+    """A tensor whose chunks are all of it, each once."""
+    shape, dtype = _shape(facts.fields["size"]), _dtype(facts.fields["properties"])
+    boxes = sorted((_shape(chunk.fields["offsets"]), _shape(chunk.fields["sizes"])) for chunk in facts.fields["chunks"])
+    chunks = tuple(
+        _chunk(step, start, size, places[_place(name, start)])
+        for (start, size), _ in groupby(boxes)  # ranks may repeat it
+    )
+    places_in_tensor = [Box(chunk.start, chunk.shape) for chunk in chunks]
+    gap = tiling_problem(shape, places_in_tensor)
+    if gap is not None:
+        raise CheckpointError(
+            f"{step / '.metadata'}: the chunks of {name} do not cover it: {gap}. Copy the folder again, with the .distcp "
+            "files of all ranks."
+        )
+    for chunk in chunks:
+        if math.prod(chunk.shape) * dtype.itemsize > chunk.length:
+            raise CheckpointError(
+                f"{step / '.metadata'}: a chunk of {name} of shape {list(chunk.shape)} has {chunk.length} bytes. Its files are "
+                "of different saves; copy the folder again."
+            )
+    return _Global(name, shape, dtype, chunks, BoxIndex(places_in_tensor))
+
+
+def _check_files(tensors: Sequence[_Global]) -> None:
+    """Chunks are in their files and together not larger than these: a table is believed only as far as there are bytes."""
+    sizes: dict[Path, int] = {}
+    claimed: dict[Path, int] = {}
+    for name, chunk in ((tensor.name, chunk) for tensor in tensors for chunk in tensor.chunks):
+        if chunk.file not in sizes:
+            sizes[chunk.file] = _file_size(chunk.file, name)
+        claimed[chunk.file] = claimed.get(chunk.file, 0) + chunk.length
+        if max(chunk.offset + chunk.length, claimed[chunk.file]) > sizes[chunk.file]:
+            raise CheckpointError(
+                f"{chunk.file} is cut short: {name} needs bytes {chunk.offset} to {chunk.offset + chunk.length}. "
+                "Copy it again."
+            )
+
+
+def _file_size(path: Path, name: str) -> int:
+    try:
+        with open_file(path) as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise _unreadable(path, name, error) from None
+
+
+def _unreadable(path: Path, name: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read, but holds a part of {name}: {error.strerror}. "
+        "Copy the folder again, with the .distcp files of all ranks."
+    )
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, tuple) or len(value) > MOST_DIMS or not all(map(is_count, value)):
+        raise TypeError(f"a {type(value).__name__} where a shape should be")
+    return value
+
+
 def _dtype(properties: StandIn) -> torch.dtype:
     """Properties keep themselves as a tuple that begins with the number format."""
-    kept = properties.__dict__
-    return kept["state"][0] if "state" in kept else kept["dtype"]
+    found = properties.fields["dtype"] if isinstance(properties.state, dict) else properties.state[0]
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"a {type(found).__name__} where a dtype should be")
+    return found
 
 
 def _chunk(step: Path, start: Shape, shape: Shape, info: StandIn) -> _Chunk:
-    kept = info.__dict__
-    name = str(kept["relative_path"])
-    if Path(name).name != name:
+    kept = info.fields
+    name, offset, length = kept["relative_path"], kept["offset"], kept["length"]
+    if not isinstance(name, str) or "\0" in name or Path(name).name != name:
         raise CheckpointError(
             f"{step / '.metadata'} points outside of its folder, at {name}. Do not use this checkpoint."
         )
     if kept.get("transform_descriptors"):
         raise CheckpointError(f"{step / name} is compressed, which is not understood. Save it without compression.")
-    return _Chunk(start, shape, step / name, int(kept["offset"]), int(kept["length"]))
+    if not is_count(offset) or not is_count(length):
+        raise TypeError(f"no place in {name}")
+    return _Chunk(start, shape, step / name, offset, length)
+
+
+def _stacked(tensor: _Global) -> int:
+    """How many of the first dimensions count layers and experts."""
+    layered = _LAYER.fullmatch(tensor.name)
+    if layered is None:
+        return 0
+    expert = _EXPERT.fullmatch(layered[2])
+    return int(layered[1] is None) + int(expert is not None and expert[1] is None)
 
 
 def _weights_in(tensor: _Global) -> Iterator[tuple[str, _Box]]:
@@ -180,43 +276,24 @@ class _Reader:
         inner = tensor.shape[len(box.lead) :]
         start, shape = (*box.lead, *(0 for _ in inner)), (*(1 for _ in box.lead), *inner)
         out = torch.empty(shape, dtype=tensor.dtype)
-        covered = 0
-        for chunk in tensor.chunks:
-            meet = [
-                (max(at, c_at), min(at + size, c_at + c_size))
-                for at, size, c_at, c_size in zip(start, shape, chunk.start, chunk.shape)
-            ]
-            if any(low >= high for low, high in meet):
-                continue
-            there = tuple(slice(low - at, high - at) for (low, high), at in zip(meet, start))
-            here = tuple(slice(low - at, high - at) for (low, high), at in zip(meet, chunk.start))
-            out[there] = self._load(chunk, tensor)[here]
-            covered += out[there].numel()
-        if covered != out.numel():
-            raise CheckpointError(
-                f"The chunks of {tensor.name} do not cover it: {covered} of {out.numel()} values. "
-                "Copy the folder again, with the .distcp files of all ranks."
-            )
+        whole = Box(start, shape)
+        for number, common in tensor.index.overlaps(whole):  # chunks tile the tensor
+            chunk = tensor.chunks[number]
+            out[common.slices_in(whole)] = self._load(chunk, tensor)[common.slices_in(Box(chunk.start, chunk.shape))]
         out = out.reshape(inner)
         return out.transpose(-1, -2) if box.transposed else out
 
     def _load(self, chunk: _Chunk, tensor: _Global) -> Tensor:
         if self._last is not None and self._last[0] == chunk:
             return self._last[1]
+        blob = torch.empty(chunk.length, dtype=torch.uint8)
         try:
-            with chunk.file.open("rb") as file:
-                file.seek(chunk.offset)
-                blob = file.read(chunk.length)
+            with open_file(chunk.file, buffering=0) as file:
+                count = read_fully(file.fileno(), memoryview(blob.numpy()), chunk.offset)
         except OSError as error:
-            raise CheckpointError(
-                f"{chunk.file} cannot be read, but holds a part of {tensor.name}: {error.strerror}. "
-                "Copy the folder again, with the .distcp files of all ranks."
-            ) from None
-        if len(blob) != chunk.length:
-            raise CheckpointError(
-                f"{chunk.file} is cut short: {tensor.name} needs bytes {chunk.offset} to {chunk.offset + chunk.length}. "
-                "Copy it again."
-            )
+            raise _unreadable(chunk.file, tensor.name, error) from None
+        if count != chunk.length:
+            raise CheckpointError(f"{chunk.file} became shorter while it was read. Copy it again.")
         loaded = load_blob(blob, chunk.file)
         if loaded.numel() != torch.Size(chunk.shape).numel() or loaded.dtype != tensor.dtype:
             raise CheckpointError(

@@ -26,6 +26,7 @@ from petatron.models.hf.listing import some
 
 _FILE = "model_optim_rng.pt"
 _OLDEST_VERSION = 2.0
+_MOST_RANKS_MISSING = 64  # of each that is there: beyond it their names are not listed
 _GROUPED = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SEQUENTIAL = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.local_experts\.(\d+)\.(.+)$")
 _PRODUCTS = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.weight([12])$")
@@ -76,7 +77,14 @@ def read_legacy(step: Path) -> Found:
     }
     experts = int(arguments.get("num_experts") or 0) // sizes.ep
     ranks = _Ranks(step, sizes, files, experts)
-    return Found(arguments, int(head.get("iteration") or 0), lambda kinds: dict(_weights(ranks, kinds)))
+    num_weights = sum(_count(chunk, experts) for chunks in files.values() for chunk in chunks)
+    iteration = int(head.get("iteration") or 0)
+    return Found(arguments, iteration, num_weights, lambda kinds: dict(_weights(ranks, kinds)))
+
+
+def _count(chunk: Mapping[str, Tensor], experts: int) -> int:
+    """Weights in a dictionary of them, of which some may hold all experts of a rank."""
+    return sum(min(experts, tensor.numel()) if _PRODUCTS.match(name) else 1 for name, tensor in chunk.items())
 
 
 def _sizes(step: Path, arguments: Mapping[str, Any]) -> _Sizes:
@@ -92,9 +100,12 @@ def _sizes(step: Path, arguments: Mapping[str, Any]) -> _Sizes:
             f"{step} was saved with expert tensor parallel size {experts_tp} beside tensor parallel size {sizes.tp}, "
             "for which rank folders do not say which part they hold. Save it as torch_dist (--ckpt-format torch_dist)."
         )
-    wanted = {sizes.folder(tp, pp, ep) for tp in range(sizes.tp) for pp in range(sizes.pp) for ep in range(sizes.ep)}
     there = {path.parent.name for path in step.glob(f"mp_rank_*/{_FILE}")}
     layout = f"its arguments say tensor {sizes.tp} x pipeline {sizes.pp} x expert {sizes.ep}"
+    ranks = sizes.tp * sizes.pp * sizes.ep
+    if min(sizes.tp, sizes.pp, sizes.ep) < 1 or ranks > _MOST_RANKS_MISSING * len(there):
+        raise CheckpointError(f"{step} is incomplete: {layout}, but there are {len(there)} ranks. Copy all folders.")
+    wanted = {sizes.folder(tp, pp, ep) for tp in range(sizes.tp) for pp in range(sizes.pp) for ep in range(sizes.ep)}
     if wanted - there:
         raise CheckpointError(
             f"{step} is incomplete: {layout}, but {some(wanted - there)} is missing. Copy the folders of all ranks."
@@ -129,6 +140,8 @@ def _flat(tree: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor
         if isinstance(value, Mapping):
             yield from _flat(value, path, f"{name}.")
         elif isinstance(value, Tensor) and is_weight(name):
+            if value.numel() * value.dtype.itemsize > value.untyped_storage().nbytes():
+                raise CheckpointError(f"{path}: {name} has more values than the file has bytes for. Copy it again.")
             yield from _experts_apart(modern_name(name), value)
 
 
@@ -195,6 +208,8 @@ def _whole_experts(chunk: dict[str, Tensor], count: int) -> dict[str, Tensor]:
         if match is None or not count:
             apart[name] = tensor
             continue
+        if tensor.numel() < count:
+            raise CheckpointError(f"{name} has {tensor.numel()} values for {count} experts. Copy the checkpoint again.")
         inner = tensor.shape[0] if match[2] == "1" else tensor.shape[0] // count
         for expert, matrix in enumerate(tensor.reshape(count, inner, -1)):
             apart[f"{match[1]}.{expert}.linear_fc{match[2]}.weight"] = matrix.t()

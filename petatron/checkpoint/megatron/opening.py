@@ -13,19 +13,22 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.foreign import is_count, read_bytes, reading
 from petatron.checkpoint.forms import TRACKER
 from petatron.checkpoint.megatron.arguments import read_arguments
 from petatron.checkpoint.megatron.dist import read_dist
 from petatron.checkpoint.megatron.layouts import unpack
 from petatron.checkpoint.megatron.legacy import read_legacy
 from petatron.checkpoint.megatron.names import Weight, megatron_weights, shapes_of
-from petatron.checkpoint.megatron.safe import require_safe_torch
+from petatron.checkpoint.megatron.safe import damaged
 from petatron.checkpoint.megatron.stored import Stored
 from petatron.config.schema import ModelConfig, MoEConfig
 from petatron.mesh.spec import Shape
+from petatron.models.counts import check_counts
 from petatron.models.hf.listing import some
 
 _HEAD = "output_layer.weight"
+_MOST_TRACKER_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,16 @@ def open_megatron(folder: Path, *, vocab_size: int | None = None) -> MegatronChe
     `vocab_size` is the number of token ids; without it the one in the checkpoint's arguments is taken, if there is one. Names and
     shapes of all weights are checked here, and values are read by `LazyTensor.load`.
     """
-    require_safe_torch()
-    step = find_step(folder)
+    with reading(folder, damaged):
+        return _open(find_step(folder), vocab_size)
+
+
+def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
     found = read_dist(step) if (step / ".metadata").is_file() else read_legacy(step)
     values, experts, problems = read_arguments(found.arguments, vocab_size)
     if problems:
         raise ConfigError(problems)
+    check_counts(step, damaged, values, experts, num_tensors=found.num_weights, experts_apart=True)
     model, moe = ModelConfig(**values), MoEConfig(**experts) if experts else None
     weights = megatron_weights(model, moe)
     stored = dict(found.weights({weight.name: weight.kind for weight in weights}))
@@ -70,6 +77,8 @@ def open_megatron(folder: Path, *, vocab_size: int | None = None) -> MegatronChe
     _check(step, weights, stored)
     shapes = shapes_of(model, moe)
     iteration = 0 if step.name == "release" else found.iteration
+    if not is_count(iteration):
+        raise damaged(step, f"says that it is of iteration {iteration}")
     return MegatronCheckpoint(iteration, values, experts, _lazy(weights, stored, shapes, model))
 
 
@@ -85,8 +94,9 @@ def find_step(folder: Path) -> Path:
             f"{folder} holds neither {TRACKER}, nor .metadata, nor mp_rank folders. Give the folder that a Megatron run "
             "saved to, or the iter_ folder of one step; formats other than torch and torch_dist are not read."
         )
-    text = tracker.read_text().strip()
-    if re.fullmatch(r"\d+", text) is None and text != "release":
+    with reading(tracker, damaged):
+        text = read_bytes(tracker, _MOST_TRACKER_BYTES).decode().strip()
+    if re.fullmatch(r"[0-9]{1,18}", text) is None and text != "release":
         raise CheckpointError(
             f"{tracker} says {text[:40]!r} instead of a number or `release`. Write the step to read into it."
         )
@@ -139,9 +149,14 @@ def _lazy(
         for part, name in enumerate(weight.logical):
             sources.setdefault(name, []).append((weight, stored[weight.name], part))
     return {
-        name: LazyTensor(shapes[name], parts[0][1].dtype, partial(_read, parts, shapes[name], model))
+        name: LazyTensor(shapes[name], parts[0][1].dtype, partial(_load, parts, shapes[name], model))
         for name, parts in sources.items()
     }
+
+
+def _load(parts: list[tuple[Weight, Stored, int]], shape: Shape, model: ModelConfig) -> Tensor:
+    with reading(Path(parts[0][1].where), damaged):
+        return _read(parts, shape, model)
 
 
 def _read(parts: list[tuple[Weight, Stored, int]], shape: Shape, model: ModelConfig) -> Tensor:

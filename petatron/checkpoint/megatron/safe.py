@@ -1,27 +1,29 @@
-"""Reading Megatron's pickles without running them. This is the only module of the package in which a pickle is opened.
+"""Reading Megatron's pickles without running them, and which names may stand in them.
 
-A pickle is a program, and it may call whatever it can name. So nothing here can name anything but a fixed list, and what is on the
-list is not the class of that name but an empty stand-in which remembers what it is given and does nothing. Files
-of `torch.save` go through torch's own restricted loader (`weights_only`), the `.metadata` of a distributed checkpoint through
-the unpickler below. What is not on the list stops the reading with the name of the class; there is no other way in.
+A pickle is a program, and it may call whatever it can name. Here nothing is called (`pickled.py`), and a file that names anything but
+what is on a fixed list is refused with the names: it was not made for this. What is on the list is not the class of that name
+but a stand-in which keeps what it is given and does nothing.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-import re
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from petatron.base.errors import CheckpointError
+from petatron.base.foreign import open_file, read_bytes, reading
+from petatron.checkpoint.megatron.pickled import Name, StandIn, read_pickle
+from petatron.checkpoint.megatron.saved_file import CALLS_WITHOUT_TENSORS, DTYPES, plain_call, read_saved
 from petatron.models.hf.listing import some
 
-_OLDEST_TORCH = (2, 10)
+_MOST_METADATA_BYTES = 1 << 30
 
 # What a Megatron run keeps beside its weights: its arguments with a few enums, random states, scales of FP8.
 _BESIDE_WEIGHTS = (
@@ -54,8 +56,34 @@ _BESIDE_WEIGHTS = (
     "numpy.core.multiarray.scalar",
     "numpy._core.multiarray.scalar",
 )
+# What else torch itself takes from files that are not trusted; none of it is a weight of ours.
+_OTHER_VALUES = (
+    "_codecs.encode",
+    "builtins.bytearray",
+    "builtins.complex",
+    "builtins.frozenset",
+    "builtins.set",
+    "collections.Counter",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Buffer",
+    "torch.nn.parameter.Parameter",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+    "torch._utils._rebuild_device_tensor_from_numpy",
+    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._utils._rebuild_nested_tensor",
+    "torch._utils._rebuild_qtensor",
+    "torch._utils._rebuild_sparse_tensor",
+    "torch._utils._rebuild_wrapper_subclass",
+    "torch.storage.TypedStorage",
+    *(
+        f"torch.{name}Storage"
+        for name in ("ComplexDouble", "ComplexFloat", "QInt32", "QInt8", "QUInt2x4", "QUInt4x2", "QUInt8")
+    ),
+    *(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+)
 # What the table of a distributed checkpoint is made of, over the versions of torch.
-_METADATA = frozenset(
+_METADATA = (
     [f"torch.distributed.checkpoint.metadata.{name}" for name in (
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
         "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
@@ -73,62 +101,30 @@ _METADATA = frozenset(
         "pathlib._local.PosixPath",
     ]
 )  # fmt: skip
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
+_INERT = frozenset((*_BESIDE_WEIGHTS, *_OTHER_VALUES, *_METADATA))
+_COPY_AGAIN = "Copy the checkpoint again from where it was written."
 
 
-class StandIn:
-    """Takes the place of an object: keeps its arguments and its state, and can do nothing."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.state = state
-
-
-def require_safe_torch(version: str = torch.__version__) -> None:
-    """Restricted loading had holes before 2.10."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or (int(match[1]), int(match[2])) < _OLDEST_TORCH:
-        raise CheckpointError(
-            f"torch {version} cannot read files of others safely: restricted loading has known holes before 2.10. "
-            "Install torch 2.10 or newer to read Megatron checkpoints."
-        )
+def damaged(path: Path, why: str) -> CheckpointError:
+    """The error for a file of a Megatron checkpoint that cannot be read."""
+    return CheckpointError(f"{path} {why}. {_COPY_AGAIN}")
 
 
 def load_file(path: Path) -> dict[str, Any]:
     """A file of `torch.save` that holds a dictionary; its tensors stay on disk until they are used."""
-    # A class of its own per name and per reading: a pickle may set attributes of a class it can name.
-    allowed: list[Any] = [(type("StandIn", (StandIn,), {}), name) for name in _BESIDE_WEIGHTS]
-    with safe_globals(allowed):
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError:
-            raise CheckpointError(_refusal(path, _unsafe_names(path))) from None
-        except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-            raise CheckpointError(_damaged(path, error)) from None
+    with _refusing(path) as name, open_file(path) as file:
+        # Private pages: nothing is written to the file, and torch wants memory that could be written.
+        memory = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, access=mmap.ACCESS_COPY)
+        content = read_saved(torch.frombuffer(memory, dtype=torch.uint8), name)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dictionary. Is it Megatron's?")
     return content
 
 
-def load_blob(blob: bytes, path: Path) -> Tensor:
-    """One tensor out of a file of a distributed checkpoint."""
-    try:
-        content = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise CheckpointError(_refusal(path, _unsafe_names(io.BytesIO(blob)))) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(_damaged(path, error)) from None
+def load_blob(blob: Tensor, path: Path) -> Tensor:
+    """One tensor out of bytes of a file of a distributed checkpoint, in whose memory it stays."""
+    with _refusing(path) as name:
+        content = read_saved(blob, name)
     if not isinstance(content, Tensor):
         raise CheckpointError(f"{path} holds a {type(content).__name__} where its table has a tensor. {_COPY_AGAIN}")
     return content
@@ -136,62 +132,51 @@ def load_blob(blob: bytes, path: Path) -> Tensor:
 
 def load_metadata(path: Path) -> StandIn:
     """The table of a distributed checkpoint, made of stand-ins."""
-    try:
-        table = _MetadataUnpickler(path).load()
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-    ) as error:
-        raise CheckpointError(_damaged(path, error)) from None
+    with _refusing(path) as name:
+        table = read_pickle(read_bytes(path, _MOST_METADATA_BYTES), _WithoutTensors(name))
     if not isinstance(table, StandIn):
         raise CheckpointError(f"{path} holds a {type(table).__name__} instead of a checkpoint's table. {_COPY_AGAIN}")
     return table
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.BytesIO(path.read_bytes()))
-        self._path = path
-        self._classes: dict[str, type] = {}
+class _WithoutTensors:
+    """What the names of a table stand for; see `Builder`."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full in _METADATA:
-            return self._classes.setdefault(full, type("StandIn", (StandIn,), {}))
-        if full == "torch.Size":
-            return tuple
-        if full in _DTYPES:
-            return _DTYPES[full]
-        if full in ("collections.OrderedDict", "builtins.set", "builtins.frozenset"):
-            return {"OrderedDict": dict, "set": set, "frozenset": frozenset}[name]
-        raise CheckpointError(_refusal(self._path, [full]))
+    def __init__(self, name: Callable[[str], Any]) -> None:
+        self._name = name
+
+    def named(self, full: str) -> Any:
+        if full in CALLS_WITHOUT_TENSORS:
+            return Name(full)
+        return DTYPES[full] if full in DTYPES else self._name(full)
+
+    called = staticmethod(plain_call)
+
+    def persistent(self, identity: Any) -> Any:
+        raise ValueError("it refers to a storage, and a table has none")
 
 
-_COPY_AGAIN = "Copy the checkpoint again from where it was written."
+@contextmanager
+def _refusing(path: Path) -> Iterator[Callable[[str], Any]]:
+    """What a name stands for while a file is read; at the end, names that may not be there are one error."""
+    known: dict[str, Name] = {}
+    unknown: set[str] = set()
 
+    def name(full: str) -> Name:
+        if full not in known:
+            known[full] = Name(full)
+            if full not in _INERT:
+                unknown.add(full)
+        return known[full]
 
-def _unsafe_names(file: Path | io.BytesIO) -> list[str]:
     try:
-        return sorted(get_unsafe_globals_in_checkpoint(file))  # pyright: ignore[reportArgumentType]
-    except Exception:  # this only words an error; a damaged file may raise anything
-        return []
-
-
-def _refusal(path: Path, names: list[str]) -> str:
-    if not names:
-        return f"{path} cannot be read, and nothing in it was run: it is damaged, or no file of tensors. {_COPY_AGAIN}"
-    return (
-        f"{path} was refused and nothing in it was run: it names {some(names)}, which may not be read from a checkpoint. "
-        "If you trust it, load it where it was written and save it again with plain values in that place."
-    )
-
-
-def _damaged(path: Path, error: Exception) -> str:
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{path} cannot be read: {first[:200]}. {_COPY_AGAIN}"
+        with reading(path, damaged):
+            yield name
+    except CheckpointError:
+        if not unknown:
+            raise
+    if unknown:
+        raise CheckpointError(
+            f"{path} was refused and nothing in it was run: it names {some(unknown)}, which may not be read from a checkpoint. "
+            "If you trust it, load it where it was written and save it again with plain values in that place."
+        )

@@ -27,10 +27,11 @@ class Stored:
 class Found:
     """What a reader of one format found: Megatron's arguments, the iteration, and the weights by the names of `names.py`.
 
-    `weights` wants to know how ranks share each weight, which follows from the arguments; a name that it is not told is taken
-    as it lies.
+    `num_weights` is how many weights are there, an expert's being one. `weights` wants to know how ranks share each weight, which
+    follows from the arguments; a name that it is not told is taken as it lies.
     """
 
     arguments: Mapping[str, Any]
     iteration: int
+    num_weights: int
     weights: Callable[[Mapping[str, Kind]], Mapping[str, Stored]]

@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.foreign import is_count
 from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.models.counts import MOST_EXPERTS, MOST_LAYERS
 from petatron.models.hf.families import FAMILIES, family_for, family_of
 from petatron.models.hf.family import Family
 from petatron.models.hf.moe_config import inexpressible_moe, read_moe, unwritable, write_moe
 from petatron.models.hf.rope import read_rope, write_rope
 
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_MOST = {"num_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS}
 _TRAINING_ONLY = ("hidden_dropout",)
 _FOREIGN = "Use another model; the decoder has no such part."
 
@@ -62,8 +65,12 @@ def _missing(family: Family, asked: Mapping[str, Any]) -> list[Problem]:
         if key not in asked:
             rule = f"is missing, and a {family.name} config.json needs it"
             problems.append(Problem(key, "", rule, "Take config.json from the model's own folder."))
-        elif (ours in _COUNTS or ours in family.moe_keys) and not (isinstance(asked[key], int) and asked[key] > 0):
-            problems.append(Problem(key, repr(asked[key]), "is not a positive whole number", "Correct config.json."))
+        elif (ours in _COUNTS or ours in family.moe_keys) and not is_count(asked[key], 1):
+            found = f"{asked[key]!r:.40}"
+            problems.append(Problem(key, found, "is not a positive whole number", "Correct config.json."))
+        elif ours in _MOST and asked[key] > _MOST[ours]:
+            rule = f"is more than any model has ({_MOST[ours]:,})"
+            problems.append(Problem(key, str(asked[key]), rule, "Correct config.json."))
     return problems
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from petatron.base.errors import Problem
+from petatron.base.foreign import is_count
 from petatron.config.fields import flag_of
 from petatron.config.schema import MoEConfig
 from petatron.models.hf.family import Family
@@ -25,10 +26,10 @@ def read_moe(family: Family, asked: Mapping[str, Any], layers: int) -> tuple[dic
         values["moe_router_pre_softmax"] = not asked["norm_topk_prob"]
     experts_in = [True] * layers
     if "decoder_sparse_step" in family.defaults:
-        step, dense = asked["decoder_sparse_step"], asked["mlp_only_layers"] or ()
-        if not (isinstance(step, int) and step > 0):
+        step, dense = asked["decoder_sparse_step"], set(asked["mlp_only_layers"] or ())
+        if not is_count(step, 1):
             rule = "is not a positive whole number"
-            return {}, [Problem("decoder_sparse_step", repr(step), rule, "Use 1 for experts in every layer.")]
+            return {}, [Problem("decoder_sparse_step", f"{step!r:.40}", rule, "Use 1 for experts in every layer.")]
         experts_in = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
     if not any(experts_in):
         rule = f"and mlp_only_layers leave no layer of {layers} for the experts"

@@ -231,7 +231,7 @@ def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pyte
     convert(open_source(saved("mixtral", tmp_path / "run")), tmp_path / "theirs", Conversion(to="megatron"))
     source = open_source(tmp_path / "theirs")
     loads: list[str] = []
-    reader = source.fill.__self__  # type: ignore[attr-defined]
+    reader = source.fill.args[0].fill.__self__  # type: ignore[attr-defined]
     tensors = {
         name: replace(lazy, load=lambda name=name, lazy=lazy: (loads.append(name), lazy.load())[1])
         for name, lazy in reader._checkpoint.tensors.items()

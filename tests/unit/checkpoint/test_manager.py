@@ -295,10 +295,10 @@ def test_changed_manifest(manager, saved, tmp_path):
 
 
 def test_unreadable_manifest(manager, saved, tmp_path, monkeypatch):
-    def refuse(self):
+    def refuse(path, most_bytes):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    monkeypatch.setattr("petatron.checkpoint.storage.read_bytes", refuse)
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read: Permission denied"):
         manager.load(10, [])
 
@@ -306,14 +306,14 @@ def test_unreadable_manifest(manager, saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize("field", ["step", "tables"])
 def test_manifest_without_a_field(manager, saved, field):
     change_manifest(manager, lambda body: body.pop(field))
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: it lacks or misstates a field"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: it lacks or misstates its "):
         manager.load(10, [whole("model/w", saved)])
 
 
 @pytest.mark.parametrize("field", ["tensors", "files", "local"])
 def test_table_without_a_field(manager, saved, field):
     change_table(manager, lambda body: body.pop(field))
-    with pytest.raises(CheckpointError, match=r"rank-00000\.table\.json is damaged: it lacks or misstates a field"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.table\.json is damaged: it lacks or misstates its "):
         manager.load(10, [whole("model/w", saved)])
 
 
@@ -344,7 +344,7 @@ def test_a_table_that_is_no_table(manager, saved):
 
 
 def test_a_manifest_that_names_a_table_elsewhere(manager, saved):
-    change_manifest(manager, lambda body: body["tables"].update({"../x.table.json": [1, ""]}))
+    change_manifest(manager, lambda body: body["tables"].update({"../x.table.json": [1, "0" * 64]}))
     with pytest.raises(DamagedCheckpoint, match=r"names the file '\.\./x\.table\.json', which is not one of"):
         manager.load(10, [whole("model/w", saved)])
 
