@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-gpu test-gpu-slow test-nccl check format reference clean
+.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-gpu test-gpu-slow test-nccl check format reference audit clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
@@ -58,5 +58,10 @@ format: $(VENV)/dev  ## rewrite in house format
 reference: $(VENV)/core  ## regenerate docs/flags.md from the schema
 	$(BIN)/petatron config reference --out docs/flags.md
 
+audit:  ## hold the pinned dependencies against the published advisories (needs the network)
+	$(PYTHON) -m venv .audit
+	.audit/bin/pip install --quiet --disable-pip-version-check pip-audit
+	.audit/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt
+
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .audit .pytest_cache .ruff_cache .hypothesis

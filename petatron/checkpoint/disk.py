@@ -1,6 +1,6 @@
 """The file operations a checkpoint is made of, and the digests that say whether a file is what was written.
 
-A file's digest is a CRC-32 per block of 8 MiB: fast enough to be always on (several GB/s per core, and blocks are
+A file has a digest per block of 8 MiB, by default a CRC-32: fast enough to be always on (several GB/s per core, and blocks are
 independent), and a reader who needs a part of a file checks the blocks of that part and no more.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from petatron.base import files
 from petatron.base.errors import CheckpointError
+from petatron.checkpoint.digest import BlockDigest
 
 BLOCK_BYTES = 8 << 20
 _FLUSH_BYTES = 64 << 20
@@ -25,24 +25,18 @@ _WORTH_A_THREAD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """Size of a file, and the CRC-32 of each of its blocks as eight hexadecimal digits."""
+    """Size of a file, and the digest of each of its blocks (`digest.py`)."""
 
     size_bytes: int
     blocks: tuple[str, ...]
 
 
-def block_digest(data: bytes | memoryview, before: int = 0) -> int:
-    """The running CRC-32 of a block."""
-    return zlib.crc32(data, before)
-
-
-def written(digest: int) -> str:
-    return f"{digest:08x}"
-
-
 class Disk:
     """What publishing is made of. Tests replace `reach`, which is called before and after everything that leaves a trace
     on disk, to end the process at any of these moments, or single operations, to make them fail."""
+
+    strong_digests = False
+    """With strong digests of what it writes, a signature of them is one of the content."""
 
     def reach(self, moment: str, path: Path) -> None:
         """A boundary between two states of the disk."""
@@ -53,7 +47,11 @@ class Disk:
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> StoredFile:
         """Write a file through to the device, and say what it holds."""
-        with files.create(path) as file, _Flusher(file.fileno()) as flusher, _Digests() as digests:
+        with (
+            files.create(path) as file,
+            _Flusher(file.fileno()) as flusher,
+            _Digests(strong=self.strong_digests) as digests,
+        ):
             self.reach("opened", path)
             for part in parts:
                 for piece in digests.add(part):
@@ -123,9 +121,10 @@ class _Flusher:
 class _Digests:
     """The digests of a file's blocks, computed on another core while the blocks are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, strong: bool) -> None:
+        self._strong = strong
         self._blocks: list[str] = []
-        self._digest = self._size = 0
+        self._digest, self._size = BlockDigest(strong=strong), 0
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
@@ -154,7 +153,7 @@ class _Digests:
 
     def result(self) -> StoredFile:
         self.settle()
-        last = [written(self._digest)] if self._size % BLOCK_BYTES else []
+        last = [self._digest.text()] if self._size % BLOCK_BYTES else []
         return StoredFile(self._size, (*self._blocks, *last))
 
     def _start(self, piece: memoryview, *, closes: bool) -> None:
@@ -165,10 +164,10 @@ class _Digests:
         self._pending.append(self._pool.submit(self._take, piece, closes))
 
     def _take(self, piece: memoryview, closes: bool) -> None:
-        self._digest = block_digest(piece, self._digest)
+        self._digest.update(piece)
         if closes:
-            self._blocks.append(written(self._digest))
-            self._digest = 0
+            self._blocks.append(self._digest.text())
+            self._digest = BlockDigest(strong=self._strong)
 
 
 def _write_all(descriptor: int, part: memoryview) -> None:
@@ -176,14 +175,16 @@ def _write_all(descriptor: int, part: memoryview) -> None:
         part = part[os.write(descriptor, part) :]
 
 
-def digest_file(path: Path) -> StoredFile:
+def digest_file(path: Path, *, strong: bool = False) -> StoredFile:
     """Size and digests of a file as it lies."""
     blocks: list[str] = []
     size = 0
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(BLOCK_BYTES))
         while count := read_fully(file.fileno(), buffer, size):
-            blocks.append(written(block_digest(buffer[:count])))
+            digest = BlockDigest(strong=strong)
+            digest.update(buffer[:count])
+            blocks.append(digest.text())
             size += count
     return StoredFile(size, tuple(blocks))
 

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +22,13 @@ from typing import Any
 from petatron.base.errors import CheckpointError, PetatronError
 from petatron.base.foreign import open_file, reading
 from petatron.checkpoint import storage
-from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read_fully, written
+from petatron.checkpoint.digest import is_strong, same_content
+from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, read_fully
 from petatron.checkpoint.huggingface import read_model_settings
 from petatron.checkpoint.manifest import Manifest, StoredBox
 from petatron.checkpoint.placing import entry_box
 from petatron.checkpoint.safetensors_file import DTYPES, Slot, read_header
+from petatron.checkpoint.signature import SIGNATURE, signature_problem
 from petatron.config.identity import SPELLINGS
 from petatron.mesh.boxes import tiling_problem
 
@@ -182,8 +184,17 @@ class Report:
         return not self.findings
 
 
-def examine(source: Path, note: Note = lambda done, total: None, *, content: bool = True) -> Report:
-    """Check everything about a checkpoint; without `content`, all that can be known without reading the files through."""
+def examine(
+    source: Path,
+    note: Note = lambda done, total: None,
+    *,
+    content: bool = True,
+    trusted: Sequence[bytes] | None = None,
+) -> Report:
+    """Check everything about a checkpoint; without `content`, all that can be known without reading the files through.
+
+    trusted: public keys, of which one must have signed it.
+    """
     tables, findings = [], []
     try:
         head = storage.read_head(source)
@@ -214,9 +225,22 @@ def examine(source: Path, note: Note = lambda done, total: None, *, content: boo
     if source.name.startswith("step-") and not source.name.startswith(storage.step_name(manifest.step)):
         findings.append(_damaged(source / storage.MANIFEST, f"is that of step {manifest.step}"))
     findings += _table_findings(source, manifest, broken)
+    if trusted is not None:
+        findings += _signature_findings(source, manifest, trusted)
     if _CONFIG in manifest.files and source / _CONFIG not in broken:
         findings += _config_findings(source / _CONFIG, run_facts(manifest))
     return Report(source, len(manifest.files), total, tuple(findings))
+
+
+def _signature_findings(source: Path, manifest: Manifest, trusted: Sequence[bytes]) -> Iterator[Finding]:
+    problem = signature_problem(source, (source / storage.MANIFEST).read_bytes(), trusted)
+    if problem is not None:
+        yield Finding(source / SIGNATURE, problem)
+    tables = {table.path for table in manifest.tables}  # of these the manifest itself has strong digests
+    weak = [name for name, file in manifest.files.items() if name not in tables and not all(map(is_strong, file.blocks))]
+    if weak:
+        text = f"{source} has digests that a signature is not worth much for ({weak[0]} ...): it was saved without --sign-key."
+        yield Finding(source / storage.MANIFEST, f"{text} Save or convert it again with a key.")
 
 
 def newest_sound(folder: Path, known: Mapping[Path, bool], note: Note = lambda done, total: None) -> Path | None:
@@ -264,7 +288,7 @@ def _blocks(path: Path, expected: StoredFile, note: Callable[[int], None]) -> It
         whole = buffers.get()
         buffer = whole[: min(BLOCK_BYTES, expected.size_bytes - begin)]
         count = read_fully(file.fileno(), buffer, begin)
-        same = count == len(buffer) and written(block_digest(buffer)) == expected.blocks[number]
+        same = count == len(buffer) and same_content([buffer], expected.blocks[number])
         buffers.put(whole)
         return same
 

@@ -34,6 +34,7 @@ from petatron.checkpoint.planning import transfers
 from petatron.checkpoint.planning.exchange import exchange
 from petatron.checkpoint.planning.reader import Reader
 from petatron.checkpoint.planning.survey import Layout, SavePlan, Survey, layout_of
+from petatron.checkpoint.signature import Sign
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
 from petatron.checkpoint.storage import DamagedCheckpoint
 from petatron.checkpoint.writing import Job, check_room, fill_job, write_job
@@ -77,9 +78,11 @@ class CheckpointManager:
         device: torch.device | None = None,
         disk: Disk | None = None,
         retention: Retention | None = None,
+        sign: Sign | None = None,
     ) -> None:
         """`world` moves weights between devices, which are `device` on this rank; they default to `control`, all ranks over
-        host memory. `background` is what ranks talk over while training goes on, and needed only for that.
+        host memory. `background` is what ranks talk over while training goes on, and needed only for that. `sign` is the same on
+        every rank: the first one signs, and all of them write digests that are worth a signature.
         """
         self._folder = Path(folder)
         self._control = control
@@ -88,6 +91,8 @@ class CheckpointManager:
         self._background_axis = background
         self._leads = control.rank == 0
         self._disk = disk or Disk()
+        self._disk.strong_digests = sign is not None
+        self._sign = sign
         self._retention = retention or Retention()
         self.pruned: tuple[int, ...] = ()
         """Steps that the last save let go of, as the first rank knows them."""
@@ -229,7 +234,9 @@ class CheckpointManager:
 
             def publish() -> None:
                 if self._leads:
-                    storage.publish(folder, step, tables, facts=job.facts, layout=job.layout, disk=disk)
+                    storage.publish(
+                        folder, step, tables, facts=job.facts, layout=job.layout, disk=disk, sign=self._sign
+                    )
                     # Before the others go on: they would wait for this rank in a collective that may have a time limit.
                     self._prune()
 

@@ -27,7 +27,7 @@ MOST_BYTES = 1 << 28
 """The largest manifest or table that is read."""
 _ONE_TABLE = 2
 _FORMAT, _TABLE_FORMAT = "petatron checkpoint", "petatron checkpoint table"
-_BLOCK_DIGEST, _TABLE_DIGEST = re.compile("[0-9a-f]{8}"), re.compile("[0-9a-f]{64}")
+_BLOCK_DIGEST, _TABLE_DIGEST = re.compile("[0-9a-f]{8}|[0-9a-f]{64}"), re.compile("[0-9a-f]{64}")
 
 
 class UnknownVersion(ValueError):

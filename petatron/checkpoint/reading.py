@@ -19,7 +19,8 @@ from torch import Tensor
 
 from petatron.base import foreign
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, block_digest, read_ahead, read_into, written
+from petatron.checkpoint.digest import same_content
+from petatron.checkpoint.disk import BLOCK_BYTES, StoredFile, read_ahead, read_into
 from petatron.checkpoint.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.placing import entry_box, in_entry
 from petatron.checkpoint.safetensors_file import DTYPE_CODES, DTYPES, Slot, read_header
@@ -241,12 +242,8 @@ def _read_block(path: Path, descriptor: int, block: _Block, spare: threading.loc
     parts = direct or [memoryview(spare.buffer.numpy())[: block.end - block.begin]]
     if read_into(descriptor, parts, block.begin) != block.end - block.begin:
         raise damage(path, "ends before all of it was read")
-    if block.digest is not None:
-        digest = 0
-        for part in parts:
-            digest = block_digest(part, digest)
-        if written(digest) != block.digest:
-            raise altered(path)
+    if block.digest is not None and not same_content(parts, block.digest):
+        raise altered(path)
     if direct is None:
         for fill in block.fills:
             _copy(spare.buffer, block, fill)

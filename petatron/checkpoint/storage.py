@@ -27,6 +27,7 @@ from typing import Any
 from petatron.base.errors import CheckpointError
 from petatron.base.files import link_target
 from petatron.base.foreign import read_bytes, reading
+from petatron.checkpoint.digest import is_strong
 from petatron.checkpoint.disk import Disk, StoredFile, digest_file
 from petatron.checkpoint.manifest import (
     MOST_BYTES,
@@ -41,6 +42,7 @@ from petatron.checkpoint.manifest import (
     table_to_json,
     to_json,
 )
+from petatron.checkpoint.signature import SIGNATURE, Sign
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -122,14 +124,24 @@ def write_table(draft: Path, rank: int, table: RankTable, disk: Disk) -> TableFi
 
 
 def publish(
-    folder: Path, step: int, tables: Sequence[TableFile], *, facts: Mapping[str, Any], layout: str, disk: Disk
+    folder: Path,
+    step: int,
+    tables: Sequence[TableFile],
+    *,
+    facts: Mapping[str, Any],
+    layout: str,
+    disk: Disk,
+    sign: Sign | None = None,
 ) -> None:
     """Turn a draft into the newest checkpoint. Until the rename it does not exist for readers."""
     final = folder / step_name(step)
     draft, replaced = folder / f"{final.name}.tmp", folder / f"{final.name}.replaced"
     for part in (MODEL, STATE):
         disk.sync_folder(draft / part)
-    disk.write(draft / MANIFEST, [to_json(step, layout=layout, facts=facts, tables=tables).encode()])
+    manifest = to_json(step, layout=layout, facts=facts, tables=tables).encode()
+    disk.write(draft / MANIFEST, [manifest])
+    if sign is not None:
+        disk.write(draft / SIGNATURE, [sign(manifest)])
     disk.sync_folder(draft)
     if os.path.lexists(final):
         disk.rename(final, replaced)
@@ -389,7 +401,7 @@ def check_size(path: Path, expected: StoredFile) -> None:
 def check_content(path: Path, expected: StoredFile) -> None:
     """Raise if a file is not exactly what was saved."""
     check_size(path, expected)
-    if digest_file(path).blocks != expected.blocks:
+    if digest_file(path, strong=any(map(is_strong, expected.blocks))).blocks != expected.blocks:
         raise altered(path)
 
 
@@ -412,7 +424,7 @@ def check_documents(source: Path, manifest: Manifest) -> None:
 
 def extra_files(source: Path, manifest: Manifest) -> list[Path]:
     """Files, links and folders in a step that its manifest does not know; of a folder, nothing that is in it."""
-    known = {source / name for name in (*manifest.files, MANIFEST, MODEL, STATE)}
+    known = {source / name for name in (*manifest.files, MANIFEST, SIGNATURE, MODEL, STATE)}
     return [path for path in _entries(source) if path not in known]
 
 
@@ -421,7 +433,7 @@ def linked_parts(source: Path, manifest: Manifest) -> dict[Path, Path]:
 
     The step itself is one when it has the name of a step: a run's folder holds its steps, and others may name one as they like.
     """
-    known = {source / name for name in (*manifest.files, MANIFEST, MODEL, STATE)}
+    known = {source / name for name in (*manifest.files, MANIFEST, SIGNATURE, MODEL, STATE)}
     found = [path for path in _entries(source) if path in known]
     found += [source] if _STEP.fullmatch(source.name) else []
     return {path: target for path in found if (target := link_target(path, source)) is not None}

@@ -60,6 +60,12 @@ def _parser(*, converting: bool) -> argparse.ArgumentParser:
     which = checking.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="which step (default: the newest)")
     which.add_argument("--all", action="store_true", help="every step of the folder")
+    checking.add_argument(
+        "--require-signature",
+        type=Path,
+        metavar="KEY",
+        help="the checkpoint must be signed by a public key of this file (a .pub file of ssh-keygen, or PEM)",
+    )
     checking.add_argument("--json", action="store_true", help="print the findings as JSON")
     comparing = verbs.add_parser(
         "diff",
@@ -189,6 +195,7 @@ def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _verify(options: argparse.Namespace) -> int:
     from petatron.checkpoint.inspect import examine, locate, newest_sound, unfinished
+    from petatron.checkpoint.signature import read_public_keys
     from petatron.checkpoint.storage import steps
 
     folder: Path = options.path
@@ -196,7 +203,8 @@ def _verify(options: argparse.Namespace) -> int:
     lost = unfinished(folder) if folder.is_dir() and options.step is None else []
     chosen = complete if options.all and complete else [] if lost and not complete else [locate(folder, options.step)]
     with _Progress("verifying") as progress:
-        reports = [examine(source, progress) for source in [*lost, *chosen]]
+        trusted = read_public_keys(options.require_signature) if options.require_signature else None
+        reports = [examine(source, progress, trusted=trusted) for source in [*lost, *chosen]]
         broken = [report for report in reports if not report.sound]
         known = {report.source: report.sound for report in reports}
         newest = newest_sound(reports[-1].source.parent, known, progress) if broken or options.json else None

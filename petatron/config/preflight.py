@@ -19,7 +19,12 @@ from petatron.config.schema import RunConfig
 
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-_LIBRARIES = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
+# Setting -> library and extra that it needs.
+_LIBRARIES = {
+    "tensorboard_dir": ("tensorboard", "log"),
+    "wandb_project": ("wandb", "log"),
+    "sign_key": ("cryptography", "sign"),
+}
 
 
 def preflight(config: RunConfig) -> list[Problem]:
@@ -113,8 +118,8 @@ def _missing_data(config: RunConfig) -> Iterator[Problem]:
 
 
 def _missing_libraries(config: RunConfig) -> Iterator[Problem]:
-    for name, library in _LIBRARIES.items():
-        value = getattr(config.log, name)
+    for name, (library, extra) in _LIBRARIES.items():
+        value = getattr(config.checkpoint if name == "sign_key" else config.log, name)
         if value is not None and importlib.util.find_spec(library) is None:
-            fix = f"pip install {library}, or pip install 'petatron[log]'."
+            fix = f"pip install {library}, or pip install 'petatron[{extra}]'."
             yield Problem(flag_of(name), value, f"needs {library}, which is not installed", fix)

@@ -169,6 +169,8 @@ class CheckpointConfig:
     """Keep only this many of the newest checkpoints; unset keeps all."""
     save_retain_interval: int | None = None
     """With `--save-total-limit`, also keep every checkpoint whose iteration is a multiple of this."""
+    sign_key: FilePath | None = None
+    """File of an Ed25519 private key to sign checkpoints with (extra: sign); their files get SHA-256 digests then."""
     load_fallback: bool = False
     """If the checkpoint to load is damaged, say so and take the newest sound one before it."""
     ckpt_format: Literal["petatron"] = "petatron"

@@ -11,6 +11,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.foreign import is_count, reading
 from petatron.base.log import get_logger
 from petatron.checkpoint.manager import CheckpointManager, Retention
+from petatron.checkpoint.signature import open_signer
 from petatron.checkpoint.storage import damage
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.config.fields import by_name
@@ -269,4 +270,5 @@ def _build_saver(config: CheckpointConfig, mesh: ParallelMesh) -> CheckpointMana
         device=mesh.device,
         background=mesh.another_control() if config.async_save else None,
         retention=Retention(config.save_total_limit, config.save_retain_interval),
+        sign=open_signer(Path(config.sign_key)) if config.sign_key is not None else None,
     )
