@@ -61,7 +61,7 @@ reference: $(VENV)/core  ## regenerate docs/flags.md from the schema
 audit:  ## hold the pinned dependencies against the published advisories (needs the network)
 	$(PYTHON) -m venv .audit
 	.audit/bin/pip install --quiet --disable-pip-version-check pip-audit
-	.audit/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt
+	.audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .audit .pytest_cache .ruff_cache .hypothesis
