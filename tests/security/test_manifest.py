@@ -186,7 +186,9 @@ def test_pipes_and_devices_in_the_place_of_files(step: Path, name: str):
         storage.check_sizes(step, storage.read_manifest(step).files)
 
 
-@pytest.mark.parametrize("content", [b"step-" + b"1" * 5000, b"\xff", b"step-00000003\n" * 10**6, "step-٠٠٠٠٠٠٠٣".encode()])
+@pytest.mark.parametrize(
+    "content", [b"step-" + b"1" * 5000, b"\xff", b"step-00000003\n" * 10**6, "step-٠٠٠٠٠٠٠٣".encode()]
+)
 def test_a_tracker_that_names_no_step(step: Path, content: bytes):
     """It counts as none: the highest step is the newest then."""
     (step.parent / "latest").write_bytes(content)
