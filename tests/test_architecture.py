@@ -139,7 +139,6 @@ def test_help_imports_no_torch():
 
 PICKLES = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 UNPICKLING = {
-    "petatron/checkpoint/megatron/safe.py": "Megatron-LM's files are pickles: read through an allow-list and nothing else",
     "petatron/cli/benches/checkpoint.py": "measures torch.load on a file that it wrote itself",
 }
 

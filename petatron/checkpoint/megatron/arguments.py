@@ -57,6 +57,7 @@ _CHANGES_THE_MODEL: Mapping[str, tuple[Any, ...]] = {
 }
 _FIX = "Such a checkpoint cannot be converted."
 _SCALARS = (bool, int, float, str)
+_LONGEST_TEXT, _LONGEST_SHOWN = 10_000, 80
 
 
 def arguments_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -76,6 +77,8 @@ def arguments_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A value that can be compared and printed: objects of a file may hold themselves, or each other a million times."""
+    if isinstance(value, str) and len(value) > _LONGEST_TEXT:
+        return StandIn("str", ())
     if isinstance(value, list | tuple):
         flat = len(value) <= MOST_LAYERS and all(isinstance(part, _SCALARS) for part in value)
         return value if flat else StandIn(type(value).__name__, ())
@@ -138,12 +141,12 @@ def _typed(values: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]
         try:
             typed[name] = None if value is None else by_name()[name].parse(str(value))
         except ValueError as error:
-            problems.append(Problem(flag_of(name), str(value), str(error), _FIX))
+            problems.append(Problem(flag_of(name), _shown(value), str(error), _FIX))
     return typed
 
 
 def _shown(value: Any) -> str:
-    return "" if value is True else str(value)
+    return "" if value is True else str(value)[:_LONGEST_SHOWN]
 
 
 def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
@@ -180,7 +183,7 @@ def _window(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, 
         return {}
     if isinstance(window, Sequence) and len(window) == 2 and window[1] in (0, -1):
         return {"window_size": int(window[0]) + 1} if int(window[0]) >= 0 else {}
-    problems.append(Problem("--window-size", str(window), "is no window over the past", _FIX))
+    problems.append(Problem("--window-size", _shown(window), "is no window over the past", _FIX))
     return {}
 
 
@@ -198,7 +201,7 @@ def _experts(arguments: Mapping[str, Any], model: Mapping[str, Any], problems: l
                 moe[name] = value[0]
             else:
                 problems.append(
-                    Problem(flag_of(name), str(value), "is more than one value", "Train on with one of them.")
+                    Problem(flag_of(name), _shown(value), "is more than one value", "Train on with one of them.")
                 )
     if moe.get("moe_token_dispatcher_type") == "flex":
         moe["moe_token_dispatcher_type"] = "alltoall"

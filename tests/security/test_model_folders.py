@@ -1,0 +1,271 @@
+"""Folders of Hugging Face models made by others: headers that lie, settings that claim a billion layers, pipes in the place of files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import petatron
+from petatron.base.errors import CheckpointError, ConfigError, PetatronError
+from petatron.checkpoint.forms import detect, refuse_inside_step
+from petatron.checkpoint.safetensors_file import read_header
+from petatron.checkpoint.sources import open_source
+from petatron.config import CheckpointConfig
+from petatron.train.checkpoint_args import read_checkpoint_args
+from tests.security.limits import limited
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v3" / "step-00000003" / "model"
+OWN = {"model_type": "petatron", "architectures": ["PetatronForCausalLM"], "dtype": "float32"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(GOLDEN, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(folder: Path, **values: Any) -> None:
+    content = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+def refused(folder: Path, *words: str) -> None:
+    """By a conversion and by a model made of it, in time and memory."""
+    for read in (open_source, petatron.from_pretrained):
+        with limited(), pytest.raises((CheckpointError, ConfigError)) as caught:
+            read(folder)
+        for word in words:
+            assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+# ---- Headers
+
+
+def header(content: object, data: bytes = b"") -> bytes:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def slot(shape: Any, begin: Any = 0, end: Any = 4, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+NINES = int("9" * 4000)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (header({"x": slot([NINES] * 5000)}, bytes(4)), "misstates x"),  # their product would take minutes
+        (header({f"x{n}": slot([NINES, NINES]) for n in range(100)}, bytes(4)), "misstates x0"),
+        (header(b'{"x": {"dtype": "F32", "shape": [' + b"9" * 5000 + b']}}'), "cannot be understood|is damaged"),
+        (header({"x": slot([1 << 62, 4])}, bytes(4)), "x does not lie inside it"),
+        (header({"x": slot([1] * 65)}, bytes(4)), "misstates x"),
+        (header({"x": slot([1], 0.0, 4)}, bytes(4)), "misstates x"),
+        (header({"x": slot([True])}, bytes(4)), "misstates x"),
+        (header({"x": slot([1], -4, 0)}, bytes(4)), "misstates x"),
+        (header({"x": slot("1")}, bytes(4)), "misstates x"),
+        (header({"x": slot([1], dtype=["F32"])}, bytes(4)), "misstates x"),
+        (header({"x": [1]}, bytes(4)), "misstates x"),
+        (header({"x": slot([1]), "y": slot([1])}, bytes(4)), "y begins at byte"),  # two tensors in the same bytes
+        (header({"x": slot([1], 0, 4), "y": slot([1], 8, 12)}, bytes(12)), "y begins at byte"),
+        (header({"x": slot([1])}, bytes(8)), "its tensors end at byte"),
+        (header(b"[" * 200_000), "no text|nested"),
+        (header(b"\xff\xff"), "no text"),
+        ((1 << 63).to_bytes(8, "little") + b"{}", "would be 9223372036854775808 bytes long"),
+    ],
+)  # fmt: skip
+def test_headers_that_lie(folder: Path, content: bytes, words: str):
+    (folder / "model.safetensors").write_bytes(content)
+    with limited(), pytest.raises(CheckpointError, match=rf"model\.safetensors .*({words})"):
+        open_source(folder)
+
+
+def test_a_header_of_a_sparse_terabyte(folder: Path):
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write((1 << 39).to_bytes(8, "little"))
+        file.truncate(1 << 40)
+    refused(folder, "would be 549755813888 bytes long")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("thing", ["pipe", "device", "folder"])
+def test_no_files(folder: Path, name: str, thing: str):
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if thing == "pipe":
+        os.mkfifo(path)
+    elif thing == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with limited():
+        try:
+            open_source(folder, kind="huggingface")
+        except PetatronError as error:
+            assert str(folder) in str(error)
+        else:
+            assert name.endswith("index.json")  # beside one file for all, an index is a leftover
+
+
+def test_a_pipe_beside_the_shards(folder: Path):
+    os.mkfifo(folder / "model-00002-of-00002.safetensors")
+    with (
+        limited(),
+        pytest.raises(CheckpointError, match=r"00002\.safetensors cannot be read: it is not a regular file"),
+    ):
+        open_source(folder)
+
+
+def test_a_pipe_that_is_asked_whether_it_is_a_checkpoint(tmp_path: Path):
+    os.mkfifo(tmp_path / "manifest.json")
+    with limited():
+        refuse_inside_step(tmp_path / "new", "new")
+        with pytest.raises(CheckpointError, match="holds no model"):
+            detect(tmp_path)
+
+
+# ---- Settings
+
+
+@pytest.mark.parametrize("layers", [10**9, 10**18, 10**30, 99_999, NINES])
+def test_a_billion_layers(folder: Path, layers: int):
+    change(folder, n_layer=layers)
+    refused(folder)
+
+
+def test_layers_are_compared_with_the_tensors(folder: Path):
+    change(folder, n_layer=99_999)
+    refused(folder, "config.json says 99999 layers, and 28 tensors are stored")
+
+
+def test_layers_of_our_own_config(folder: Path):
+    """Also as text, which a config file would take for a number."""
+    for layers in (10**9, "1000000000", 10.0, None, [2]):
+        (folder / "config.json").write_text(json.dumps({**OWN, "model": {"num_layers": layers}}))
+        refused(folder, "config.json says")
+    read = {**OWN, "model": {"num_layers": 2}, "moe": {"num_experts": 10**9}}
+    (folder / "config.json").write_text(json.dumps(read))
+    refused(folder, "1000000000 experts")
+
+
+def test_experts_are_compared_with_the_tensors(folder: Path):
+    values = {
+        "model_type": "mixtral",
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "vocab_size": 32,
+    }
+    values |= {
+        "intermediate_size": 16,
+        "num_experts_per_tok": 1,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 16,
+    }
+    for experts in (10**9, 50_000):
+        (folder / "config.json").write_text(json.dumps(values | {"num_local_experts": experts}))
+        refused(folder, str(experts))
+
+
+def test_many_layers_without_experts(folder: Path):
+    """Each layer was looked for in a list of all: a hundred thousand times 200,000 steps."""
+    values = {"model_type": "qwen3_moe", "num_hidden_layers": 100_000, "mlp_only_layers": list(range(200_000))}
+    keys = ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size", "num_experts", "num_experts_per_tok",
+            "moe_intermediate_size", "num_key_value_heads", "max_position_embeddings", "head_dim")  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(values | dict.fromkeys(keys, 4)))
+    refused(folder)
+
+
+@pytest.mark.parametrize("size", [10**6, 10**9, 10**15])
+def test_a_model_larger_than_its_files(folder: Path, size: int):
+    """Refused before there is memory for it."""
+    change(folder, n_embd=size, n_inner=4 * size)
+    refused(folder)
+    with limited(), pytest.raises(PetatronError):
+        petatron.from_pretrained(folder)
+
+
+def test_checkpoint_args_of_a_billion_layers(folder: Path):
+    for layers in (10**9, 99_999):
+        change(folder, n_layer=layers)
+        with limited(), pytest.raises((CheckpointError, ConfigError), match=str(layers)):
+            read_checkpoint_args(CheckpointConfig(load=str(folder), finetune=True))
+
+
+ODD: list[Any] = [None, True, -1, 0, 1e400, "x", "", [], {}, [[]], {"a": {}}, NINES, float("nan"), "\0", "\x1b[31m"]
+KEYS = (
+    "model_type", "architectures", "n_layer", "n_embd", "n_head", "n_inner", "vocab_size", "n_positions", "resid_pdrop",
+    "layer_norm_epsilon", "activation_function", "tie_word_embeddings", "initializer_range", "quantization_config", "dtype",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_settings_of_any_type(folder: Path, key: str):
+    """A model, or one error: no TypeError, no OverflowError."""
+    for value in ODD:
+        change(folder, **{key: value})
+        with limited(10), contextlib.suppress(PetatronError):
+            open_source(folder)
+
+
+ROPE = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "sliding_window",
+    "layer_types",
+    "head_dim",
+)
+
+
+@pytest.mark.parametrize("key", ROPE)
+def test_rotary_settings_of_any_type(folder: Path, key: str):
+    base = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "vocab_size": 32,
+            "intermediate_size": 16, "num_key_value_heads": 4, "max_position_embeddings": 16, "head_dim": 2,
+            "use_sliding_window": True}  # fmt: skip
+    odd = [*ODD, {"rope_type": "yarn", "factor": "x"}, {"rope_type": "llama3", "factor": 0, "low_freq_factor": [],
+           "high_freq_factor": 1}, {"rope_type": "yarn", "original_max_position_embeddings": -1, "factor": 1e400}]  # fmt: skip
+    for value in odd:
+        (folder / "config.json").write_text(json.dumps(base | {key: value}))
+        with limited(10), pytest.raises(PetatronError):
+            open_source(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"\xff\xfe\0", b"[" * 100_000, b'{"a":' * 50_000, b"7", b'"x"', b"9" * 5000]
+)
+def test_configs_that_are_none(folder: Path, content: bytes):
+    (folder / "config.json").write_bytes(content)
+    refused(folder, "config.json", "Take it from the model's own folder")
+
+
+def test_a_config_larger_than_any(folder: Path):
+    with (folder / "config.json").open("r+b") as file:
+        file.truncate(1 << 34)
+    refused(folder, "config.json cannot be read: it has 17,179,869,184 bytes")
+
+
+@pytest.mark.parametrize("content", [{}, [], {"weight_map": 7}, {"weight_map": {"a": {}}}, {"weight_map": {"a": "\0"}},
+                                     {"weight_map": {"a": "x" * 5000}}])  # fmt: skip
+def test_an_index_that_is_none(folder: Path, content: Any):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors, folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        open_source(folder)
+
+
+def test_sound_ones_are_read(folder: Path):
+    assert read_header(folder / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+    open_source(folder)
+    petatron.from_pretrained(folder)
