@@ -38,7 +38,16 @@ def make(name: str) -> Kind:
     inner = {**files, ARGUMENTS: json.dumps(_plain(vars(model.args()))).encode()}
     if _METADATA in files:
         inner[PLACES] = json.dumps(_places(files[_METADATA])).encode()
-    return Kind(name, files, doors=_DOORS, shares={"read": 9}, formats=_FORMATS, inner=inner, seal=_sealer(files))
+    return Kind(
+        name,
+        files,
+        doors=_DOORS,
+        shares={"read": 9},
+        formats=_FORMATS,
+        inner=inner,
+        seal=_sealer(files),
+        streams=(".pt",),
+    )
 
 
 def _write_dist(folder: Path, model: Model) -> None:
