@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-gpu test-gpu-slow test-nccl check format reference audit clean
+.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-fuzz test-gpu test-gpu-slow test-nccl check format reference audit clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
@@ -36,6 +36,9 @@ test-matrix: $(VENV)/dev  ## the long forms of parity: the whole proof matrix, 2
 
 test-crash: $(VENV)/dev  ## the long form of the crash tests: training is killed some hundred times (ten minutes on 2 cores)
 	$(BIN)/python -m pytest -m crash tests/crash
+
+test-fuzz: $(VENV)/dev  ## mutated files of every kind for half an hour; MINUTES=5, KIND=dataset, JOBS=4, FIRST=1000000 (other cases)
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),30) --jobs $(or $(JOBS),2) --kind $(or $(KIND),all) --first $(or $(FIRST),0)
 
 test-gpu:  ## GPU checks, with the Python and packages of the machine
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and not slow" tests/gpu tests/kernels tests/unit/layers

@@ -237,7 +237,9 @@ def _signature_findings(source: Path, manifest: Manifest, trusted: Sequence[byte
     if problem is not None:
         yield Finding(source / SIGNATURE, problem)
     tables = {table.path for table in manifest.tables}  # of these the manifest itself has strong digests
-    weak = [name for name, file in manifest.files.items() if name not in tables and not all(map(is_strong, file.blocks))]
+    weak = [
+        name for name, file in manifest.files.items() if name not in tables and not all(map(is_strong, file.blocks))
+    ]
     if weak:
         text = f"{source} has digests that a signature is not worth much for ({weak[0]} ...): it was saved without --sign-key."
         yield Finding(source / storage.MANIFEST, f"{text} Save or convert it again with a key.")

@@ -15,6 +15,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.foreign import read_bytes
 from petatron.config.document import MOST_BYTES
 from petatron.config.schema import ParallelConfig
+from petatron.config.shallow_yaml import shallow_loader
 
 # A group as Megatron names it -> the axes here whose communicators do that work.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -125,7 +126,7 @@ def _read(path: str | None) -> Mapping[str, Mapping[str, Any]]:
         return {}
     import yaml
 
-    class Plain(yaml.SafeLoader):
+    class Plain(shallow_loader()):
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
                 raise ValueError("uses an alias (*name), by which a few lines can stand for gigabytes")

@@ -22,6 +22,7 @@ from petatron.config.fields import FieldInfo, Value, all_fields, by_name, flatte
 from petatron.config.flags import FILE_FLAG, PRESET_FLAG, value_problem
 from petatron.config.origins import Origin, Setting
 from petatron.config.schema import RunConfig
+from petatron.config.shallow_yaml import shallow_loader
 from petatron.config.spellings import SECTIONS
 
 _Node = Any  # a yaml.Node: `id` says scalar, sequence or mapping, and `style` is the quote around a scalar
@@ -74,7 +75,7 @@ def read_text(text: str, *, source: str, kind: Literal["file", "preset"]) -> Doc
 
     reader = _Reader(source, kind)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=shallow_loader())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source

@@ -184,7 +184,7 @@ def _build(config: RunConfig, split: str, sources: list[_Source], count: int) ->
     # Without weights, one epoch of everything if that is enough; if not, further epochs in proportion to size.
     once = not weights and count <= sum(per_epoch)
     shares = weights or [float(total) for total in tokens]
-    cache = config.data.data_cache_path or Path(sources[0].indexed.prefix).parent / "cache"
+    cache = _cache_folder(config.data, sources[0].indexed.prefix)
     if len(sources) == 1:
         needed: list[int] = [count]
     elif once:
@@ -206,6 +206,23 @@ def _build(config: RunConfig, split: str, sources: list[_Source], count: int) ->
     if len(built) == 1:
         return built[0]
     return BlendedDataset(built, None if once else shares, None if once else count, cache_dir=cache)
+
+
+def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
+    """Where sample indices are kept: the folder that the user names, else (also in a config, which derives it) one beside the data.
+
+    The data may have come from others, and a link in the place of that one leads to where they want files to appear.
+    """
+    beside = Path(prefix).parent / "cache"
+    folder = Path(data.data_cache_path) if data.data_cache_path else beside
+    if folder != beside or not beside.is_symlink():
+        return folder
+    get_logger(__name__).warning(
+        "%s is a symbolic link, and may have come with the data: sample indices stay in memory and are built again on the next start. "
+        "Give --data-cache-path the folder itself if you want them there.",
+        beside,
+    )
+    return None
 
 
 def _log_summary(split: str, sources: list[_Source], built: list[GPTDataset], needed: list[int]) -> None:

@@ -308,6 +308,7 @@ def _eos_in_config(config: Path) -> str | None:
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None and not isinstance(token, str):
             raise TypeError("eos_token is neither a text nor an object with its content")
+        (token or "").encode()  # half a surrogate is no text, and cannot be looked up
     return token
 
 

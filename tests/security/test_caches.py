@@ -13,8 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from petatron.base.private import private_folder
+from petatron.config import load_config
 from petatron.data import blend, cache, gpt
 from petatron.data.blend import blend_flaw, blend_indices, load_blend
+from petatron.data.build import build_datasets
 from petatron.data.gpt import GPTDataset
 from petatron.data.indexed import IndexedDataset
 from petatron.data.sampling import SampleIndex, build_sample_index, index_flaw, plan_epochs
@@ -321,3 +323,29 @@ def test_new_files_follow_the_umask(indexed: IndexedDataset, tmp_path: Path) -> 
         os.umask(before)
     modes: Sequence[int] = [path.stat().st_mode & 0o777 for path in (tmp_path / "cache").iterdir()]
     assert modes and set(modes) == {0o640}
+
+
+def test_a_header_that_is_no_python_is_built_again(indexed: IndexedDataset, tmp_path: Path) -> None:
+    """numpy asks Python's tokenizer to mend old headers, and that has errors of its own."""
+    before = samples(indexed, tmp_path / "cache")
+    for path in (tmp_path / "cache").glob("*.npy"):
+        content = path.read_bytes()
+        path.write_bytes(content.replace(b"}", b"(", 1))
+    assert samples(indexed, tmp_path / "cache") == before
+
+
+def test_a_cache_folder_that_is_a_link_is_not_written_to(
+    indexed: IndexedDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
+    words = "--num-layers 1 --seq-length 4 --lr 1e-3 --train-iters 2 --vocab-size 900 --split 100,0,0 --tokenizer-type NullTokenizer"
+    flags = [*words.split(), "--data-path", indexed.prefix]
+    with caplog.at_level("WARNING", logger="petatron"):
+        built = build_datasets(load_config(flags, preset="tiny-llama").config, None, (8, 0, 0)).train
+    assert built is not None and len(built) >= 8
+    assert "cache is a symbolic link" in caplog.text and "--data-cache-path" in caplog.text
+    assert not list((tmp_path / "elsewhere").iterdir())
+    flags += ["--data-cache-path", str(tmp_path / "elsewhere")]  # the user's own word
+    build_datasets(load_config(flags, preset="tiny-llama").config, None, (8, 0, 0))
+    assert list((tmp_path / "elsewhere").iterdir())

@@ -283,7 +283,16 @@ def test_an_id_of_four_billion_is_not_believed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["[" * 200_000, "[]", "3", '{"eos_token": 5}', '{"eos_token": {"content": []}}', '{"eos_token": ["a"]}', "\udcff"],
+    [
+        "[" * 200_000,
+        "[]",
+        "3",
+        '{"eos_token": 5}',
+        '{"eos_token": {"content": []}}',
+        '{"eos_token": ["a"]}',
+        '{"eos_token": "\\ud800"}',
+        "\udcff",
+    ],
 )
 def test_a_hostile_tokenizer_config(tmp_path: Path, content: str) -> None:
     folder = fast(tmp_path / "t")

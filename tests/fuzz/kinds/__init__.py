@@ -1,0 +1,26 @@
+"""The kinds of files, each made when it is asked for: some need torch, and making a sample takes a moment."""
+
+from __future__ import annotations
+
+import importlib
+
+from tests.fuzz.kind import Kind
+
+KINDS = {
+    "checkpoint": "checkpoint",
+    "huggingface": "huggingface",
+    "huggingface-moe": "huggingface",
+    "megatron-legacy": "megatron",
+    "megatron-dist": "megatron",
+    "dataset": "dataset",
+    "jsonl": "jsonl",
+    "tokenizer": "tokenizer",
+    "settings": "settings",
+}
+PLANTED = "planted"
+"""A kind that breaks every rule, to test the harness with."""
+
+
+def make_kind(name: str) -> Kind:
+    module = importlib.import_module(f"{__name__}.{KINDS.get(name, name)}")
+    return module.make(name)

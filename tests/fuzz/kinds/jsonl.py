@@ -1,0 +1,62 @@
+"""Text to be tokenized: JSON lines, plain, gzip and zstd.
+
+No digest covers plain text. The checksums of gzip and zstd cover what they hold against flipped bits, not against someone who
+adds to it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import zstandard
+
+from petatron.config.schema_run import TokenizerConfig
+from petatron.data.preprocess import PreprocessOptions, preprocess
+from tests.fuzz.kind import Files, Kind
+from tests.fuzz.kinds.files import files_of
+
+_LINES = [
+    {"text": "Hello, wörld", "title": "a"}, {"text": ["one sentence.", "and another."], "title": ["b", "c"]}, {"text": "",
+    "title": "\u2028"},
+    {"text": "x" * 300, "title": "d", "meta": {"n": [1, 2.5, None]}},
+]  # fmt: skip
+_TEXT = "\n".join(json.dumps(line) for line in _LINES).encode() + b"\n"
+_PLAIN, _GZIP, _ZSTD = "plain.jsonl", "packed.jsonl.gz", "packed.jsonl.zst"
+
+
+def make(name: str) -> Kind:
+    inner = {_PLAIN: _TEXT, _GZIP: _TEXT, _ZSTD: _TEXT}
+    return Kind(
+        name,
+        _seal(inner),
+        doors={f"{file} {how}": _door(file, how) for file in inner for how in ("fail", "skip")},
+        formats={".jsonl": "jsonl", ".gz": "gzip"},
+        inner=inner,
+        reads={f"{file} {how}": (file,) for file in inner for how in ("fail", "skip")},
+        streams=(".gz", ".zst"),
+        seal=_seal,
+    )
+
+
+def _seal(inner: Files) -> Files:
+    packed = zstandard.ZstdCompressor(write_checksum=True).compress(inner[_ZSTD])
+    return {_PLAIN: inner[_PLAIN], _GZIP: gzip.compress(inner[_GZIP], mtime=0), _ZSTD: packed}
+
+
+def _door(file: str, how: Literal["fail", "skip"]) -> Any:
+    def door(folder: Path, scratch: Path) -> Any:
+        options = PreprocessOptions(
+            inputs=(str(folder / file),),
+            output_prefix=str(scratch / "out"),
+            tokenizer=TokenizerConfig(tokenizer_type="ByteTokenizer"),
+            json_keys=("text", "title"),
+            append_eod=True,
+            on_error=how,
+        )
+        print("\n".join(preprocess(options).problems))
+        return files_of(scratch)
+
+    return door

@@ -1,0 +1,70 @@
+"""Mutations inside archives, packed again: torch's files (a pickle and tensors in a zip), and gzip."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import random
+import warnings
+import zipfile
+import zlib
+
+from tests.fuzz.mutate import octets, pickles
+from tests.fuzz.mutate.octets import Mutated, NotOfThisFormat
+
+
+def mutate_torch(content: bytes, rng: random.Random) -> Mutated:
+    """A member changed, missing, there twice, compressed or under another name."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            members = [(name, archive.read(name)) for name in archive.namelist()]
+    except Exception as error:  # the library raises whatever it meets
+        raise NotOfThisFormat from error
+    if not members:
+        raise NotOfThisFormat
+    program = next((n for n, (name, _) in enumerate(members) if name.endswith("data.pkl")), 0)
+    at = program if rng.random() < 0.6 else rng.randrange(len(members))
+    name, old = members[at]
+    how, packing = name.rpartition("/")[2], zipfile.ZIP_STORED
+    what = rng.choice(("content", "content", "content", "content", "drop", "twice", "packed", "bomb", "name"))
+    if what == "content":
+        members[at] = (name, (pickles.mutate if at == program else octets.mutate)(old, rng)[0])
+    elif what == "drop":
+        del members[at]
+    elif what == "twice":
+        members.insert(rng.randrange(len(members) + 1), (name, octets.mutate(old, rng)[0]))
+    elif what == "packed":
+        packing = zipfile.ZIP_DEFLATED
+    elif what == "bomb":
+        members[at], packing = (name, bytes(4 << 20)), zipfile.ZIP_DEFLATED
+    else:
+        members[at] = (rng.choice(("../" * 4 + name, "/" + name, name.upper(), name + "\x00", "x")), old)
+    return _zipped(members, packing), f"{what} of {how}"
+
+
+def _zipped(members: list[tuple[str, bytes]], packing: int) -> bytes:
+    out = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(out, "w", packing, compresslevel=1) as archive:
+        warnings.simplefilter("ignore")  # a name twice is what we want
+        for name, content in members:
+            archive.writestr(zipfile.ZipInfo(name), content, packing)
+    return out.getvalue()
+
+
+def mutate_gzip(content: bytes, rng: random.Random) -> Mutated:
+    """More members, rubbish behind the last, a long run of one byte, or another checksum."""
+    try:
+        plain = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise NotOfThisFormat from error
+    what = rng.choice(("members", "rubbish", "bomb", "checksum", "size", "plain"))
+    if what == "members":
+        return content * rng.choice((2, 50)), "more members"
+    if what == "rubbish":
+        return content + octets.mutate(b"\x00" * 8, rng)[0], "rubbish behind it"
+    if what == "bomb":
+        return gzip.compress(plain + b'{"text": "' + b"a" * (4 << 20), 1, mtime=0), "a line of 4 MiB"
+    if what == "plain":
+        return plain, "not compressed"
+    at = len(content) - (8 if what == "checksum" else 4)
+    return octets.put_number(content, at, 4, rng), f"another {what}"
