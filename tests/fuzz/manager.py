@@ -128,9 +128,9 @@ class Worker:
         elif message == "done":
             self.done = True
         elif isinstance(message, tuple):
-            name, tally, failures, self.nexts[name] = message
+            name, tally, failure, self.nexts[name] = message
             results.tallies[name].add(tally)
-            for failure in failures:
+            if failure is not None:
                 results.add(failure)
 
 

@@ -23,8 +23,8 @@ from tests.fuzz.kind import Case, Change, Kind, Refused
 from tests.fuzz.kinds import make_kind
 from tests.fuzz.mutate import make_case
 
-REPORT_S = 1.0
-"""How often a worker reports, and goes on to the next kind."""
+TURN_S = 1.0
+"""How long a worker stays with a kind."""
 _ALLOCATION = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "Unable to allocate")
 
 
@@ -296,16 +296,16 @@ def serve(
         pipe.send("ready")
         while not pipe.poll() and min(numbers.values()) < end:
             for place, name in enumerate(names):
-                tally, failures, until = Tally(), [], time.monotonic() + REPORT_S
-                while time.monotonic() < until and numbers[name] < end:
+                until = time.monotonic() + TURN_S
+                while time.monotonic() < until and numbers[name] < end and not pipe.poll():
+                    tally = Tally()
                     now[:] = (place, numbers[name], time.monotonic())
                     failure = made[name].run(make_case(made[name].kind, numbers[name]), tally)
-                    failures += [failure] if failure is not None else []
+                    now[2] = 0.0
                     numbers[name] += stride
-                now[2] = 0.0
-                pipe.send((name, tally, failures, numbers[name]))
-                if pipe.poll():
-                    break
+                    pipe.send(
+                        (name, tally, failure, numbers[name])
+                    )  # at once: the next case may be the end of this process
     pipe.send("done")
 
 
