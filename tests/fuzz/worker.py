@@ -276,6 +276,7 @@ def benches(names: list[str], place: Path | None = None) -> Iterator[dict[str, B
         guard = Guard(root, outside.folder)
         (root / "tmp").mkdir()
         os.environ["HOME"] = str(root)  # where the package keeps notes of its own
+        os.environ["RUST_BACKTRACE"] = "0"  # a panic is an exception here, and its trace would fill the screen
         tempfile.tempdir = str(root / "tmp")
         made = {name: make_bench(name, root, guard, outside) for name in names}
         guard.install()

@@ -15,7 +15,7 @@ import petatron
 from petatron.checkpoint import manifest, storage
 from petatron.checkpoint.disk import digest_file
 from petatron.train.checkpoint_args import read_checkpoint_args
-from tests.fuzz.kind import Case, Files, Kind
+from tests.fuzz.kind import Case, Files, Kind, Refused
 from tests.fuzz.kinds import models
 from tests.fuzz.kinds.commands import petatron_says
 from tests.fuzz.kinds.files import files_of
@@ -40,6 +40,8 @@ def make(name: str) -> Kind:
 
     def load(folder: Path, scratch: Path) -> Any:
         found = petatron.load_checkpoint(str(folder), model=into, optimizer=with_state)
+        if found is None:  # as documented: no step of the folder has a manifest that is a file
+            raise Refused("there is no checkpoint")
         weights = {name: models.digest(parameter) for name, parameter in into.module.named_parameters()}
         return json.dumps(found, sort_keys=True), weights
 
