@@ -138,7 +138,12 @@ sys.exit(train.main(sys.argv[1:]))
 def test_under_srun_a_rank_that_fails_early_ends_the_other(tmp_path: Path, failing: int) -> None:
     """Nobody but the ranks themselves is there: no launcher, no agent."""
     slurm = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "here"}
-    slurm |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    slurm |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path),
+    }
     flags = "tiny-llama --mock-data --train-iters 2 --lr 1e-3 --dp 2 --device cpu --live off".split()
     ranks = [
         subprocess.Popen(
