@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def _imports(tree: ast.AST) -> list[tuple[int, str]]:
     return found
 
 
+@cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
@@ -147,7 +149,7 @@ UNPICKLING = {
 def test_nothing_is_unpickled(path: Path):
     if str(path.relative_to(ROOT)) in UNPICKLING:
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         assert not {name.split(".")[0] for name in imported} & set(PICKLES), f"{path.name} imports a pickle"
