@@ -236,13 +236,14 @@ def _signature_findings(source: Path, manifest: Manifest, trusted: Sequence[byte
     problem = signature_problem(source, (source / storage.MANIFEST).read_bytes(), trusted)
     if problem is not None:
         yield Finding(source / SIGNATURE, problem)
+        return
     tables = {table.path for table in manifest.tables}  # of these the manifest itself has strong digests
     weak = [
         name for name, file in manifest.files.items() if name not in tables and not all(map(is_strong, file.blocks))
     ]
     if weak:
         text = f"{source} has digests that a signature is not worth much for ({weak[0]} ...): it was saved without --sign-key."
-        yield Finding(source / storage.MANIFEST, f"{text} Save or convert it again with a key.")
+        yield Finding(source / storage.MANIFEST, f"{text} Save it again with a key.")
 
 
 def newest_sound(folder: Path, known: Mapping[Path, bool], note: Note = lambda done, total: None) -> Path | None:

@@ -83,7 +83,7 @@ def signature_problem(source: Path, manifest: bytes, trusted: Sequence[bytes]) -
     except CheckpointError as error:
         return str(error)
     if found is None:
-        return f"{source} is not signed: there is no {SIGNATURE}. Ask who made it, or sign it with `petatron checkpoint sign`."
+        return f"{source} is not signed: there is no {SIGNATURE}. Whoever trained it signs it with --sign-key."
     if not _is_valid(found, manifest):
         return f"{source / SIGNATURE} is not a signature of this manifest: one of them was changed. Do not use the checkpoint."
     if found.key not in trusted:
