@@ -32,12 +32,11 @@ from types import FrameType
 
 from petatron.base.errors import LaunchError
 from petatron.base.escape import escaped_output, unescaped
-from petatron.mesh import failure, secret
+from petatron.mesh import failure
 from petatron.mesh.launch import Environment, given_secret, rank_environment
 
 POLL_S = 0.05
 TERMINATE_S = 2.0
-_SECRET_S = 300.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -59,8 +58,9 @@ def run_ranks(
         if nnodes == 1:
             environments = [replace(one, store_file=str(Path(folder) / "store")) for one in environments]
         else:
-            shared = _secret(environments[0], first=node_rank == 0)
-            environments = [replace(one, secret=shared) for one in environments]
+            given = given_secret()
+            name = None if given else _secret_name(environments[0])  # rank 0 leaves one there, and the others find it
+            environments = [replace(one, secret=given, secret_name=name) for one in environments]
         ranks: list[Rank] = []
         with _forwarding(ranks) as received:
             try:
@@ -69,6 +69,8 @@ def run_ranks(
                 first = _wait(ranks, grace_s=grace_s)
             finally:
                 _stop(ranks)
+        if nnodes > 1 and first is not None:
+            _tell_other_machines(first, environments)
         with escaped_output():  # what failed ranks report may hold words of others
             return _conclude(ranks, first, received, world_size=environments[0].world_size)
 
@@ -149,15 +151,18 @@ def _local_ranks(
     ]
 
 
-def _secret(environment: Environment, *, first: bool) -> str:
-    """What the ranks of all machines share: the user's, or one that the first machine's launcher leaves for the others."""
-    given = given_secret()
-    if given is not None:
-        return given
-    name = f"{environment.master_addr}-{environment.master_port}".replace("/", "_")
-    if first:
-        return secret.leave_secret(name, secret.secret_folder())
-    return secret.find_secret(name, secret.secret_folder(), timeout_s=_SECRET_S)
+def _secret_name(environment: Environment) -> str:
+    return f"{environment.master_addr}-{environment.master_port}".replace("/", "_")
+
+
+def _tell_other_machines(first: Rank, environments: Sequence[Environment]) -> None:
+    """A rank that was killed could not say so itself; where rank 0 is gone, so is the store, which its peers notice."""
+    place = next(one for one in environments if one.rank == first.number)
+    if first.process.returncode >= 0 or first.number == 0 or place.secret is None:
+        return
+    from petatron.mesh import rendezvous
+
+    rendezvous.tell_peers(place, f"It was ended by {signal.Signals(-first.process.returncode).name}.")
 
 
 def _free_port() -> int:

@@ -43,7 +43,7 @@ Origin = Literal["torchrun", "slurm", "single"]
 Backend = Literal["gloo", "nccl", "fake"]
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-STORE_FILE = "PETATRON_STORE_FILE"
+STORE_FILE, SECRET_NAME = "PETATRON_STORE_FILE", "PETATRON_SECRET_NAME"
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Step ids from here up are not made by srun: 0xfffffffa is an interactive step, then come batch, extern and pending.
 FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
@@ -102,6 +102,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Environment:
         origin="torchrun",
         store_file=env.get(STORE_FILE),
         secret=given_secret(env),
+        secret_name=env.get(SECRET_NAME),
         agent_attempt=_agent_attempt(env),
     )
 
@@ -254,9 +255,10 @@ def rank_environment(
         MASTER_PORT=str(environment.master_port),
     )
     # A launcher started below torchrun must not make its ranks wait for that torchrun's store.
-    for name in ("TORCHELASTIC_USE_AGENT_STORE", ERROR_FILE, STORE_FILE, SECRET):
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", ERROR_FILE, STORE_FILE, SECRET, SECRET_NAME):
         env.pop(name, None)
-    own = {ERROR_FILE: error_file, STORE_FILE: environment.store_file, SECRET: environment.secret}
+    own = {ERROR_FILE: error_file, STORE_FILE: environment.store_file}
+    own |= {SECRET: environment.secret, SECRET_NAME: environment.secret_name}
     env.update({name: value for name, value in own.items() if value is not None})
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // environment.local_world_size)))
     if environment.local_world_size == environment.world_size and sys.platform == "linux":

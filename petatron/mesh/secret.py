@@ -1,7 +1,7 @@
 """The secret that ranks of several machines share, by which each proves that it belongs to the run.
 
-It comes from PETATRON_SECRET where that is set. Otherwise the first of those that need it (srun's first task, or the launcher of the
-first machine) writes one into a file of the user's home that nobody else may read, and the others wait for it there. It is
+It comes from PETATRON_SECRET where that is set. Otherwise rank 0 writes one into a file of the user's home that nobody else may read, and
+the others wait for it there. It is
 never an argument of a command, which every user of a machine can list.
 """
 
@@ -65,8 +65,8 @@ def find_secret(name: str, folder: Path, *, timeout_s: float) -> str:
         waited = time.monotonic() - started
         if waited > timeout_s:
             raise LaunchError(
-                f"There is no secret of this run at {path} after {waited:.0f} s; rank 0 (or the launcher of --node-rank 0) leaves "
-                f"it there. Where machines do not share home folders, export {VARIABLE} with one random value for all."
+                f"There is no secret of this run at {path} after {waited:.0f} s; rank 0 leaves it there. "
+                f"Where machines do not share home folders, export {VARIABLE} with one random value for all."
             )
         if waited > _NOTICE_S and not noticed:
             noticed = True

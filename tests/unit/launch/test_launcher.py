@@ -72,6 +72,17 @@ def test_all_ranks_run_with_their_places(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "3").read_text() == "3 1 4 2 0123456789abcdef"
 
 
+def test_other_machines_are_told_of_a_rank_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, str]] = []
+    monkeypatch.setenv("PETATRON_SECRET", "0123456789abcdef")
+    monkeypatch.setattr("petatron.mesh.rendezvous.tell_peers", lambda place, text: told.append((place.rank, text)))
+    body = "os.kill(os.getpid(), signal.SIGKILL) if rank == 3 else time.sleep(30)"
+    code = run_ranks(
+        child(body), nproc=2, nnodes=2, node_rank=1, master_addr="10.1.1.1", master_port=29500, grace_s=0.1
+    )
+    assert code == 128 + signal.SIGKILL and told == [(3, "It was ended by SIGKILL.")]
+
+
 def test_a_failing_rank_stops_the_others_and_is_shown_once(capfd: pytest.CaptureFixture[str]) -> None:
     body = """
     if rank == 1:
