@@ -15,6 +15,7 @@ from petatron.base.foreign import is_count
 from petatron.config.layer_pattern import PatternError, parse_pattern
 
 MOST_LAYERS = MOST_EXPERTS = 100_000
+MOST_WIDTH = 1 << 24
 """Far above any model."""
 
 
@@ -31,6 +32,10 @@ def check_counts(
 
     experts_apart: whether each expert has tensors of its own.
     """
+    for name in ("hidden_size", "kv_channels"):
+        width = model.get(name)
+        if width is not None and (not is_count(width) or width > MOST_WIDTH):
+            raise refuse(path, f"says {_shown(width)} for {name}")
     layers, experts = model.get("num_layers", 1), moe.get("num_experts") or 1
     if not is_count(layers) or not is_count(experts):
         raise refuse(path, f"says {_shown(layers)} layers and {_shown(experts)} experts")
