@@ -1,8 +1,7 @@
 """The secret that ranks of several machines share, by which each proves that it belongs to the run.
 
 It comes from PETATRON_SECRET where that is set. Otherwise rank 0 writes one into a file of the user's home that nobody else may read, and
-the others wait for it there. It is
-never an argument of a command, which every user of a machine can list.
+the others wait for it there. It is never an argument of a command, which every user of a machine can list.
 """
 
 from __future__ import annotations
