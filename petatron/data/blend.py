@@ -24,13 +24,11 @@ from petatron.config.blend import BlendError
 from petatron.config.blend import parse_blend as read_blend
 from petatron.data.cache import Arrays, fingerprint, load_or_build
 from petatron.data.dataset import SampleDataset
-from petatron.data.sampling import array_flaw
 
 MAX_DATASETS = 32766
 # A step of all lanes should work on arrays that fit a core's cache, yet be long enough to hide numpy's call overhead.
 LANE_ELEMENTS = 1 << 15
 MIN_LANE_STEPS = 512
-BLOCK_SAMPLES = 1 << 18
 
 Blend = tuple[tuple[float, ...] | None, tuple[str, ...]]
 
@@ -95,46 +93,8 @@ def load_blend(
         dataset, sample = blend_indices(weights, size, limits=limits)
         return {"dataset": dataset, "sample": sample}
 
-    def check(arrays: Arrays) -> str | None:
-        return blend_flaw(arrays["dataset"], arrays["sample"], weights, size, limits=limits)
-
-    arrays = load_or_build(cache_dir, key, ("dataset", "sample"), build=build, check=check)
+    arrays = load_or_build(cache_dir, key, ("dataset", "sample"), build=build)
     return arrays["dataset"], arrays["sample"]
-
-
-def blend_flaw(
-    dataset: NDArray, sample: NDArray, weights: Sequence[float], size: int, *, limits: Sequence[int] | None = None
-) -> str | None:
-    """Why this cannot be the blend, or None if it is one in these proportions, block by block.
-
-    The rule takes from the dataset that is furthest behind its share, so no count exceeds its share by more than one sample and what
-    datasets that are used up could not give. The order within a block is not checked: that would be to build the blend again.
-    """
-    for name, array, dtype in (("dataset", dataset, np.int16), ("sample", sample, np.int64)):
-        if flaw := array_flaw(name, array, (size,), np.dtype(dtype)):
-            return flaw
-    share = np.asarray(weights, np.float64) / np.sum(np.asarray(weights, np.float64))
-    cap = np.full(len(share), np.iinfo(np.int64).max) if limits is None else np.asarray(limits, np.int64)
-    counts = np.zeros(len(share), np.int64)
-    for start in range(0, size, BLOCK_SAMPLES):
-        part = dataset[start : start + BLOCK_SAMPLES]
-        if int(part.min()) < 0 or int(part.max()) >= len(share):
-            return "it names datasets that are not there"
-        taken = np.bincount(part, minlength=len(share))
-        # Sorted by dataset, the samples of each follow those that were taken before, one by one.
-        order = np.argsort(part, kind="stable")
-        following = np.arange(len(part)) - np.repeat(np.cumsum(taken) - taken - counts, taken)
-        if not np.array_equal(sample[start : start + BLOCK_SAMPLES][order], following):
-            return "samples are missing, or are there too often"
-        counts += taken
-        if bool((counts > cap).any()):
-            return "it takes more samples than there are"
-        done = start + len(part)
-        fair = share * done
-        not_given = np.maximum(fair - cap, 0).sum()
-        if bool((counts > fair + not_given + 1 + 1e-9 * done).any()):
-            return "it has other proportions"
-    return None
 
 
 class BlendedDataset:

@@ -12,15 +12,10 @@ here with its seed sees the same samples in the same order.
 Finding the document that holds token k*S is a search in the running sum of document lengths. Doing it for all k in
 one vectorised pass needs several int64 arrays as long as the stream has documents; doing it block by block gives the
 same result with memory bounded by the result itself.
-
-An index that somebody left on disk is held against the same rules (`index_flaw`). To find where a sample begins is a search; to
-check it is a comparison, and that every document and sample is there as often as it must be is a count. So the proof takes a quarter of
-the time of building, and leaves open only which of the shuffles it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,41 +108,20 @@ def _document_stream(
 def _sample_starts(stream: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan) -> NDArray[np.integer]:
     """For each k in 0..samples: the position and offset in the stream of token k * seq_length."""
     starts = np.empty((plan.num_samples + 1, 2), _integer(max(len(stream), int(lengths.max()))))
-    done = 0
-    for block in _blocks(stream, lengths, plan):
-        # side="right" skips empty documents and puts a token on a boundary into the document it opens.
-        position = np.searchsorted(block.ends, block.wanted, side="right")
-        done = block.samples.stop
-        starts[block.samples, 0] = position + block.first
-        starts[block.samples, 1] = block.wanted - block.tokens_before(position)
-    assert done == len(starts), "the plan promised more tokens than the documents hold"
-    return starts
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Some documents of the stream, where each ends in it, and the samples that begin inside: which, and at which token."""
-
-    first: int
-    tokens_so_far: int
-    ends: NDArray[np.int64]
-    samples: slice
-    wanted: NDArray[np.int64]
-
-    def tokens_before(self, position: NDArray) -> NDArray[np.int64]:
-        """Tokens of the stream before the documents at these positions of the block."""
-        return np.where(position > 0, self.ends[np.maximum(position - 1, 0)], self.tokens_so_far)
-
-
-def _blocks(stream: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan) -> Iterator[_Block]:
     tokens, done = 0, 0
     for first in range(0, len(stream), BLOCK_DOCUMENTS):
         ends = np.cumsum(lengths[stream[first : first + BLOCK_DOCUMENTS]], dtype=np.int64)
         ends += tokens
         # Samples that begin inside this block: all k with k * seq_length < ends[-1].
         until = max(done, min(plan.num_samples + 1, -(-int(ends[-1]) // plan.seq_length)))
-        yield _Block(first, tokens, ends, slice(done, until), np.arange(done, until, dtype=np.int64) * plan.seq_length)
+        wanted = np.arange(done, until, dtype=np.int64) * plan.seq_length
+        # side="right" skips empty documents and puts a token on a boundary into the document it opens.
+        position = np.searchsorted(ends, wanted, side="right")
+        starts[done:until, 0] = position + first
+        starts[done:until, 1] = wanted - np.where(position > 0, ends[np.maximum(position - 1, 0)], tokens)
         tokens, done = int(ends[-1]), until
+    assert done == len(starts), "the plan promised more tokens than the documents hold"
+    return starts
 
 
 def _integer(largest: int) -> np.dtype:
@@ -166,61 +140,3 @@ def _sample_order(plan: EpochPlan, random: np.random.RandomState) -> NDArray[np.
     if cut < len(order):
         random.shuffle(order[cut:])
     return order
-
-
-def index_flaw(index: SampleIndex, documents: range, lengths: NDArray[np.integer], plan: EpochPlan) -> str | None:
-    """Why this cannot be the index of these documents under this plan, or None if it is one, whatever the shuffle."""
-    stream, starts, order = index.documents, index.starts, index.order
-    largest = max(len(documents) * plan.num_epochs, int(lengths.max()))
-    expected = {
-        "documents": (stream, (len(documents) * plan.num_epochs,), _integer(documents.stop - 1)),
-        "starts": (starts, (plan.num_samples + 1, 2), _integer(largest)),
-        "order": (order, (plan.num_samples,), _order_dtype(plan)),
-    }
-    for name, (array, shape, dtype) in expected.items():
-        if flaw := array_flaw(name, array, shape, dtype):
-            return flaw
-    last = len(documents) if plan.separate_final_epoch else 0
-    early = plan.num_epochs - 1 if plan.separate_final_epoch else plan.num_epochs
-    cut, first = len(stream) - last, plan.num_samples_shuffled_first
-    if not (_holds_each(stream[:cut], documents, early) and (not last or _holds_each(stream[cut:], documents, 1))):
-        return "documents are missing, or are there too often"
-    if not all(_begin_as_they_must(starts, block) for block in _blocks(stream, lengths, plan)):
-        return "samples do not begin where the document lengths put them"
-    if not (_holds_each(order[:first], range(first), 1) and _holds_each(order[first:], range(first, len(order)), 1)):
-        return "samples are missing, or are there too often"
-    return None
-
-
-def array_flaw(name: str, array: NDArray, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
-    """Whether an array that somebody left on disk is of another form than it must be."""
-    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
-        return f"{name} is {array.dtype}{list(array.shape)}, not {dtype}{list(shape)}"
-    return None
-
-
-def _holds_each(values: NDArray[np.integer], allowed: range, times: int) -> bool:
-    """Whether each allowed number is there so many times.
-
-    Counts may wrap: one that equals `times` all the same is `times` or more, and as there are len(allowed) * times values, none is more.
-    """
-    if len(values) != len(allowed) * times:
-        return False
-    counts = np.zeros(len(allowed), np.min_scalar_type(times))
-    for start in range(0, len(values), BLOCK_DOCUMENTS):
-        part = values[start : start + BLOCK_DOCUMENTS]
-        if int(part.min()) < allowed.start or int(part.max()) >= allowed.stop:
-            return False
-        np.add.at(counts, part.astype(np.int64) - allowed.start, counts.dtype.type(1))
-    return bool((counts == times).all())
-
-
-def _begin_as_they_must(starts: NDArray[np.integer], block: _Block) -> bool:
-    position, offset = starts[block.samples, 0].astype(np.int64) - block.first, starts[block.samples, 1]
-    if not len(position):
-        return True
-    if int(position.min()) < 0 or int(position.max()) >= len(block.ends):
-        return False
-    before = block.tokens_before(position)
-    inside = (before <= block.wanted) & (block.wanted < block.ends[position])
-    return bool((inside & (offset == block.wanted - before)).all())

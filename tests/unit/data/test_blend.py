@@ -113,6 +113,8 @@ def test_blended_dataset() -> None:
 
 
 def test_blend_is_cached_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("petatron.data.cache.NOTED_BYTES", 0)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     sources = [Numbered(0, 75), Numbered(1000, 25)]
     first = BlendedDataset(sources, [3, 1], 100, cache_dir=tmp_path)
     monkeypatch.setattr(blend, "blend_indices", lambda *args, **more: pytest.fail("built again"))

@@ -62,6 +62,8 @@ def test_cache_is_used_and_keyed_by_content(
     make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
+    monkeypatch.setattr("petatron.data.cache.NOTED_BYTES", 0)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
     def build(seed: int = 1, num_samples: int = 9, prefix: str | None = None) -> list[list[int]]:
         indexed = IndexedDataset(prefix or make_dataset(DOCUMENTS))
