@@ -318,7 +318,7 @@ def _table_findings(source: Path, manifest: Manifest, broken: set[Path]) -> Iter
     for name in manifest.files:
         if name.endswith(".safetensors") and source / name not in broken:
             try:
-                headers[name] = read_header(source / name)
+                headers[name] = read_header(source / name, aligned=True)
             except (OSError, ValueError, MemoryError) as error:
                 problems.setdefault(source / name, []).append(f"cannot be understood: {error}")
     for key, tensor in manifest.tensors.items():

@@ -197,7 +197,7 @@ def open_header(path: Path, expected: StoredFile | None) -> dict[str, Slot]:
         check_size(path, expected)
     with foreign.reading(path, damage):
         try:
-            return read_header(path)
+            return read_header(path, aligned=expected is not None)
         except ValueError as error:
             raise damage(path, f"is damaged: {error}") from error
 

@@ -85,8 +85,11 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(plain.view(torch.uint8).numpy())
 
 
-def read_header(path: Path) -> dict[str, Slot]:
-    """The tensors of a file; ValueError says what is wrong with it. Nothing in the file is trusted before it is checked."""
+def read_header(path: Path, *, aligned: bool = False) -> dict[str, Slot]:
+    """The tensors of a file; ValueError says what is wrong with it. Nothing in the file is trusted before it is checked.
+
+    aligned: every tensor must begin at a multiple of its element size, as in the files of a checkpoint, whose blocks are read as elements.
+    """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -103,6 +106,8 @@ def read_header(path: Path) -> dict[str, Slot]:
     for name, slot in sorted(slots.items(), key=lambda item: (item[1].begin, item[1].end)):
         if slot.begin != at:
             raise ValueError(f"{name} begins at byte {slot.begin} where what is before it ends at {at}")
+        if aligned and slot.begin % DTYPES[slot.dtype].itemsize:
+            raise ValueError(f"{name} begins at byte {slot.begin}, which is no multiple of its element size")
         at = slot.end
     if at != size:
         raise ValueError(f"its tensors end at byte {at} of {size}")

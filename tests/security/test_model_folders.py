@@ -269,3 +269,15 @@ def test_sound_ones_are_read(folder: Path):
     assert read_header(folder / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
     open_source(folder)
     petatron.from_pretrained(folder)
+
+
+def test_tensors_at_odd_bytes_are_read(folder: Path):
+    """Writers other than safetensors' own do not pad the header."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    before = petatron.from_pretrained(folder)
+    path.write_bytes((length + 1).to_bytes(8, "little") + content[8 : 8 + length] + b" " + content[8 + length :])
+    after = petatron.from_pretrained(folder)
+    for first, second in zip(before.parameters(), after.parameters(), strict=True):
+        assert torch.equal(first, second)

@@ -65,3 +65,12 @@ def test_a_header_that_lies(tmp_path, content, why):
 def test_a_dtype_without_a_word():
     with pytest.raises(CheckpointError, match=r"x has dtype torch\.complex64.*Save it as torch\.float32"):
         list(file_parts({"x": torch.zeros(1, dtype=torch.complex64)}))
+
+
+def test_a_tensor_at_an_odd_byte_is_read_from_others_and_refused_in_a_checkpoint(tmp_path):
+    head = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    head += b" " * (-len(head) % 8 + 1)
+    (tmp_path / "file").write_bytes(len(head).to_bytes(8, "little") + head + torch.tensor([1.0, 2.0]).numpy().tobytes())
+    (slot,) = read_header(tmp_path / "file").values()
+    with pytest.raises(ValueError, match=f"x begins at byte {slot.begin}, which is no multiple of its element size"):
+        read_header(tmp_path / "file", aligned=True)
