@@ -57,7 +57,9 @@ def mutate_gzip(content: bytes, rng: random.Random) -> Mutated:
     """More members, rubbish behind the last, a long run of one byte, or another checksum."""
     try:
         with gzip.open(io.BytesIO(content)) as file:
-            plain = file.read(_MOST_PLAIN_BYTES)  # what earlier mutations have blown up stays small enough to be mutated
+            plain = file.read(
+                _MOST_PLAIN_BYTES
+            )  # what earlier mutations have blown up stays small enough to be mutated
     except (OSError, EOFError, zlib.error) as error:
         raise NotOfThisFormat from error
     what = rng.choice(("members", "rubbish", "bomb", "checksum", "size", "plain"))

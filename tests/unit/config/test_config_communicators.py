@@ -42,7 +42,13 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("tp: [", "is no YAML"), ("- tp", "is not a table"), ("tp: 3", "is not a table")]
+    ("text", "said"),
+    [
+        ("tp: [", "is no YAML"),
+        ("- tp", "is not a table"),
+        ("tp: 3", "is not a table"),
+        ("tp: {max_ctas: !!timestamp 3}", "not what its tag says"),
+    ],
 )
 def test_a_file_of_another_form(tmp_path: Path, text: str, said: str):
     (problem,) = communicator_problems(options(tmp_path, text))
