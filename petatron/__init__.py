@@ -18,36 +18,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from petatron.config import RunConfig, load_config
-    from petatron.infer.sample import generate
+    from petatron.infer.generate import generate
     from petatron.mesh.mesh import ParallelMesh
-    from petatron.models.base import Batch
-    from petatron.optim.master import MasterOptimizer
+    from petatron.models.batch import Batch
+    from petatron.optim.mixed_precision import MasterOptimizer
     from petatron.train.build import build_loader, build_model, build_optimizer, launch, load
-    from petatron.train.model import Model
-    from petatron.train.persist import load_checkpoint, save_checkpoint
-    from petatron.train.pretrained import from_pretrained
     from petatron.train.run import run_training
-    from petatron.train.state import TrainState
+    from petatron.train.state.checkpointing import load_checkpoint, save_checkpoint
+    from petatron.train.state.pretrained import from_pretrained
+    from petatron.train.state.run_model import Model
+    from petatron.train.state.train_state import TrainState
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Batch": "petatron.models.base",
-    "MasterOptimizer": "petatron.optim.master",
-    "Model": "petatron.train.model",
+    "Batch": "petatron.models.batch",
+    "MasterOptimizer": "petatron.optim.mixed_precision",
+    "Model": "petatron.train.state.run_model",
     "ParallelMesh": "petatron.mesh.mesh",
     "RunConfig": "petatron.config",
-    "TrainState": "petatron.train.state",
+    "TrainState": "petatron.train.state.train_state",
     "build_loader": "petatron.train.build",
     "build_model": "petatron.train.build",
     "build_optimizer": "petatron.train.build",
-    "from_pretrained": "petatron.train.pretrained",
-    "generate": "petatron.infer.sample",
+    "from_pretrained": "petatron.train.state.pretrained",
+    "generate": "petatron.infer.generate",
     "launch": "petatron.train.build",
     "load": "petatron.train.build",
-    "load_checkpoint": "petatron.train.persist",
+    "load_checkpoint": "petatron.train.state.checkpointing",
     "load_config": "petatron.config",
-    "save_checkpoint": "petatron.train.persist",
+    "save_checkpoint": "petatron.train.state.checkpointing",
     "run_training": "petatron.train.run",
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from petatron.kernels.moe import RowKernels
+from petatron.kernels.moe.permute import RowKernels
 
 
 def counted(kernels: RowKernels) -> tuple[RowKernels, Counter[str]]:

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from petatron.mesh.nccl import variables
-from petatron.mesh.record import Record
+from petatron.mesh.comm_record import Record
+from petatron.mesh.launch.nccl_options import variables
 
 _GRACE_S = 4.0
 
@@ -43,7 +43,7 @@ def _serve(rank: int, connection: Connection, port: int, stack_file: str, nccl: 
     if nccl:
         _use_a_gpu(rank, nccl)
     threading.Thread(target=_tell_last_operations, args=(Path(stack_file),), daemon=True).start()
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `mesh/nccl.py` has it for a rank
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `mesh/launch/nccl_options.py` has it for a rank
     gc.freeze()  # what is imported stays, and need not be looked through after every task
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(stack_file, "w") as stacks:
@@ -97,7 +97,7 @@ class RankPool:
         """`nccl`: how many ranks may be asked for, all on GPUs, with NCCL between them; 0 is gloo on the CPU."""
         self._nccl = nccl
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch._dynamo", "petatron.train.trace"])
+        self._context.set_forkserver_preload(["torch", "torch._dynamo", "petatron.verify.trace"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[tuple[Any, Connection, Path]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from petatron.base.escape import printable
+from petatron.base.terminal_escape import printable
 
 
 class PetatronError(Exception):

@@ -9,7 +9,7 @@ import logging
 import sys
 import warnings
 
-from petatron.base.escape import printable_lines
+from petatron.base.terminal_escape import printable_lines
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -25,19 +25,20 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.checkpoint import reading, storage
-from petatron.checkpoint.assemble import Assembly
-from petatron.checkpoint.background import Background, Staging
-from petatron.checkpoint.disk import Disk
-from petatron.checkpoint.manifest import Manifest, TableFile
-from petatron.checkpoint.planning import transfers
-from petatron.checkpoint.planning.exchange import exchange
-from petatron.checkpoint.planning.reader import Reader
-from petatron.checkpoint.planning.survey import Layout, SavePlan, Survey, layout_of
-from petatron.checkpoint.signature import Sign
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.manifest import Manifest, TableFile
+from petatron.checkpoint.files.signature import Sign
+from petatron.checkpoint.files.step_folder import DamagedCheckpoint
+from petatron.checkpoint.load import box_reads
+from petatron.checkpoint.load.rank_reader import Reader
+from petatron.checkpoint.message_exchange import exchange
+from petatron.checkpoint.save import weight_transfers
+from petatron.checkpoint.save.async_save import Background, Staging
+from petatron.checkpoint.save.gather_weights import Assembly
+from petatron.checkpoint.save.rank_writer import Job, check_room, fill_job, write_job
+from petatron.checkpoint.save.save_plan import Layout, SavePlan, Survey, layout_of
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
-from petatron.checkpoint.storage import DamagedCheckpoint
-from petatron.checkpoint.writing import Job, check_room, fill_job, write_job
 from petatron.mesh.collectives import all_gather, all_reduce, broadcast_object, gather_objects, largest
 from petatron.mesh.mesh import Axis
 
@@ -102,7 +103,7 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """The newest complete step as the first rank sees it, or None."""
-        return self.from_first(lambda: storage.latest_step(self._folder))
+        return self.from_first(lambda: step_folder.latest_step(self._folder))
 
     def save(
         self,
@@ -166,7 +167,7 @@ class CheckpointManager:
             if self._leads:
                 documents = () if model is None else model.documents.values()
                 self._make_room(needed_bytes + sum(map(len, documents)))
-                storage.begin(self._folder, step, self._disk)
+                step_folder.begin(self._folder, step, self._disk)
             return Assembly(plan.files, plan.dtypes, plan.transfers, chunks, self._world, self._device)
 
         with self._tidied_up(self._control):
@@ -201,21 +202,21 @@ class CheckpointManager:
             return survey.messages()
 
         received = exchange(self._together(messages, *words), axis)
-        round_bytes = transfers.ROUND_BYTES
+        round_bytes = weight_transfers.ROUND_BYTES
         while True:
             plan = self._together(partial(survey.plan, received, round_bytes), *words)
             rounds, peak = self._agree(Attempt(plan), [len(plan.transfers.rounds), plan.transfers.bytes_out])
-            if peak <= transfers.ROUND_BYTES or round_bytes <= _LEAST_ROUND_BYTES:
+            if peak <= weight_transfers.ROUND_BYTES or round_bytes <= _LEAST_ROUND_BYTES:
                 break
             # Some rank sends to many writers at once. If each of them takes less at a time, so does the sender's memory.
-            round_bytes = max(round_bytes * transfers.ROUND_BYTES // (peak + 1), _LEAST_ROUND_BYTES)
+            round_bytes = max(round_bytes * weight_transfers.ROUND_BYTES // (peak + 1), _LEAST_ROUND_BYTES)
         kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in local.values())
         total = all_reduce(torch.tensor([plan.own_bytes + kept]), axis)
         return plan.with_rounds(rounds), int(total)
 
     def _make_room(self, needed_bytes: int) -> None:
         """What a crash left behind goes before the disk is called full."""
-        storage.recover(self._folder, self._disk)
+        step_folder.recover(self._folder, self._disk)
         check_room(self._folder, needed_bytes)
 
     def _words_for(self, step: int) -> tuple[str, str]:
@@ -230,11 +231,11 @@ class CheckpointManager:
         with self._tidied_up(axis):
             tables = self._gather_tables(self._attempt(lambda: write_job(folder, job, disk), *words), axis)
             following = tables[(axis.rank + 1) % axis.size]
-            self._together(lambda: storage.check_seen(folder, step, following), *words, axis)
+            self._together(lambda: step_folder.check_seen(folder, step, following), *words, axis)
 
             def publish() -> None:
                 if self._leads:
-                    storage.publish(
+                    step_folder.publish(
                         folder, step, tables, facts=job.facts, layout=job.layout, disk=disk, sign=self._sign
                     )
                     # Before the others go on: they would wait for this rank in a collective that may have a time limit.
@@ -252,7 +253,7 @@ class CheckpointManager:
         if any(failed for failed, *_ in rows):
             self._raise(written, axis)
         return [
-            TableFile(storage.table_path(rank), size, np.array(digest, dtype="<i8").tobytes().hex())
+            TableFile(step_folder.table_path(rank), size, np.array(digest, dtype="<i8").tobytes().hex())
             for rank, (_, size, *digest) in enumerate(rows)
         ]
 
@@ -264,14 +265,14 @@ class CheckpointManager:
         except CheckpointError:
             if axis.rank == 0:
                 with contextlib.suppress(OSError):
-                    storage.recover(self._folder, self._disk)
+                    step_folder.recover(self._folder, self._disk)
             raise
 
     def _prune(self) -> None:
         """A step too many is no reason to stop a run."""
         keep = self._retention
         try:
-            gone = storage.prune(self._folder, keep=keep.keep, retain_interval=keep.interval, disk=self._disk)
+            gone = step_folder.prune(self._folder, keep=keep.keep, retain_interval=keep.interval, disk=self._disk)
         except OSError as error:
             _log.warning("old checkpoints in %s could not be removed: %s", self._folder, error)
             return
@@ -303,7 +304,7 @@ class CheckpointManager:
                 source = self._choose(step)
                 return self.fill(
                     source,
-                    partial(storage.read_loadable, source),
+                    partial(step_folder.read_loadable, source),
                     chunks,
                     same_layout_key=same_layout_key,
                     strict=strict,
@@ -311,7 +312,7 @@ class CheckpointManager:
                     approve=approve,
                 )
             except DamagedCheckpoint as error:
-                step = self.from_first(partial(storage.step_before, self._folder, source))
+                step = self.from_first(partial(step_folder.step_before, self._folder, source))
                 if not fallback:
                     raise
                 if step is None:
@@ -320,7 +321,7 @@ class CheckpointManager:
                     _log.error("%s\nFalling back to step %d, as --load-fallback says.", error, step)
 
     def _choose(self, step: int | None) -> Path:
-        return Path(self.from_first(lambda: str(storage.choose(self._folder, step))))
+        return Path(self.from_first(lambda: str(step_folder.choose(self._folder, step))))
 
     def from_first(self, ask: Callable[[], Result]) -> Result:
         """What the first rank sees on disk, on every rank; a JSON value."""
@@ -347,7 +348,7 @@ class CheckpointManager:
         if approve is not None:
             self._together(lambda: approve(head.facts))
         plan = reader.plan(chunks, strict=strict, leaves=leaves)
-        self._together(lambda: reading.fill(source, plan, reader.files))
+        self._together(lambda: box_reads.fill(source, plan, reader.files))
         same_layout = head.layout == same_layout_key
         local = self._together(lambda: reader.local() if same_layout else None)
         return LoadedCheckpoint(head.step, dict(head.facts), local, plan.missing)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.mesh.boxes import Box, Shape
-from petatron.models.hf.entries import Entry
+from petatron.models.hf.folder_entries import Entry
+from petatron.sharding.boxes import Box, Shape
 
 ChunkFacts = tuple[str, Shape, torch.dtype, Box]
 """Key, logical shape, dtype and box of a chunk."""

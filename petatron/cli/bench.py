@@ -13,37 +13,28 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from petatron import __version__
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import configure
+from petatron.bench.result import BenchResult
 from petatron.cli.train import with_preset
 
-
-@dataclass(frozen=True, slots=True)
-class BenchResult:
-    """`rows` is what a person reads (what, value); `values` is the same and more as JSON."""
-
-    rows: tuple[tuple[str, str], ...]
-    values: Mapping[str, object]
-
-
 BENCHES: Mapping[str, tuple[str, str]] = {
-    "data": ("petatron.cli.benches.data", "preprocessing against a bare tokenizer loop, and index building"),
-    "checkpoint": ("petatron.cli.benches.checkpoint", "saving and loading against torch.save and torch.load"),
+    "data": ("petatron.bench.data", "preprocessing against a bare tokenizer loop, and index building"),
+    "checkpoint": ("petatron.bench.checkpoint", "saving and loading against torch.save and torch.load"),
     "optimizer": (
-        "petatron.cli.benches.optimizer",
+        "petatron.bench.optimizer",
         "one optimizer step against torch's fused AdamW, clipping and cast",
     ),
-    "train": ("petatron.cli.benches.train", "the training step: speed, MFU and memory, alone or against a peer"),
+    "train": ("petatron.bench.train", "the training step: speed, MFU and memory, alone or against a peer"),
     "kernels": (
-        "petatron.cli.benches.kernels",
+        "petatron.bench.kernels",
         "each operation: the chosen implementation against others, and the device",
     ),
-    "generate": ("petatron.cli.benches.generate", "continuing text, against transformers"),
-    "scale": ("petatron.cli.benches.scale", "what a start and a save cost on one of thousands of simulated ranks"),
+    "generate": ("petatron.bench.generate", "continuing text, against transformers"),
+    "scale": ("petatron.bench.scale", "what a start and a save cost on one of thousands of simulated ranks"),
 }
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.escape import printable, unescaped
-from petatron.base.foreign import reading
 from petatron.base.log import configure
-from petatron.base.words import counted
+from petatron.base.terminal_escape import printable, unescaped
+from petatron.base.text import counted
+from petatron.base.untrusted_files import reading
 
 if TYPE_CHECKING:
-    from petatron.checkpoint.compare import Comparison
-    from petatron.checkpoint.inspect import Report, Summary
+    from petatron.checkpoint.inspect.diff import Comparison
+    from petatron.checkpoint.inspect.inspect import Report, Summary
 
 _CONVERT = "petatron.cli.checkpoint_convert"
 _SHOWN_KEYS = 5
@@ -97,8 +97,8 @@ def _parser(*, converting: bool) -> argparse.ArgumentParser:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from petatron.checkpoint.inspect import locate, summarize
-    from petatron.checkpoint.storage import damage
+    from petatron.checkpoint.files.step_folder import damage
+    from petatron.checkpoint.inspect.inspect import locate, summarize
 
     summary = summarize(locate(options.path, options.step))
     if options.json:
@@ -165,7 +165,7 @@ def _layout(summary: Summary) -> str:
 
 
 def _tensors_text(summary: Summary, *, every: bool) -> str:
-    from petatron.checkpoint.inspect import kinds
+    from petatron.checkpoint.inspect.inspect import kinds
 
     if every:
         rows = [
@@ -181,7 +181,7 @@ def _tensors_text(summary: Summary, *, every: bool) -> str:
 
 
 def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    from petatron.config.schema import RunConfig
+    from petatron.config.schema.run import RunConfig
 
     defaults = json.loads(json.dumps(asdict(RunConfig())))
     for section, values in config.items():
@@ -194,9 +194,9 @@ def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from petatron.checkpoint.inspect import examine, locate, newest_sound, unfinished
-    from petatron.checkpoint.signature import read_public_keys
-    from petatron.checkpoint.storage import steps
+    from petatron.checkpoint.files.signature import read_public_keys
+    from petatron.checkpoint.files.step_folder import steps
+    from petatron.checkpoint.inspect.inspect import examine, locate, newest_sound, unfinished
 
     folder: Path = options.path
     complete = list(steps(folder).values())
@@ -280,8 +280,8 @@ class _Progress:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from petatron.checkpoint.compare import compare
-    from petatron.checkpoint.inspect import locate
+    from petatron.checkpoint.inspect.diff import compare
+    from petatron.checkpoint.inspect.inspect import locate
 
     if options.rtol < 0 or options.top < 0:
         flag, value = ("--rtol", options.rtol) if options.rtol < 0 else ("--top", options.top)
@@ -334,10 +334,10 @@ def _print_comparison(found: Comparison, sources: tuple[Path, Path], *, rtol: fl
 
 
 def _prune(options: argparse.Namespace) -> int:
-    from petatron.checkpoint import storage
-    from petatron.checkpoint.disk import Disk
-    from petatron.checkpoint.inspect import examine, locate
-    from petatron.train.folders import claimed
+    from petatron.checkpoint.files import step_folder
+    from petatron.checkpoint.files.disk import Disk
+    from petatron.checkpoint.inspect.inspect import examine, locate
+    from petatron.train.state.run_dirs import claimed
 
     class Rehearsal(Disk):
         """Leaves everything as it is."""
@@ -360,10 +360,10 @@ def _prune(options: argparse.Namespace) -> int:
     findings = examine(newest, content=False).findings
     if findings:
         raise CheckpointError(f"Nothing was removed, because the newest step is not whole: {findings[0].text}")
-    sizes = {step: _folder_bytes(path) for step, path in storage.steps(folder).items()}
+    sizes = {step: _folder_bytes(path) for step, path in step_folder.steps(folder).items()}
     try:
         with claimed(None if options.dry_run else str(folder), rank=0):
-            gone = storage.prune(
+            gone = step_folder.prune(
                 folder,
                 keep=options.keep,
                 retain_interval=options.retain_interval,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 
 if TYPE_CHECKING:
-    from petatron.checkpoint.convert import Progress, TokenizerFiles
-    from petatron.checkpoint.sources import Source
+    from petatron.checkpoint.convert.convert import Progress, TokenizerFiles
+    from petatron.checkpoint.convert.open_model import Source
 
 FORMS = ("petatron", "huggingface", "megatron")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -47,8 +47,8 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from petatron.checkpoint.convert import Conversion, MegatronLayout, convert
-    from petatron.checkpoint.sources import open_source
+    from petatron.checkpoint.convert.convert import Conversion, MegatronLayout, convert
+    from petatron.checkpoint.convert.open_model import open_source
 
     kind = None if options.kind == "auto" else options.kind
     source = open_source(options.source, kind=kind, step=options.step, vocab_size=options.vocab_size)
@@ -129,7 +129,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _tokenizer(path: Path, source: Source) -> TokenizerFiles:
-    from petatron.checkpoint.convert import TokenizerFiles
+    from petatron.checkpoint.convert.convert import TokenizerFiles
     from petatron.data.tokenizer import HuggingFaceTokenizer
 
     tokenizer = HuggingFaceTokenizer(path)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.cli.train import read_checkpoint
-from petatron.config.document import dump_yaml, read_file
-from petatron.config.fields import listing, nearest
+from petatron.config.flags.reference_page import reference
 from petatron.config.load import Loaded, resolve_config
 from petatron.config.presets import preset_names, preset_summary
-from petatron.config.reference import reference
+from petatron.config.schema.fields import listing, nearest
 from petatron.config.show import diff, show
+from petatron.config.yaml_file import dump_yaml, read_file
 
 _USAGE = """usage:
   petatron config show [X] [flags ...] [--changed] [--yaml]

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.escape import unescaped
 from petatron.base.log import configure
+from petatron.base.terminal_escape import unescaped
 
 if TYPE_CHECKING:
-    from petatron.config.schema_run import TokenizerConfig
-    from petatron.data.indexed import IndexedDataset
+    from petatron.config.schema.training import TokenizerConfig
+    from petatron.data.indexed_dataset import IndexedDataset
     from petatron.data.preprocess import PreprocessReport, Progress
 
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
@@ -113,7 +113,7 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tokenizer_config(args: argparse.Namespace, problems: list[Problem]) -> TokenizerConfig:
-    from petatron.config.schema_run import TokenizerConfig
+    from petatron.config.schema.training import TokenizerConfig
 
     if args.tokenizer_type is not None and args.tokenizer_type not in TOKENIZER_TYPES:
         fix = f"Use one of {', '.join(TOKENIZER_TYPES)}."
@@ -192,7 +192,7 @@ def _inspect(args: argparse.Namespace) -> int:
     problems: list[Problem] = []
     config = _tokenizer_config(args, problems)
 
-    from petatron.data.indexed import IndexedDataset
+    from petatron.data.indexed_dataset import IndexedDataset
     from petatron.data.tokenizer import build_tokenizer
 
     dataset = IndexedDataset(args.prefix)
@@ -239,7 +239,7 @@ def _add_merge_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from petatron.data.writer import merge
+    from petatron.data.indexed_writer import merge
 
     merged = merge(args.input, args.output_prefix)
     print(f"{merged.num_documents:,} documents, {merged.num_tokens:,} tokens from {len(args.input)} datasets")

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from petatron import __version__
 from petatron.base.errors import LaunchError
-from petatron.cli import doctor_communication
-from petatron.mesh.launch import read_environment, usable_cores
+from petatron.cli import doctor_nccl
+from petatron.mesh.launch.environment import read_environment, usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json is True:
             parser.error("--json needs a FILE here: the table goes to the terminal")
         report = None if options.json is None else Path(options.json)
-        return doctor_communication.check(device="cuda" if options.nccl else "cpu", ranks=options.ranks, report=report)
+        return doctor_nccl.check(device="cuda" if options.nccl else "cpu", ranks=options.ranks, report=report)
     if options.ranks is not None or isinstance(options.json, str):
         parser.error("--ranks and --json FILE are for --nccl and --gloo")
     found = diagnose()
@@ -222,14 +222,15 @@ def _kernels(device: torch.device) -> tuple[str, ...]:
 
 def _products(device: str, dtype: torch.dtype) -> Iterator[str]:
     """The products that are no matter of the registry: their choice is one of PyTorch's functions."""
-    from petatron.kernels import grouped, matmul
+    from petatron.kernels import weight_grad_gemm
+    from petatron.kernels.moe import grouped_gemm
 
-    reason = grouped.lacks(device, dtype)
+    reason = grouped_gemm.lacks(device, dtype)
     if reason is None:
         yield "experts' products: one kernel for all experts; one after the other for widths that are no multiples of 8"
     else:
         yield f"experts' products: one expert after the other; not one kernel: {reason}"
-    reason = matmul.lacks(device)
+    reason = weight_grad_gemm.lacks(device)
     if reason is None:
         yield "weight gradients: added in float32 by the product that makes them; experts' by another pass"
     else:

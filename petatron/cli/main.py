@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from petatron import __version__
 from petatron.base.errors import ConfigError, PetatronError
-from petatron.base.escape import escaped, escaped_output
+from petatron.base.terminal_escape import escaped, escaped_output
 
 VERBS: Mapping[str, str] = {
     "quickstart": "train a small model on this machine in two minutes, nothing to download",

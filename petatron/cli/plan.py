@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.base.words import counted
-from petatron.parallel.schedule import SCHEDULES, build_schedule, schedule_problem
-from petatron.parallel.schedule.actions import COMPUTE, TimedAction
-from petatron.parallel.schedule.timeline_file import read_measured
-from petatron.plan.simulate import Costs, Simulation, bubble_fraction, simulate, theoretical_bubble
-from petatron.plan.timeline import timeline_svg, timeline_text
+from petatron.base.text import counted
+from petatron.plan.pipeline_simulator import Costs, Simulation, bubble_fraction, simulate, theoretical_bubble
+from petatron.plan.timeline_drawing import timeline_svg, timeline_text
+from petatron.schedule import SCHEDULES, build_schedule, schedule_problem
+from petatron.schedule.actions import COMPUTE, TimedAction
+from petatron.schedule.measured_timeline import read_measured
 
 _COST_NAMES = ("F", "B", "I", "W", "transfer")
 _TWO_STAGES = ("interleaved", "zb-v")

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from petatron.base.device import detect
 from petatron.config import Loaded, PrecisionConfig, RunConfig
-from petatron.train.build import open_tokenizer, pipeline_plan, steps_micro_batches
-from petatron.train.memory import MemoryForecast, as_gigabytes, forecasts
-from petatron.train.memory_changes import candidates
-from petatron.train.out_of_memory import RESERVE_BYTES, describe
+from petatron.estimate.memory.advice import candidates
+from petatron.estimate.memory.forecast import MemoryForecast, as_gigabytes, forecasts
+from petatron.schedule.pipeline_plan import pipeline_plan, steps_micro_batches
+from petatron.train.build import open_tokenizer
+from petatron.train.report.out_of_memory import RESERVE_BYTES, describe
 
 
 def report(loaded: Loaded, capacity: int | None) -> int:

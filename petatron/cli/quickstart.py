@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, LaunchError, Problem
-from petatron.base.files import publish
+from petatron.base.safe_files import publish
 from petatron.config import load_config, resolve_config
-from petatron.mesh.launch import read_environment
-from petatron.train.quickstart.options import QuickstartOptions
+from petatron.mesh.launch.environment import read_environment
+from petatron.quickstart.options import QuickstartOptions
 
 if TYPE_CHECKING:
-    from petatron.train.quickstart.held_out import HeldOut, Trained
-    from petatron.train.quickstart.stages import Workspace
+    from petatron.quickstart.held_out import HeldOut, Trained
+    from petatron.quickstart.stages import Workspace
 
 PROMPT = "import os\n\n\ndef main("
 SEED = 1234
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def quickstart(options: QuickstartOptions) -> int:
     """All steps, printed as they are done."""
     _check(options)
-    from petatron.train.quickstart.stages import Workspace, prepare_corpus, prepare_data, prepare_tokenizer
+    from petatron.quickstart.stages import Workspace, prepare_corpus, prepare_data, prepare_tokenizer
 
     started = time.monotonic()
     space = Workspace(options.out)
@@ -88,7 +88,7 @@ def quickstart(options: QuickstartOptions) -> int:
     code = _train(space, options, facts)
     if code:
         return code
-    from petatron.train.quickstart.held_out import evaluate_alone
+    from petatron.quickstart.held_out import evaluate_alone
 
     with _one_thread():
         with _step(
@@ -122,9 +122,9 @@ def _check(options: QuickstartOptions) -> None:
 
 def _train(space: Workspace, options: QuickstartOptions, facts: dict[str, Any]) -> int:
     """Step 4 through the launcher; not 0 when it failed or was interrupted."""
-    from petatron.checkpoint.storage import latest_step
-    from petatron.cli.launcher import run_ranks
-    from petatron.train.quickstart.stages import prepare_settings, training_flags, why_stopped
+    from petatron.checkpoint.files.step_folder import latest_step
+    from petatron.mesh.launch.local_launcher import run_ranks
+    from petatron.quickstart.stages import prepare_settings, training_flags, why_stopped
 
     ranks = options.tensor_parallel
     with _step(4, f"training: every layer split over {ranks} CPU process{'es' if ranks > 1 else ''}", facts):
@@ -178,7 +178,7 @@ def _tell_losses(found: HeldOut, facts: dict[str, Any]) -> None:
 
 
 def _sample(trained: Trained, options: QuickstartOptions, facts: dict[str, Any]) -> None:
-    from petatron.infer.sample import generate
+    from petatron.infer.generate import generate
 
     tokenizer = trained.tokenizer
     ids = generate(

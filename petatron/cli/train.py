@@ -6,10 +6,10 @@ import sys
 
 from petatron.base.errors import ConfigError
 from petatron.config import CheckpointConfig, load_config
-from petatron.config.help import flag_help
-from petatron.config.preflight import preflight
-from petatron.config.stored import StoredSettings
-from petatron.mesh.launch import guard, read_environment
+from petatron.config.checkpoint_settings import StoredSettings
+from petatron.config.checks.preflight import preflight
+from petatron.config.flags.help_text import flag_help
+from petatron.mesh.launch.environment import guard, read_environment
 
 USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     launch = config.launch
     if (launch.nproc_per_node or 1) * launch.nnodes == 1:
         return train_rank(argv)
-    from petatron.cli.launcher import run_ranks
+    from petatron.mesh.launch.local_launcher import run_ranks
 
     return run_ranks(
         [sys.executable, "-m", "petatron", "train", *argv],
@@ -55,7 +55,7 @@ def with_preset(argv: list[str]) -> list[str]:
 
 def read_checkpoint(config: CheckpointConfig) -> StoredSettings:
     """The settings of a checkpoint, for --use-checkpoint-args; torch is imported only when someone asks."""
-    from petatron.train.checkpoint_args import read_checkpoint_args
+    from petatron.train.state.checkpoint_args import read_checkpoint_args
 
     return read_checkpoint_args(config)
 
@@ -63,7 +63,7 @@ def read_checkpoint(config: CheckpointConfig) -> StoredSettings:
 def train_rank(argv: list[str]) -> int:
     """The life of one rank."""
     from petatron.base.log import configure
-    from petatron.mesh.process_group import stop_process_group
+    from petatron.mesh.launch.process_group import stop_process_group
     from petatron.train.run import run_training
 
     environment = read_environment()

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.words import counted
+from petatron.base.text import counted
 from petatron.cli import verify_matrix
 from petatron.cli.train import with_preset
-from petatron.mesh.launch import guard, read_environment
+from petatron.mesh.launch.environment import guard, read_environment
 
 if TYPE_CHECKING:
     from petatron.config import Loaded, RunConfig
-    from petatron.train.compare import Verdict
-    from petatron.train.verify import Comparison
+    from petatron.verify.compare_traces import Verdict
+    from petatron.verify.verify import Comparison
 
 
 _COULD_NOT_RUN = 2  # 1 says that the layouts differ
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     flags = with_preset(flags)
     if options.record_into is not None:
         return guard(lambda: _record(flags, options))
-    from petatron.train.verify import ONE_PROCESS, compare_folders, parse_injection, plan
+    from petatron.verify.verify import ONE_PROCESS, compare_folders, parse_injection, plan
 
     if options.steps < 1:
         raise ConfigError([Problem("--steps", str(options.steps), "is below 1", "Use 5, say.")])
@@ -102,15 +102,15 @@ def main(argv: list[str]) -> int:
 
 
 def _train(world_size: int, argv: list[str]) -> int:
-    from petatron.cli.launcher import run_ranks
+    from petatron.mesh.launch.local_launcher import run_ranks
 
     return run_ranks([sys.executable, "-m", "petatron", "verify", *argv], nproc=world_size)
 
 
 def _record(argv: list[str], options: argparse.Namespace) -> int:
     from petatron.base.log import configure
-    from petatron.mesh.process_group import stop_process_group
-    from petatron.train.verify import parse_injection, record
+    from petatron.mesh.launch.process_group import stop_process_group
+    from petatron.verify.verify import parse_injection, record
 
     configure(rank=max(1, read_environment().rank))  # quiet on every rank: the table is what the user came for
     injection = parse_injection(options.inject) if options.inject else None
@@ -169,7 +169,7 @@ def table(verdict: Verdict) -> str:
 def _conclusion(verdict: Verdict, dtype: str, both: Comparison) -> str:
     if verdict.first_departure is not None:
         return f"DIFFERENT: first departure at {verdict.first_departure}"
-    from petatron.train.compare import BOUNDS
+    from petatron.verify.compare_traces import BOUNDS
 
     bounds = BOUNDS[dtype]
     return (

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.mesh.launch import guard, read_environment
+from petatron.mesh.launch.environment import guard, read_environment
 
 if TYPE_CHECKING:
-    from petatron.train.matrix import Entry
-    from petatron.train.matrix_run import Case, Outcome
+    from petatron.verify.matrix import Entry
+    from petatron.verify.matrix_run import Case, Outcome
 
 _COULD_NOT_RUN = 2  # 1 says that a layout failed
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(problems)
     if options.seed is None:
         options.seed = _DEFAULT_SEED
-    from petatron.train.matrix import select
+    from petatron.verify.matrix import select
 
     entries = select(pattern=options.only, sample=options.sample, seed=options.seed, max_ranks=options.nproc)
     if options.list:
@@ -111,8 +111,8 @@ def _positive(text: str) -> int:
 
 
 def _cases(entries: tuple[Entry, ...], options: argparse.Namespace) -> list[Case]:
-    from petatron.train.matrix_run import make_case
-    from petatron.train.random_model import random_model
+    from petatron.verify.matrix_run import make_case
+    from petatron.verify.random_model import random_model
 
     return [
         make_case(
@@ -128,8 +128,8 @@ def _cases(entries: tuple[Entry, ...], options: argparse.Namespace) -> list[Case
 
 def _run(cases: list[Case], options: argparse.Namespace) -> int:
     """Start ranks until every case has an outcome; each start that succeeds gets at least one case done."""
-    from petatron.cli.launcher import run_ranks
-    from petatron.train.matrix_run import BEGUN, fail, read_outcome, write_cases
+    from petatron.mesh.launch.local_launcher import run_ranks
+    from petatron.verify.matrix_run import BEGUN, fail, read_outcome, write_cases
 
     if options.random_model:
         print(f"seed {options.seed}: a model per layout")
@@ -162,14 +162,14 @@ def _run(cases: list[Case], options: argparse.Namespace) -> int:
 
 
 def _first_open(cases: list[Case], folder: Path) -> int | None:
-    from petatron.train.matrix_run import read_outcome
+    from petatron.verify.matrix_run import read_outcome
 
     return next((number for number in range(len(cases)) if read_outcome(folder, number) is None), None)
 
 
 def _first_failed(cases: list[Case], folder: Path, start: int) -> int | None:
     """The case that ended the ranks: from where they started, the first without a verdict."""
-    from petatron.train.matrix_run import read_outcome
+    from petatron.verify.matrix_run import read_outcome
 
     for number in range(start, len(cases)):
         outcome = read_outcome(folder, number)
@@ -180,7 +180,7 @@ def _first_failed(cases: list[Case], folder: Path, start: int) -> int | None:
 
 def _rank(folder: Path) -> int:
     from petatron.base.log import configure
-    from petatron.train.matrix_run import run_cases
+    from petatron.verify.matrix_run import run_cases
 
     environment = read_environment()
     configure(rank=max(1, environment.rank))  # quiet on every rank: the table is what the user came for
@@ -190,7 +190,7 @@ def _rank(folder: Path) -> int:
 
 def row(case: Case, outcome: Outcome) -> str:
     """One line of the table, and one with the model where it was drawn at random."""
-    from petatron.train.matrix import entry
+    from petatron.verify.matrix import entry
 
     numbers = [outcome.loss, outcome.gradient, outcome.parameter]
     cells = " ".join(f"{'' if number is None else f'{number:.1e}':>8}" for number in numbers)
@@ -201,7 +201,7 @@ def row(case: Case, outcome: Outcome) -> str:
 
 def summary(cases: list[Case], outcomes: list[Outcome], dtype: str) -> str:
     """What departed and how to see it again, then the count."""
-    from petatron.train.matrix import BOUNDS
+    from petatron.verify.matrix import BOUNDS
 
     commands = {case.name: case.command for case in cases}
     lines = [""]

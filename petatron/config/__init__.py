@@ -1,30 +1,24 @@
 """Configuration: one typed schema, read from flags, YAML and presets, derived, checked, and explained."""
 
-from petatron.config.blend import BlendError, BlendPart, parse_blend, parse_split
-from petatron.config.check import check
-from petatron.config.document import dump_yaml
+from petatron.config.checks.check_all import check
 from petatron.config.load import Loaded, load_config, resolve_config, with_vocab_size
-from petatron.config.origins import Origin
 from petatron.config.presets import preset_names
-from petatron.config.schema import (
-    LatentAttentionConfig,
-    MemoryConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-)
-from petatron.config.schema_run import (
+from petatron.config.schema.data_blend import BlendError, BlendPart, parse_blend, parse_split
+from petatron.config.schema.model import LatentAttentionConfig, ModelConfig, MoEConfig
+from petatron.config.schema.parallel import MemoryConfig, ParallelConfig, PrecisionConfig
+from petatron.config.schema.run import RunConfig
+from petatron.config.schema.training import (
     CheckpointConfig,
     DataConfig,
     LaunchConfig,
     LogConfig,
+    OptimizerConfig,
     ScheduleConfig,
     TokenizerConfig,
     TrainConfig,
 )
+from petatron.config.value_origins import Origin
+from petatron.config.yaml_file import dump_yaml
 
 __all__ = [
     "BlendError",

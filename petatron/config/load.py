@@ -1,7 +1,7 @@
 """From argv, a preset and files to one checked config that knows where each value came from.
 
 Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` a
-checkpoint is one more source, which says what the model is (`stored.py`). What is still unset is derived. All problems of all
+checkpoint is one more source, which says what the model is (`checkpoint_settings.py`). What is still unset is derived. All problems of all
 stages are raised together; a rule stays silent about a field whose value could not be read, since that is already a problem of
 its own. Nothing changes a config after this, except `with_vocab_size`, which fills the one fact that needs a file to be opened.
 """
@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.check import check
-from petatron.config.check_model import ROTARY_TYPES
-from petatron.config.derive import derive
-from petatron.config.document import Document, read_file
-from petatron.config.fields import all_fields, assemble
-from petatron.config.flags import ParsedFlags, parse_flags
-from petatron.config.idle import idle_notices
-from petatron.config.origins import Origin, Setting
+from petatron.config.checkpoint_settings import ReadCheckpoint, take_stored
+from petatron.config.checks.check_all import check
+from petatron.config.checks.model import ROTARY_TYPES
+from petatron.config.checks.unused_flags import idle_notices
+from petatron.config.derived_defaults import derive
+from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
+from petatron.config.flags.parse import ParsedFlags, parse_flags
 from petatron.config.presets import read_preset
-from petatron.config.schema import RunConfig
-from petatron.config.spellings import NO_POSITION_EMBEDDING
-from petatron.config.stored import ReadCheckpoint, take_stored
+from petatron.config.schema.fields import all_fields, assemble
+from petatron.config.schema.run import RunConfig
+from petatron.config.value_origins import Origin, Setting
+from petatron.config.yaml_file import Document, read_file
 
 
 @dataclass(frozen=True, slots=True)

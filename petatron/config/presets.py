@@ -6,8 +6,8 @@ import functools
 from importlib import resources
 
 from petatron.base.errors import Problem
-from petatron.config.document import Document, read_text, unusable
-from petatron.config.fields import nearest
+from petatron.config.schema.fields import nearest
+from petatron.config.yaml_file import Document, read_text, unusable
 
 _PACKAGE, _SUFFIX = "petatron.config", ".yaml"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from petatron.base.escape import printable
-from petatron.config.fields import FieldInfo, Value, all_fields, flatten, sections
+from petatron.base.terminal_escape import printable
 from petatron.config.load import Loaded
-from petatron.config.schema import RunConfig
+from petatron.config.schema.fields import FieldInfo, Value, all_fields, flatten, sections
+from petatron.config.schema.run import RunConfig
 
 _WIDEST_VALUE = 40
 

@@ -33,12 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
-from petatron.base.escape import printable
-from petatron.config.schema_run import TokenizerConfig
-from petatron.data.indexed import optimal_dtype
-from petatron.data.jsonl import BLOCK_BYTES, MAX_LINE_BYTES, Block, read_blocks
+from petatron.base.terminal_escape import printable
+from petatron.config.schema.training import TokenizerConfig
+from petatron.data.indexed_dataset import optimal_dtype
+from petatron.data.indexed_writer import IndexedWriter
+from petatron.data.jsonl_reader import BLOCK_BYTES, MAX_LINE_BYTES, Block, read_blocks
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
-from petatron.data.writer import IndexedWriter
 
 BLOCKS_PER_WORKER = 4
 SHOWN_PROBLEMS = 5

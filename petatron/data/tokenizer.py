@@ -20,11 +20,11 @@ from typing import Protocol
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from petatron.base.companions import find_companions, read_companion
+from petatron.base.companion_files import find_companions, read_companion
 from petatron.base.errors import DataError
-from petatron.base.escape import printable
-from petatron.base.foreign import read_bytes, read_json, reading
-from petatron.config.schema_run import TokenizerConfig
+from petatron.base.terminal_escape import printable
+from petatron.base.untrusted_files import read_bytes, read_json, reading
+from petatron.config.schema.training import TokenizerConfig
 from petatron.data.refusal import refused
 
 END_OF_TEXT = "<|endoftext|>"

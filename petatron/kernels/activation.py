@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.precision import widened
+from petatron.kernels.compute_dtype import widened
 
 _QUICK = 1.702
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from petatron.kernels.precision import widened
+from petatron.kernels.compute_dtype import widened
 
 
 def rms_norm(

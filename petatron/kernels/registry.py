@@ -145,7 +145,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _adam_of_torch() -> Any:
-    module = importlib.import_module("petatron.kernels.adam")
+    module = importlib.import_module("petatron.kernels.optimizer.adam")
     return SimpleNamespace(adamw=module.adamw_fused, sum_of_squares=module.sum_of_squares)
 
 
@@ -170,18 +170,18 @@ OPERATIONS: Mapping[str, tuple[Kernel, ...]] = {
         _compiled("activation", "plain", "plain_backward"),
         Kernel("reference", _module("activation"), _anywhere),
     ),
-    "rotary embedding": _twins("rotate"),
-    "normed rotary embedding": _twins("normed_heads"),
-    "softmax and loss": _twins("linear_loss", records=True),
-    "embedding gradient": _twins("embedding"),
+    "rotary embedding": _twins("rope"),
+    "normed rotary embedding": _twins("qk_norm_rope"),
+    "softmax and loss": _twins("linear_cross_entropy", records=True),
+    "embedding gradient": _twins("embedding_grad"),
     "adamw": (
-        Kernel("triton", _module("triton.adam"), _triton),
+        Kernel("triton", _module("triton.optimizer.adam"), _triton),
         Kernel("torch fused", _adam_of_torch, _anywhere),
     ),
-    "expert rows": _twins("moe", records=True),
+    "expert rows": _twins("moe.permute", records=True),
     "packed rows": _twins("attention.rows"),
-    "fp8": _twins("fp8", records=True, lacks=_eight_bits, plain="emulation"),
-    "weights to eight bits": _twins("wire", records=True, lacks=_eight_bits),
+    "fp8": _twins("fp8.cast_and_gemm", records=True, lacks=_eight_bits, plain="emulation"),
+    "weights to eight bits": _twins("fp8.gather_cast", records=True, lacks=_eight_bits),
 }
 
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from petatron.config.schema import ModelConfig
-from petatron.kernels import normed_heads, rotate
+from petatron.config.schema.model import ModelConfig
+from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import causal_attention, rows
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import RowMoves
-from petatron.kernels.rotate import split_heads, turn
-from petatron.layers.heads import NormedHeadsKernels, Norms, RotateKernels, split_norm_rotate, split_rotate
+from petatron.kernels.rope import split_heads, turn
+from petatron.layers.forward_context import Pass
 from petatron.layers.linear import Linear
 from petatron.layers.norm import RMSNorm, build_norm
-from petatron.layers.passing import Pass
-from petatron.layers.remade import Remade
+from petatron.layers.ops.qkv_split import NormedHeadsKernels, Norms, RotateKernels, split_norm_rotate, split_rotate
+from petatron.layers.ops.recompute_output import Remade
 
 
 class CoreAttention(nn.Module):
@@ -56,8 +56,8 @@ class Attention(nn.Module):
         self.q_norm = build_norm(config, self.head_width) if config.qk_layernorm else None
         self.k_norm = build_norm(config, self.head_width) if config.qk_layernorm else None
         self.core = CoreAttention(window=config.window_size, dropout=config.attention_dropout)
-        self.kernels: RotateKernels = rotate
-        self.norm_kernels: NormedHeadsKernels = normed_heads
+        self.kernels: RotateKernels = rope
+        self.norm_kernels: NormedHeadsKernels = qk_norm_rope
         self.out = Linear(q_width, (config.hidden_size,), bias=config.add_bias_linear)
 
     def forward(self, x_SBD: Tensor | Remade, passing: Pass) -> Tensor:

@@ -1,6 +1,6 @@
 """Matrix products with a seam.
 
-A layer built here has its logical, whole shape. `parallel/tensor.py` may give it a smaller weight and another `product`,
+A layer built here has its logical, whole shape. `parallel/tensor_parallel.py` may give it a smaller weight and another `product`,
 which does its communication around (or inside) the multiplication; nothing else in the layer changes.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from petatron.layers.product import multiply_here
-from petatron.layers.remade import Remade
+from petatron.layers.ops.linear_op import multiply_here
+from petatron.layers.ops.recompute_output import Remade
 
 Product = Callable[[Tensor | Remade, Tensor], Tensor]
 """(x, weight) to x W^T: the slot for tensor parallelism, low precision and where weight gradients go."""

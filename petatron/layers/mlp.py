@@ -7,12 +7,12 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from petatron.config.schema import GATED_ACTIVATIONS, ModelConfig
+from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig
 from petatron.kernels import activation as reference
+from petatron.layers.forward_context import Pass
 from petatron.layers.linear import Linear
-from petatron.layers.passing import Pass
-from petatron.layers.remade import MaybeTensors, Remade, Tensors, make
-from petatron.layers.rows import batch_first, from_rows, to_rows
+from petatron.layers.ops.recompute_output import MaybeTensors, Remade, Tensors, make
+from petatron.layers.token_layout import batch_first, from_rows, to_rows
 
 
 class ActivationKernels(Protocol):

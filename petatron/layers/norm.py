@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from petatron.config.schema import ModelConfig
+from petatron.config.schema.model import ModelConfig
 from petatron.kernels import norm as reference
-from petatron.layers.product import TakesWeightGrads
-from petatron.layers.remade import MaybeTensors, Remade, Tensors, make
-from petatron.layers.rows import batch_first, from_rows, to_rows
+from petatron.layers.ops.linear_op import TakesWeightGrads
+from petatron.layers.ops.recompute_output import MaybeTensors, Remade, Tensors, make
+from petatron.layers.token_layout import batch_first, from_rows, to_rows
 
 There = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """Total, its norm, statistics for the way back."""

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from petatron.config.schema import ModelConfig
+from petatron.config.schema.model import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig, width: int) -> Tensor:

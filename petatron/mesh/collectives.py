@@ -10,7 +10,7 @@ its pair:
     gather   all-gather    / reduce-scatter     into a column-split matrix, sequence split
     scatter  reduce-scatter/ all-gather         out of a row-split matrix, sequence split
 
-and one that is its own partner: `exchange`, rows to their ranks and back (experts, heads for sequence). `exchange.py` has the
+and one that is its own partner: `exchange`, rows to their ranks and back (experts, heads for sequence). `overlapped_all_to_all.py` has the
 same in two autograd nodes, between which other work overlaps with the communication, forward and backward.
 
 Point-to-point transfers from one rank to another run in the order in which they are started, so both ends must start them in
@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petatron.mesh.failure import failed
-from petatron.mesh.launch import is_echo
+from petatron.mesh.diagnose.failure_report import failed
+from petatron.mesh.launch.environment import is_echo
 from petatron.mesh.mesh import Axis
 
 Op = Literal["sum", "max", "min"]

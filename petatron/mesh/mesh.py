@@ -7,7 +7,7 @@ Communicators. A process group is one NCCL communicator, and what is issued on o
   - axes over the same ranks share a group, but the axes whose collectives overlap with everything else (`_APART`) have groups
     of their own;
   - each neighbour of a pipeline rank is reached over two groups of two ranks, one per direction (`Axis.channel`): a transfer waits
-    for its partner only, never behind a transfer to somebody else (`plan/nccl.py` proves that this cannot deadlock, and what the
+    for its partner only, never behind a transfer to somebody else (`plan/nccl_deadlock.py` proves that this cannot deadlock, and what the
     alternatives cost);
   - a group is made when it is first asked for, so what nothing uses does not exist. Under NCCL making one is a rendezvous of its
     members, so `connect` makes all groups of a run at once, in one order, before the first step.
@@ -27,11 +27,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from petatron.base.words import counted
-from petatron.mesh.layout import AXES, Layout
-from petatron.mesh.nccl import CommunicatorOptions, backstop, nccl_options
-from petatron.mesh.process_group import new_group
-from petatron.mesh.record import CPU_ONLY, Communicator, Record
+from petatron.base.text import counted
+from petatron.mesh.comm_record import CPU_ONLY, Communicator, Record
+from petatron.mesh.launch.nccl_options import CommunicatorOptions, backstop, nccl_options
+from petatron.mesh.launch.process_group import new_group
+from petatron.mesh.rank_layout import AXES, Layout
 
 _CONTROL_TIMEOUT = timedelta(hours=6)
 _APART = ("dp_cp", "shard", "edp", "edp_shard", *CPU_ONLY)

@@ -1,9 +1,4 @@
-"""Randomness: initial weights that no layout changes, and dropout streams that each layout gets right.
-
-Initial weights are a pure function of (seed, logical tensor name, element index). A logical matrix is drawn in square
-blocks, each from a generator of its own keyed by a stable hash of (seed, name, block), so a rank draws only the blocks it
-holds, whichever dimension is split, on as many threads as it has cores. Draws are made in float32 on the CPU: the same weights
-on every device and in every precision.
+"""Random streams: seeds that are equal on every machine, and the dropout streams of a rank.
 
 Dropout uses two streams per rank. The default generator is the `own` stream: it differs on every rank and serves what is
 split over ranks (attention heads, sequence-parallel activations). The `shared` stream is equal on the ranks of one
@@ -13,85 +8,20 @@ tensor-parallel group, and serves activations that those ranks hold in common an
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import Piece, Shape
-
-_BLOCK = 1024
-_MOST_THREADS = 16  # beyond these, memory is the limit
 
 
 def stable_seed(*parts: object) -> int:
     """A 63-bit seed from the printed form of its parts, equal on every machine and in every process."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def normal_piece(piece: Piece, *, seed: int, std: float) -> Tensor:
-    """The part of a logical tensor of normal draws (mean 0) that lies in this piece's box.
-
-    A tensor of more than two dimensions is a stack of matrices, each drawn under a name of its own.
-    """
-    out = torch.empty(piece.shape)
-    if len(piece.shape) == 2:
-        blocks = list(_blocks(piece.name, piece.logical_shape, piece.start, out))
-    else:
-        blocks = [
-            block
-            for index, matrix in enumerate(out, start=piece.start[0])
-            for block in _blocks(f"{piece.name}[{index}]", piece.logical_shape[1:], piece.start[1:], matrix)
-        ]
-    # Drawing releases the interpreter's lock, and a block depends on no other: the order they are drawn in is free.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = min(cores, _MOST_THREADS, len(blocks))
-    if threads <= 1:
-        for block in blocks:
-            block.draw(seed, std)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda block: block.draw(seed, std), blocks))
-    return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One block of a logical matrix, the part of it that is wanted, and the memory that part goes to."""
-
-    name: str
-    place: tuple[int, int]
-    shape: tuple[int, int]
-    wanted: tuple[slice, slice]
-    out: Tensor
-
-    def draw(self, seed: int, std: float) -> None:
-        generator = torch.Generator().manual_seed(stable_seed(seed, self.name, *self.place))
-        drawn = torch.randn(self.shape, generator=generator)
-        # NumPy, because a copy by torch would start a team of threads in every thread of the pool.
-        np.multiply(drawn.numpy()[self.wanted], np.float32(std), out=self.out.numpy())
-
-
-def _blocks(name: str, logical_shape: Shape, start: Shape, out: Tensor) -> Iterator[_Block]:
-    """The blocks of a logical matrix that a box at `start` touches; `out` is the memory of the whole box."""
-    rows, columns = logical_shape
-    (top, left), (height, width) = start, out.shape
-    for block_row in range(top // _BLOCK, (top + height - 1) // _BLOCK + 1):
-        for block_column in range(left // _BLOCK, (left + width - 1) // _BLOCK + 1):
-            y, x = block_row * _BLOCK, block_column * _BLOCK
-            shape = (min(_BLOCK, rows - y), min(_BLOCK, columns - x))
-            from_y, from_x = max(top, y), max(left, x)
-            to_y, to_x = min(top + height, y + shape[0]), min(left + width, x + shape[1])
-            wanted = (slice(from_y - y, to_y - y), slice(from_x - x, to_x - x))
-            part = out[from_y - top : to_y - top, from_x - left : to_x - left]
-            yield _Block(name, (block_row, block_column), shape, wanted, part)
 
 
 @dataclass(frozen=True, slots=True)

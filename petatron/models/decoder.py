@@ -12,16 +12,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from petatron.config.schema import ModelConfig, MoEConfig
-from petatron.config.stages import Stage
-from petatron.layers.block import Block, Rest
+from petatron.config.pipeline_stages import Stage
+from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.layers.dropout import Dropout
+from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
+from petatron.layers.forward_context import Pass
 from petatron.layers.norm import build_norm
-from petatron.layers.passing import Pass
+from petatron.layers.output_head import OutputHead
 from petatron.layers.rope import Rotary
-from petatron.layers.vocabulary import OutputHead, PositionEmbedding, TokenEmbedding
-from petatron.mesh.spec import Section, Shard
-from petatron.models.base import Batch
+from petatron.layers.transformer_layer import Block, Rest
+from petatron.models.batch import Batch
+from petatron.sharding.shard_spec import Section, Shard
 
 LayerRunner = Callable[[Sequence[nn.Module], Tensor, Pass], Tensor]
 """How a stage's blocks are run: the slot for recomputing groups of them."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from petatron.config.schema import OptimizerConfig
-from petatron.kernels.adam import AdamKernel, SquaresKernel, adamw_fused, sum_of_squares
+from petatron.config.schema.training import OptimizerConfig
+from petatron.kernels.optimizer.adam import AdamKernel, SquaresKernel, adamw_fused, sum_of_squares
 from petatron.kernels.registry import Choice
-from petatron.optim.rules import AdamRule, SgdRule, UpdateRule
+from petatron.optim.update_rules import AdamRule, SgdRule, UpdateRule
 
 
 @dataclass(frozen=True, slots=True)

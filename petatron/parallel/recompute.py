@@ -14,7 +14,7 @@ second time and hand out the tensors that this run saves, in the same order. Wha
 - In a backward pass of two halves (zero-bubble schedules) the function runs in the first; operands that the second still
   needs stay until then.
 
-Norms and activation functions need none of this: products do not keep what those make (`layers/remade.py`), nor what they
+Norms and activation functions need none of this: products do not keep what those make (`layers/ops/recompute_output.py`), nor what they
 gather of it where the sequence is split over tensor-parallel ranks. A mixture of experts does keep its input, in several places;
 under `layernorm` a second hook recognises it among the tensors that are saved (by its memory) and stores "what that norm makes"
 instead. Inside a region it is the other way round: the second run gathers a product's input, which stays until the product's
@@ -34,17 +34,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from petatron.config.schema import MemoryConfig
-from petatron.layers.block import Block
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.estimate.activation_bytes import FULL, ActivationShape
+from petatron.estimate.recompute_plan import Modules, plan_recompute
+from petatron.layers.forward_context import Pass
 from petatron.layers.linear import Linear
-from petatron.layers.moe import MoE
-from petatron.layers.passing import Pass
-from petatron.layers.remade import Remade, Source
+from petatron.layers.moe.moe_layer import MoE
+from petatron.layers.ops.recompute_output import Remade, Source
+from petatron.layers.transformer_layer import Block
 from petatron.mesh.rng import RandomStreams
-from petatron.models.activations import FULL, ActivationShape
 from petatron.models.decoder import Decoder, LayerRunner, one_by_one
-from petatron.models.recompute_plan import Modules, plan_recompute
-from petatron.parallel.tensor import ColumnProduct
+from petatron.parallel.tensor_parallel import ColumnProduct
 
 Run = Callable[..., Tensor]
 

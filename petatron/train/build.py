@@ -21,32 +21,33 @@ from petatron.base.device import detect
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.config import Loaded, RunConfig, load_config, parse_split, with_vocab_size
-from petatron.config.check_graphs import draws
-from petatron.config.communicators import communicator_options
-from petatron.config.layer_pattern import moe_layers
-from petatron.config.stages import stages
-from petatron.data.build import Datasets, build_datasets
-from petatron.data.loader import BatchLoader, LoaderOptions
+from petatron.config.checks.cuda_graphs import draws
+from petatron.config.nccl_communicators import communicator_options
+from petatron.config.pipeline_stages import stages
+from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.data.batch_loader import BatchLoader, LoaderOptions
+from petatron.data.build_datasets import Datasets, build_datasets
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.kernels.registry import Situation, choose
-from petatron.mesh.launch import read_environment
-from petatron.mesh.layout import Layout
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.process_group import start_process_group
+from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
-from petatron.models.base import Architecture, Batch
+from petatron.models.batch import Architecture, Batch
 from petatron.models.decoder import Decoder, initial_constant, initial_std, shards, takes_weight_decay
 from petatron.optim.build import OptimizerKernels
-from petatron.optim.master import MasterOptimizer
-from petatron.optim.precision import compute_dtype
-from petatron.parallel.apply import Recipe, parallelize
-from petatron.parallel.axes import used_axes
-from petatron.parallel.graph import CudaRecorder
-from petatron.parallel.model import ParallelModel, PipelinePlan
-from petatron.parallel.routing import RouterTotals
-from petatron.train.batch_size import BatchSchedule
-from petatron.train.checkpoint_args import read_checkpoint_args
-from petatron.train.model import Model
+from petatron.optim.loss_scaler import compute_dtype
+from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.parallel.parallelize import Recipe, parallelize
+from petatron.parallel.pipeline.cuda_graph import CudaRecorder
+from petatron.parallel.router_statistics import RouterTotals
+from petatron.parallel.used_axes import used_axes
+from petatron.schedule.pipeline_plan import pipeline_plan, steps_micro_batches
+from petatron.train.global_batch_size import BatchSchedule
+from petatron.train.state.checkpoint_args import read_checkpoint_args
+from petatron.train.state.run_model import Model
 
 _log = get_logger(__name__)
 
@@ -168,25 +169,6 @@ def architecture_of(run: RunConfig) -> Architecture:
     """The model of a derived config."""
     moe = run.moe if run.moe.num_experts is not None else None
     return Architecture(run.model, moe, tuple(moe_layers(run)))
-
-
-def pipeline_plan(run: RunConfig) -> PipelinePlan:
-    """The pipeline of a derived config; one rank is a pipeline of one stage."""
-    parallel = run.parallel
-    assert parallel.pipeline_schedule is not None and parallel.num_virtual_stages_per_pipeline_rank is not None
-    return PipelinePlan(
-        parallel.pipeline_schedule,
-        parallel.pipeline_model_parallel_size,
-        parallel.num_virtual_stages_per_pipeline_rank,
-        parallel.microbatch_group_size_per_virtual_pipeline_stage,
-        combined=parallel.overlap_moe_expert_parallel_comm,
-    )
-
-
-def steps_micro_batches(run: RunConfig) -> int:
-    """Per step and data-parallel rank, once a batch-size ramp is over."""
-    assert run.train.global_batch_size is not None and run.parallel.data_parallel_size is not None
-    return max(1, run.train.global_batch_size // (run.train.micro_batch_size * run.parallel.data_parallel_size))
 
 
 def build_optimizer(run: RunConfig, model: ParallelModel) -> MasterOptimizer:

@@ -10,18 +10,18 @@ import torch
 from petatron.base.device import DeviceFacts, DeviceKind, memory_in_use
 from petatron.base.errors import CheckpointError, TrainError
 from petatron.base.log import get_logger
-from petatron.config.layer_pattern import moe_layers
-from petatron.data.loader import BatchLoader
-from petatron.models.base import Batch
-from petatron.models.flops import model_flops_per_token
-from petatron.optim.precision import DynamicScale, compute_dtype
+from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.data.batch_loader import BatchLoader
+from petatron.estimate.flops import model_flops_per_token
+from petatron.estimate.memory.forecast import memory_line
+from petatron.models.batch import Batch
+from petatron.optim.loss_scaler import DynamicScale, compute_dtype
 from petatron.train.build import Loaders
-from petatron.train.memory import memory_line
-from petatron.train.metrics import IntervalMeter, Record, Sink, StepMetrics, event_record, validation_record
-from petatron.train.profile import StepProfile
-from petatron.train.state import TrainState
-from petatron.train.step import train_step
-from petatron.train.stopping import EvaluationWatch, Stopping
+from petatron.train.report.metrics import IntervalMeter, Record, Sink, StepMetrics, event_record, validation_record
+from petatron.train.report.profiler import StepProfile
+from petatron.train.signals import EvaluationWatch, Stopping
+from petatron.train.state.train_state import TrainState
+from petatron.train.train_step import train_step
 
 _log = get_logger(__name__)
 

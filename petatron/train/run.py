@@ -13,29 +13,29 @@ import torch
 
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError, DataError, PetatronError, TrainError
-from petatron.base.files import publish
 from petatron.base.log import get_logger
-from petatron.base.words import counted
+from petatron.base.safe_files import publish
+from petatron.base.text import counted
 from petatron.config import Loaded, RunConfig
-from petatron.config.layer_pattern import moe_layers
-from petatron.config.preflight import preflight
-from petatron.config.saved import saved_yaml
+from petatron.config.checks.preflight import preflight
+from petatron.config.saved_config import saved_yaml
+from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.data.tokenizer import Tokenizer
+from petatron.estimate.flops import parameter_count
+from petatron.estimate.memory.forecast import memory_plans, shared_device_problem
 from petatron.mesh import collectives
-from petatron.mesh.launch import read_environment
+from petatron.mesh.diagnose.watchdog import Watchdog
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.mesh.rendezvous import Rendezvous
-from petatron.mesh.watchdog import Watchdog
-from petatron.models.flops import parameter_count
-from petatron.train.batch_size import BatchSchedule
 from petatron.train.build import Loaders, RunLength, build_loaders, launch, open_tokenizer
-from petatron.train.folders import check_folders, claimed
+from petatron.train.global_batch_size import BatchSchedule
 from petatron.train.loop import Loop, Outcome
-from petatron.train.memory import memory_plans, shared_device_problem
-from petatron.train.metrics import event_record
-from petatron.train.out_of_memory import memory_reported
-from petatron.train.sinks import build_sinks
-from petatron.train.state import TrainState
+from petatron.train.report.metrics import event_record
+from petatron.train.report.out_of_memory import memory_reported
+from petatron.train.report.sinks import build_sinks
+from petatron.train.state.run_dirs import check_folders, claimed
+from petatron.train.state.train_state import TrainState
 
 _log = get_logger(__name__)
 _CONFIG_FILE = "config.yaml"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from petatron.cli.benches import attention as bench_attention
-from petatron.cli.benches.attention import SHAPES, Shape
+from petatron.bench.ops import attention as bench_attention
+from petatron.bench.ops.attention import SHAPES, Shape
 
 
 def test_a_small_table():

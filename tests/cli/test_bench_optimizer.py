@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from petatron.base.errors import ConfigError
+from petatron.bench import optimizer as bench_optimizer
+from petatron.bench.checkpoint import model_shapes
+from petatron.bench.optimizer import _groups, _torch_step
 from petatron.cli import bench
-from petatron.cli.benches import optimizer as bench_optimizer
-from petatron.cli.benches.checkpoint import model_shapes
-from petatron.cli.benches.optimizer import _groups, _torch_step
-from petatron.config.schema import OptimizerConfig
+from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.registry import Situation
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.master import MasterOptimizer
+from petatron.optim.mixed_precision import MasterOptimizer
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_both_orders_equally_often(monkeypatch: pytest.MonkeyPatch):
         timed.append(run)
         return 1.0
 
-    monkeypatch.setattr("petatron.cli.benches.timing.mean_ms", mean_ms)
+    monkeypatch.setattr("petatron.bench.measure.timing.mean_ms", mean_ms)
     assert bench.main([*CPU, "--repeat", "5"]) == 0
     contenders = list(dict.fromkeys(timed))
     turns = "".join("abcd"[contenders.index(run)] for run in timed)

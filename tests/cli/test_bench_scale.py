@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import ConfigError
+from petatron.bench.scale import Measured, _verdict, growth, layout_flags
+from petatron.bench.scale_checkpoint import _boxes
 from petatron.cli.bench import main
-from petatron.cli.benches.scale import Measured, _verdict, growth, layout_flags
-from petatron.cli.benches.scale_checkpoint import _boxes
 from petatron.config import load_config
-from petatron.mesh.boxes import tiling_problem
-from petatron.models.hf.entries import logical_shapes
+from petatron.models.hf.folder_entries import logical_shapes
+from petatron.sharding.boxes import tiling_problem
 
 TINY = "--model tiny-llama --tp 2 --pp 2 --microbatches 4".split()
 

@@ -14,16 +14,16 @@ import torch
 
 from petatron.base.device import DeviceFacts
 from petatron.base.errors import ConfigError, DataError
+from petatron.bench import train as bench_train
+from petatron.bench.measure import progress as bench_news
+from petatron.bench.measure import runner as bench_runner
+from petatron.bench.measure.runner import Runner
+from petatron.bench.measure.units import prefixed
+from petatron.bench.peers import BenchSpec, Contender
+from petatron.bench.peers.bf16 import without_fp8
 from petatron.cli import bench
-from petatron.cli.benches import news as bench_news
-from petatron.cli.benches import runner as bench_runner
-from petatron.cli.benches import train as bench_train
-from petatron.cli.benches.peers import BenchSpec, Contender
-from petatron.cli.benches.peers.bf16 import without_fp8
-from petatron.cli.benches.runner import Runner
-from petatron.cli.benches.units import prefixed
 from petatron.config import load_config
-from petatron.models.base import Batch
+from petatron.models.batch import Batch
 
 SMALL = (
     "--preset tiny-llama --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
@@ -57,8 +57,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def build(name: str, spec: BenchSpec) -> Contender:
         return Scripted(name, calls)
 
-    monkeypatch.setattr("petatron.cli.benches.peers.build", build)
-    monkeypatch.setattr("petatron.cli.benches.peers.problems", lambda name, spec: ())
+    monkeypatch.setattr("petatron.bench.peers.build", build)
+    monkeypatch.setattr("petatron.bench.peers.problems", lambda name, spec: ())
     return calls
 
 
@@ -113,8 +113,8 @@ def test_two_at_a_time_where_the_third_runs_out_of_memory(
             raise torch.OutOfMemoryError("too much")
         return Scripted(name, calls)
 
-    monkeypatch.setattr("petatron.cli.benches.peers.build", build)
-    monkeypatch.setattr("petatron.cli.benches.peers.problems", lambda name, spec: ())
+    monkeypatch.setattr("petatron.bench.peers.build", build)
+    monkeypatch.setattr("petatron.bench.peers.problems", lambda name, spec: ())
     found = run(tmp_path, "--against hf,bf16")
     assert found["in_pairs"] and list(found["ratio"]) == ["bf16", "hf"]
     assert built == ["petatron", "bf16", "hf", "bf16", "hf"]
@@ -191,7 +191,7 @@ def test_fp8_is_told_by_the_run(flags: str, format_and_recipe: tuple[str | None,
         return Scripted(name, [])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("petatron.cli.benches.peers.build", build)
+        patch.setattr("petatron.bench.peers.build", build)
         found = run(tmp_path, flags)
     assert (seen[0].run.precision.fp8_format, found["fp8_recipe"]) == format_and_recipe
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from petatron.base.errors import ConfigError
-from petatron.cli.benches import timing as bench_timing
-from petatron.cli.benches.arguments import device_of, not_positive, too_small
-from petatron.cli.benches.machine import device_name, large_copy
-from petatron.cli.benches.peers import OURS, OWN_BF16, PEERS
-from petatron.cli.benches.timing import collector_off, mean_ms, median_ms, orders
+from petatron.bench.measure import timing as bench_timing
+from petatron.bench.measure.arguments import device_of, not_positive, too_small
+from petatron.bench.measure.machine import device_name, large_copy
+from petatron.bench.measure.timing import collector_off, mean_ms, median_ms, orders
+from petatron.bench.peers import OURS, OWN_BF16, PEERS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petatron.cli.benches.peers import BenchSpec, build, problems
-from petatron.cli.benches.spec import model_spec
-from petatron.models.base import Batch
+from petatron.bench.peers import BenchSpec, build, problems
+from petatron.bench.peers.bench_model import model_spec
+from petatron.models.batch import Batch
 
 SOURCE = Path(__file__).parent.parent.parent / ".carry" / "torchtitan"
 FLAGS = (

@@ -13,16 +13,16 @@ import torch
 
 from petatron.base.device import DeviceFacts
 from petatron.base.errors import ConfigError, TrainError
+from petatron.bench import generate as bench_generate
+from petatron.bench import train as bench_train
+from petatron.bench.measure.kernel_breakdown import CLASSES, break_down, kernel_class
+from petatron.bench.measure.machine import parse_readings, sampled
+from petatron.bench.measure.report import Findings, joined, report
+from petatron.bench.measure.runner import Runner, alternate
+from petatron.bench.peers import BenchSpec, Contender, build, problems
+from petatron.bench.peers.bench_model import BATCHES, make_batches, model_spec
 from petatron.cli.bench import main
-from petatron.cli.benches import generate as bench_generate
-from petatron.cli.benches import train as bench_train
-from petatron.cli.benches.breakdown import CLASSES, break_down, kernel_class
-from petatron.cli.benches.machine import parse_readings, sampled
-from petatron.cli.benches.peers import BenchSpec, Contender, build, problems
-from petatron.cli.benches.report import Findings, joined, report
-from petatron.cli.benches.runner import Runner, alternate
-from petatron.cli.benches.spec import BATCHES, make_batches, model_spec
-from petatron.models.base import Batch
+from petatron.models.batch import Batch
 
 SMALL = (
     "--preset tiny-llama --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
@@ -105,10 +105,10 @@ def test_a_peer_that_does_not_fit_beside_ours_is_measured_apart(monkeypatch: pyt
         return build(name, spec)
 
     answer = {"blocks_ms": [[1.0]], "peak_bytes": None, "losses": [1.0], "build_s": 0, "first_steps_s": 0}
-    monkeypatch.setattr("petatron.cli.benches.peers.build", build_or_fail)
+    monkeypatch.setattr("petatron.bench.peers.build", build_or_fail)
     monkeypatch.setattr(bench_train, "_child", lambda args, flags, name: answer)
     assert bench(tmp_path, "--against", "hf")["apart"]
-    monkeypatch.setattr("petatron.cli.benches.peers.build", lambda *_: build_or_fail("hf", spec_of()))
+    monkeypatch.setattr("petatron.bench.peers.build", lambda *_: build_or_fail("hf", spec_of()))
     assert bench(tmp_path, "--only", "petatron")["contenders"]["petatron"] == {"out_of_memory": True}
 
 

@@ -16,16 +16,17 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint import compare, storage
-from petatron.checkpoint.disk import BLOCK_BYTES, Disk, digest_file
-from petatron.checkpoint.inspect import examine
+from petatron.bench.checkpoint import model_shapes
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.disk import BLOCK_BYTES, Disk, digest_file
+from petatron.checkpoint.inspect import diff
+from petatron.checkpoint.inspect.inspect import examine
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
-from petatron.cli.benches.checkpoint import model_shapes
 from petatron.cli.main import main
 from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.state import TrainState
+from petatron.train.state.train_state import TrainState
 from tests.golden.make_checkpoint import FOLDER, MODEL, RUN, STEP
 from tests.golden.reader import read_checkpoint
 from tests.unit.checkpoint.rewriting import TABLE, rewrite_manifest, rewrite_table, tables
@@ -50,8 +51,8 @@ def _table_of(step: Path, key: str) -> str:
 def folder(tmp_path: Path) -> Path:
     """Three steps of a run, made from one."""
     for step in (STEP, 6, 9):
-        target = tmp_path / "run" / storage.step_name(step)
-        shutil.copytree(FOLDER / storage.step_name(STEP), target)
+        target = tmp_path / "run" / step_folder.step_name(step)
+        shutil.copytree(FOLDER / step_folder.step_name(STEP), target)
         rewrite_manifest(target, lambda head, step=step: head.update(step=step))
     (tmp_path / "run" / "latest").write_text(f"{NEWEST}\n")
     return tmp_path / "run"
@@ -301,7 +302,7 @@ def _save_whole(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """The tensors in one piece each, by a program that is no training run."""
     chunks = [Chunk(key, tuple(value.shape), (0,) * value.dim(), value) for key, value in tensors.items()]
     CheckpointManager(folder, ParallelMesh.single().world).save(STEP, chunks, facts={}, same_layout_key="mine")
-    return folder / storage.step_name(STEP)
+    return folder / step_folder.step_name(STEP)
 
 
 def test_a_checkpoint_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -312,7 +313,7 @@ def test_a_checkpoint_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_diff_across_layouts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
-    monkeypatch.setattr(compare, "_BATCH_ELEMENTS", 50)  # so that tensors are cut anywhere
+    monkeypatch.setattr(diff, "_BATCH_ELEMENTS", 50)  # so that tensors are cut anywhere
     tensors = read_checkpoint(folder / NEWEST)
     whole = _save_whole(tmp_path / "whole", tensors)
     code, out, _ = _ask(capsys, "diff", folder, whole)
@@ -374,9 +375,9 @@ def test_diff_of_a_damaged_checkpoint_is_an_error(folder: Path, capsys: pytest.C
 
 def test_prune(folder: Path, capsys: pytest.CaptureFixture[str]):
     code, out, _ = _ask(capsys, "prune", folder, "--keep", 1, "--dry-run")
-    assert code == 0 and "would remove 3, 6 (" in out and "would keep 9" in out and len(storage.steps(folder)) == 3
+    assert code == 0 and "would remove 3, 6 (" in out and "would keep 9" in out and len(step_folder.steps(folder)) == 3
     code, out, _ = _ask(capsys, "prune", folder, "--keep", 1, "--retain-interval", 6)
-    assert code == 0 and "removed 3 (" in out and list(storage.steps(folder)) == [6, 9]
+    assert code == 0 and "removed 3 (" in out and list(step_folder.steps(folder)) == [6, 9]
     code, out, _ = _ask(capsys, "prune", folder, "--keep", 5)
     assert code == 0 and "nothing to remove" in out
     assert _ask(capsys, "verify", folder, "--all")[0] == 0
@@ -391,7 +392,7 @@ def test_prune_refuses(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert code == 1 and "Another run is writing" in err
     _truncate(folder / NEWEST)
     code, _, err = _ask(capsys, "prune", folder, "--keep", 1)
-    assert code == 1 and "Nothing was removed" in err and STATE in err and len(storage.steps(folder)) == 3
+    assert code == 1 and "Nothing was removed" in err and STATE in err and len(step_folder.steps(folder)) == 3
 
 
 def test_prune_of_a_folder_that_cannot_be_written(
@@ -407,7 +408,7 @@ def test_prune_of_a_folder_that_cannot_be_written(
     (folder / ".lock").mkdir()  # cannot be opened for writing, by anyone
     code, _, err = _ask(capsys, "prune", folder, "--keep", 1)
     assert code == 1 and f"{folder / '.lock'} cannot be opened" in err and "Is a directory. Remove it" in err
-    assert len(storage.steps(folder)) == 3
+    assert len(step_folder.steps(folder)) == 3
 
 
 def test_help_needs_no_torch():

@@ -11,9 +11,9 @@ import torch
 
 from petatron.base.errors import ConfigError
 from petatron.cli.doctor import main
-from petatron.cli.doctor_communication import render
-from petatron.mesh.bandwidth import Measured
-from petatron.train.communication import Findings
+from petatron.cli.doctor_nccl import render
+from petatron.mesh.diagnose.bandwidth import Measured
+from petatron.verify.communication_check import Findings
 from tests.cli.test_launch import _run
 
 

@@ -72,7 +72,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
     (tmp_path / "faulty.py").write_text(program)
     launch = (
-        "import sys; from petatron.cli.launcher import run_ranks;"
+        "import sys; from petatron.mesh.launch.local_launcher import run_ranks;"
         f"sys.exit(run_ranks([sys.executable, 'faulty.py', *{[*FLAGS, '--train-iters', '50']!r}], nproc=2))"
     )
     started = time.monotonic()
@@ -149,7 +149,7 @@ def _three_ranks(folder: Path, fault: str, *more: str) -> subprocess.CompletedPr
         *more,
     ]
     launch = (
-        "import sys; from petatron.cli.launcher import run_ranks;"
+        "import sys; from petatron.mesh.launch.local_launcher import run_ranks;"
         f"sys.exit(run_ranks([sys.executable, 'faulty.py', *{flags!r}], nproc=3))"
     )
     return _run([sys.executable, "-c", launch], folder)
@@ -159,9 +159,7 @@ def test_killed_rank_is_named_first_and_then_where_the_others_waited(tmp_path: P
     done = _three_ranks(tmp_path, "kill")
     assert done.returncode == 128 + signal.SIGKILL
     told = done.stderr[done.stderr.index("Rank 2 of 3 failed first: it was ended by SIGKILL.") :]
-    place = (
-        r"Ranks 0-1 were waiting in all_reduce over world \(ranks 0-2\) at parallel/model.py:\d+ _sum, operation \d+"
-    )
+    place = r"Ranks 0-1 were waiting in all_reduce over world \(ranks 0-2\) at parallel/parallel_model.py:\d+ _sum, operation \d+"
     assert re.search(place, told), done.stderr
     assert "Traceback" not in done.stderr and "gloo" not in told
 

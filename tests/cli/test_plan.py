@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from petatron.cli.main import main
-from petatron.parallel.schedule import TimedAction, build_schedule
-from petatron.parallel.schedule.timeline_file import write_measured
-from petatron.plan.simulate import Costs, simulate
+from petatron.plan.pipeline_simulator import Costs, simulate
+from petatron.schedule import TimedAction, build_schedule
+from petatron.schedule.measured_timeline import write_measured
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from petatron.cli.main import main
-from petatron.data.writer import IndexedWriter
+from petatron.data.indexed_writer import IndexedWriter
 
 MODEL = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --eval-iters 0 --num-workers 0 "
@@ -61,7 +61,7 @@ def test_a_saved_config_asks_about_a_changed_schedule_every_time(run_folder: Pat
 
 def test_an_older_checkpoints_relative_paths_are_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from petatron.config import load_config
-    from petatron.train.continuation import changes, plain
+    from petatron.train.state.resume_diff import changes, plain
 
     monkeypatch.chdir(tmp_path)
     run = load_config([*MODEL, "--data-path", "0.5", "a", "0.5", "b", "--train-iters", "2"]).config

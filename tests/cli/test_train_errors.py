@@ -12,11 +12,11 @@ import petatron
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
 from petatron.config import load_config
-from petatron.config.preflight import preflight
-from petatron.data.writer import IndexedWriter
-from petatron.train.folders import claimed
-from petatron.train.memory import memory_plans
+from petatron.config.checks.preflight import preflight
+from petatron.data.indexed_writer import IndexedWriter
+from petatron.estimate.memory.forecast import memory_plans
 from petatron.train.run import run_training
+from petatron.train.state.run_dirs import claimed
 
 MODEL = (
     "train --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 2 --lr 1e-3 --eval-iters 0 "
@@ -158,7 +158,7 @@ def test_unwritable_save_folder(tmp_path: Path, capsys, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("petatron.checkpoint.disk.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("petatron.checkpoint.files.disk.tempfile.TemporaryFile", refuse)
     code, text = _fails(capsys, "--mock-data", "--save", str(tmp_path / "run"))
     assert code == 1 and f"cannot be written to {tmp_path}/run: Permission denied. Make that folder writable" in text
 
@@ -341,7 +341,7 @@ def test_a_folder_for_optimizer_state_that_may_not_be_written(capsys, tmp_path: 
         tried.append(dir)
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("petatron.config.preflight.tempfile.TemporaryDirectory", refuse)
+    monkeypatch.setattr("petatron.config.checks.preflight.tempfile.TemporaryDirectory", refuse)
     code, text = _fails(capsys, "--mock-data", "--optimizer-nvme-offload", str(tmp_path / folder))
     rule = f"{folder} cannot be written to (Read-only file system). Make it writable, or give another folder."
     assert code == 2 and rule in text

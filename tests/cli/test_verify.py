@@ -9,7 +9,7 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
-from petatron.train.verify import parse_injection, plan
+from petatron.verify.verify import parse_injection, plan
 
 TINY = "tiny-llama --num-layers 1 --hidden-size 32 --seq-length 16 --vocab-size 61 --global-batch-size 4 --num-workers 0".split()
 

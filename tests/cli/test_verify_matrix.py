@@ -9,8 +9,8 @@ import pytest
 
 from petatron.cli import verify_matrix
 from petatron.cli.main import main
-from petatron.train.matrix import entry
-from petatron.train.matrix_run import BEGUN, Case, make_case, read_outcome
+from petatron.verify.matrix import entry
+from petatron.verify.matrix_run import BEGUN, Case, make_case, read_outcome
 
 
 def test_layouts_of_different_sizes_agree(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -73,13 +73,13 @@ def test_ranks_that_end_without_a_word_are_a_failure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Killed by the kernel, say: no rank left an error."""
-    monkeypatch.setattr("petatron.cli.launcher.run_ranks", _killed)
+    monkeypatch.setattr("petatron.mesh.launch.local_launcher.run_ranks", _killed)
     options = verify_matrix._parser().parse_args([])
     assert verify_matrix._run([_case("dense:dp2"), _case("dense:tp2")], options) == 1
     assert capfd.readouterr().out.count("ranks ended with code 137") == 2
-    monkeypatch.setattr("petatron.cli.launcher.run_ranks", lambda command, nproc: 130)
+    monkeypatch.setattr("petatron.mesh.launch.local_launcher.run_ranks", lambda command, nproc: 130)
     assert verify_matrix._run([_case("dense:dp2")], options) == 130, "Ctrl-C ends the whole"
-    monkeypatch.setattr("petatron.cli.launcher.run_ranks", lambda command, nproc: 1)
+    monkeypatch.setattr("petatron.mesh.launch.local_launcher.run_ranks", lambda command, nproc: 1)
     assert verify_matrix._run([_case("dense:dp2")], options) == 2, "ranks that never met say nothing of a layout"
 
 

@@ -56,7 +56,7 @@ class Nursery:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "petatron.train.trace"])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "petatron.verify.trace"])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,))
         self._process.start()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from petatron.checkpoint import storage
+from petatron.checkpoint.files import step_folder
 from petatron.config import RunConfig
 from tests.crash.disks import DeadlyDisk, Moment, WatchedDisk
 from tests.crash.nursery import Nursery
@@ -67,16 +67,16 @@ def _prepare(nursery: Nursery, scenario: Scenario, folder: Path, base: Path) -> 
     nursery.run(train, tiny_run(f"{scenario.precision} --train-iters 5 --save {whole}")).lived()
     base.mkdir()
     for step in range(1, scenario.saved + 1):
-        shutil.copytree(whole / storage.step_name(step), base / storage.step_name(step))
+        shutil.copytree(whole / step_folder.step_name(step), base / step_folder.step_name(step))
     if scenario.saved:
         latest = scenario.latest or scenario.saved
-        (base / storage.LATEST).write_text(f"{storage.step_name(latest)}\n")
+        (base / step_folder.LATEST).write_text(f"{step_folder.step_name(latest)}\n")
     if scenario.left_over:
-        one, three = base / storage.step_name(1), base / storage.step_name(3)
-        shutil.copytree(one, base / f"{storage.step_name(4)}.tmp")
+        one, three = base / step_folder.step_name(1), base / step_folder.step_name(3)
+        shutil.copytree(one, base / f"{step_folder.step_name(4)}.tmp")
         one.rename(base / f"{one.name}.pruned")
         three.rename(base / f"{three.name}.replaced")
-        (base / f"{storage.LATEST}.tmp").write_text("step-")
+        (base / f"{step_folder.LATEST}.tmp").write_text("step-")
     return Content.of(whole)
 
 
@@ -90,7 +90,7 @@ def check_moments(nursery: Nursery, tmp_path: Path, scenario: Scenario, *, every
     """Die at the moments of a save, and after every so many deaths live on to the end of the run."""
     base, copy = tmp_path / "base", tmp_path / "copy"
     expected = _prepare(nursery, scenario, tmp_path, base)
-    before = storage.latest_step(base)
+    before = step_folder.latest_step(base)
     step = (before or 0) + 1
     shutil.copytree(base, copy)
     moments: list[Moment] = nursery.run(_watched, scenario.run_to(step, copy)).lived()

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from petatron.checkpoint import storage
+from petatron.checkpoint.files import step_folder
 from tests.crash.power import PoweredDisk, chances
 from tests.crash.training import Content, check_folder, tiny_run, train
 
@@ -40,8 +40,8 @@ class Cutter:
     def begin(self, folder: Path, *, saved: int, latest: int) -> None:
         folder.mkdir()
         for step in range(1, saved + 1):
-            shutil.copytree(self._whole / storage.step_name(step), folder / storage.step_name(step))
-        (folder / storage.LATEST).write_text(f"{storage.step_name(latest)}\n")
+            shutil.copytree(self._whole / step_folder.step_name(step), folder / step_folder.step_name(step))
+        (folder / step_folder.LATEST).write_text(f"{step_folder.step_name(latest)}\n")
 
     def __call__(self, disk: PoweredDisk, moment: str) -> None:
         for survives in chances(self._random):
@@ -78,7 +78,7 @@ def _check_cuts(tmp_path: Path, *, saved: int, seed: int, every_life: int, kill_
         with contextlib.suppress(Killed):
             train_to(3)
     cutter.kill_after = None
-    last = 4 if storage.latest_step(folder) == 3 else 3
+    last = 4 if step_folder.latest_step(folder) == 3 else 3
     train_to(last)
     assert not cutter.problems, "\n".join(cutter.problems)
     assert {2, 3} <= set(cutter.newest) and len(cutter.newest) > 100

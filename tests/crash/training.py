@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.device import detect
-from petatron.checkpoint import storage
-from petatron.checkpoint.disk import Disk, StoredFile
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.disk import Disk, StoredFile
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.config import RunConfig, load_config
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.train.build import build_loaders
 from petatron.train.loop import Loop
-from petatron.train.metrics import Record
-from petatron.train.state import TrainState
+from petatron.train.report.metrics import Record
+from petatron.train.state.train_state import TrainState
 
 TINY = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --seq-length 8 --vocab-size 31 --mock-data "
@@ -75,7 +75,9 @@ class Content:
 
     @classmethod
     def of(cls, folder: Path) -> Content:
-        return cls({step: dict(storage.read_manifest(path).files) for step, path in storage.steps(folder).items()})
+        return cls(
+            {step: dict(step_folder.read_manifest(path).files) for step, path in step_folder.steps(folder).items()}
+        )
 
 
 def check_folder(folder: Path, expected: Content, *, at_least: int | None = None) -> int | None:
@@ -83,14 +85,14 @@ def check_folder(folder: Path, expected: Content, *, at_least: int | None = None
 
     at_least: the newest step that was there before. Returns the newest now.
     """
-    for step, path in storage.steps(folder).items():
-        manifest = storage.read_manifest(path)
-        assert manifest.step == step and not storage.extra_files(path, manifest)
+    for step, path in step_folder.steps(folder).items():
+        manifest = step_folder.read_manifest(path)
+        assert manifest.step == step and not step_folder.extra_files(path, manifest)
         assert dict(manifest.files) == expected.steps[step], f"step {step} is not that of the uninterrupted run"
         for name, stored in manifest.files.items():
-            storage.check_content(path / name, stored)
-    newest = storage.latest_step(folder)
-    if (folder / storage.LATEST).exists():
-        assert (folder / storage.LATEST).read_text().strip() == storage.step_name(newest or 0)
+            step_folder.check_content(path / name, stored)
+    newest = step_folder.latest_step(folder)
+    if (folder / step_folder.LATEST).exists():
+        assert (folder / step_folder.LATEST).read_text().strip() == step_folder.step_name(newest or 0)
     assert at_least is None or (newest is not None and newest >= at_least), f"{newest} is older than {at_least}"
     return newest

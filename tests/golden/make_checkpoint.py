@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from petatron.checkpoint.manifest import VERSION
+from petatron.checkpoint.files.manifest import VERSION
 from tests.golden.reader import digests, read_checkpoint
 
 ROOT = Path(__file__).parents[2]

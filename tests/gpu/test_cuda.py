@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.compare import compare
-from petatron.train.trace import StepTrace, record_steps
+from petatron.mesh.rank_layout import Layout
+from petatron.verify.compare_traces import compare
+from petatron.verify.trace import StepTrace, record_steps
 from tests.dist import RankPool
 from tests.parity.harness import BOUNDS, reference, tiny_run
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config.schema import PrecisionConfig
-from petatron.kernels import fp8
-from petatron.kernels.fp8 import E4M3, E5M2, Cast, Operand
-from petatron.layers.fp8 import Fp8Experts, fp8_multiplication
+from petatron.config.schema.parallel import PrecisionConfig
+from petatron.kernels.fp8 import cast_and_gemm
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Cast, Operand
+from petatron.layers.ops.fp8_gemm import Fp8Experts, fp8_multiplication
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CAPABLE, reason="needs a CUDA device of capability 9.0")]
@@ -24,7 +24,7 @@ SHAPES = [(128, 128), (272, 400), (2048, 1024), (1040, 4096)]
 
 @pytest.fixture
 def kernels() -> Any:
-    return pytest.importorskip("petatron.kernels.triton.fp8").TRITON
+    return pytest.importorskip("petatron.kernels.triton.fp8.cast_and_gemm").TRITON
 
 
 def draw(*shape: int, spread: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -51,7 +51,7 @@ def distance(ours: Tensor, true: Tensor) -> float:
 @pytest.mark.parametrize("name", CASTS)
 def test_cast(kernels: Any, name: str, shape: tuple[int, int], dtype: torch.dtype):
     x = draw(*shape, spread=4.0)
-    assert_casts_same(getattr(kernels, name)(x, dtype), getattr(fp8, name)(x, dtype))
+    assert_casts_same(getattr(kernels, name)(x, dtype), getattr(cast_and_gemm, name)(x, dtype))
 
 
 def test_delayed_cast(kernels: Any):
@@ -60,7 +60,8 @@ def test_delayed_cast(kernels: Any):
         ours, wanted = torch.zeros(2, 1, device="cuda")
         given = torch.tensor([scale], device="cuda")
         assert_casts_same(
-            kernels.cast_delayed(x, E4M3, scale=given, amax=ours), fp8.cast_delayed(x, E4M3, scale=given, amax=wanted)
+            kernels.cast_delayed(x, E4M3, scale=given, amax=ours),
+            cast_and_gemm.cast_delayed(x, E4M3, scale=given, amax=wanted),
         )
         assert torch.equal(ours, wanted) and ours == x.abs().max()
 
@@ -87,9 +88,9 @@ def test_product(
 ):
     rows, width, length = sizes
     a_cast = "cast_blocks" if name == "cast_squares" else name
-    a = getattr(fp8, a_cast)(draw(rows, length, spread=2.0), left).rows
-    b = getattr(fp8, name)(draw(width, length, spread=2.0), E4M3).rows
-    wanted = fp8.emulated_product(a, b, dtype=torch.float64, fast=False)
+    a = getattr(cast_and_gemm, a_cast)(draw(rows, length, spread=2.0), left).rows
+    b = getattr(cast_and_gemm, name)(draw(width, length, spread=2.0), E4M3).rows
+    wanted = cast_and_gemm.emulated_product(a, b, dtype=torch.float64, fast=False)
     bound = 1e-2 if fast else 3e-3  # short sums keep 14 bits, long ones more; bfloat16 has 8
     assert distance(kernels.product(a, b, dtype=out_dtype, fast=fast), wanted) < bound
     buffer = torch.full((rows * width + 3,), math.nan, dtype=out_dtype, device="cuda")
@@ -103,7 +104,7 @@ def test_product(
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
 def test_a_weight_in_training_without_waiting_for_the_device(kernels: Any, recipe: str, fp8_format: str):
     config = PrecisionConfig(bf16=True, fp8_format=fp8_format, fp8_recipe=recipe)  # pyright: ignore[reportArgumentType]
-    ways = [fp8_multiplication(config, kernels=which)() for which in (kernels, fp8.REFERENCE)]
+    ways = [fp8_multiplication(config, kernels=which)() for which in (kernels, cast_and_gemm.REFERENCE)]
     x, w, g = draw(2048, 512), draw(1536, 512), draw(2048, 1536) * 1e-4
     found = []
     for way in ways:
@@ -128,7 +129,7 @@ def test_a_weight_in_training_without_waiting_for_the_device(kernels: Any, recip
 @pytest.mark.parametrize("counts", [[300, 0, 17, 707], [256, 256, 256, 256], [300, 0, 17, 600]])
 def test_experts(kernels: Any, counts: list[int]):
     """Rows of no expert reach nothing."""
-    layers = [Fp8Experts(which) for which in (kernels, fp8.REFERENCE)]
+    layers = [Fp8Experts(which) for which in (kernels, cast_and_gemm.REFERENCE)]
     x, w, g = draw(1024, 256), draw(4, 384, 256), draw(1024, 384)
     sizes, rows = torch.tensor(counts, device="cuda"), sum(counts)
     x[rows:], g[rows:] = math.nan, math.nan

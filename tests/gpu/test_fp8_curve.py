@@ -23,13 +23,13 @@ from torch import Tensor
 
 from petatron.config import load_config
 from petatron.data.tokenizer import train_bpe
-from petatron.kernels.fp8 import E4M3, E5M2, Cast, Fp8Kernels, Operand, to_eight_bits
-from petatron.layers.fp8 import CurrentScaling, Quantiser, Recipe
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Cast, Fp8Kernels, Operand, to_eight_bits
+from petatron.layers.ops.fp8_gemm import CurrentScaling, Quantiser, Recipe
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.base import Batch
-from petatron.train.quickstart.corpus import read_corpus, standard_library
-from petatron.train.state import TrainState
-from petatron.train.step import train_step
+from petatron.models.batch import Batch
+from petatron.quickstart.corpus import read_corpus, standard_library
+from petatron.train.state.train_state import TrainState
+from petatron.train.train_step import train_step
 
 on_hopper = pytest.mark.skipif(
     not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)),

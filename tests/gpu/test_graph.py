@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig, load_config
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.base import Batch
-from petatron.parallel.graph import WARM_UP
-from petatron.train.state import TrainState
-from petatron.train.step import train_step
+from petatron.mesh.rank_layout import Layout
+from petatron.models.batch import Batch
+from petatron.parallel.pipeline.cuda_graph import WARM_UP
+from petatron.train.state.train_state import TrainState
+from petatron.train.train_step import train_step
 from tests.dist import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels import activation, norm, normed_heads, rotate
+from petatron.kernels import activation, norm, qk_norm_rope, rope
 from petatron.kernels.attention import causal_attention
-from petatron.kernels.normed_heads import HeadNorm
+from petatron.kernels.qk_norm_rope import HeadNorm
 from petatron.kernels.registry import Situation, choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -93,12 +93,12 @@ def test_rotary_embedding(heads: int, groups: int, width: int, turned: int, batc
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     options = {"heads": heads, "groups": groups, "batch_major": batch_major}
     ours = found.split_rotate(qkv, cos, sin, **options)
-    for part, true in zip(ours, rotate.split_rotate(qkv.double(), cos.double(), sin.double(), **options), strict=True):
+    for part, true in zip(ours, rope.split_rotate(qkv.double(), cos.double(), sin.double(), **options), strict=True):
         assert far(part, true) <= BOUNDS[dtype]
     grads = [torch.randn_like(part) for part in ours]
     back = found.split_rotate_backward(*grads, cos, sin, out=torch.full_like(qkv, float("nan")))
     wide = [tensor.double() for tensor in (*grads, cos, sin)]
-    true = rotate.split_rotate_backward(*wide, out=torch.empty_like(qkv, dtype=torch.float64))
+    true = rope.split_rotate_backward(*wide, out=torch.empty_like(qkv, dtype=torch.float64))
     assert far(back, true) <= BOUNDS[dtype]
 
 
@@ -127,7 +127,7 @@ def test_normed_rotary_embedding(how: HeadNorm, width: int, turned: int, batch_m
     )
     wide = [tuple(each.double() for each in pair) for pair in (weights, rotation)]
     ours = found.split_norm_rotate(qkv, weights, rotation, how, batch_major=batch_major)
-    true = normed_heads.split_norm_rotate(qkv.double(), *wide, how, batch_major=batch_major)
+    true = qk_norm_rope.split_norm_rotate(qkv.double(), *wide, how, batch_major=batch_major)
     for part, wanted in zip(ours, true, strict=True):
         assert far(part, wanted) <= BOUNDS[dtype]
     grads = tuple(torch.randn_like(part) for part in ours)
@@ -138,7 +138,7 @@ def test_normed_rotary_embedding(how: HeadNorm, width: int, turned: int, batch_m
     gradient, *weight_gradients = first = back(torch.full_like(qkv, float("nan")))
     true_gradient = torch.empty_like(qkv, dtype=torch.float64)
     wide_grads = tuple(grad.double() for grad in grads)
-    true = normed_heads.split_norm_rotate_backward(wide_grads, qkv.double(), *wide, how, out=true_gradient)
+    true = qk_norm_rope.split_norm_rotate_backward(wide_grads, qkv.double(), *wide, how, out=true_gradient)
     assert far(gradient, true_gradient) <= BOUNDS[dtype]
     for part, wanted in zip(weight_gradients, true, strict=True):
         assert part.dtype == torch.float32 and far(part, wanted) <= 5e-6

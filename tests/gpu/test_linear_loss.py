@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.embedding import embedding_grad as plain_embedding_grad
-from petatron.kernels.linear_loss import REFERENCE, Columns, SoftmaxKernels, Wanted, linear_cross_entropy
+from petatron.kernels.embedding_grad import embedding_grad as plain_embedding_grad
+from petatron.kernels.linear_cross_entropy import REFERENCE, Columns, SoftmaxKernels, Wanted, linear_cross_entropy
 from tests.kernels.loss_cases import Case, MainGrad, distance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -21,7 +21,7 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 
 def triton_kernels() -> SoftmaxKernels:
     pytest.importorskip("triton")
-    from petatron.kernels.triton.linear_loss import TRITON
+    from petatron.kernels.triton.linear_cross_entropy import TRITON
 
     return TRITON
 
@@ -144,7 +144,7 @@ def ids_as_in_text(tokens: int) -> Tensor:
 @pytest.mark.parametrize(("tokens", "hidden"), [(32768, 2048), (1001, 1500)])
 def test_embedding_gradient(tokens: int, hidden: int, accumulate: bool, dtype: torch.dtype):
     pytest.importorskip("triton")
-    from petatron.kernels.triton.embedding import embedding_grad
+    from petatron.kernels.triton.embedding_grad import embedding_grad
 
     ids, grad = ids_as_in_text(tokens), torch.randn(tokens, hidden, device="cuda").to(dtype)
     start = torch.randn(VOCABULARY, hidden, device="cuda")
@@ -165,7 +165,7 @@ def test_embedding_gradient(tokens: int, hidden: int, accumulate: bool, dtype: t
 
 def test_embedding_time():
     pytest.importorskip("triton")
-    from petatron.kernels.triton.embedding import embedding_grad
+    from petatron.kernels.triton.embedding_grad import embedding_grad
 
     ids, out = ids_as_in_text(32768), torch.empty(VOCABULARY, 2048, device="cuda")
     grad = torch.randn(32768, 2048, device="cuda", dtype=torch.bfloat16)

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.cli.benches.moe import ROUTINGS, Layer, Shape, build, ours
-from petatron.kernels import moe
+from petatron.bench.ops.moe import ROUTINGS, Layer, Shape, build, ours
 from petatron.kernels.activation import GATED
-from petatron.kernels.grouped import GroupedMultiplication, looped_linear
-from petatron.kernels.moe import Arrangement, RowKernels, arrange
+from petatron.kernels.moe import permute
+from petatron.kernels.moe.grouped_gemm import GroupedMultiplication, looped_linear
+from petatron.kernels.moe.permute import Arrangement, RowKernels, arrange
 from petatron.kernels.registry import Situation, choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -79,13 +79,13 @@ def test_rows(kind: str, width: int, k: int, experts: int):
     if isinstance(found.counts, Tensor):
         rows[int(found.counts.sum()) :] = torch.nan
     kernels = fastest()
-    assert kernels is not moe.REFERENCE and fastest(torch.float64) is moe.REFERENCE
-    assert torch.equal(kernels.take_rows(x, found), moe.take_rows(x, found))
+    assert kernels is not permute.REFERENCE and fastest(torch.float64) is permute.REFERENCE
+    assert torch.equal(kernels.take_rows(x, found), permute.take_rows(x, found))
     for given in (None, weights):
-        true = moe.sum_rows(rows.double(), found, weights_TK=None if given is None else given.double())
+        true = permute.sum_rows(rows.double(), found, weights_TK=None if given is None else given.double())
         assert apart(kernels.sum_rows(rows, found, weights_TK=given), true) < 4e-3
     grad_rows, grad_weights = kernels.combine_backward(x, rows, weights, found)
-    true_rows, true_weights = moe.combine_backward(x.double(), rows.double(), weights.double(), found)
+    true_rows, true_weights = permute.combine_backward(x.double(), rows.double(), weights.double(), found)
     assert apart(grad_rows, true_rows) < 4e-3
     assert apart(grad_weights, true_weights) < 1e-5
 
@@ -96,9 +96,9 @@ def test_weighted_activation(rows: int, width: int, name: str):
     inner, grad = (torch.randn(rows, n, device=CUDA).bfloat16() for n in (2 * width, width))
     weight, kernels = torch.rand(rows, device=CUDA), fastest()
     made = kernels.weighted_activation(inner, weight, name)
-    assert apart(made, moe.weighted_activation(inner.double(), weight.double(), name)) < 4e-3
+    assert apart(made, permute.weighted_activation(inner.double(), weight.double(), name)) < 4e-3
     found = kernels.weighted_activation_backward(grad, inner, weight, name, again=True)
-    true = moe.weighted_activation_backward(grad.double(), inner.double(), weight.double(), name, again=False)
+    true = permute.weighted_activation_backward(grad.double(), inner.double(), weight.double(), name, again=False)
     assert apart(found[0], true[0]) < 4e-3 and apart(found[1], true[1]) < 1e-5
     assert found[2] is not None and torch.equal(found[2], made)
 

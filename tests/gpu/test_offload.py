@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from petatron.config import RunConfig, load_config
-from petatron.config.schema import MemoryConfig
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.estimate.activation_bytes import ActivationShape
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
-from petatron.models.activations import ActivationShape
-from petatron.models.base import Batch
+from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
-from petatron.parallel.offload import HostLink, apply_activation_offload
+from petatron.parallel.activation_offload import HostLink, apply_activation_offload
 from petatron.parallel.recompute import apply_recompute
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

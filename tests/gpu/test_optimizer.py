@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petatron.config.schema import MemoryConfig, OptimizerConfig
-from petatron.kernels import adam as plain
-from petatron.kernels.adam import AdamRates, AdamState, adam_scalars
-from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.training import OptimizerConfig
+from petatron.kernels.optimizer import adam as plain
+from petatron.kernels.optimizer.adam import AdamRates, AdamState, adam_scalars
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import Shard, TensorSplit, place
 from petatron.models.decoder import takes_weight_decay
-from petatron.optim import master
+from petatron.optim import mixed_precision
 from petatron.optim.build import OptimizerKernels
-from petatron.optim.master import MasterOptimizer
-from petatron.optim.segments import plan_ranges
+from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.optim.state_segments import plan_ranges
+from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
+from petatron.sharding.shard_spec import Shard, TensorSplit, place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -29,7 +30,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def triton_kernels() -> OptimizerKernels:
-    from petatron.kernels.triton import adam as fast
+    from petatron.kernels.triton.optimizer import adam as fast
 
     return OptimizerKernels(fast.adamw, fast.sum_of_squares)
 
@@ -106,7 +107,7 @@ def trained(memory: MemoryConfig, moments: str, *, steps: int = 4) -> list[Tenso
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_offload_changes_no_bit_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moments: str):
     resident = trained(MemoryConfig(), moments)
-    monkeypatch.setattr(master, "plan_ranges", partial(plan_ranges, chunk=1 << 14))
+    monkeypatch.setattr(mixed_precision, "plan_ranges", partial(plan_ranges, chunk=1 << 14))
     for memory in (
         MemoryConfig(optimizer_cpu_offload=True),
         MemoryConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.4),

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build import build_loaders
-from petatron.train.state import TrainState
-from petatron.train.step import train_step
+from petatron.train.state.train_state import TrainState
+from petatron.train.train_step import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from petatron.kernels import fp8
-from petatron.kernels.fp8 import BLOCK, E4M3, power_scale
-from petatron.kernels.wire import REFERENCE, RUN
+from petatron.kernels.fp8 import cast_and_gemm
+from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, power_scale
+from petatron.kernels.fp8.gather_cast import REFERENCE, RUN
 from tests.kernels.test_wire import assert_same_operands, draw, same, travelled
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -21,7 +21,7 @@ CASES = [((48, 144), False), ((4096, 1040), False), ((256, 384), True), ((4096, 
 
 @pytest.fixture
 def kernels() -> Any:
-    return pytest.importorskip("petatron.kernels.triton.wire").TRITON
+    return pytest.importorskip("petatron.kernels.triton.fp8.gather_cast").TRITON
 
 
 @pytest.mark.parametrize("top", [225.0, 1e-20, 2.0**127 * 1.99])
@@ -31,7 +31,7 @@ def test_as_the_reference(kernels: Any, shape: tuple[int, int], squares: bool, t
     cuts = [RUN * 7, RUN * 80]
     ours, wanted = (travelled(w, squares=squares, cuts=cuts, kernels=way) for way in (kernels, REFERENCE))
     assert torch.equal(ours.view(torch.int16), wanted.view(torch.int16))
-    cast = fp8.cast_squares if squares else fp8.cast_tensor
+    cast = cast_and_gemm.cast_squares if squares else cast_and_gemm.cast_tensor
     assert_same_operands(cast(ours, E4M3), cast(w, E4M3))
 
 

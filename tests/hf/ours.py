@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig, load_config
-from petatron.config.layer_pattern import moe_layers
-from petatron.config.schema import ModelConfig, MoEConfig
-from petatron.mesh.layout import Layout
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import Piece
-from petatron.mesh.stretch import group_pieces
-from petatron.models.base import Batch
+from petatron.mesh.rank_layout import Layout
+from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
-from petatron.models.hf import fill, read_config_json
+from petatron.models.hf import fill_model, read_config_json
+from petatron.sharding.flat_shard import group_pieces
+from petatron.sharding.shard_spec import Piece
 from petatron.train.build import build_model
 
 _FLAGS = "--mock-data --train-iters 1 --lr 1e-3 --num-workers 0 --make-vocab-size-divisible-by 4"
@@ -58,7 +58,7 @@ def compute(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, counted:
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = build_model(run, ParallelMesh(Layout.from_config(run.parallel), rank))
-    fill(model.module, model.placements, logical)
+    fill_model(model.module, model.placements, logical)
     assert isinstance(model.module, Decoder)
     model.module.eval()
     sequence = run.parallel.sequence_parallel

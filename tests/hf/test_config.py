@@ -12,8 +12,8 @@ import torch
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, load_config, preset_names
-from petatron.config.layer_pattern import moe_layers
-from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.models.hf import (
     family_for,
     family_of,

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from petatron.config.schema import ModelConfig, MoEConfig
-from petatron.mesh.spec import TensorSplit, find, place
+from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.models.decoder import Decoder, shards
 from petatron.models.hf import (
     Entry,
     Region,
     family_or_none,
-    fill,
+    fill_model,
     folder_entries,
     logical_shapes,
     model_config_json,
@@ -31,6 +30,7 @@ from petatron.models.hf import (
     to_hf,
     to_logical,
 )
+from petatron.sharding.shard_spec import TensorSplit, find, place
 from tests.hf.ours import architecture, run_config
 from tests.hf.zoo import BUILDERS, truth
 
@@ -153,7 +153,7 @@ def test_a_model_of_a_family_computes_the_same_there(parts: Architecture):
         name: place(name, tuple(parameter.shape), find(table, name), TensorSplit())
         for name, parameter in ours.named_parameters()
     }
-    fill(ours, placements, logical)
+    fill_model(ours, placements, logical)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model_config_json(*parts, torch.float32)))
         save_file(to_hf(family.name, logical, *parts), Path(folder, "model.safetensors"), {"format": "pt"})

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import TensorSplit, find, place
 from petatron.models.decoder import Decoder, shards
-from petatron.models.hf import family_for, family_of, fill, logical_shapes, model_config_json, to_hf, to_logical
+from petatron.models.hf import family_for, family_of, fill_model, logical_shapes, model_config_json, to_hf, to_logical
+from petatron.sharding.shard_spec import TensorSplit, find, place
 from petatron.train.build import build_model
 from tests.hf.ours import architecture, run_config
 from tests.hf.zoo import BUILDERS, MIXED, build, truth
@@ -206,7 +206,7 @@ class TestFill:
                 place_here = place(name, tuple(parameter.shape), find(table, name), TensorSplit(4, rank))
                 placements[name] = place_here
                 parameter.data = torch.full(place_here.shape, float("nan"))
-            fill(module, placements, logical)
+            fill_model(module, placements, logical)
             for name, parameter in module.named_parameters():
                 assert not parameter.isnan().any()
                 for piece in placements[name].pieces:
@@ -224,9 +224,9 @@ class TestFill:
         logical["norm.weight"] = torch.ones(31)
         del logical["layers.0.attention.k.bias"]
         with pytest.raises(CheckpointError, match=r"k\.bias is missing; norm\.weight is \[31\] instead of \[32\]"):
-            fill(model.module, model.placements, logical)
+            fill_model(model.module, model.placements, logical)
 
     def test_other_stages_tensors_are_left_alone(self, tmp_path: Path):
         run = run_config(truth("gpt2").config, tmp_path)
         model = build_model(replace(run, model=replace(run.model, num_layers=1)), ParallelMesh.single())
-        fill(model.module, model.placements, to_logical("gpt2", truth("gpt2").weights, run.model))
+        fill_model(model.module, model.placements, to_logical("gpt2", truth("gpt2").weights, run.model))

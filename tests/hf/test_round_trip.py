@@ -17,11 +17,11 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.convert import Conversion, convert
-from petatron.checkpoint.sources import open_source
-from petatron.mesh.layout import Layout
+from petatron.checkpoint.convert.convert import Conversion, convert
+from petatron.checkpoint.convert.open_model import open_source
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.base import Batch
+from petatron.mesh.rank_layout import Layout
+from petatron.models.batch import Batch
 from tests.dist import RankPool
 from tests.hf.ours import run_config
 from tests.hf.zoo import BUILDERS, NEW_TOKENS, Truth, build, truth

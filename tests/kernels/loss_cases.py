@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.linear_loss import Columns, Exchange, Write
+from petatron.kernels.linear_cross_entropy import Columns, Exchange, Write
 
 Result = TypeVar("Result")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petatron.kernels import adam
-from petatron.kernels.adam import AdamKernel, AdamRates, AdamState, adam_scalars, adamw, adamw_fused
+from petatron.kernels.optimizer import adam
+from petatron.kernels.optimizer.adam import AdamKernel, AdamRates, AdamState, adam_scalars, adamw, adamw_fused
 
 RATES = AdamRates(lr=2e-3, weight_decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from petatron.base.errors import ConfigError
+from petatron.bench.kernels import NAMES, Found, Speed, largest_error, measure
+from petatron.bench.ops.cases import Case, Place, Shape
+from petatron.bench.ops.operations import CASES
 from petatron.cli import bench
-from petatron.cli.benches.cases import Case, Place, Shape
-from petatron.cli.benches.kernels import NAMES, Found, Speed, largest_error, measure
-from petatron.cli.benches.operations import CASES
 from petatron.kernels.registry import OPERATIONS, Situation
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_a_table_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_layers_have_tables_of_their_own(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    table = f"petatron.cli.benches.{name}.measure"
+    table = f"petatron.bench.{name}.measure"
     monkeypatch.setattr(table, lambda device, *, repeat, warmup_s: [("a layer", f"fast, {repeat} times")])
     assert bench.main(["kernels", "--device", "cpu", "--repeat", "2", "--only", name]) == 0
     assert "fast, 2 times" in capsys.readouterr().out

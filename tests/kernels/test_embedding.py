@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels import embedding
+from petatron.kernels import embedding_grad as embedding
 
 ROWS = 40
 
 
 def triton_version() -> Callable[..., None]:
     pytest.importorskip("triton")
-    from petatron.kernels.triton.embedding import embedding_grad
+    from petatron.kernels.triton.embedding_grad import embedding_grad
 
     return embedding_grad
 

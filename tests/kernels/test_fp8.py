@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels import fp8
-from petatron.kernels.fp8 import E4M3, E5M2, REFERENCE, Cast, Operand, power_scale, widen
+from petatron.kernels.fp8 import cast_and_gemm
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Cast, Operand, power_scale, widen
 
 FORMATS = [E4M3, E5M2]
 CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_squares"]
@@ -77,7 +77,7 @@ def test_finer_scales_keep_small_rows(name: str):
 
 def test_scales_of_blocks_and_squares_lie_as_cublas_wants():
     x = normal(256, 640, seed=3).float()
-    blocks, squares = fp8.cast_blocks(x, E4M3), fp8.cast_squares(x, E4M3)
+    blocks, squares = cast_and_gemm.cast_blocks(x, E4M3), cast_and_gemm.cast_squares(x, E4M3)
     assert blocks.rows.scale.shape == (256, 5) and blocks.rows.scale.stride() == (1, 256)
     assert blocks.columns.scale.shape == (640, 2) and blocks.columns.scale.stride() == (1, 640)
     assert squares.rows.scale.shape == (2, 8) and squares.rows.scale.is_contiguous()
@@ -97,7 +97,7 @@ def test_a_part_has_the_numbers_it_has_in_the_whole(name: str):
 @pytest.mark.parametrize("name", CASTS)
 def test_zeros_stay_zeros(name: str):
     made = cast(name, torch.zeros(128, 256), E5M2)
-    y = fp8.emulated_product(made.rows, made.rows, dtype=torch.float32, fast=True)
+    y = cast_and_gemm.emulated_product(made.rows, made.rows, dtype=torch.float32, fast=True)
     assert (y == 0).all()
 
 
@@ -108,7 +108,7 @@ def test_what_is_not_finite_goes_on_as_nan(name: str, bad: float):
     x[3, 7] = bad
     made = cast(name, x, E4M3)
     w = cast(name, normal(128, 256, seed=6).float(), E4M3)
-    y = fp8.emulated_product(made.rows, w.rows, dtype=torch.float32, fast=True)
+    y = cast_and_gemm.emulated_product(made.rows, w.rows, dtype=torch.float32, fast=True)
     assert y[3].isnan().all() and y[4:].isfinite().all()
     assert widen(made.columns)[7, 3].isnan()
 
@@ -116,18 +116,18 @@ def test_what_is_not_finite_goes_on_as_nan(name: str, bad: float):
 def test_delayed_scaling_saturates_and_says_how_large_it_got():
     x = torch.tensor([[1.0, -1000.0, 3.0, 0.0]])
     amax = torch.tensor([2.0])
-    made = fp8.cast_delayed(x, E4M3, scale=torch.ones(1), amax=amax)
+    made = cast_and_gemm.cast_delayed(x, E4M3, scale=torch.ones(1), amax=amax)
     assert widen(made.rows).tolist() == [[1, -448, 3, 0]]
     assert amax == 1000
-    fp8.cast_delayed(x / 1000, E4M3, scale=torch.ones(1), amax=amax)
+    cast_and_gemm.cast_delayed(x / 1000, E4M3, scale=torch.ones(1), amax=amax)
     assert amax == 1000
 
 
 def test_next_scale_goes_by_the_last_or_by_all():
     history = torch.tensor([448.0, 4480.0, math.inf])
     recent, largest = torch.zeros(1), torch.zeros(1)
-    fp8.next_scale(history.clone(), recent, E4M3, latest=0, cleared=1, most_recent=True)
-    fp8.next_scale(history, largest, E4M3, latest=0, cleared=1, most_recent=False)
+    cast_and_gemm.next_scale(history.clone(), recent, E4M3, latest=0, cleared=1, most_recent=True)
+    cast_and_gemm.next_scale(history, largest, E4M3, latest=0, cleared=1, most_recent=False)
     assert recent == 1 and largest == 16
     assert history.tolist() == [448, 0, 0]
 
@@ -139,7 +139,7 @@ def test_product(name: str, out: bool):
     left = cast("cast_blocks" if name == "cast_squares" else name, a, E4M3).rows
     right = cast(name, b, E4M3).rows
     buffer = torch.full((144, 272), math.nan) if out else None
-    y = fp8.emulated_product(left, right, dtype=torch.float32, fast=True, out=buffer)
+    y = cast_and_gemm.emulated_product(left, right, dtype=torch.float32, fast=True, out=buffer)
     assert buffer is None or y is buffer
     exact = widen(left).double() @ widen(right).double().t()
     assert (y - exact).norm() <= 1e-6 * exact.norm()
@@ -152,28 +152,30 @@ def test_product(name: str, out: bool):
 def test_what_is_handed_to_the_hardware(name: str, start: int):
     """Torch's operation exists on the CPU too, for these scales; an `out` that is not aligned gets a copy."""
     a, b = (cast(name, normal(rows, 96, seed=rows, spread=2.0), E4M3).rows for rows in (48, 32))
-    wanted = fp8.emulated_product(a, b, dtype=torch.float32, fast=True)
-    assert torch.allclose(fp8.hardware_product(a, b, dtype=torch.float32, fast=True), wanted, rtol=1e-4, atol=1e-3)
+    wanted = cast_and_gemm.emulated_product(a, b, dtype=torch.float32, fast=True)
+    assert torch.allclose(
+        cast_and_gemm.hardware_product(a, b, dtype=torch.float32, fast=True), wanted, rtol=1e-4, atol=1e-3
+    )
     buffer = torch.full((48 * 32 + 3,), math.nan)
     out = buffer[start : start + 48 * 32].view(48, 32)
-    fp8.hardware_product(a, b, dtype=torch.float32, fast=False, out=out)
+    cast_and_gemm.hardware_product(a, b, dtype=torch.float32, fast=False, out=out)
     assert torch.allclose(out, wanted, rtol=1e-4, atol=1e-3)
     assert int(buffer.isnan().sum()) == 3
 
 
 def test_product_in_float64():
-    a, b = (fp8.cast_rows(normal(32, 64, seed=seed), E4M3).rows for seed in (9, 10))
-    y = fp8.emulated_product(a, b, dtype=torch.float64, fast=False)
+    a, b = (cast_and_gemm.cast_rows(normal(32, 64, seed=seed), E4M3).rows for seed in (9, 10))
+    y = cast_and_gemm.emulated_product(a, b, dtype=torch.float64, fast=False)
     assert y.dtype == torch.float64
     assert torch.equal(y, widen(a).double() @ widen(b).double().t())
 
 
 def test_grouped_product_leaves_rows_of_no_expert_at_zero():
-    x = fp8.cast_rows_only(normal(40, 32, seed=11), E4M3)
-    flat = fp8.cast_rows_only(normal(3 * 16, 32, seed=12), E4M3)
+    x = cast_and_gemm.cast_rows_only(normal(40, 32, seed=11), E4M3)
+    flat = cast_and_gemm.cast_rows_only(normal(3 * 16, 32, seed=12), E4M3)
     weight = Operand(flat.values.view(3, 16, 32), flat.scale.view(3, 16), "rows")
     counts = torch.tensor([7, 0, 20])
-    y = fp8.emulated_grouped_product(x.values, x.scale, weight, counts, dtype=torch.float32, fast=True)
+    y = cast_and_gemm.emulated_grouped_product(x.values, x.scale, weight, counts, dtype=torch.float32, fast=True)
     wide = widen(flat).view(3, 16, 32)
     assert torch.allclose(y[:7], widen(x)[:7] @ wide[0].t(), atol=1e-4)
     assert torch.allclose(y[7:27], widen(x)[7:27] @ wide[2].t(), atol=1e-4)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from petatron.config.schema import ModelConfig
+from petatron.config.schema.model import ModelConfig
 from petatron.kernels.activation import GATED, PLAIN
-from petatron.kernels.rotate import turn as rotate
+from petatron.kernels.rope import turn as rotate
 from petatron.layers.dropout import Dropout
 from petatron.layers.norm import LayerNorm, RMSNorm
 from petatron.layers.rope import Rotary, inverse_frequencies, temperature

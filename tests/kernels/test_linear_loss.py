@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.linear_loss import (
+from petatron.kernels.gemm import PLAIN, Plain, WeightGrad
+from petatron.kernels.linear_cross_entropy import (
     CHUNK_BYTES,
     MOST_CHUNK_BYTES,
     Columns,
@@ -19,7 +20,6 @@ from petatron.kernels.linear_loss import (
     chunk_tokens,
     linear_cross_entropy,
 )
-from petatron.kernels.multiplication import PLAIN, Plain, WeightGrad
 from tests.kernels.loss_cases import Case, MainGrad, Ranks, distance
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

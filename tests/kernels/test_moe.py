@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels import grouped, moe
 from petatron.kernels.activation import GATED, PLAIN
-from petatron.kernels.grouped import GroupedMultiplication, grouped_weight_grad, looped_linear
-from petatron.kernels.moe import (
+from petatron.kernels.moe import grouped_gemm, permute
+from petatron.kernels.moe.grouped_gemm import GroupedMultiplication, grouped_weight_grad, looped_linear
+from petatron.kernels.moe.permute import (
     Arrangement,
     arrange,
     inverse,
@@ -24,7 +24,7 @@ from petatron.kernels.moe import (
     weighted_activation_backward,
 )
 
-take, combine = (partial(function, kernels=moe.REFERENCE) for function in (moe.take, moe.combine))
+take, combine = (partial(function, kernels=permute.REFERENCE) for function in (permute.take, permute.combine))
 
 
 def draw(tokens: int, k: int, experts: int, seed: int, *, drop: bool = False) -> Tensor:
@@ -223,8 +223,8 @@ def test_padding_is_zeros_whatever_tokens_are():
     arrangement = arranged(False, 7)
     assert arrangement.real_R is not None and not arrangement.real_R.all()
     x, weights = torch.full((7, 5), torch.inf), torch.full((7, 3), torch.nan)
-    grad, _ = moe.combine_backward(x, torch.randn(28, 5), torch.rand(7, 3), arrangement)
-    for found in (moe.take_rows(x, arrangement), moe.rows_of_choices(weights, arrangement), grad):
+    grad, _ = permute.combine_backward(x, torch.randn(28, 5), torch.rand(7, 3), arrangement)
+    for found in (permute.take_rows(x, arrangement), permute.rows_of_choices(weights, arrangement), grad):
         assert not found[~arrangement.real_R].any() and not found[arrangement.real_R].isfinite().any()
 
 
@@ -303,8 +303,8 @@ def test_one_expert_after_the_other_on_request(looped: bool, monkeypatch: pytest
         sizes = counts.tolist()
         return torch.stack([part @ rows for part, rows in zip(a.split(sizes, dim=1), b.split(sizes), strict=True)])
 
-    monkeypatch.setattr(grouped, "_one_kernel", one_kernel)
-    monkeypatch.setattr(grouped, "_has_grouped_kernel", lambda *_: True)
+    monkeypatch.setattr(grouped_gemm, "_one_kernel", one_kernel)
+    monkeypatch.setattr(grouped_gemm, "_has_grouped_kernel", lambda *_: True)
     sizes = torch.tensor([2, 0, 5])
     x, grad, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((7, 4), (7, 6), (3, 6, 4)))
     multiply = GroupedMultiplication(sizes, looped=looped)

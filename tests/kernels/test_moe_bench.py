@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.cli.benches import moe as bench_moe
-from petatron.cli.benches.moe import ROUTINGS, SMALL_SHAPES, Layer, Shape, build, measure, ours, peer
+from petatron.bench.ops import moe as bench_moe
+from petatron.bench.ops.moe import ROUTINGS, SMALL_SHAPES, Layer, Shape, build, measure, ours, peer
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels import activation, norm, rotate
+from petatron.kernels import activation, norm, rope
 
 WIDE = torch.float64
 SHORT = [torch.bfloat16, torch.float16]
@@ -226,8 +226,8 @@ def test_split_rotate(
     (true,) = torch.autograd.grad(sum((part * grad).sum() for part, grad in zip(wanted, grads, strict=True)), qkv)
     cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
     with torch.no_grad():
-        found = rotate.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=batch_major)
-        out = rotate.split_rotate_backward(*grads, cos, sin, out=torch.full_like(qkv, float("nan")))
+        found = rope.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=batch_major)
+        out = rope.split_rotate_backward(*grads, cos, sin, out=torch.full_like(qkv, float("nan")))
     for ours, part in zip(found, wanted, strict=True):
         close(ours, part)
         assert (ours.transpose(0, 1) if batch_major else ours).is_contiguous()
@@ -239,4 +239,4 @@ def test_split_rotate(
 def test_turning_back_and_forth_changes_nothing():
     x, angles = rows(5, 2, 3, 8), rows(5, 1, 1, 4)
     cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
-    close(rotate.turn(rotate.turn(x, cos, sin), cos, -sin), x)
+    close(rope.turn(rope.turn(x, cos, sin), cos, -sin), x)

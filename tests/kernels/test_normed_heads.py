@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels import normed_heads as plain
-from petatron.kernels.normed_heads import HeadNorm
+from petatron.kernels import qk_norm_rope as plain
+from petatron.kernels.qk_norm_rope import HeadNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = torch.float64
@@ -166,7 +166,7 @@ EVERY_CASE += [(case, torch.float16, True, True) for case in (*CASES[:2], CASES[
 @needs_triton
 @pytest.mark.parametrize(("case", "dtype", "from_batch_major", "batch_major"), EVERY_CASE, ids=str)
 def test_twin(case: Heads, dtype: torch.dtype, from_batch_major: bool, batch_major: bool):
-    from petatron.kernels.triton import normed_heads as twin
+    from petatron.kernels.triton import qk_norm_rope as twin
 
     drawn = Drawn.of(case, dtype, batch_major=from_batch_major, each=batch_major)
     true = drawn.wide()
@@ -187,7 +187,7 @@ def test_twin(case: Heads, dtype: torch.dtype, from_batch_major: bool, batch_maj
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_programs_take_several_tiles_each(programs: int, monkeypatch: pytest.MonkeyPatch):
     """However the rows are shared out, every one is counted once; with eps 0 rows that are not there add nothing either."""
-    from petatron.kernels.triton import normed_heads as twin
+    from petatron.kernels.triton import qk_norm_rope as twin
 
     monkeypatch.setattr(twin, "_PROGRAMS", programs)
     case = Heads(6, 2, 128, 128, length=7, eps=0.0)
@@ -200,7 +200,7 @@ def test_programs_take_several_tiles_each(programs: int, monkeypatch: pytest.Mon
 @needs_triton
 def test_tensors_in_any_order():
     """Gradients [B, H, S, E], a slice of something wider or columns apart; sines that lie otherwise than the cosines."""
-    from petatron.kernels.triton import normed_heads as twin
+    from petatron.kernels.triton import qk_norm_rope as twin
 
     case = Heads(4, 2, 8, 8)
     drawn = Drawn.of(case, torch.float32, batch_major=False, each=True)
@@ -223,7 +223,7 @@ def test_tensors_in_any_order():
 
 @needs_triton
 def test_refuses_a_gradient_that_lies_otherwise():
-    from petatron.kernels.triton import normed_heads as twin
+    from petatron.kernels.triton import qk_norm_rope as twin
 
     case = Heads(2, 1, 4, 4)
     drawn = Drawn.of(case, torch.float32, batch_major=False, each=False)

@@ -16,10 +16,11 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 import petatron.kernels.triton
-from petatron.kernels import moe, registry
-from petatron.kernels.fp8 import Fp8Kernels
+from petatron.kernels import registry
+from petatron.kernels.fp8.cast_and_gemm import Fp8Kernels
+from petatron.kernels.fp8.gather_cast import WireKernels
+from petatron.kernels.moe import permute
 from petatron.kernels.registry import OPERATIONS, Situation, choose, compiled, survey
-from petatron.kernels.wire import WireKernels
 
 CPU = Situation("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = Situation("cuda", (9, 0), torch.bfloat16, True, None)
@@ -142,7 +143,7 @@ CALLED: dict[str, set[str]] = {
     "softmax and loss": {"statistics", "gradient_", "losses_and_gradient_"},
     "embedding gradient": {"embedding_grad"},
     "adamw": {"adamw", "sum_of_squares"},
-    "expert rows": {field.name for field in dataclasses.fields(moe.RowKernels)},
+    "expert rows": {field.name for field in dataclasses.fields(permute.RowKernels)},
     "packed rows": {"gather_rows", "scatter_rows"},
     "fp8": {field.name for field in dataclasses.fields(Fp8Kernels)},
     "weights to eight bits": {field.name for field in dataclasses.fields(WireKernels)},

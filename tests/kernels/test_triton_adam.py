@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels import adam as plain
-from petatron.kernels.adam import AdamRates, AdamState, adam_scalars
+from petatron.kernels.optimizer import adam as plain
+from petatron.kernels.optimizer.adam import AdamRates, AdamState, adam_scalars
 
 pytest.importorskip("triton")
-from petatron.kernels.triton import adam as fast
+from petatron.kernels.triton.optimizer import adam as fast
 
 RATES = AdamRates(lr=3e-3, weight_decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8)
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}

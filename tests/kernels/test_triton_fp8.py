@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels import fp8
-from petatron.kernels.fp8 import E4M3, E5M2, Cast, Operand
+from petatron.kernels.fp8 import cast_and_gemm
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Cast, Operand
 
 pytest.importorskip("triton")
-twins = pytest.importorskip("petatron.kernels.triton.fp8")
+twins = pytest.importorskip("petatron.kernels.triton.fp8.cast_and_gemm")
 
 CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_squares"]
 SHAPES = [(16, 16), (128, 128), (144, 272), (272, 96), (320, 16)]
@@ -53,7 +53,7 @@ def assert_casts_same(ours: Cast, wanted: Cast) -> None:
 @pytest.mark.parametrize("name", CASTS)
 def test_cast(name: str, shape: tuple[int, int], dtype: torch.dtype):
     x = representable(shape, dtype, seed=sum(shape), spread=2)
-    assert_casts_same(getattr(twins, name)(x, dtype), getattr(fp8, name)(x, dtype))
+    assert_casts_same(getattr(twins, name)(x, dtype), getattr(cast_and_gemm, name)(x, dtype))
 
 
 @pytest.mark.parametrize("name", CASTS)
@@ -65,7 +65,7 @@ def test_zeros(name: str):
 
 def test_one_orientation():
     x = representable((144, 272), E4M3, seed=3, spread=20)
-    assert_same(twins.cast_rows_only(x, E4M3), fp8.cast_rows_only(x, E4M3))
+    assert_same(twins.cast_rows_only(x, E4M3), cast_and_gemm.cast_rows_only(x, E4M3))
 
 
 @pytest.mark.parametrize("start", [0.0, 1e6])
@@ -74,7 +74,8 @@ def test_delayed_cast_takes_a_scale_and_raises_the_maximum(start: float):
     scale = torch.tensor([0.25])
     ours, wanted = torch.tensor([start]), torch.tensor([start])
     assert_casts_same(
-        twins.cast_delayed(x, E4M3, scale=scale, amax=ours), fp8.cast_delayed(x, E4M3, scale=scale, amax=wanted)
+        twins.cast_delayed(x, E4M3, scale=scale, amax=ours),
+        cast_and_gemm.cast_delayed(x, E4M3, scale=scale, amax=wanted),
     )
     assert torch.equal(ours, wanted)
     assert wanted == max(start, float(x.abs().max()))
@@ -92,7 +93,7 @@ def test_what_is_too_large_becomes_the_largest():
 def test_a_known_maximum_is_used():
     x = representable((32, 48), E4M3, seed=5)
     amax = torch.tensor([100.0])
-    assert_casts_same(twins.cast_tensor(x, E4M3, amax=amax), fp8.cast_tensor(x, E4M3, amax=amax))
+    assert_casts_same(twins.cast_tensor(x, E4M3, amax=amax), cast_and_gemm.cast_tensor(x, E4M3, amax=amax))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -112,7 +113,7 @@ def test_what_is_not_finite_is_found_and_stays_alone(bad: float):
 @pytest.mark.parametrize("name", CASTS)
 def test_other_half_precision(name: str):
     x = representable((32, 144), E4M3, seed=7).to(torch.float16)
-    assert_casts_same(getattr(twins, name)(x, E4M3), getattr(fp8, name)(x, E4M3))
+    assert_casts_same(getattr(twins, name)(x, E4M3), getattr(cast_and_gemm, name)(x, E4M3))
 
 
 def test_float32_is_refused_where_a_tile_is_transposed():
@@ -123,12 +124,12 @@ def test_float32_is_refused_where_a_tile_is_transposed():
             cast(x, E4M3)
     with pytest.raises(AssertionError, match="float32 is not half precision"):
         twins.cast_delayed(x, E4M3, scale=one, amax=one)
-    assert_same(twins.cast_rows_only(x, E4M3), fp8.cast_rows_only(x, E4M3))
+    assert_same(twins.cast_rows_only(x, E4M3), cast_and_gemm.cast_rows_only(x, E4M3))
 
 
 def test_a_transposed_tensor_is_cast_as_it_looks():
     x = representable((48, 144), E4M3, seed=8).t()
-    assert_casts_same(twins.cast_blocks(x, E4M3), fp8.cast_blocks(x, E4M3))
+    assert_casts_same(twins.cast_blocks(x, E4M3), cast_and_gemm.cast_blocks(x, E4M3))
 
 
 @pytest.mark.parametrize("length", [1, 5, 16])
@@ -141,7 +142,7 @@ def test_next_scale(length: int, most_recent: bool):
     scales = torch.zeros(1), torch.zeros(1)
     where = {"latest": length // 2, "cleared": (length // 2 + 1) % length, "most_recent": most_recent}
     twins.next_scale(ours, scales[0], E5M2, **where)
-    fp8.next_scale(wanted, scales[1], E5M2, **where)
+    cast_and_gemm.next_scale(wanted, scales[1], E5M2, **where)
     assert torch.equal(ours, wanted) and torch.equal(*scales) and scales[0] > 0
     assert ours[where["cleared"]] == 0
 

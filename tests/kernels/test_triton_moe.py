@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels import moe
 from petatron.kernels.activation import GATED, PLAIN
-from petatron.kernels.moe import Arrangement, arrange
+from petatron.kernels.moe import permute
+from petatron.kernels.moe.permute import Arrangement, arrange
 
 pytest.importorskip("triton")
-from petatron.kernels.triton import moe as twins
+from petatron.kernels.triton.moe import permute as twins
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cuts off what bfloat16 cannot hold, where a device rounds.
@@ -60,12 +60,14 @@ def assert_close(ours: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 def test_rows(kind: str, dtype: torch.dtype, width: int):
     found = arrangement(kind)
     x = torch.randn(9, width, device=DEVICE).to(dtype)
-    assert torch.equal(twins.take_rows(x, found), moe.take_rows(x, found))
+    assert torch.equal(twins.take_rows(x, found), permute.take_rows(x, found))
     rows, weights = rows_for(found, width, dtype), torch.rand(9, 3, device=DEVICE)
     for given in (None, weights):
-        assert_close(twins.sum_rows(rows, found, weights_TK=given), moe.sum_rows(rows, found, weights_TK=given), dtype)
+        assert_close(
+            twins.sum_rows(rows, found, weights_TK=given), permute.sum_rows(rows, found, weights_TK=given), dtype
+        )
     ours = twins.combine_backward(x, rows, weights, found)
-    for mine, true in zip(ours, moe.combine_backward(x, rows, weights, found), strict=True):
+    for mine, true in zip(ours, permute.combine_backward(x, rows, weights, found), strict=True):
         assert_close(mine, true, dtype)
 
 
@@ -73,12 +75,14 @@ def test_inputs_that_do_not_lie_in_order():
     found = arrangement("all")
     x, weights = torch.randn(16, 9, device=DEVICE).t(), torch.rand(3, 9, device=DEVICE).t()
     rows = torch.randn(16, 27, device=DEVICE).t()
-    assert torch.equal(twins.take_rows(x, found), moe.take_rows(x, found))
+    assert torch.equal(twins.take_rows(x, found), permute.take_rows(x, found))
     assert_close(
-        twins.sum_rows(rows, found, weights_TK=weights), moe.sum_rows(rows, found, weights_TK=weights), torch.float32
+        twins.sum_rows(rows, found, weights_TK=weights),
+        permute.sum_rows(rows, found, weights_TK=weights),
+        torch.float32,
     )
     ours = twins.combine_backward(x, rows, weights, found)
-    for mine, true in zip(ours, moe.combine_backward(x, rows, weights, found), strict=True):
+    for mine, true in zip(ours, permute.combine_backward(x, rows, weights, found), strict=True):
         assert_close(mine, true, torch.float32)
 
 
@@ -86,10 +90,10 @@ def test_inputs_that_do_not_lie_in_order():
 def test_no_tokens_at_all(capacity: int | None):
     found = arrange(torch.empty(0, 2, dtype=torch.long, device=DEVICE), 4, capacity=capacity)
     x, weights = (torch.empty(0, n, device=DEVICE) for n in (5, 2))
-    rows = moe.take_rows(x, found)
+    rows = permute.take_rows(x, found)
     assert torch.equal(twins.take_rows(x, found), rows) and not rows.any()
-    assert torch.equal(twins.sum_rows(rows, found), moe.sum_rows(rows, found))
-    ours, wanted = (kind.combine_backward(x, rows, weights, found) for kind in (twins, moe))
+    assert torch.equal(twins.sum_rows(rows, found), permute.sum_rows(rows, found))
+    ours, wanted = (kind.combine_backward(x, rows, weights, found) for kind in (twins, permute))
     assert all(torch.equal(mine, true) for mine, true in zip(ours, wanted, strict=True))
 
 
@@ -120,8 +124,10 @@ def test_weighted_activation(name: str, rows: int, width: int, dtype: torch.dtyp
 @pytest.mark.parametrize("name", PLAIN)
 def test_an_activation_without_a_gate_goes_the_plain_way(name: str):
     inner, grad, weight = (torch.randn(5, *rest, device=DEVICE) for rest in ((24,), (24,), ()))
-    assert torch.equal(twins.weighted_activation(inner, weight, name), moe.weighted_activation(inner, weight, name))
-    ours, wanted = (kind.weighted_activation_backward(grad, inner, weight, name, again=True) for kind in (twins, moe))
+    assert torch.equal(twins.weighted_activation(inner, weight, name), permute.weighted_activation(inner, weight, name))
+    ours, wanted = (
+        kind.weighted_activation_backward(grad, inner, weight, name, again=True) for kind in (twins, permute)
+    )
     assert all(torch.equal(mine, true) for mine, true in zip(ours, wanted, strict=True))
 
 
@@ -129,9 +135,9 @@ def test_rows_too_wide_for_registers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(twins, "WIDEST", 8)
     found, x, weights = arrangement("all"), torch.randn(9, 20, device=DEVICE), torch.rand(9, 3, device=DEVICE)
     rows = twins.take_rows(x, found)
-    assert torch.equal(rows, moe.take_rows(x, found))
+    assert torch.equal(rows, permute.take_rows(x, found))
     ours, wanted = (
         (kind.sum_rows(rows, found, weights_TK=weights), *kind.combine_backward(x, rows, weights, found))
-        for kind in (twins, moe)
+        for kind in (twins, permute)
     )
     assert all(torch.equal(mine, true) for mine, true in zip(ours, wanted, strict=True))

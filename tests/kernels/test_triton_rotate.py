@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels import rotate as plain
+from petatron.kernels import rope as plain
 
 pytest.importorskip("triton")
-from petatron.kernels.triton import rotate
+from petatron.kernels.triton import rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3 if DEVICE == "cuda" else 6e-3}
@@ -71,7 +71,7 @@ def test_there_and_back(case: Heads, dtype: torch.dtype, from_batch_major: bool,
     qkv = product(case, dtype, batch_major=from_batch_major)
     cos, sin = angles(case, dtype, each=batch_major)
     options = {"heads": case.heads, "groups": case.groups, "batch_major": batch_major}
-    ours = rotate.split_rotate(qkv, cos, sin, **options)
+    ours = rope.split_rotate(qkv, cos, sin, **options)
     true = plain.split_rotate(qkv.double(), cos.double(), sin.double(), **options)
     for part, true_part in zip(ours, true, strict=True):
         assert part.dtype == dtype and (part.transpose(0, 1) if batch_major else part).is_contiguous()
@@ -80,7 +80,7 @@ def test_there_and_back(case: Heads, dtype: torch.dtype, from_batch_major: bool,
 
     grads = [torch.randn_like(part) for part in ours]
     out = torch.full_like(qkv, float("nan"))
-    back = rotate.split_rotate_backward(*grads, cos, sin, out=out)
+    back = rope.split_rotate_backward(*grads, cos, sin, out=out)
     assert back is out and back.stride() == qkv.stride()
     wide = [tensor.double() for tensor in (*grads, cos, sin)]
     assert (
@@ -96,7 +96,7 @@ def test_gradient_is_that_of_the_forward():
     out = plain.split_rotate(wide, cos.double(), sin.double(), heads=6, groups=2, batch_major=True)
     grads = [torch.randn_like(part, dtype=torch.float32) for part in out]
     (true,) = torch.autograd.grad(out, wide, [grad.double() for grad in grads])
-    assert far(rotate.split_rotate_backward(*grads, cos, sin, out=torch.empty_like(qkv)), true) <= 1e-6
+    assert far(rope.split_rotate_backward(*grads, cos, sin, out=torch.empty_like(qkv)), true) <= 1e-6
 
 
 def test_gradients_in_any_order():
@@ -106,11 +106,11 @@ def test_gradients_in_any_order():
     shapes = [(case.length, case.batch, heads, case.width) for heads in (4, 2, 2)]
     dq, dk, dv = (torch.randn(shape, device=DEVICE) for shape in shapes)
     out = torch.empty(case.length, case.batch, 64, device=DEVICE)
-    want = rotate.split_rotate_backward(dq, dk, dv, cos, sin, out=out)
+    want = rope.split_rotate_backward(dq, dk, dv, cos, sin, out=out)
     headed = dq.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
     sliced = torch.cat((dk, dk + 1), dim=-1)[..., : case.width]
     apart = dv.transpose(2, 3).contiguous().transpose(2, 3)
-    assert torch.equal(rotate.split_rotate_backward(headed, sliced, apart, cos, sin, out=torch.empty_like(out)), want)
+    assert torch.equal(rope.split_rotate_backward(headed, sliced, apart, cos, sin, out=torch.empty_like(out)), want)
 
 
 def test_heads_far_apart():
@@ -121,8 +121,8 @@ def test_heads_far_apart():
     memory = torch.empty(2 * apart + case.length * case.batch * case.width, dtype=torch.float16, device=DEVICE)
     far_dq = memory.as_strided(dq.shape, (case.batch * case.width, case.width, apart, 1)).copy_(dq)
     out = torch.empty(case.length, case.batch, 5 * case.width, dtype=torch.float16, device=DEVICE)
-    want = rotate.split_rotate_backward(dq, dk, dv, cos, sin, out=out)
-    assert torch.equal(rotate.split_rotate_backward(far_dq, dk, dv, cos, sin, out=torch.empty_like(out)), want)
+    want = rope.split_rotate_backward(dq, dk, dv, cos, sin, out=out)
+    assert torch.equal(rope.split_rotate_backward(far_dq, dk, dv, cos, sin, out=torch.empty_like(out)), want)
 
 
 def test_slices_and_unlike_angles():
@@ -131,11 +131,11 @@ def test_slices_and_unlike_angles():
     cos, sin = angles(case, torch.float32, each=True)
     qkv = product(case, torch.float32, batch_major=False)
     options = {"heads": 4, "groups": 2, "batch_major": True}
-    want = rotate.split_rotate(qkv, cos, sin, **options)
+    want = rope.split_rotate(qkv, cos, sin, **options)
     wider = torch.cat((qkv, qkv + 1), dim=-1)[..., : qkv.shape[-1]]
     apart = qkv.transpose(1, 2).contiguous().transpose(1, 2)
     for same in (wider, apart):
-        for one, other in zip(rotate.split_rotate(same, cos, sin.contiguous(), **options), want, strict=True):
+        for one, other in zip(rope.split_rotate(same, cos, sin.contiguous(), **options), want, strict=True):
             assert torch.equal(one, other)
 
 
@@ -143,6 +143,6 @@ def test_refuses_a_gradient_with_columns_apart():
     case = Heads(2, 1, 4, 4)
     cos, sin = angles(case, torch.float32, each=False)
     out = torch.empty(16, case.length, case.batch, device=DEVICE).permute(1, 2, 0)
-    q, k, v = rotate.split_rotate(out, cos, sin, heads=2, groups=1, batch_major=False)
+    q, k, v = rope.split_rotate(out, cos, sin, heads=2, groups=1, batch_major=False)
     with pytest.raises(AssertionError, match="side by side"):
-        rotate.split_rotate_backward(q, k, v, cos, sin, out=out)
+        rope.split_rotate_backward(q, k, v, cos, sin, out=out)

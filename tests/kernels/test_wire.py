@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels import fp8, wire
-from petatron.kernels.fp8 import BLOCK, E4M3, Cast, power_scale, widen
-from petatron.kernels.wire import REFERENCE, RUN, WireKernels
+from petatron.kernels.fp8 import cast_and_gemm, gather_cast
+from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, Cast, power_scale, widen
+from petatron.kernels.fp8.gather_cast import REFERENCE, RUN, WireKernels
 
 TENSORS = [(16, 16), (48, 144), (112, 32)]
 SQUARES = [(128, 128), (256, 384)]
@@ -79,7 +79,10 @@ def test_what_arrives_is_cast_to_the_same_numbers(data: st.DataObject):
     assert w.isfinite().all()
     step = RUN if squares else 1
     cuts = [step * at for at in data.draw(st.lists(st.integers(0, w.numel() // step), max_size=4), "cuts")]
-    back, cast = travelled(w, squares=squares, cuts=cuts), fp8.cast_squares if squares else fp8.cast_tensor
+    back, cast = (
+        travelled(w, squares=squares, cuts=cuts),
+        cast_and_gemm.cast_squares if squares else cast_and_gemm.cast_tensor,
+    )
     assert back.isfinite().all()
     assert_same_operands(cast(back, E4M3), cast(w, E4M3))
     assert same(travelled(back, squares=squares, cuts=[]), back)
@@ -92,7 +95,7 @@ def test_the_largest_of_all(dtype: torch.dtype):
     w[0, 0] = 1.0
     back = travelled(w, squares=False, cuts=[])
     assert back.isfinite().all()
-    assert_same_operands(fp8.cast_tensor(back, E4M3), fp8.cast_tensor(w, E4M3))
+    assert_same_operands(cast_and_gemm.cast_tensor(back, E4M3), cast_and_gemm.cast_tensor(w, E4M3))
 
 
 @pytest.mark.parametrize("largest", [224.0, 225.0, 231.0, 232.0, 240.0, 433.0, 448.0])
@@ -103,8 +106,8 @@ def test_every_scale_at_its_ends(largest: float):
         w = (small.view(16, 16) * 2.0**power).to(torch.bfloat16)
         w[3, 3] = largest * 2.0**power
         back = travelled(w, squares=False, cuts=[100])
-        assert_same_operands(fp8.cast_tensor(back, E4M3), fp8.cast_tensor(w, E4M3))
-        scale, again = (fp8.cast_tensor(x, E4M3).rows.scale for x in (w, back))
+        assert_same_operands(cast_and_gemm.cast_tensor(back, E4M3), cast_and_gemm.cast_tensor(w, E4M3))
+        scale, again = (cast_and_gemm.cast_tensor(x, E4M3).rows.scale for x in (w, back))
         assert float(again / scale) == (0.5 if 224 < largest <= 232 else 1.0)
 
 
@@ -113,7 +116,7 @@ def test_every_scale_at_its_ends(largest: float):
 def test_what_is_not_finite_is_not_lost(squares: bool, spoiled: float):
     w = draw((256, 128), seed=1, spread=4.0, top=100.0, dtype=torch.bfloat16)
     w[200, 7] = spoiled
-    cast = fp8.cast_squares if squares else fp8.cast_tensor
+    cast = cast_and_gemm.cast_squares if squares else cast_and_gemm.cast_tensor
     back = travelled(w, squares=squares, cuts=[64 * 100])
     assert back[200, 7].isnan() and int(back.isnan().sum()) == 1
     assert_same_operands(cast(back, E4M3), cast(w, E4M3))
@@ -129,9 +132,11 @@ def test_products_are_the_same_to_the_bit():
     w = draw((64, 96), seed=5, spread=20.0, top=225.0, dtype=torch.bfloat16)
     back = travelled(w, squares=False, cuts=[1000])
     assert not torch.equal(back, w)
-    x = fp8.cast_tensor(torch.randn(32, 96).to(torch.bfloat16), E4M3)
+    x = cast_and_gemm.cast_tensor(torch.randn(32, 96).to(torch.bfloat16), E4M3)
     ours, wanted = (
-        fp8.emulated_product(x.rows, fp8.cast_tensor(each, E4M3).rows, dtype=torch.bfloat16, fast=False)
+        cast_and_gemm.emulated_product(
+            x.rows, cast_and_gemm.cast_tensor(each, E4M3).rows, dtype=torch.bfloat16, fast=False
+        )
         for each in (back, w)
     )
     assert torch.equal(ours, wanted)
@@ -142,12 +147,12 @@ def test_a_scale_per_row_would_not_do():
     w = draw((64, 96), seed=6, spread=0.0, top=1.0, dtype=torch.bfloat16)
     w[0] *= 2.0**-18
     w[0, 0] = 1.0
-    back = widen(fp8.cast_rows_only(w, E4M3)).to(w.dtype)
-    ours, wanted = fp8.cast_rows(back, E4M3), fp8.cast_rows(w, E4M3)
+    back = widen(cast_and_gemm.cast_rows_only(w, E4M3)).to(w.dtype)
+    ours, wanted = cast_and_gemm.cast_rows(back, E4M3), cast_and_gemm.cast_rows(w, E4M3)
     assert same(widen(ours.rows), widen(wanted.rows))
     w[1:] *= 2.0**-18
-    back = widen(fp8.cast_rows_only(w, E4M3)).to(w.dtype)
-    assert not same(widen(fp8.cast_rows(back, E4M3).columns), widen(fp8.cast_rows(w, E4M3).columns))
+    back = widen(cast_and_gemm.cast_rows_only(w, E4M3)).to(w.dtype)
+    assert not same(widen(cast_and_gemm.cast_rows(back, E4M3).columns), widen(cast_and_gemm.cast_rows(w, E4M3).columns))
 
 
 @pytest.mark.parametrize("kernels", ["plain", "triton"])
@@ -177,7 +182,7 @@ def test_parts_that_lie_apart_and_end_in_padding(kernels: str, squares: bool):
 
 def _triton() -> WireKernels:
     pytest.importorskip("triton")
-    return pytest.importorskip("petatron.kernels.triton.wire").TRITON
+    return pytest.importorskip("petatron.kernels.triton.fp8.gather_cast").TRITON
 
 
 WIRE = {"plain": lambda: REFERENCE, "triton": _triton}
@@ -193,7 +198,7 @@ def test_triton_does_the_same(shape: tuple[int, int], squares: bool):
     flat[-3] = math.nan
     for begin in (0, RUN * 80):
         ours, wanted = torch.zeros(2, w.numel() // BLOCK**2 if squares else 1)
-        for way, amax in ((kernels, ours), (wire.REFERENCE, wanted)):
+        for way, amax in ((kernels, ours), (gather_cast.REFERENCE, wanted)):
             way.raise_largest(flat[begin:], amax, begin=begin, columns=columns)
         assert same(ours, wanted) and ours.isnan().any()
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from petatron.config import RunConfig, load_config
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.matrix import Entry
-from petatron.train.trace import StepTrace, record_steps
-from petatron.train.verify import plan
+from petatron.mesh.rank_layout import Layout
+from petatron.verify.matrix import Entry
+from petatron.verify.trace import StepTrace, record_steps
+from petatron.verify.verify import plan
 from tests.dist import RankPool
 
 WIDE = (

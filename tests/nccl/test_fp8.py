@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from petatron.train.matrix import entry
+from petatron.verify.matrix import entry
 from tests.dist import RankPool
 from tests.nccl.layouts import train, wide_run
 

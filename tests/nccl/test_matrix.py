@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from petatron.train.compare import compare
-from petatron.train.matrix import BOUNDS, MATRIX, Entry
-from petatron.train.trace import StepTrace
+from petatron.verify.compare_traces import compare
+from petatron.verify.matrix import BOUNDS, MATRIX, Entry
+from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.nccl.conftest import RANKS
 from tests.nccl.layouts import small_reference, small_run, train, wide_reference, wide_run

@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from petatron.config import RunConfig, load_config
 from petatron.mesh import collectives
 from petatron.train.build import build_loaders
-from petatron.train.state import TrainState
-from petatron.train.step import train_step
+from petatron.train.state.train_state import TrainState
+from petatron.train.train_step import train_step
 from tests.dist import RankPool
 from tests.nccl.layouts import mesh_of
 

@@ -123,7 +123,7 @@ def test_a_hung_rank_is_named_before_nccl_ends_the_others(tmp_path: Path):
         str(tmp_path / "out"),
     ]
     launch = (
-        "import sys; from petatron.cli.launcher import run_ranks;"
+        "import sys; from petatron.mesh.launch.local_launcher import run_ranks;"
         f"sys.exit(run_ranks([sys.executable, {str(tmp_path / 'faulty.py')!r}, *{words!r}], nproc=4))"
     )
     done = subprocess.run([sys.executable, "-c", launch], env=ENV, capture_output=True, text=True, timeout=120)

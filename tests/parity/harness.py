@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from petatron.config import RunConfig, load_config
-from petatron.mesh.layout import Layout
+from petatron.mesh.comm_record import Event
+from petatron.mesh.diagnose.order_check import order_findings
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.order import order_findings
-from petatron.mesh.record import Event
-from petatron.train.compare import Bounds, Verdict, compare
-from petatron.train.trace import StepTrace, record_steps
+from petatron.mesh.rank_layout import Layout
+from petatron.verify.compare_traces import Bounds, Verdict, compare
+from petatron.verify.trace import StepTrace, record_steps
 from tests.dist import RankPool
 
 TINY = (

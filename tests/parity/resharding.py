@@ -15,15 +15,15 @@ from torch import Tensor
 from petatron.base.device import detect
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, load_config
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.stretch import group_pieces
+from petatron.mesh.rank_layout import Layout
+from petatron.sharding.flat_shard import group_pieces
 from petatron.train.build import build_loaders
 from petatron.train.loop import Loop
-from petatron.train.matrix import Entry, entry
-from petatron.train.metrics import Record
-from petatron.train.state import TrainState
-from petatron.train.trace import Part, assemble
+from petatron.train.report.metrics import Record
+from petatron.train.state.train_state import TrainState
+from petatron.verify.matrix import Entry, entry
+from petatron.verify.trace import Part, assemble
 
 STOP, END = 3, 6
 _MORE = {

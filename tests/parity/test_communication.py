@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.flat import FlatGroup
-from petatron.mesh.layout import Layout
+from petatron.mesh.comm_record import Event
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.record import Event
+from petatron.mesh.rank_layout import Layout
+from petatron.sharding.flat_buffer import FlatGroup
 from petatron.train.build import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
@@ -250,11 +250,12 @@ def test_events_say_who_asked(ranks: RankPool):
     asked = {(event.axis, event.caller.split(":")[0]) for event in found.forward_and_backward}
     assert asked == {
         ("tp", "layers/linear.py"),
-        ("tp", "layers/vocabulary.py"),
-        ("tp", "kernels/linear_loss.py"),
-        ("tp", "parallel/pipeline.py"),  # backward: autograd has no frame of the layer
-        ("world", "parallel/model.py"),
-        ("dp_cp", "parallel/gradients.py"),
+        ("tp", "layers/embedding.py"),
+        ("tp", "layers/output_head.py"),
+        ("tp", "kernels/linear_cross_entropy.py"),
+        ("tp", "parallel/pipeline/executor.py"),  # backward: autograd has no frame of the layer
+        ("world", "parallel/parallel_model.py"),
+        ("dp_cp", "parallel/data/gradient_reduction.py"),
     }
 
 

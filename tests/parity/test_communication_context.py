@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.layout import Layout
+from petatron.mesh.comm_record import Event
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.record import Event
+from petatron.mesh.rank_layout import Layout
 from petatron.train.build import build_loader, build_model
 from tests.dist import RankPool
 from tests.longform import later

@@ -22,11 +22,12 @@ import pytest
 import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.layout import Layout
+from petatron.mesh.comm_record import Event
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.record import Event
-from petatron.parallel.schedule.actions import COMPUTE, Kind
-from petatron.train.build import build_loader, build_model, build_optimizer, pipeline_plan
+from petatron.mesh.rank_layout import Layout
+from petatron.schedule.actions import COMPUTE, Kind
+from petatron.schedule.pipeline_plan import pipeline_plan
+from petatron.train.build import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 

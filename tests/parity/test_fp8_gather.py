@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig
-from petatron.mesh.flat import FlatGroup
-from petatron.mesh.layout import Layout
+from petatron.mesh.comm_record import Event
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.record import Event
+from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import stable_seed
-from petatron.mesh.stretch import group_pieces
-from petatron.parallel.model import ParallelModel
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.sharding.flat_buffer import FlatGroup
+from petatron.sharding.flat_shard import group_pieces
 from petatron.train.build import build_loader, build_model
-from petatron.train.state import TrainState
-from petatron.train.step import train_step
+from petatron.train.state.train_state import TrainState
+from petatron.train.train_step import train_step
 from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import tiny_run

@@ -3,9 +3,9 @@
 import pytest
 
 from petatron.config import RunConfig, load_config
-from petatron.config.layer_pattern import moe_layers
-from petatron.models.flops import parameter_count
-from petatron.train.dry_run import pretend_rank, spoken_for
+from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.estimate.flops import parameter_count
+from petatron.train.fake_rank import pretend_rank, spoken_for
 from tests.dist import RankPool
 from tests.parity.harness import check_layout
 

@@ -13,11 +13,11 @@ from functools import cache
 import pytest
 
 from petatron.config import load_config
-from petatron.train.compare import compare
-from petatron.train.matrix import BOUNDS, MATRIX, Entry, entry
-from petatron.train.matrix_run import make_case
-from petatron.train.random_model import random_model
-from petatron.train.trace import StepTrace
+from petatron.verify.compare_traces import compare
+from petatron.verify.matrix import BOUNDS, MATRIX, Entry, entry
+from petatron.verify.matrix_run import make_case
+from petatron.verify.random_model import random_model
+from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.parity.harness import check_order, train, train_recorded
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from petatron.base.device import detect
 from petatron.config import RunConfig
-from petatron.mesh.layout import Layout
+from petatron.mesh.comm_record import Event
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.record import Event
+from petatron.mesh.rank_layout import Layout
 from petatron.train.build import build_loaders
 from petatron.train.loop import Loop
-from petatron.train.state import TrainState
+from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import check_order, tiny_run

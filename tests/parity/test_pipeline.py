@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.parallel.schedule.actions import COMPUTE, Action
-from petatron.parallel.schedule.timeline_file import read_measured
+from petatron.mesh.rank_layout import Layout
+from petatron.schedule.actions import COMPUTE, Action
+from petatron.schedule.measured_timeline import read_measured
 from petatron.train.build import build_loader, build_model
-from petatron.train.state import TrainState
-from petatron.train.step import train_step
+from petatron.train.state.train_state import TrainState
+from petatron.train.train_step import train_step
 from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import check_layout, tiny_run

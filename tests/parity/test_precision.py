@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.precision import DynamicScale
+from petatron.mesh.rank_layout import Layout
+from petatron.optim.loss_scaler import DynamicScale
 from petatron.train.build import build_loader
-from petatron.train.state import TrainState
-from petatron.train.step import train_step
+from petatron.train.state.train_state import TrainState
+from petatron.train.train_step import train_step
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-from petatron.train.matrix import Entry, entry
+from petatron.verify.matrix import Entry, entry
 from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import tiny_run

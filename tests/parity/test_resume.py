@@ -12,13 +12,13 @@ import torch.distributed as dist
 from petatron.base.device import detect
 from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.stretch import group_pieces
+from petatron.mesh.rank_layout import Layout
+from petatron.sharding.flat_shard import group_pieces
 from petatron.train.build import build_loaders
 from petatron.train.loop import Loop
-from petatron.train.persist import chunks
-from petatron.train.state import TrainState
+from petatron.train.state.checkpointing import chunks
+from petatron.train.state.train_state import TrainState
 from tests.dist import RankFailure, RankPool
 from tests.longform import later
 from tests.parity.harness import tiny_run

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from petatron.base.private import private_folder
+from petatron.base.private_dir import private_folder
 from petatron.config import load_config
-from petatron.data import cache, gpt
-from petatron.data.blend import blend_indices, load_blend
-from petatron.data.build import build_datasets
-from petatron.data.gpt import GPTDataset
-from petatron.data.indexed import IndexedDataset
-from petatron.data.sampling import build_sample_index
-from petatron.data.writer import IndexedWriter
+from petatron.data import gpt_dataset, index_cache
+from petatron.data.blended_dataset import blend_indices, load_blend
+from petatron.data.build_datasets import build_datasets
+from petatron.data.gpt_dataset import GPTDataset
+from petatron.data.indexed_dataset import IndexedDataset
+from petatron.data.indexed_writer import IndexedWriter
+from petatron.data.sample_index import build_sample_index
 from tests.unit.data.conftest import fresh_logging
 
 __all__ = ["fresh_logging"]  # a fixture for all tests here
@@ -168,7 +168,7 @@ def test_a_forged_blend_is_built_again(
     forged: Callable[[NDArray, NDArray], tuple[NDArray, NDArray]],
     reason: str,
 ) -> None:
-    monkeypatch.setattr(cache, "_COMPARED_ELEMENTS", 64)
+    monkeypatch.setattr(index_cache, "_COMPARED_ELEMENTS", 64)
     weights, true = (3.0, 1.0, 0.5), blend_indices((3.0, 1.0, 0.5), 600)
     first = load_blend(weights, 600, cache_dir=tmp_path)
     again = load_blend(weights, 600, cache_dir=tmp_path)
@@ -187,8 +187,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(name: str, function: Callable[..., object]) -> Callable[..., object]:
         return lambda *words: (done.append(name), function(*words))[1]
 
-    monkeypatch.setattr(cache, "NOTED_BYTES", 0)
-    monkeypatch.setattr(gpt, "build_sample_index", noted("built", build_sample_index))
+    monkeypatch.setattr(index_cache, "NOTED_BYTES", 0)
+    monkeypatch.setattr(gpt_dataset, "build_sample_index", noted("built", build_sample_index))
     return done
 
 
@@ -215,7 +215,7 @@ def test_what_others_built_is_compared_once(
     shipped = _copied(tmp_path / "cache", tmp_path / "shipped")
     assert samples(indexed, shipped) == samples(indexed, shipped) == true
     assert checks == ["built"] * 3, "a file that has just changed is not remembered"
-    monkeypatch.setattr(cache, "_SETTLED_NS", 0)
+    monkeypatch.setattr(index_cache, "_SETTLED_NS", 0)
     assert samples(indexed, shipped) == samples(indexed, shipped) == true
     assert checks == ["built"] * 4
 
@@ -267,7 +267,7 @@ def test_a_note_shipped_beside_the_cache_means_nothing(
     shipped = _copied(tmp_path / "cache", tmp_path / "shipped")
     forge(shipped, "order", np.zeros_like)
     paths = sorted(shipped.glob("*.npy"))
-    identities = [[path.stat().st_dev, *cache._identity(path)] for path in paths]
+    identities = [[path.stat().st_dev, *index_cache._identity(path)] for path in paths]
     for name in ("checked.json", *(f"{path.stem}.json" for path in paths)):
         (shipped / name).write_text(json.dumps(identities))
     assert samples(indexed, shipped) == true and checks == ["built"] * 2

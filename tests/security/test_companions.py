@@ -10,9 +10,9 @@ import pytest
 
 import petatron
 from petatron.base.errors import CheckpointError, DataError
-from petatron.checkpoint.convert import Conversion, convert
-from petatron.checkpoint.forms import COMPANIONS
-from petatron.checkpoint.sources import open_source
+from petatron.checkpoint.convert.convert import Conversion, convert
+from petatron.checkpoint.convert.formats import COMPANIONS
+from petatron.checkpoint.convert.open_model import open_source
 from petatron.cli.main import main
 from petatron.data.tokenizer import HuggingFaceTokenizer, train_bpe
 from petatron.mesh.mesh import ParallelMesh

@@ -19,20 +19,21 @@ import zstandard
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.cli.main import main
 from petatron.config import load_config
-from petatron.config.communicators import communicator_problems
-from petatron.config.document import MOST_BYTES, MOST_PROBLEMS, read_file
-from petatron.config.paths import anchored
-from petatron.config.preflight import preflight
-from petatron.config.schema import ParallelConfig, RunConfig
-from petatron.config.schema_run import DataConfig, TokenizerConfig
+from petatron.config.absolute_paths import anchored
+from petatron.config.checks.preflight import preflight
+from petatron.config.nccl_communicators import communicator_problems
+from petatron.config.schema.parallel import ParallelConfig
+from petatron.config.schema.run import RunConfig
+from petatron.config.schema.training import DataConfig, TokenizerConfig
+from petatron.config.yaml_file import MOST_BYTES, MOST_PROBLEMS, read_file
 from petatron.data import tokenizer as tokenizer_module
-from petatron.data.build import build_datasets
-from petatron.data.indexed import HEADER, MAGIC, IndexedDataset
-from petatron.data.jsonl import MAX_LINE_BYTES, read_blocks
+from petatron.data.build_datasets import build_datasets
+from petatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
+from petatron.data.jsonl_reader import MAX_LINE_BYTES, read_blocks
 from petatron.data.preprocess import PreprocessOptions, preprocess
 from petatron.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
-from petatron.parallel.schedule.timeline_file import read_measured
-from petatron.train.quickstart import corpus
+from petatron.quickstart import corpus
+from petatron.schedule.measured_timeline import read_measured
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
 pytestmark = pytest.mark.timeout(60)  # whoever opens a FIFO waits for ever

@@ -14,20 +14,20 @@ import torch
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.base.files import make_folder, publish
-from petatron.checkpoint.convert import Conversion, convert
-from petatron.checkpoint.sources import open_source
-from petatron.data.cache import load_or_build, remembered_digest
-from petatron.data.writer import IndexedWriter
-from petatron.mesh.launch import write_error_file
+from petatron.base.safe_files import make_folder, publish
+from petatron.checkpoint.convert.convert import Conversion, convert
+from petatron.checkpoint.convert.open_model import open_source
+from petatron.data.index_cache import load_or_build, remembered_digest
+from petatron.data.indexed_writer import IndexedWriter
+from petatron.mesh.launch.environment import write_error_file
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.homes import DiskHome
-from petatron.train.folders import claimed
-from petatron.train.matrix_run import fail
-from petatron.train.profile import StepProfile
-from petatron.train.quickstart.stages import STAGES_FILE, Workspace
+from petatron.optim.state_storage import DiskHome
+from petatron.quickstart.stages import STAGES_FILE, Workspace
+from petatron.train.report.profiler import StepProfile
+from petatron.train.report.sinks import JsonlSink
 from petatron.train.run import run_training
-from petatron.train.sinks import JsonlSink
+from petatron.train.state.run_dirs import claimed
+from petatron.verify.matrix_run import fail
 
 WORDS = "what others keep here"
 FLAGS = "--num-layers 1 --mock-data --lr 1e-3 --train-iters 1 --eval-iters 0 --live off"

@@ -10,7 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from petatron.base.errors import CheckpointError, DataError
-from petatron.base.foreign import open_file, read_bytes, read_json, reading
+from petatron.base.untrusted_files import open_file, read_bytes, read_json, reading
 
 PanicException = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
 
@@ -69,7 +69,7 @@ def test_a_file_that_became_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seen = os.stat(tmp_path / "file")
     (tmp_path / "file").unlink()
     os.mkfifo(tmp_path / "file")
-    monkeypatch.setattr("petatron.base.foreign.os.stat", lambda path: seen)
+    monkeypatch.setattr("petatron.base.untrusted_files.os.stat", lambda path: seen)
     with pytest.raises(OSError, match="not a regular file"):
         open_file(tmp_path / "file")
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError, PetatronError, TrainError
-from petatron.checkpoint import storage
-from petatron.checkpoint.disk import Disk
-from petatron.checkpoint.inspect import examine
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.inspect.inspect import examine
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig, load_config
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.hf.entries import Entry, Region
-from petatron.train.folders import check_folders, claimed
+from petatron.models.hf.folder_entries import Entry, Region
+from petatron.train.report.sinks import JsonlSink
 from petatron.train.run import run_training
-from petatron.train.sinks import JsonlSink
+from petatron.train.state.run_dirs import check_folders, claimed
 
 STEP = "step-00000010"
 WORDS = "what others keep here"
@@ -84,8 +84,8 @@ def test_prune_leaves_what_links_point_to(tmp_path: Path, victim: Path):
     link(tmp_path / "run/step-00000020", victim.parent / "elsewhere")
     link(tmp_path / "run" / f"{STEP}.pruned", victim)
     assert main(["checkpoint", "prune", str(tmp_path / "run"), "--keep", "1"]) == 0
-    assert list(storage.steps(tmp_path / "run")) == [30] and untouched(victim)
-    assert (tmp_path / "elsewhere" / storage.MANIFEST).is_file(), "the link went, not the step behind it"
+    assert list(step_folder.steps(tmp_path / "run")) == [30] and untouched(victim)
+    assert (tmp_path / "elsewhere" / step_folder.MANIFEST).is_file(), "the link went, not the step behind it"
     assert not any(path.is_symlink() for path in (tmp_path / "run").iterdir())
 
 
@@ -103,7 +103,7 @@ def test_a_folder_nested_without_end_is_an_error(tmp_path: Path):
 def names_written(folder: Path) -> list[str]:
     """Every name under which a save leaves something, in the step and around it."""
     inside = [path.relative_to(folder / STEP).as_posix() for path in (folder / STEP).rglob("*")]
-    around = [storage.LATEST, f"{storage.LATEST}.tmp", STEP, *(STEP + suffix for suffix in NEXT)]
+    around = [step_folder.LATEST, f"{step_folder.LATEST}.tmp", STEP, *(STEP + suffix for suffix in NEXT)]
     return around + [f"{STEP}{suffix}/{name}" for suffix in (".tmp", ".replaced") for name in inside]
 
 
@@ -121,8 +121,10 @@ def test_a_save_follows_no_link_whatever_its_name(tmp_path: Path, victim: Path, 
         save(folder, 10, keep=1)
         assert untouched(victim), name
         assert examine(folder / STEP, content=True).findings == (), name
-        assert (folder / storage.LATEST).read_text() == f"{STEP}\n" and not (folder / storage.LATEST).is_symlink()
-        assert sorted(path.name for path in folder.iterdir()) == [storage.LATEST, STEP], name
+        assert (folder / step_folder.LATEST).read_text() == f"{STEP}\n" and not (
+            folder / step_folder.LATEST
+        ).is_symlink()
+        assert sorted(path.name for path in folder.iterdir()) == [step_folder.LATEST, STEP], name
 
 
 class PlantingDisk(Disk):
@@ -148,7 +150,7 @@ class PlantingDisk(Disk):
 def test_a_link_that_appears_during_a_save_is_not_followed(tmp_path: Path, victim: Path):
     save(tmp_path / "like", 10)
     inside = {path.name for path in (tmp_path / "like" / STEP).rglob("*")}
-    for number, name in enumerate(sorted(inside | {f"{STEP}.tmp", f"{storage.LATEST}.tmp"})):
+    for number, name in enumerate(sorted(inside | {f"{STEP}.tmp", f"{step_folder.LATEST}.tmp"})):
         disk = PlantingDisk(name, victim)
         try:
             save(tmp_path / f"run-{number}", 10, disk=disk)
@@ -162,7 +164,7 @@ def test_a_replaced_step_comes_back_to_a_name_that_a_link_took(tmp_path: Path, v
     (tmp_path / STEP).rename(tmp_path / f"{STEP}.replaced")
     link(tmp_path / STEP, victim / "missing")
     save(tmp_path, 20)
-    assert list(storage.steps(tmp_path)) == [10, 20] and not (tmp_path / STEP).is_symlink() and untouched(victim)
+    assert list(step_folder.steps(tmp_path)) == [10, 20] and not (tmp_path / STEP).is_symlink() and untouched(victim)
 
 
 def test_the_folder_itself_may_be_a_link(tmp_path: Path):
@@ -292,13 +294,13 @@ def test_a_step_in_the_hub_cache_is_sound(tmp_path: Path):
         (cache / "blobs" / f"{number:040x}").write_bytes(path.read_bytes())
         link(place, Path(os.path.relpath(cache / "blobs" / f"{number:040x}", place.parent)))
     folder = cache / "snapshots" / "0a1b"
-    assert storage.latest_step(folder) == 10 and examine(folder / STEP).findings == ()
+    assert step_folder.latest_step(folder) == 10 and examine(folder / STEP).findings == ()
 
 
 def test_latest_may_be_anything(tmp_path: Path):
     """A pipe would hang, and a device has no end."""
     save(tmp_path, 10)
     for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path), lambda path: os.symlink("missing", path)):
-        (tmp_path / storage.LATEST).unlink()
-        make(tmp_path / storage.LATEST)
-        assert storage.latest_step(tmp_path) == 10
+        (tmp_path / step_folder.LATEST).unlink()
+        make(tmp_path / step_folder.LATEST)
+        assert step_folder.latest_step(tmp_path) == 10

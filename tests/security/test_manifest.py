@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from petatron.base.errors import CheckpointError, PetatronError
-from petatron.checkpoint import storage
-from petatron.checkpoint.compare import compare
-from petatron.checkpoint.inspect import examine
-from petatron.checkpoint.manifest import table_digest
-from petatron.checkpoint.sources import open_source
+from petatron.checkpoint.convert.open_model import open_source
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.manifest import table_digest
+from petatron.checkpoint.inspect.diff import compare
+from petatron.checkpoint.inspect.inspect import examine
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
-from petatron.config.schema import RunConfig
-from petatron.train.checkpoint_args import read_checkpoint_args
+from petatron.config.schema.run import RunConfig
+from petatron.train.state.checkpoint_args import read_checkpoint_args
 from tests.security.limits import limited
 from tests.unit.checkpoint.rewriting import rewrite_manifest, rewrite_table
 
@@ -177,13 +177,13 @@ def test_pipes_and_devices_in_the_place_of_files(step: Path, name: str):
     path.unlink()
     os.mkfifo(path)
     with limited(), pytest.raises(PetatronError):
-        storage.read_manifest(step)
-        storage.check_sizes(step, storage.read_manifest(step).files)
+        step_folder.read_manifest(step)
+        step_folder.check_sizes(step, step_folder.read_manifest(step).files)
     path.unlink()
     path.symlink_to("/dev/zero")
     with limited(), pytest.raises(PetatronError):
-        storage.read_manifest(step)
-        storage.check_sizes(step, storage.read_manifest(step).files)
+        step_folder.read_manifest(step)
+        step_folder.check_sizes(step, step_folder.read_manifest(step).files)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +192,11 @@ def test_pipes_and_devices_in_the_place_of_files(step: Path, name: str):
 def test_a_tracker_that_names_no_step(step: Path, content: bytes):
     """It counts as none: the highest step is the newest then."""
     (step.parent / "latest").write_bytes(content)
-    assert storage.latest_step(step.parent) == 3
+    assert step_folder.latest_step(step.parent) == 3
     (step.parent / "latest").unlink()
     os.mkfifo(step.parent / "latest")
     with limited():
-        assert storage.latest_step(step.parent) == 3
+        assert step_folder.latest_step(step.parent) == 3
 
 
 FACTS: list[Any] = [
@@ -237,7 +237,7 @@ def test_weights_that_the_config_does_not_describe(step: Path):
 def test_a_run_with_impossible_progress(step: Path):
     from petatron.config import load_config
     from petatron.mesh.mesh import ParallelMesh
-    from petatron.train.state import TrainState
+    from petatron.train.state.train_state import TrainState
     from tests.golden.make_checkpoint import MODEL, RUN
 
     rewrite_manifest(step, lambda body: body["facts"]["facts"]["progress"].update(iteration="soon"))

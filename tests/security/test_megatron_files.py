@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
 from petatron.checkpoint.megatron import open_megatron
-from petatron.checkpoint.megatron.pickled import PickleError, StandIn, read_pickle
-from petatron.checkpoint.megatron.safe import load_blob, load_file, load_metadata
+from petatron.checkpoint.megatron.pickle_allowlist import load_blob, load_file, load_metadata
+from petatron.checkpoint.megatron.pickle_interpreter import PickleError, StandIn, read_pickle
 from tests.security.limits import limited
 from tests.unit.checkpoint.megatron_files import WIDTH, Case, DistFile, write_dist, write_legacy
 
@@ -116,7 +116,7 @@ class Names:
     """All names stand for stand-ins."""
 
     def named(self, full: str) -> Any:
-        from petatron.checkpoint.megatron.pickled import Name
+        from petatron.checkpoint.megatron.pickle_interpreter import Name
 
         return Name(full)
 

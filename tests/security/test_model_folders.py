@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
-from petatron.checkpoint.forms import detect, refuse_inside_step
-from petatron.checkpoint.safetensors_file import read_header
-from petatron.checkpoint.sources import open_source
+from petatron.checkpoint.convert.formats import detect, refuse_inside_step
+from petatron.checkpoint.convert.open_model import open_source
+from petatron.checkpoint.files.safetensors_file import read_header
 from petatron.config import CheckpointConfig
-from petatron.train.checkpoint_args import read_checkpoint_args
+from petatron.train.state.checkpoint_args import read_checkpoint_args
 from tests.security.limits import limited
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v3" / "step-00000003" / "model"

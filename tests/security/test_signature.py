@@ -20,10 +20,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint import signature
-from petatron.checkpoint.inspect import examine
-from petatron.checkpoint.manifest import table_digest
-from petatron.checkpoint.signature import SIGNATURE, open_signer, read_public_keys
+from petatron.checkpoint.files import signature
+from petatron.checkpoint.files.manifest import table_digest
+from petatron.checkpoint.files.signature import SIGNATURE, open_signer, read_public_keys
+from petatron.checkpoint.inspect.inspect import examine
 from petatron.cli.main import main
 
 FLAGS = "tiny-llama --mock-data --num-layers 1 --seq-length 16 --lr 1e-3 --eval-iters 0 --live off --num-workers 0 --device cpu".split()
@@ -93,7 +93,7 @@ def test_its_files_have_digests_that_cannot_be_forged(signed: tuple[Path, Path, 
 
 def change_step(step: Path) -> None:
     """A forger who knows the format: another fact, and a manifest whose own digest fits."""
-    from petatron.checkpoint.manifest import _digest
+    from petatron.checkpoint.files.manifest import _digest
 
     body = json.loads((step / "manifest.json").read_text())
     body.pop("digest")

@@ -20,10 +20,10 @@ import pytest
 import torch.distributed as dist
 
 from petatron.base.errors import LaunchError, PeerFailure
-from petatron.mesh import rendezvous
-from petatron.mesh.launch import SINGLE, Environment, given_secret, rank_environment, read_environment
-from petatron.mesh.rendezvous import Rendezvous
-from petatron.mesh.secret import VARIABLE, find_secret, leave_secret, secret_folder
+from petatron.mesh.launch import rendezvous
+from petatron.mesh.launch.environment import SINGLE, Environment, given_secret, rank_environment, read_environment
+from petatron.mesh.launch.rendezvous import Rendezvous
+from petatron.mesh.launch.shared_secret import VARIABLE, find_secret, leave_secret, secret_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET, OTHER = "correct horse battery", "staple staple staple"
@@ -218,7 +218,7 @@ def test_a_run_on_one_machine_can_be_reached_by_nobody_else(tmp_path: Path) -> N
     script.write_text(SLOW.format(delay=3, rank_of="__import__('os').environ['RANK'] == '1'"))
     flags = "tiny-llama --mock-data --train-iters 2 --lr 1e-3 --dp 2 --device cpu --live off --eval-iters 0".split()
     launch = (
-        "import sys; from petatron.cli.launcher import run_ranks;"
+        "import sys; from petatron.mesh.launch.local_launcher import run_ranks;"
         f"sys.exit(run_ranks([sys.executable, {str(script)!r}, *{flags!r}, '--save', {str(tmp_path / 'out')!r}], nproc=2))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}

@@ -22,17 +22,17 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from petatron.base.escape import escaped, escaped_output, printable, printable_lines, unescaped
 from petatron.base.log import configure, get_logger
+from petatron.base.terminal_escape import escaped, escaped_output, printable, printable_lines, unescaped
 from petatron.cli import main as cli
 from petatron.cli.checkpoint import _Progress
 from petatron.cli.data import _progress_display
-from petatron.cli.launcher import run_ranks
 from petatron.cli.main import main
-from petatron.data.writer import IndexedWriter
-from petatron.train.live import LiveSink, choose_console
-from petatron.train.metrics import event_record
-from petatron.train.sinks import WandbSink
+from petatron.data.indexed_writer import IndexedWriter
+from petatron.mesh.launch.local_launcher import run_ranks
+from petatron.train.report.console import LiveSink, choose_console
+from petatron.train.report.metrics import event_record
+from petatron.train.report.sinks import WandbSink
 from tests.unit.checkpoint.megatron_files import Case, write_legacy
 
 ROOT = Path(__file__).parent.parent.parent
@@ -360,10 +360,10 @@ def test_only_who_draws_goes_around_the_door() -> None:
     drawing = {
         "cli/checkpoint.py",
         "cli/data.py",
-        "cli/launcher.py",
-        "train/live.py",
-        "train/sinks.py",
-        "base/escape.py",
+        "mesh/launch/local_launcher.py",
+        "train/report/console.py",
+        "train/report/sinks.py",
+        "base/terminal_escape.py",
     }
     behind = re.compile(r"\b(unescaped|drawn_output|__stdout__|__stderr__)\b|std(out|err)\.buffer|os\.write\([12],")
     for path in sorted((ROOT / "petatron").rglob("*.py")):

@@ -4,7 +4,7 @@ checkpoint = open_megatron(folder)                      # .iteration .model .moe
 write_megatron(folder, iteration=..., model=..., moe=..., fetch=..., tp=2, pp=1)
 """
 
-from petatron.checkpoint.megatron.opening import LazyTensor, MegatronCheckpoint, open_megatron
-from petatron.checkpoint.megatron.writing import write_megatron
+from petatron.checkpoint.megatron.legacy_writer import write_megatron
+from petatron.checkpoint.megatron.open_checkpoint import LazyTensor, MegatronCheckpoint, open_megatron
 
 __all__ = ["LazyTensor", "MegatronCheckpoint", "open_megatron", "write_megatron"]

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.foreign import is_count
-from petatron.checkpoint.megatron.pickled import StandIn
-from petatron.config.check_model import check_model
-from petatron.config.fields import by_name, flag_of
-from petatron.config.layer_pattern import parse_pattern
-from petatron.config.schema import ModelConfig, MoEConfig, RunConfig
-from petatron.models.counts import MOST_EXPERTS, MOST_LAYERS
+from petatron.base.untrusted_files import is_count
+from petatron.checkpoint.megatron.pickle_interpreter import StandIn
+from petatron.config.checks.model import check_model
+from petatron.config.schema.fields import by_name, flag_of
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.moe_layer_freq import parse_pattern
+from petatron.config.schema.run import RunConfig
+from petatron.models.hf.stored_counts import MOST_EXPERTS, MOST_LAYERS
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 # Same name, same meaning.

@@ -19,7 +19,7 @@ from torch import Tensor
 from petatron.kernels.attention import flash
 from petatron.kernels.attention.mask import BlockMask, Piece, Tile, pieces, tiles
 from petatron.kernels.attention.tiles import Dropout, tile_backward, tile_forward
-from petatron.kernels.precision import wide_dtype
+from petatron.kernels.compute_dtype import wide_dtype
 
 
 class PartialAttention:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petatron.kernels.precision import wide_dtype
+from petatron.kernels.compute_dtype import wide_dtype
 
 _BITS = (1 << 64) - 1
 

@@ -8,13 +8,13 @@ folder_entries(model, moe, experts_in)                                    # the 
 model_config_json(model, moe, experts_in, dtype)                          # its config.json
 """
 
-from petatron.models.hf.config import family_or_none, from_hf_config, to_hf_config
-from petatron.models.hf.entries import Entry, Region, family_entries, folder_entries, logical_shapes
-from petatron.models.hf.families import FAMILIES, family_for, family_named, family_of
+from petatron.models.hf.config_json import family_or_none, from_hf_config, to_hf_config
 from petatron.models.hf.family import Family
-from petatron.models.hf.fill import fill
-from petatron.models.hf.folder_config import OWN_TYPE, model_config_json, read_config_json
-from petatron.models.hf.names import full_names, head_name, to_hf, to_logical
+from petatron.models.hf.fill_model import fill
+from petatron.models.hf.find_family import FAMILIES, family_for, family_named, family_of
+from petatron.models.hf.folder_config_json import OWN_TYPE, model_config_json, read_config_json
+from petatron.models.hf.folder_entries import Entry, Region, family_entries, folder_entries, logical_shapes
+from petatron.models.hf.tensor_names import full_names, head_name, to_hf, to_logical
 
 __all__ = [
     "FAMILIES",

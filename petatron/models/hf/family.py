@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from petatron.config.schema import Activation
+from petatron.config.schema.model import Activation
 
 
 @dataclass(frozen=True, slots=True)

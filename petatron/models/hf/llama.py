@@ -1,7 +1,7 @@
 """Llama and the families that differ from it in a detail: Mistral (window), Qwen2 (biases on q, k, v), Qwen3 (head norms),
 Gemma (norms as offsets from one, scaled embeddings).
 
-All five use the same names, so there is one table of rows. Rotary settings have a file of their own, `rope.py`.
+All five use the same names, so there is one table of rows. Rotary settings have a file of their own, `rope_config_json.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from petatron.config.schema import Activation
+from petatron.config.schema.model import Activation
 from petatron.models.hf.family import Family, Row
 
 LLAMA_ROWS = (

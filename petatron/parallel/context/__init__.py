@@ -16,7 +16,7 @@ the ranks that exchange heads and c the ranks in the ring, in elements that a ra
                  (c - 1) kv around the rings
 
 The gather is repeated in the backward pass, since keeping the whole sequence's keys would defeat the purpose. Gradients of
-keys travel one step behind the keys, and skip their owner until the end, which saves one of c steps (`ring.py`).
+keys travel one step behind the keys, and skip their owner until the end, which saves one of c steps (`ring_attention.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from petatron.kernels.attention.documents import Documents
 from petatron.layers.attention import CoreAttention
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.models.base import Batch
-from petatron.parallel.context.heads import HeadExchange
-from petatron.parallel.context.order import zigzag
-from petatron.parallel.context.ring import Way, distributed_attention
+from petatron.models.batch import Batch
+from petatron.parallel.context.ring_attention import Way, distributed_attention
+from petatron.parallel.context.ulysses import HeadExchange
+from petatron.parallel.context.zigzag import zigzag
 
 
 def split_batch(batch: Batch, axis: Axis) -> Batch:

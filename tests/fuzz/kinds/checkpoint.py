@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import petatron
-from petatron.checkpoint import manifest, storage
-from petatron.checkpoint.disk import digest_file
-from petatron.train.checkpoint_args import read_checkpoint_args
+from petatron.checkpoint.files import manifest, step_folder
+from petatron.checkpoint.files.disk import digest_file
+from petatron.train.state.checkpoint_args import read_checkpoint_args
 from tests.fuzz.kind import Case, Files, Kind, Refused
 from tests.fuzz.kinds import models
 from tests.fuzz.kinds.commands import petatron_says
 from tests.fuzz.kinds.files import files_of
 
 STEP = "step-00000003"
-TABLE, MANIFEST = f"{STEP}/{storage.table_path(0)}", f"{STEP}/{storage.MANIFEST}"
+TABLE, MANIFEST = f"{STEP}/{step_folder.table_path(0)}", f"{STEP}/{step_folder.MANIFEST}"
 
 
 def make(name: str) -> Kind:
@@ -48,7 +48,7 @@ def make(name: str) -> Kind:
     def save(folder: Path, scratch: Path) -> Any:
         petatron.save_checkpoint(str(folder), step=4, model=model, optimizer=optimizer, facts=facts)
         petatron_says("checkpoint", "prune", str(folder), "--keep", "1")
-        return sorted(storage.steps(folder))
+        return sorted(step_folder.steps(folder))
 
     return Kind(
         name,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.checkpoint.convert import Conversion, convert
-from petatron.checkpoint.sources import Source, open_source
+from petatron.checkpoint.convert.convert import Conversion, convert
+from petatron.checkpoint.convert.open_model import Source, open_source
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.model import Model
+from petatron.train.state.run_model import Model
 from tests.fuzz.kinds.files import files_of
 
 _SHAPE = (

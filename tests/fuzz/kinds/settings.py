@@ -9,12 +9,12 @@ from typing import Any
 
 from petatron.base.errors import ConfigError
 from petatron.config import load_config
-from petatron.config.communicators import communicator_options
-from petatron.config.document import dump_yaml
-from petatron.config.paths import anchored
-from petatron.config.preflight import preflight
-from petatron.data.build import build_datasets
-from petatron.data.writer import IndexedWriter
+from petatron.config.absolute_paths import anchored
+from petatron.config.checks.preflight import preflight
+from petatron.config.nccl_communicators import communicator_options
+from petatron.config.yaml_file import dump_yaml
+from petatron.data.build_datasets import build_datasets
+from petatron.data.indexed_writer import IndexedWriter
 from tests.fuzz.kind import Files, Kind
 from tests.fuzz.kinds.commands import petatron_says
 from tests.fuzz.kinds.files import files_of

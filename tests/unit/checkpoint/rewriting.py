@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from petatron.checkpoint import manifest
+from petatron.checkpoint.files import manifest
 
 TABLE = "state/rank-00000.table.json"
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint import assemble, manager
+from petatron.checkpoint import manager
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.planning import files, transfers
+from petatron.checkpoint.save import file_plan, gather_weights, weight_transfers
 from petatron.checkpoint.state import Chunk, ModelFolder
+from petatron.mesh.comm_record import Record
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.mesh.record import Record
-from petatron.models.hf.entries import Entry, Region
+from petatron.models.hf.folder_entries import Entry, Region
 from tests.dist import RankPool
 
 # Cut by rows, cut by columns, experts cut by both, one whole on the last rank, and an odd number of bytes.
@@ -70,9 +70,9 @@ def _chunks(world: Axis, *, filled: bool) -> list[Chunk]:
 def _save(folder: str, round_bytes: int, file_bytes: int) -> None:
     world = _world()
     with (
-        mock.patch.object(transfers, "ROUND_BYTES", round_bytes),
+        mock.patch.object(weight_transfers, "ROUND_BYTES", round_bytes),
         mock.patch.object(manager, "_LEAST_ROUND_BYTES", 1),
-        mock.patch.object(files, "_MOST_FILE_BYTES", file_bytes),
+        mock.patch.object(file_plan, "_MOST_FILE_BYTES", file_bytes),
     ):
         CheckpointManager(folder, world).save(
             1,
@@ -135,17 +135,17 @@ def _bounded(folder: str, round_bytes: int) -> tuple[int, int, int]:
     rows = torch.arange(4000.0).reshape(40, 100).chunk(world.size)[world.rank].clone()
     start = (40 // world.size * world.rank, 0)
     entry = Entry("their.big", (100, 40), (Region("big", (0, 0), (40, 100), (0, 0), transposed=True),))
-    made: list[assemble.Assembly] = []
-    build = assemble.Assembly.__init__
+    made: list[gather_weights.Assembly] = []
+    build = gather_weights.Assembly.__init__
 
-    def watched(self: assemble.Assembly, *args: object) -> None:
+    def watched(self: gather_weights.Assembly, *args: object) -> None:
         build(self, *args)  # pyright: ignore[reportArgumentType]
         made.append(self)
 
     with (
-        mock.patch.object(transfers, "ROUND_BYTES", round_bytes),
+        mock.patch.object(weight_transfers, "ROUND_BYTES", round_bytes),
         mock.patch.object(manager, "_LEAST_ROUND_BYTES", 8),
-        mock.patch.object(assemble.Assembly, "__init__", watched),
+        mock.patch.object(gather_weights.Assembly, "__init__", watched),
     ):
         CheckpointManager(folder, world).save(
             1,
@@ -178,9 +178,9 @@ def _one_sender(folder: str) -> int:
         for number, name in enumerate(names if world.rank == 0 else [])
     ]
     with (
-        mock.patch.object(transfers, "ROUND_BYTES", 800),
+        mock.patch.object(weight_transfers, "ROUND_BYTES", 800),
         mock.patch.object(manager, "_LEAST_ROUND_BYTES", 8),
-        mock.patch.object(files, "_MOST_FILE_BYTES", 1600),
+        mock.patch.object(file_plan, "_MOST_FILE_BYTES", 1600),
     ):
         saver = CheckpointManager(folder, world)
         saver.save(1, chunks, facts={}, same_layout_key="", model=ModelFolder(entries, {}))

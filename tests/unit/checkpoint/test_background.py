@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.background import Staging
-from petatron.checkpoint.disk import Disk
+from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.step_folder import steps
 from petatron.checkpoint.manager import CheckpointManager, Retention
+from petatron.checkpoint.save.async_save import Staging
 from petatron.checkpoint.state import Chunk
-from petatron.checkpoint.storage import steps
 from petatron.mesh.mesh import ParallelMesh
 
 

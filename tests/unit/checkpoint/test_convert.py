@@ -18,20 +18,20 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
-from petatron.checkpoint import convert as convert_module
-from petatron.checkpoint.convert import Conversion, MegatronLayout, Progress, TokenizerFiles, convert
-from petatron.checkpoint.disk import Disk
-from petatron.checkpoint.forms import detect
-from petatron.checkpoint.planning import files as file_plans
-from petatron.checkpoint.sources import Source, open_source
+from petatron.checkpoint.convert import convert as convert_module
+from petatron.checkpoint.convert.convert import Conversion, MegatronLayout, Progress, TokenizerFiles, convert
+from petatron.checkpoint.convert.formats import detect
+from petatron.checkpoint.convert.open_model import Source, open_source
+from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.save import file_plan as file_plans
 from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig, load_config
 from petatron.data.tokenizer import train_bpe
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import folder_entries
-from petatron.train.folders import check_folders
-from petatron.train.state import TrainState
+from petatron.train.state.run_dirs import check_folders
+from petatron.train.state.train_state import TrainState
 
 SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 37 --seq-length 8 --make-vocab-size-divisible-by 1"
 LLAMA = "--activation swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear"

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint import disk as disk_module
-from petatron.checkpoint.disk import Disk, StoredFile, digest_file
-from petatron.checkpoint.writing import check_room
+from petatron.checkpoint.files import disk as disk_module
+from petatron.checkpoint.files.disk import Disk, StoredFile, digest_file
+from petatron.checkpoint.save.rank_writer import check_room
 
 
 @pytest.fixture

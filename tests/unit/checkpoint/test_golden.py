@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from petatron.checkpoint.inspect import examine, summarize
+from petatron.checkpoint.files.safetensors_file import DTYPES
+from petatron.checkpoint.inspect.inspect import examine, summarize
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.safetensors_file import DTYPES
 from petatron.checkpoint.state import Chunk
 from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.state import TrainState
+from petatron.train.state.train_state import TrainState
 from tests.golden.make_checkpoint import LAYOUT, MODEL, RUN, STEP
 from tests.golden.reader import digests, read_checkpoint
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.disk import check_writable
+from petatron.checkpoint.files.disk import check_writable
+from petatron.checkpoint.files.step_folder import DamagedCheckpoint
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
-from petatron.checkpoint.storage import DamagedCheckpoint
 from petatron.mesh.mesh import ParallelMesh
 from tests.unit.checkpoint.rewriting import rewrite_manifest, rewrite_table
 
@@ -298,7 +298,7 @@ def test_unreadable_manifest(manager, saved, tmp_path, monkeypatch):
     def refuse(path, most_bytes):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("petatron.checkpoint.storage.read_bytes", refuse)
+    monkeypatch.setattr("petatron.checkpoint.files.step_folder.read_bytes", refuse)
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read: Permission denied"):
         manager.load(10, [])
 
@@ -370,7 +370,7 @@ def test_unexpected_failure_while_reading_is_a_checkpoint_error(manager, saved, 
     def explode(*_):
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr("petatron.checkpoint.reading.fill", explode)
+    monkeypatch.setattr("petatron.checkpoint.load.box_reads.fill", explode)
     with pytest.raises(CheckpointError, match="could not be read: RuntimeError: surprise"):
         manager.load(10, [whole("model/w", saved)])
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
-from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.config.schema.model import ModelConfig, MoEConfig
 from tests.unit.checkpoint.megatron_files import VOCAB, WIDTH, Case, truth, write_dist, write_legacy
 
 LLAMA = Case()

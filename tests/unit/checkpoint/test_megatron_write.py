@@ -15,9 +15,9 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.megatron import open_megatron, write_megatron
-from petatron.checkpoint.megatron.layouts import cut, join, pack, unpack
-from petatron.checkpoint.megatron.names import Weight, megatron_weights, shapes_of
-from petatron.config.schema import ModelConfig, MoEConfig
+from petatron.checkpoint.megatron.weight_layouts import cut, join, pack, unpack
+from petatron.checkpoint.megatron.weight_names import Weight, megatron_weights, shapes_of
+from petatron.config.schema.model import ModelConfig, MoEConfig
 from tests.unit.checkpoint.megatron_files import Case, rank_chunk, truth
 
 LLAMA = ModelConfig(

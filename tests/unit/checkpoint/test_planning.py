@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.disk import Disk
+from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.step_folder import steps
 from petatron.checkpoint.manager import CheckpointManager, Retention
-from petatron.checkpoint.planning.exchange import exchange
-from petatron.checkpoint.planning.files import FilePlan
-from petatron.checkpoint.planning.survey import Survey
-from petatron.checkpoint.planning.transfers import cut_rounds
+from petatron.checkpoint.message_exchange import exchange
+from petatron.checkpoint.save.file_plan import FilePlan
+from petatron.checkpoint.save.save_plan import Survey
+from petatron.checkpoint.save.weight_transfers import cut_rounds
 from petatron.checkpoint.state import Chunk, ModelFolder
-from petatron.checkpoint.storage import steps
-from petatron.mesh.boxes import Box, BoxIndex, overlap, tiling_problem
-from petatron.mesh.layout import Layout
+from petatron.mesh.comm_record import Record
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.mesh.record import Record
-from petatron.models.hf.entries import Entry, Region
+from petatron.mesh.rank_layout import Layout
+from petatron.models.hf.folder_entries import Entry, Region
+from petatron.sharding.boxes import Box, BoxIndex, overlap, tiling_problem
 from tests.dist import RankPool
 
 SHAPE = (8, 6)

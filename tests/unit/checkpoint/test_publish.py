@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.disk import Disk
+from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.step_folder import DamagedCheckpoint
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk, ModelFolder
-from petatron.checkpoint.storage import DamagedCheckpoint
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.hf.entries import Entry, Region
+from petatron.models.hf.folder_entries import Entry, Region
 
 
 class Killed(BaseException):
@@ -179,7 +179,7 @@ def test_a_folder_that_is_not_shared_is_noticed_before_anything_is_published(tmp
                 path.unlink()
             return stored
 
-    monkeypatch.setattr("petatron.checkpoint.storage._SEEN_WITHIN_S", 0.3)
+    monkeypatch.setattr("petatron.checkpoint.files.step_folder._SEEN_WITHIN_S", 0.3)
     with pytest.raises(
         CheckpointError, match=r"rank-00000.safetensors was written by another rank.*all machines share"
     ):
@@ -192,7 +192,7 @@ def test_what_a_crash_left_behind_goes_before_the_disk_is_called_full(tmp_path, 
     draft = tmp_path / "step-00000020.tmp"
     draft.mkdir()
     (draft / "half").write_bytes(bytes(1000))
-    monkeypatch.setattr("petatron.checkpoint.writing.free_bytes", lambda _: 10 if draft.exists() else 10_000)
+    monkeypatch.setattr("petatron.checkpoint.save.rank_writer.free_bytes", lambda _: 10 if draft.exists() else 10_000)
     save(manager_of(tmp_path), 20, 2.0)
     assert load(manager_of(tmp_path)) == (20, 2.0)
 

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.disk import Disk
+from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
 
 SHAPE = (6, 4)

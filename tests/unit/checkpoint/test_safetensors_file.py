@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.safetensors_file import DTYPES, file_parts, read_header
+from petatron.checkpoint.files.safetensors_file import DTYPES, file_parts, read_header
 
 
 def _write(path, tensors):

@@ -14,9 +14,9 @@ from petatron import __version__
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.cli import main as cli
 from petatron.config import dump_yaml, load_config, preset_names
-from petatron.config.fields import all_fields, by_name
-from petatron.config.help import flag_help
-from petatron.config.reference import reference
+from petatron.config.flags.help_text import flag_help
+from petatron.config.flags.reference_page import reference
+from petatron.config.schema.fields import all_fields, by_name
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,7 +8,7 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.config import ParallelConfig
-from petatron.config.communicators import CommunicatorSettings, communicator_options, communicator_problems
+from petatron.config.nccl_communicators import CommunicatorSettings, communicator_options, communicator_problems
 
 
 def options(tmp_path: Path, text: str, *groups: str) -> ParallelConfig:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config import spellings
-from petatron.config.fields import all_fields, by_name, flag_of
-from petatron.config.flags import parse_flags
+from petatron.config.flags import megatron_flags
+from petatron.config.flags.parse import parse_flags
+from petatron.config.schema.fields import all_fields, by_name, flag_of
 
 
 def values(text: str) -> dict[str, object]:
@@ -154,13 +154,13 @@ def test_each_spelling_stands_in_one_table_only():
     own = {info.flag for info in all_fields()}
     own |= {f"--no-{info.flag[2:]}" for info in all_fields() if info.kind == "bool"}
     tables = [
-        spellings.ALIASES,
-        spellings.SHORTHANDS,
-        spellings.CHOICES,
-        spellings.IMPLIED,
-        spellings.RENAMED,
-        spellings.ELSEWHERE,
-        spellings.LATER,
+        megatron_flags.ALIASES,
+        megatron_flags.SHORTHANDS,
+        megatron_flags.CHOICES,
+        megatron_flags.IMPLIED,
+        megatron_flags.RENAMED,
+        megatron_flags.ELSEWHERE,
+        megatron_flags.LATER,
     ]
     seen = set(own)
     for table in tables:
@@ -171,13 +171,13 @@ def test_each_spelling_stands_in_one_table_only():
 
 
 def test_tables_point_at_fields_that_exist():
-    for name in [*spellings.ALIASES.values(), *(item.field for item in spellings.SHORTHANDS.values())]:
+    for name in [*megatron_flags.ALIASES.values(), *(item.field for item in megatron_flags.SHORTHANDS.values())]:
         assert name in by_name()
-    chosen = [choice for choices in spellings.CHOICES.values() for choice in choices.values()]
-    for shorthand in [*spellings.SHORTHANDS.values(), *chosen]:
+    chosen = [choice for choices in megatron_flags.CHOICES.values() for choice in choices.values()]
+    for shorthand in [*megatron_flags.SHORTHANDS.values(), *chosen]:
         info = by_name()[shorthand.field]
         assert info.kind == "bool" or shorthand.value in info.choices
-    for name, words in spellings.LATER_VALUES.items():
+    for name, words in megatron_flags.LATER_VALUES.items():
         assert not set(words) & set(by_name()[name].choices)
 
 

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from petatron.config import resolve_config
-from petatron.config.check_graphs import draws
+from petatron.config.checks.cuda_graphs import draws
 
 BASE = shlex.split(
     "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --bf16 --cuda-graphs --hidden-dropout 0 --attention-dropout 0"

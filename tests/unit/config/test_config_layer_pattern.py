@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.config import ModelConfig, MoEConfig, RunConfig
-from petatron.config.layer_pattern import PatternError, moe_layers, parse_pattern, pattern_problems
+from petatron.config.schema.moe_layer_freq import PatternError, moe_layers, parse_pattern, pattern_problems
 
 
 def config_with(pattern: str, *, layers: int, experts: int | None = 4) -> RunConfig:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, dump_yaml, load_config, parse_blend, parse_split, resolve_config, with_vocab_size
-from petatron.config.document import read_text
-from petatron.config.fields import all_fields, assemble, flatten
-from petatron.config.origins import Origin
+from petatron.config.schema.fields import all_fields, assemble, flatten
+from petatron.config.value_origins import Origin
+from petatron.config.yaml_file import read_text
 
 MOCK = shlex.split("--mock-data --lr 1e-3 --train-iters 100")
 

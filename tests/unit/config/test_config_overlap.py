@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from petatron.config import resolve_config
-from petatron.config.check_overlap import FLAG
+from petatron.config.checks.moe_overlap import FLAG
 
 BASE = shlex.split(f"--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --global-batch-size 16 {FLAG}")
 EXPERTS = "--num-experts 4 --dp 2 --ep 2 --moe-token-dispatcher-type alltoall"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from petatron.config import resolve_config
-from petatron.config.check_precision import check_precision
-from petatron.config.derive import derive
-from petatron.config.document import dump_yaml
-from petatron.config.fields import assemble, by_name, flatten
+from petatron.config.checks.fp8 import check_precision
+from petatron.config.derived_defaults import derive
+from petatron.config.schema.fields import assemble, by_name, flatten
+from petatron.config.yaml_file import dump_yaml
 
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --bf16")
 

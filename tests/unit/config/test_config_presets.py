@@ -7,11 +7,11 @@ import shlex
 import pytest
 
 from petatron.config import RunConfig, preset_names, resolve_config
-from petatron.config.check import NOT_IN_THIS_VERSION
-from petatron.config.derive import GATED_ACTIVATIONS
-from petatron.config.fields import by_path
-from petatron.config.layer_pattern import moe_layers
+from petatron.config.checks.check_all import NOT_IN_THIS_VERSION
+from petatron.config.derived_defaults import GATED_ACTIVATIONS
 from petatron.config.presets import preset_summary
+from petatron.config.schema.fields import by_path
+from petatron.config.schema.moe_layer_freq import moe_layers
 
 EXPECTED = shlex.split(
     "gpt3-125m gpt3-350m gpt3-760m gpt3-1.3b gpt3-2.7b gpt3-6.7b gpt3-13b gpt3-175b llama2-7b llama2-13b llama2-70b "

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from petatron.config import RunConfig, load_config
-from petatron.config.paths import path_fields
-from petatron.config.saved import saved_yaml
+from petatron.config.absolute_paths import path_fields
+from petatron.config.saved_config import saved_yaml
 
 MOCK = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 4".split()
 

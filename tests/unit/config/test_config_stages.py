@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.config import ModelConfig, ParallelConfig, RunConfig, load_config, resolve_config
-from petatron.config.check_pipeline import check_pipeline
-from petatron.config.derive import derive
-from petatron.config.stage_layout import LayoutError, parse_layout
-from petatron.config.stages import Stage, largest_stage, stage_problems, stages
+from petatron.config.checks.pipeline import check_pipeline
+from petatron.config.derived_defaults import derive
+from petatron.config.pipeline_stages import Stage, largest_stage, stage_problems, stages
+from petatron.config.schema.pipeline_layout_string import LayoutError, parse_layout
 
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from petatron.data.writer import IndexedWriter
+from petatron.data.indexed_writer import IndexedWriter
 
 MakeDataset = Callable[..., str]
 

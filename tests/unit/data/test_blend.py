@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.data import blend
-from petatron.data.blend import BlendedDataset, blend_indices, parse_blend
+from petatron.data import blended_dataset
+from petatron.data.blended_dataset import BlendedDataset, blend_indices, parse_blend
 
 
 def naive_blend(weights: list[float], size: int, limits: list[int] | None = None) -> tuple[list[int], list[int]]:
@@ -39,7 +39,7 @@ WEIGHTS = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=6)
 )
 def test_equals_the_loop(weights: list[float], size: int, lane: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blend, "MIN_LANE_STEPS", lane)
+        patch.setattr(blended_dataset, "MIN_LANE_STEPS", lane)
         datasets, samples = blend_indices(weights, size)
     assert (datasets.tolist(), samples.tolist()) == naive_blend(weights, size)
 
@@ -48,7 +48,7 @@ def test_equals_the_loop(weights: list[float], size: int, lane: int) -> None:
 @given(sizes=st.lists(st.integers(0, 80), min_size=1, max_size=6).filter(any), lane=st.sampled_from([1, 7, 512]))
 def test_exhausts_every_dataset(sizes: list[int], lane: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blend, "MIN_LANE_STEPS", lane)
+        patch.setattr(blended_dataset, "MIN_LANE_STEPS", lane)
         datasets, samples = blend_indices(sizes, sum(sizes), limits=sizes)
     assert np.bincount(datasets, minlength=len(sizes)).tolist() == sizes
     assert (datasets.tolist(), samples.tolist()) == naive_blend([float(size) for size in sizes], sum(sizes), sizes)
@@ -56,17 +56,17 @@ def test_exhausts_every_dataset(sizes: list[int], lane: int) -> None:
 
 def test_lanes_with_a_wrong_belief_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the warm-up believes, the result is that of the loop."""
-    monkeypatch.setattr(blend, "MIN_LANE_STEPS", 64)
-    original, runs = blend._run, []
-    monkeypatch.setattr(blend, "_run", lambda *args: (runs.append(len(args[2])), original(*args))[1])
-    warm_up = blend._warm_up
+    monkeypatch.setattr(blended_dataset, "MIN_LANE_STEPS", 64)
+    original, runs = blended_dataset._run, []
+    monkeypatch.setattr(blended_dataset, "_run", lambda *args: (runs.append(len(args[2])), original(*args))[1])
+    warm_up = blended_dataset._warm_up
 
     def spoiled(*args: np.ndarray) -> np.ndarray:
         counts = warm_up(*args)
         counts[3::4, 0] += 1
         return counts
 
-    monkeypatch.setattr(blend, "_warm_up", spoiled)
+    monkeypatch.setattr(blended_dataset, "_warm_up", spoiled)
     weights = [1.0, 0.003, 0.5, 1e-4]
     datasets, samples = blend_indices(weights, 5000)
     assert len(runs) > 1
@@ -113,11 +113,11 @@ def test_blended_dataset() -> None:
 
 
 def test_blend_is_cached_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petatron.data.cache.NOTED_BYTES", 0)
+    monkeypatch.setattr("petatron.data.index_cache.NOTED_BYTES", 0)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     sources = [Numbered(0, 75), Numbered(1000, 25)]
     first = BlendedDataset(sources, [3, 1], 100, cache_dir=tmp_path)
-    monkeypatch.setattr(blend, "blend_indices", lambda *args, **more: pytest.fail("built again"))
+    monkeypatch.setattr(blended_dataset, "blend_indices", lambda *args, **more: pytest.fail("built again"))
     again = BlendedDataset(sources, [3, 1], 100, cache_dir=tmp_path)
     assert [int(first[i][0]) for i in range(100)] == [int(again[i][0]) for i in range(100)]
     assert first.fingerprint == again.fingerprint

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from petatron.base.errors import DataError
-from petatron.config.schema import ModelConfig, RunConfig
-from petatron.config.schema_run import DataConfig, TrainConfig
-from petatron.data.build import build_datasets
-from petatron.data.dataset import SampleDataset
+from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.run import RunConfig
+from petatron.config.schema.training import DataConfig, TrainConfig
+from petatron.data.build_datasets import build_datasets
+from petatron.data.sample_dataset import SampleDataset
 from petatron.data.tokenizer import ByteTokenizer
 
 from .conftest import MakeDataset

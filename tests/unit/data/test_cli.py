@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from petatron.bench import data as bench_data
 from petatron.cli import data
-from petatron.cli.benches import data as bench_data
 from petatron.cli.main import main
-from petatron.data.indexed import IndexedDataset
+from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.preprocess import Progress
 
 REPOSITORY = Path(__file__).parents[3]

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from petatron.base.errors import DataError
-from petatron.data.gpt import GPTDataset
-from petatron.data.indexed import IndexedDataset
-from petatron.mesh.layout import Layout
+from petatron.data.gpt_dataset import GPTDataset
+from petatron.data.indexed_dataset import IndexedDataset
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.train import run as train_run
 from tests.dist import RankPool
 

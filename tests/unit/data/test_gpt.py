@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
-from petatron.data import gpt
-from petatron.data.gpt import GPTDataset, split_documents
-from petatron.data.indexed import IndexedDataset
-from petatron.data.writer import IndexedWriter
+from petatron.data import gpt_dataset
+from petatron.data.gpt_dataset import GPTDataset, split_documents
+from petatron.data.indexed_dataset import IndexedDataset
+from petatron.data.indexed_writer import IndexedWriter
 
 from .conftest import MakeDataset
 
@@ -62,7 +62,7 @@ def test_cache_is_used_and_keyed_by_content(
     make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    monkeypatch.setattr("petatron.data.cache.NOTED_BYTES", 0)
+    monkeypatch.setattr("petatron.data.index_cache.NOTED_BYTES", 0)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
     def build(seed: int = 1, num_samples: int = 9, prefix: str | None = None) -> list[list[int]]:
@@ -73,8 +73,8 @@ def test_cache_is_used_and_keyed_by_content(
     kept = [path.suffix for path in cache.iterdir() if not path.name.endswith("-digest.json")]
     assert sorted(kept) == [".json", ".npy", ".npy", ".npy"]
     built: list[int] = []
-    original = gpt.build_sample_index
-    monkeypatch.setattr(gpt, "build_sample_index", lambda *args: (built.append(1), original(*args))[1])
+    original = gpt_dataset.build_sample_index
+    monkeypatch.setattr(gpt_dataset, "build_sample_index", lambda *args: (built.append(1), original(*args))[1])
     assert build() == first and build(num_samples=8) == first and not built  # rewritten files, same content: found
     assert build(seed=2) != first and len(built) == 1
     build(num_samples=11)  # a second epoch

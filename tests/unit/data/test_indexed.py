@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import DataError
-from petatron.data.indexed import DTYPES, IndexedDataset, optimal_dtype
-from petatron.data.writer import IndexedWriter, merge
+from petatron.data.indexed_dataset import DTYPES, IndexedDataset, optimal_dtype
+from petatron.data.indexed_writer import IndexedWriter, merge
 
 
 def reference_files(documents: list[list[list[int]]], code: int = 8, char: str = "H") -> tuple[bytes, bytes]:

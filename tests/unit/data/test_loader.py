@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
-from petatron.data.loader import BatchLoader, LoaderOptions, epoch_permutation, make_batch
-from petatron.data.mock import MockDataset
+from petatron.data.batch_loader import BatchLoader, LoaderOptions, epoch_permutation, make_batch
+from petatron.data.mock_dataset import MockDataset
 
 
 class Numbered:

@@ -9,10 +9,10 @@ import pytest
 import zstandard
 
 from petatron.base.errors import DataError
-from petatron.config.schema_run import TokenizerConfig
+from petatron.config.schema.training import TokenizerConfig
 from petatron.data import preprocess as module
-from petatron.data.indexed import IndexedDataset
-from petatron.data.jsonl import read_blocks
+from petatron.data.indexed_dataset import IndexedDataset
+from petatron.data.jsonl_reader import read_blocks
 from petatron.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")

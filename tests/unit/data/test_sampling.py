@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.data import sampling
-from petatron.data.sampling import SampleIndex, build_sample_index, frozen_random, plan_epochs
+from petatron.data import sample_index
+from petatron.data.sample_index import SampleIndex, build_sample_index, frozen_random, plan_epochs
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=15).filter(lambda lengths: sum(lengths) > 0)
 
@@ -84,7 +84,7 @@ def test_blocks_give_the_same_index(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths[100:200] = 0  # whole blocks without a token, hence without a sample start
     plan = plan_epochs(int(lengths.sum()), 7, 2500)
     whole = build_sample_index(np.arange(300), lengths, plan, 3)
-    monkeypatch.setattr(sampling, "BLOCK_DOCUMENTS", 13)
+    monkeypatch.setattr(sample_index, "BLOCK_DOCUMENTS", 13)
     blocked = build_sample_index(np.arange(300), lengths, plan, 3)
     assert np.array_equal(whole.starts, blocked.starts)
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from petatron.base.errors import DataError
-from petatron.config.schema_run import TokenizerConfig
+from petatron.config.schema.training import TokenizerConfig
 from petatron.data.tokenizer import (
     ByteTokenizer,
     GPT2BPETokenizer,

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.config import load_config
-from petatron.infer.sample import generate, keep_likeliest
-from petatron.mesh.layout import Layout
+from petatron.infer.generate import generate, keep_likeliest
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
-from petatron.parallel.model import ParallelModel
+from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build import build_model
 from tests.dist import RankPool
 

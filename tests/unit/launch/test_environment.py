@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import LaunchError
-from petatron.mesh import launch
-from petatron.mesh.launch import SINGLE, expand_hosts, rank_environment, read_environment
-from petatron.mesh.process_group import local_device_index, start_process_group, stop_process_group
+from petatron.mesh.launch import environment
+from petatron.mesh.launch.environment import SINGLE, expand_hosts, rank_environment, read_environment
+from petatron.mesh.launch.process_group import local_device_index, start_process_group, stop_process_group
 
 TORCHRUN = {
     "RANK": "5",
@@ -150,15 +150,15 @@ def test_rank_environment_reads_back_and_keeps_the_users_choices() -> None:
     place = dataclasses.replace(read_environment(TORCHRUN), local_world_size=8)
     env = rank_environment(place, error_file="/x/e.json", base={"OMP_NUM_THREADS": "3", "PATH": "/bin"})
     assert read_environment(env) == place
-    assert (env["OMP_NUM_THREADS"], env["PATH"], env[launch.ERROR_FILE]) == ("3", "/bin", "/x/e.json")
-    inherited = {launch.ERROR_FILE: "outer", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert (env["OMP_NUM_THREADS"], env["PATH"], env[environment.ERROR_FILE]) == ("3", "/bin", "/x/e.json")
+    inherited = {environment.ERROR_FILE: "outer", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     bare = rank_environment(place, base=inherited)
-    assert launch.ERROR_FILE not in bare and "TORCHELASTIC_USE_AGENT_STORE" not in bare
+    assert environment.ERROR_FILE not in bare and "TORCHELASTIC_USE_AGENT_STORE" not in bare
     assert int(bare["OMP_NUM_THREADS"]) >= 1
 
 
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "usable_cores", lambda: 16)
+    monkeypatch.setattr(environment, "usable_cores", lambda: 16)
     four = dataclasses.replace(read_environment(TORCHRUN), world_size=8, local_world_size=4)
     assert rank_environment(four, base={})["OMP_NUM_THREADS"] == "4"
     many = dataclasses.replace(four, world_size=64, local_world_size=64)
@@ -201,8 +201,8 @@ def test_unreachable_peers_are_explained() -> None:
     place = dataclasses.replace(SINGLE, rank=1, world_size=2, master_port=9)
     with pytest.raises(LaunchError, match=r"Rank 1 of 2 could not join the others at 127\.0\.0\.1:9") as caught:
         start_process_group(place, timeout_minutes=0.5 / 60)
-    assert launch.is_echo(caught.value)
+    assert environment.is_echo(caught.value)
 
 
 def test_usable_cores_is_positive() -> None:
-    assert launch.usable_cores() >= 1
+    assert environment.usable_cores() >= 1

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from petatron.base.errors import DataError, LaunchError
-from petatron.mesh.launch import ERROR_FILE, guard, is_echo
+from petatron.mesh.launch.environment import ERROR_FILE, guard, is_echo
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,7 +22,7 @@ def run_child(body: str, **variables: str) -> subprocess.CompletedProcess[str]:
     code = (
         "import atexit, sys\n"
         "from petatron.base.errors import ConfigError, DataError\n"
-        "from petatron.mesh.launch import guard\n"
+        "from petatron.mesh.launch.environment import guard\n"
         "atexit.register(lambda: print('destructors ran'))\n"
         f"def main():\n    {body}\n    return 0\n"
         "sys.exit(guard(main))\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import LaunchError
-from petatron.cli.launcher import run_ranks
+from petatron.mesh.launch.local_launcher import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,7 +23,7 @@ def child(body: str) -> list[str]:
     head = (
         "import os, signal, sys, time\n"
         "from petatron.base.errors import DataError\n"
-        "from petatron.mesh.launch import guard\n"
+        "from petatron.mesh.launch.environment import guard\n"
         "rank = int(os.environ['RANK'])\n"
         "def main():\n"
     )
@@ -39,7 +39,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def start_launcher(tmp_path: Path, command: list[str], **options: object) -> subprocess.Popen[str]:
     """The launcher as a process of its own, to send it signals."""
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
-    code = f"import sys\nfrom petatron.cli.launcher import run_ranks\nsys.exit(run_ranks({command!r}{arguments}))"
+    code = f"import sys\nfrom petatron.mesh.launch.local_launcher import run_ranks\nsys.exit(run_ranks({command!r}{arguments}))"
     return subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -75,7 +75,9 @@ def test_all_ranks_run_with_their_places(tmp_path: Path, monkeypatch: pytest.Mon
 def test_other_machines_are_told_of_a_rank_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, str]] = []
     monkeypatch.setenv("PETATRON_SECRET", "0123456789abcdef")
-    monkeypatch.setattr("petatron.mesh.rendezvous.tell_peers", lambda place, text: told.append((place.rank, text)))
+    monkeypatch.setattr(
+        "petatron.mesh.launch.rendezvous.tell_peers", lambda place, text: told.append((place.rank, text))
+    )
     body = "os.kill(os.getpid(), signal.SIGKILL) if rank == 3 else time.sleep(30)"
     code = run_ranks(
         child(body), nproc=2, nnodes=2, node_rank=1, master_addr="10.1.1.1", master_port=29500, grace_s=0.1
@@ -262,13 +264,13 @@ def test_a_command_that_does_not_exist() -> None:
 
 
 def test_the_launcher_does_not_load_torch() -> None:
-    code = "import sys, petatron.cli.launcher; sys.exit('torch' in sys.modules)"
+    code = "import sys, petatron.mesh.launch.local_launcher; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 HUNG = """
-from petatron.mesh.failure import CommunicationError, request
-from petatron.mesh.launch import error_file, write_error_file
+from petatron.mesh.diagnose.failure_report import CommunicationError, request
+from petatron.mesh.launch.environment import error_file, write_error_file
 
 def report(state, started, at=None):
     ranks = [0, 1, 2]

@@ -16,10 +16,17 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import LaunchError, PeerFailure
-from petatron.mesh import rendezvous
-from petatron.mesh.launch import SINGLE, STORE_FILE, Environment, is_echo, rank_environment, read_environment
-from petatron.mesh.rendezvous import Rendezvous, tell_peers
-from petatron.mesh.secret import leave_secret
+from petatron.mesh.launch import rendezvous
+from petatron.mesh.launch.environment import (
+    SINGLE,
+    STORE_FILE,
+    Environment,
+    is_echo,
+    rank_environment,
+    read_environment,
+)
+from petatron.mesh.launch.rendezvous import Rendezvous, tell_peers
+from petatron.mesh.launch.shared_secret import leave_secret
 
 ROOT = Path(__file__).resolve().parents[3]
 SOON, LATE = timedelta(seconds=0.5), timedelta(seconds=20)

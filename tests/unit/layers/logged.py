@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from petatron.kernels.multiplication import PLAIN, WeightGrad
+from petatron.kernels.gemm import PLAIN, WeightGrad
 
 
 @dataclass

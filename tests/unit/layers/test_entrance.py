@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.layers.norm import RMSNorm
-from petatron.layers.product import Arrival, Multiply
-from petatron.layers.remade import Remade, remade
-from petatron.parallel.deferred import WeightGradQueue
+from petatron.layers.ops.linear_op import Arrival, Multiply
+from petatron.layers.ops.recompute_output import Remade, remade
+from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from tests.unit.layers.logged import Logged
 from tests.unit.models.kept import alive_bytes, kept_bytes
 

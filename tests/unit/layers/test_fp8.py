@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.config.schema import PrecisionConfig
-from petatron.kernels.fp8 import E4M3, E5M2, REFERENCE, Fp8Kernels
-from petatron.kernels.grouped import Counts, looped_linear
-from petatron.kernels.multiplication import PLAIN
-from petatron.layers.fp8 import DelayedScaling, Fp8Experts, fp8_multiplication, layer_in_eight_bits
-from petatron.layers.product import Multiply
-from petatron.layers.remade import Remade
+from petatron.config.schema.parallel import PrecisionConfig
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Kernels
+from petatron.kernels.gemm import PLAIN
+from petatron.kernels.moe.grouped_gemm import Counts, looped_linear
+from petatron.layers.ops.fp8_gemm import DelayedScaling, Fp8Experts, fp8_multiplication, layer_in_eight_bits
+from petatron.layers.ops.linear_op import Multiply
+from petatron.layers.ops.recompute_output import Remade
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
 

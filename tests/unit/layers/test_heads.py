@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config.schema import ModelConfig
+from petatron.config.schema.model import ModelConfig
 from petatron.kernels.registry import Situation
-from petatron.kernels.rotate import turn
+from petatron.kernels.rope import turn
 from petatron.layers.attention import Attention
-from petatron.layers.passing import Pass
+from petatron.layers.forward_context import Pass
 from petatron.layers.rope import Rotary
-from petatron.parallel.kernels import fill_kernels
+from petatron.parallel.select_kernels import fill_kernels
 from tests.unit.models.kept import alive_bytes
 
 S, B, H, K, E = 5, 2, 6, 2, 8

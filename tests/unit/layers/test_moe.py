@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config.schema import ModelConfig, MoEConfig
-from petatron.kernels import grouped
+from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.kernels.activation import GATED, PLAIN
-from petatron.kernels.moe import REFERENCE
+from petatron.kernels.moe import grouped_gemm
+from petatron.kernels.moe.permute import REFERENCE
 from petatron.kernels.registry import Situation
-from petatron.layers.moe import MoE
-from petatron.layers.passing import Pass
-from petatron.layers.router import Routing
-from petatron.parallel.kernels import fill_kernels
+from petatron.layers.forward_context import Pass
+from petatron.layers.moe.moe_layer import MoE
+from petatron.layers.moe.router import Routing
+from petatron.parallel.select_kernels import fill_kernels
 from tests.counted_rows import counted
 from tests.seen import Seen
 
@@ -159,7 +159,7 @@ def test_rows_of_no_expert_reach_nothing_and_are_not_counted_by_the_host(
     x.requires_grad_()
     true_y = layer(x, Pass())
     true = gradients(layer, x, true_y)
-    plain, poisoned = grouped.looped_linear, []
+    plain, poisoned = grouped_gemm.looped_linear, []
 
     def leaving_the_rest(rows: Tensor, weight: Tensor, counts: Tensor | int) -> Tensor:
         made = plain(rows, weight, counts)
@@ -171,7 +171,7 @@ def test_rows_of_no_expert_reach_nothing_and_are_not_counted_by_the_host(
     with Seen("_local_scalar_dense") as seen:
         gradients(layer, x, layer(x, Pass()))
     assert seen.count == 0
-    monkeypatch.setattr(grouped, "looped_linear", leaving_the_rest)
+    monkeypatch.setattr(grouped_gemm, "looped_linear", leaving_the_rest)
     y = layer(x, Pass())
     torch.testing.assert_close(y, true_y)
     for name, gradient in gradients(layer, x, y).items():

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config.schema import MoEConfig
-from petatron.layers.balance import Together, attach, expert_counts, router_health
-from petatron.layers.router import Router
+from petatron.config.schema.model import MoEConfig
+from petatron.layers.moe.load_balancing import Together, attach, expert_counts, router_health
+from petatron.layers.moe.router import Router
 
 S, B, D, E, K = 8, 3, 5, 4, 2
 MOE = MoEConfig(num_experts=E, moe_router_topk=K, moe_aux_loss_coeff=0.3)

@@ -9,10 +9,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from petatron.config.schema import ModelConfig, MoEConfig
-from petatron.models.base import Batch
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.estimate.flops import formula, model_flops_per_token, parameter_count
+from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
-from petatron.models.flops import formula, model_flops_per_token, parameter_count
 
 GATED = ModelConfig(
     num_layers=3,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config.schema import MoEConfig
-from petatron.layers.balance import ALONE, expert_bias_update, sinkhorn
-from petatron.layers.router import Router
+from petatron.config.schema.model import MoEConfig
+from petatron.layers.moe.load_balancing import ALONE, expert_bias_update, sinkhorn
+from petatron.layers.moe.router import Router
 
 D, E, K = 6, 8, 3
 MOE = MoEConfig(num_experts=E, moe_router_topk=K)

@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.matmul import matmul_into
+from petatron.kernels.weight_grad_gemm import matmul_into
+from petatron.layers.embedding import TokenEmbedding
 from petatron.layers.linear import Linear
 from petatron.layers.mlp import Activation
 from petatron.layers.norm import RMSNorm
-from petatron.layers.product import Multiply, Write, multiply_here
-from petatron.layers.remade import Remade, remade
-from petatron.layers.rows import batch_first, from_row_order, from_rows, to_row_order, to_rows
-from petatron.layers.vocabulary import OutputHead, TokenEmbedding
-from petatron.parallel.deferred import WeightGradQueue
+from petatron.layers.ops.linear_op import Multiply, Write, multiply_here
+from petatron.layers.ops.recompute_output import Remade, remade
+from petatron.layers.output_head import OutputHead
+from petatron.layers.token_layout import batch_first, from_row_order, from_rows, to_row_order, to_rows
+from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 
 S, B, D, OUT = 6, 3, 8, 5
 

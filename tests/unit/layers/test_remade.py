@@ -13,8 +13,8 @@ from torch import Tensor
 from petatron.kernels import activation
 from petatron.layers.mlp import Activation
 from petatron.layers.norm import LayerNorm, RMSNorm
-from petatron.layers.product import Multiply, Write
-from petatron.layers.remade import MaybeTensors, Remade, Source, Tensors, make, remade
+from petatron.layers.ops.linear_op import Multiply, Write
+from petatron.layers.ops.recompute_output import MaybeTensors, Remade, Source, Tensors, make, remade
 
 S, B, D, OUT = 6, 3, 8, 5
 

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from petatron.kernels import embedding as embedding_reference
-from petatron.kernels import linear_loss
-from petatron.layers.vocabulary import OutputHead, TokenEmbedding, Vocabulary
-from petatron.mesh.spec import Shard, TensorSplit, place
-from petatron.models.base import Batch
-from petatron.parallel.tensor import take_weight_gradients
+from petatron.kernels import embedding_grad as embedding_reference
+from petatron.kernels import linear_cross_entropy
+from petatron.layers.embedding import TokenEmbedding
+from petatron.layers.output_head import OutputHead
+from petatron.layers.vocabulary_shard import Vocabulary
+from petatron.models.batch import Batch
+from petatron.parallel.tensor_parallel import take_weight_gradients
+from petatron.sharding.shard_spec import Shard, TensorSplit, place
 from tests.kernels.loss_cases import Ranks
 from tests.unit.layers.test_product import Buffers, leaf
 from tests.unit.models.test_activations import BASE, LLAMA, batch_of, build, run_of
@@ -67,7 +69,7 @@ def test_losses_over_ranks(size: int, count: int, pad_to: int, chunk: int, known
     true = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(S, B)
     true_x, true_table = torch.autograd.grad((true * weights).sum(), leaves)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_loss, "CHUNK_BYTES", chunk * local * 8)
+        patch.setattr(linear_cross_entropy, "CHUNK_BYTES", chunk * local * 8)
         results = ranks.run(work)
     for losses, _, _ in results:
         torch.testing.assert_close(losses, true, rtol=0, atol=1e-11)
@@ -146,7 +148,7 @@ def test_the_gradient_of_a_table_over_ranks(takes: bool):
 @pytest.mark.parametrize("sizes", [[S * B], [3, 3, 3, 1]])
 def test_chunks_of_two_micro_batches(monkeypatch: pytest.MonkeyPatch, sizes: list[int], known: bool, takes: bool):
     """The first micro-batch overwrites what the last step has left, and of it the first chunk only; all others add."""
-    monkeypatch.setattr(linear_loss, "CHUNK_BYTES", sizes[0] * 11 * 8)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", sizes[0] * 11 * 8)
     head = OutputHead(11, D, tied=False).double()
     assert head.weight is not None
     weight = nn.init.normal_(head.weight)
@@ -154,9 +156,9 @@ def test_chunks_of_two_micro_batches(monkeypatch: pytest.MonkeyPatch, sizes: lis
 
     def watched(logits: Tensor, *args) -> Tensor:
         chunks.append(len(logits))
-        return linear_loss.losses_and_gradient_(logits, *args)
+        return linear_cross_entropy.losses_and_gradient_(logits, *args)
 
-    head.kernels = replace(linear_loss.REFERENCE, losses_and_gradient_=watched)
+    head.kernels = replace(linear_cross_entropy.REFERENCE, losses_and_gradient_=watched)
     buffers = Buffers(weight)
     head.weight_grads = buffers.queue() if takes else None
     true_total = torch.zeros_like(weight)
@@ -208,6 +210,6 @@ def test_chunks_change_no_gradient_of_a_model(monkeypatch: pytest.MonkeyPatch, f
 
     whole = train()
     assert whole.keys() == dict(model.named_parameters()).keys()
-    monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 5 * 131 * 8)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 5 * 131 * 8)
     for name, ours in train().items():
         torch.testing.assert_close(ours, whole[name], rtol=0, atol=1e-12, msg=name)

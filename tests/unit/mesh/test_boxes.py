@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.mesh.boxes import Box, overlap, tiling_problem
+from petatron.sharding.boxes import Box, overlap, tiling_problem
 
 
 @st.composite

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.mesh import collectives
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
 
 RANKS = 3

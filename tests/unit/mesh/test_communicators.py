@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from petatron.base.errors import LaunchError
 from petatron.config import load_config
-from petatron.mesh import collectives, process_group
-from petatron.mesh.launch import SINGLE
-from petatron.mesh.layout import Layout
+from petatron.estimate.memory.forecast import shared_device_problem
+from petatron.mesh import collectives
+from petatron.mesh.launch import process_group
+from petatron.mesh.launch.environment import SINGLE
+from petatron.mesh.launch.nccl_options import variables
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.nccl import variables
-from petatron.train.memory import shared_device_problem
+from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
 
 

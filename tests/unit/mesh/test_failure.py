@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from petatron.base.errors import PeerFailure
 from petatron.mesh import collectives
-from petatron.mesh import watchdog as watchdog_module
-from petatron.mesh.failure import CommunicationError, request, sentence, together
-from petatron.mesh.launch import is_echo
+from petatron.mesh.comm_record import Record
+from petatron.mesh.diagnose import watchdog as watchdog_module
+from petatron.mesh.diagnose.failure_report import CommunicationError, request, sentence, together
+from petatron.mesh.diagnose.watchdog import Watchdog
+from petatron.mesh.launch.environment import is_echo
 from petatron.mesh.mesh import Axis
-from petatron.mesh.record import Record
-from petatron.mesh.watchdog import Watchdog
 
 GLOO = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
 
@@ -77,7 +77,7 @@ def place(rank: int, *, state: str = "failed", started: int = 7, op: str = "all_
         "op": op,
         "axis": "dp",
         "ranks": ranks,
-        "caller": "parallel/gradients.py:88 send",
+        "caller": "parallel/data/gradient_reduction.py:88 send",
         "number": 1204,
         "for_s": 600.4,
     }
@@ -85,13 +85,13 @@ def place(rank: int, *, state: str = "failed", started: int = 7, op: str = "all_
 
 
 def test_ranks_at_one_place_are_one_line_and_the_late_one_is_named():
-    late = place(2, state="idle", started=6, number=1203, op="all_gather", at="train/step.py:9 load")
+    late = place(2, state="idle", started=6, number=1203, op="all_gather", at="train/train_step.py:9 load")
     assert together([place(0), place(1), late, place(3)]) == [
         "Rank 2 did not arrive at all_reduce over dp (ranks 0-3): 6 collectives started there, 7 by ranks 0-1, 3.",
-        "Ranks 0-1, 3 were waiting in all_reduce over dp (ranks 0-3) at parallel/gradients.py:88 send, operation 1,204, "
+        "Ranks 0-1, 3 were waiting in all_reduce over dp (ranks 0-3) at parallel/data/gradient_reduction.py:88 send, operation 1,204, "
         "for up to 600 s.",
-        "Rank 2 was in no communication since all_gather over dp (ranks 0-3) at parallel/gradients.py:88 send, operation 1,203, "
-        "and is at train/step.py:9 load.",
+        "Rank 2 was in no communication since all_gather over dp (ranks 0-3) at parallel/data/gradient_reduction.py:88 send, "
+        "operation 1,203, and is at train/train_step.py:9 load.",
     ]
 
 
@@ -247,7 +247,7 @@ def test_a_store_that_is_gone_ends_only_who_waits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_is_behind_is_named_though_the_others_wait_for_their_devices():
-    late = place(2, state="idle", started=5, at="train/step.py:9 load")
+    late = place(2, state="idle", started=5, at="train/train_step.py:9 load")
     waiting = [place(0, state="device"), place(1, state="device", started=6), place(3, state="device")]
     lines = together([*waiting, late])
     assert lines[0] == (

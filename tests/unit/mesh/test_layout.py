@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config.schema import ParallelConfig
-from petatron.mesh.layout import AXES, DENSE, EXPERT, Layout
+from petatron.config.schema.parallel import ParallelConfig
+from petatron.mesh.rank_layout import AXES, DENSE, EXPERT, Layout
 
 WORLD = 4096
 

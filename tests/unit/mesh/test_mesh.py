@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 from petatron.mesh import collectives
-from petatron.mesh.launch import Environment
-from petatron.mesh.layout import AXES, Layout
+from petatron.mesh.launch.environment import Environment
+from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.process_group import start_process_group
+from petatron.mesh.rank_layout import AXES, Layout
 from tests.dist import RankPool
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from petatron.mesh import collectives
-from petatron.mesh.layout import Layout
+from petatron.mesh.comm_record import Communicator, Event
+from petatron.mesh.diagnose.order_check import order_findings
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.order import order_findings
-from petatron.mesh.record import Communicator, Event
+from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
 
 Step = tuple[str, str, tuple[int, ...]]

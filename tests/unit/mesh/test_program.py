@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from petatron.mesh.program import RECEIVE, SEND, Call, Compute, Item, Operation, Outcome, Program, play
-from petatron.parallel.schedule import Kind, Schedule, build_schedule
-from petatron.plan.nccl import POLICIES, pipeline_program
-from petatron.plan.simulate import Costs
+from petatron.mesh.diagnose.nccl_program import RECEIVE, SEND, Call, Compute, Item, Operation, Outcome, Program, play
+from petatron.plan.nccl_deadlock import POLICIES, pipeline_program
+from petatron.plan.pipeline_simulator import Costs
+from petatron.schedule import Kind, Schedule, build_schedule
 
 STRICTEST = {"lazy_connect": True, "one_queue": True}
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from petatron.mesh.comm_record import Record
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.record import Record
 
 
 def test_ring_keeps_the_latest_and_counts_all():

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from petatron.mesh import rng
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.rng import RandomStreams, normal_piece, stable_seed
-from petatron.mesh.spec import Piece
+from petatron.mesh.rank_layout import Layout
+from petatron.mesh.rng import RandomStreams, stable_seed
+from petatron.sharding.initial_values import normal_piece
+from petatron.sharding.shard_spec import Piece
 from tests.dist import RankPool
 
 

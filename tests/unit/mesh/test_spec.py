@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.mesh.spec import Placement, Section, Shard, TensorSplit, find, place, section_name
+from petatron.sharding.shard_spec import Placement, Section, Shard, TensorSplit, find, place, section_name
 
 QKV = "layers.3.attention.qkv.weight"
 MANY = settings(max_examples=80, deadline=None)

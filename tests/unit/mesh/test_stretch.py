@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from petatron.mesh.comm_record import Record
 from petatron.mesh.mesh import Axis
-from petatron.mesh.record import Record
-from petatron.mesh.spec import Section, Shard, TensorSplit, place
-from petatron.mesh.stretch import Part, Stretch, range_boxes, share_of
+from petatron.sharding.flat_shard import Part, Stretch, range_boxes, share_of
+from petatron.sharding.shard_spec import Section, Shard, TensorSplit, place
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 

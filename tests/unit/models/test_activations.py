@@ -11,30 +11,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig, load_config
-from petatron.config.layer_pattern import moe_layers
-from petatron.config.schema import MemoryConfig
-from petatron.config.stages import Stage
+from petatron.config.pipeline_stages import Stage
+from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.estimate.activation_bytes import ActivationShape
+from petatron.estimate.recompute_plan import plan_recompute
 from petatron.kernels.registry import Situation
 from petatron.layers.linear import Linear
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
-from petatron.mesh.spec import TensorSplit
-from petatron.models.activations import ActivationShape
-from petatron.models.base import Batch
+from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder, shards
-from petatron.models.recompute_plan import plan_recompute
-from petatron.parallel.deferred import WeightGradQueue
-from petatron.parallel.eight_bits import multiply_in_eight_bits
-from petatron.parallel.expert import connect_experts
+from petatron.parallel.expert_parallel import connect_experts
+from petatron.parallel.fp8 import multiply_in_eight_bits
+from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.recompute import apply_recompute
-from petatron.parallel.tensor import (
+from petatron.parallel.tensor_parallel import (
     ColumnProduct,
     connect,
     split_vocabulary,
     split_weights,
     take_weight_gradients,
 )
+from petatron.sharding.shard_spec import TensorSplit
 from tests.dist import RankPool
 from tests.unit.models.kept import kept_bytes
 

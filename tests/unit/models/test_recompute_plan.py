@@ -12,19 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
+from petatron.base.text import gigabytes
 from petatron.config import load_config
-from petatron.config.schema import MemoryConfig
-from petatron.config.stages import Stage
-from petatron.models.activations import FULL, ActivationShape, layer_bytes
-from petatron.models.recompute_plan import (
-    DENSE,
-    MIXED,
-    RecomputePlan,
-    effective,
-    gigabytes,
-    plan_recompute,
-    recompute_flops,
-)
+from petatron.config.pipeline_stages import Stage
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.estimate.activation_bytes import FULL, ActivationShape, layer_bytes
+from petatron.estimate.recompute_plan import DENSE, MIXED, RecomputePlan, effective, plan_recompute, recompute_flops
 from petatron.parallel.recompute import apply_recompute
 from tests.unit.models.test_activations import LLAMA, batch_of, build, measured, run_of
 

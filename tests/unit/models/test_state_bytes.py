@@ -8,13 +8,13 @@ import pytest
 
 import petatron
 from petatron.config import RunConfig
-from petatron.config.stages import Stage, stages
-from petatron.mesh.flat import FlatGroup
-from petatron.models.flops import padded_vocabulary, parameter_count
-from petatron.models.state_bytes import StateBytes, held_elements, state_bytes
-from petatron.parallel.model import ParallelModel
-from petatron.train.build import pipeline_plan
-from petatron.train.dry_run import pretend_rank
+from petatron.config.pipeline_stages import Stage, stages
+from petatron.estimate.flops import padded_vocabulary, parameter_count
+from petatron.estimate.state_bytes import StateBytes, held_elements, state_bytes
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.schedule.pipeline_plan import pipeline_plan
+from petatron.sharding.flat_buffer import FlatGroup
+from petatron.train.fake_rank import pretend_rank
 
 BASE = "--mock-data --lr 1e-3 --train-iters 1 --num-layers 4 --vocab-size 1000 --make-vocab-size-divisible-by 8"
 EXPERTS = "--num-experts 8 --moe-layer-freq 2 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 64"

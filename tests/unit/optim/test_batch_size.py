@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config.schema import RunConfig
-from petatron.config.schema_run import TrainConfig
-from petatron.train.batch_size import BatchSchedule
+from petatron.config.schema.run import RunConfig
+from petatron.config.schema.training import TrainConfig
+from petatron.train.global_batch_size import BatchSchedule
 
 
 @st.composite

@@ -4,8 +4,8 @@ import pytest
 import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.train.build import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run

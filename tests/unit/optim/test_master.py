@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petatron.config.schema import OptimizerConfig
-from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
+from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import Shard, TensorSplit, place
-from petatron.mesh.stretch import group_pieces
 from petatron.models.decoder import takes_weight_decay
-from petatron.optim.master import MasterOptimizer
+from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
+from petatron.sharding.flat_shard import group_pieces
+from petatron.sharding.shard_spec import Shard, TensorSplit, place
 
 
 def small_model(dtype: torch.dtype) -> nn.Module:

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from petatron.base.errors import TrainError
-from petatron.config.schema import MemoryConfig, OptimizerConfig
-from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import Shard, TensorSplit, place
 from petatron.models.decoder import takes_weight_decay
-from petatron.optim import master
-from petatron.optim.homes import DiskHome, offload_place
-from petatron.optim.master import MasterOptimizer
-from petatron.optim.offload import DiskSide, Lanes, PinnedSide, Shuttle, Visit
-from petatron.optim.segments import plan_ranges
+from petatron.optim import mixed_precision
+from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.optim.state_offload import DiskSide, Lanes, PinnedSide, Shuttle, Visit
+from petatron.optim.state_segments import plan_ranges
+from petatron.optim.state_storage import DiskHome, offload_place
+from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
+from petatron.sharding.shard_spec import Shard, TensorSplit, place
 from tests.heard import heard
 
 
@@ -228,7 +229,7 @@ def test_offload_changes_no_bit(
     visiting: bool,
 ):
     plain = trained(MemoryConfig(), dtype, moments, rule)
-    monkeypatch.setattr(master, "plan_ranges", partial(plan_ranges, chunk=64))
+    monkeypatch.setattr(mixed_precision, "plan_ranges", partial(plan_ranges, chunk=64))
     if visiting:  # as on a device that cannot reach the state where it lies
         monkeypatch.setattr(MasterOptimizer, "_build_shuttle", build_shuttle)
     memory = MemoryConfig(
@@ -254,7 +255,7 @@ def build_shuttle(optimizer: MasterOptimizer, memory: MemoryConfig) -> Shuttle |
 
 
 def test_a_loaded_state_reaches_the_model_from_where_it_lives(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(master, "plan_ranges", partial(plan_ranges, chunk=64))
+    monkeypatch.setattr(mixed_precision, "plan_ranges", partial(plan_ranges, chunk=64))
     model = model_of(torch.bfloat16)
     memory = MemoryConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), flatten(model), ParallelMesh.single(), memory=memory)
@@ -291,7 +292,7 @@ def test_the_log_says_how_much_waits_where(
     line: str | None,
 ):
     monkeypatch.chdir(tmp_path)
-    with heard("petatron.optim.master") as messages:
+    with heard("petatron.optim.mixed_precision") as messages:
         MasterOptimizer(OptimizerConfig(lr=1.0), flatten(model_of(dtype)), ParallelMesh.single(), memory=memory)
     assert messages == ([] if line is None else [line])
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from petatron.config.schema import PrecisionConfig
-from petatron.optim.precision import ConstantScale, DynamicScale, build_scaler, compute_dtype
+from petatron.config.schema.parallel import PrecisionConfig
+from petatron.optim.loss_scaler import ConstantScale, DynamicScale, build_scaler, compute_dtype
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config.schema import OptimizerConfig, RunConfig
-from petatron.config.schema_run import ScheduleConfig, TrainConfig
-from petatron.optim.schedule import LearningRateSchedule, WeightDecaySchedule
+from petatron.config.schema.run import RunConfig
+from petatron.config.schema.training import OptimizerConfig, ScheduleConfig, TrainConfig
+from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 
 STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 FINAL_STYLES = ["exponential", "linear", "cosine", "minus_sqrt"]

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.mesh.spec import Shard, TensorSplit, place
-from petatron.mesh.stretch import Part, Stretch
-from petatron.optim.segments import cut, plan_ranges
+from petatron.optim.state_segments import cut, plan_ranges
+from petatron.sharding.flat_shard import Part, Stretch
+from petatron.sharding.shard_spec import Shard, TensorSplit, place
 
 
 @settings(max_examples=60, deadline=None)

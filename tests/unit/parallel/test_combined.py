@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
-from petatron.parallel.combined import CombinedPasses
+from petatron.parallel.pipeline.combined_forward_backward import CombinedPasses
 from petatron.train.build import build_loader, build_model
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run

@@ -18,12 +18,12 @@ from petatron.kernels.attention import reference
 from petatron.kernels.attention.blocks import PartialAttention
 from petatron.kernels.attention.documents import Documents
 from petatron.layers.attention import CoreAttention
-from petatron.mesh.layout import Layout
+from petatron.mesh.comm_record import Record
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.mesh.record import Record
-from petatron.models.base import Batch
-from petatron.parallel.context import ContextAttention, connect_context, ring, split_batch
-from petatron.parallel.context.order import sorted_by_position, sorted_by_rank, zigzag
+from petatron.mesh.rank_layout import Layout
+from petatron.models.batch import Batch
+from petatron.parallel.context import ContextAttention, connect_context, ring_attention, split_batch
+from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank, zigzag
 from tests.dist import RankFailure, RankPool
 from tests.longform import every_second, later
 
@@ -198,10 +198,10 @@ def test_what_travels_is_what_theory_says(ranks: RankPool, comm_type: str, size:
     else:
         exchange = "cp" if comm_type == "a2a" else "cp/2"
         swaps = events(exchange, "all_to_all", 1, q + 2 * key) + events(exchange, "all_to_all", 1, q)
-        ring = size // 2 if comm_type == "a2a+p2p" else 1
+        ring_attention = size // 2 if comm_type == "a2a+p2p" else 1
         # Two ranks have pooled their tokens and halved their heads: a step of the ring is as large as without.
-        forward = swaps + shifts("cp%2", 2 * (ring - 1), key)
-        backward = swaps + shifts("cp%2", 4 * (ring - 1), key)
+        forward = swaps + shifts("cp%2", 2 * (ring_attention - 1), key)
+        backward = swaps + shifts("cp%2", 4 * (ring_attention - 1), key)
     for answer in ranks.run(attend, size, comm_type, SCHEMES[comm_type, size], CASES[case]):
         assert answer["forward"] == +forward
         assert answer["backward"] == +backward
@@ -255,7 +255,7 @@ def events_before_each_computation() -> tuple[list[int], list[int]]:
     connect_context(model, mesh, comm_type="p2p")
     q, k, v, _ = (x[held(mesh.cp.size, mesh.rank, S)].requires_grad_() for x in inputs(4, 4))
     forward, backward = [], []
-    meet, back = PartialAttention.meet, ring.block_backward
+    meet, back = PartialAttention.meet, ring_attention.block_backward
 
     def watched_meet(*args: Any, **kwargs: Any) -> None:
         forward.append(mesh.record.count)
@@ -267,7 +267,7 @@ def events_before_each_computation() -> tuple[list[int], list[int]]:
 
     with mock.patch.object(PartialAttention, "meet", watched_meet):
         out = model.core(q, k, v)
-    with mock.patch.object(ring, "block_backward", watched_back):
+    with mock.patch.object(ring_attention, "block_backward", watched_back):
         out.sum().backward()
     return forward, backward
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from petatron.config import load_config
 from petatron.layers.attention import CoreAttention
 from petatron.layers.dropout import Dropout
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.parallel.context.order import zigzag
+from petatron.mesh.rank_layout import Layout
+from petatron.parallel.context.zigzag import zigzag
 from petatron.train.build import build_loader, build_model
 from tests.dist import RankPool
 

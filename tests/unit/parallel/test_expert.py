@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petatron.config.schema import ModelConfig, MoEConfig
-from petatron.kernels.moe import REFERENCE
-from petatron.layers.balance import Together
-from petatron.layers.moe import MoE, dispatch_here
-from petatron.layers.passing import Pass
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.kernels.moe.permute import REFERENCE
+from petatron.layers.forward_context import Pass
+from petatron.layers.moe.load_balancing import Together
+from petatron.layers.moe.moe_layer import MoE, dispatch_here
 from petatron.mesh import collectives
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import Shard, TensorSplit, place
-from petatron.parallel.expert import AllGather, AllToAll, build_dispatcher, connect_experts
+from petatron.mesh.rank_layout import Layout
+from petatron.parallel.expert_parallel import AllGather, AllToAll, build_dispatcher, connect_experts
+from petatron.sharding.shard_spec import Shard, TensorSplit, place
 from tests.counted_rows import counted
 from tests.dist import RankPool
 from tests.longform import every_second

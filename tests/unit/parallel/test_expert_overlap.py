@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petatron.config.schema import ModelConfig, MoEConfig
-from petatron.kernels.multiplication import PLAIN, WeightGrad
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.kernels.gemm import PLAIN, WeightGrad
+from petatron.layers.forward_context import Pass
 from petatron.layers.linear import Linear
-from petatron.layers.moe import MoE
-from petatron.layers.passing import Pass
-from petatron.layers.product import Multiply
-from petatron.layers.remade import remade
-from petatron.mesh import collectives, exchange
+from petatron.layers.moe.moe_layer import MoE
+from petatron.layers.ops.linear_op import Multiply
+from petatron.layers.ops.recompute_output import remade
+from petatron.mesh import collectives, overlapped_all_to_all
 from petatron.mesh.collectives import Handle
-from petatron.mesh.exchange import start_exchange
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.overlapped_all_to_all import start_exchange
+from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
-from petatron.parallel.expert import connect_experts
+from petatron.parallel.expert_parallel import connect_experts
 from petatron.parallel.recompute import recomputed
 from tests.dist import RankPool
 
@@ -60,7 +60,7 @@ class LoggedExchanges:
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
-        self._patch = patch.object(exchange, "start_all_to_all", self._start)
+        self._patch = patch.object(overlapped_all_to_all, "start_all_to_all", self._start)
 
     def _start(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle]:
         out, handle = collectives.start_all_to_all(*args, **kwargs)

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import Placement, Section, Shard, TensorSplit, place
-from petatron.mesh.stretch import group_pieces
+from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import takes_weight_decay
+from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
+from petatron.sharding.flat_shard import group_pieces
+from petatron.sharding.shard_spec import Placement, Section, Shard, TensorSplit, place
 
 
 def flatten(model: nn.Module, placements: dict[str, Placement], **options: int) -> list[FlatGroup]:

@@ -16,25 +16,25 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from petatron.config import load_config
-from petatron.config.schema import RunConfig
-from petatron.config.stages import Stage
-from petatron.layers.passing import Pass
-from petatron.mesh.flat import FlatOptions, flatten_parameters
-from petatron.mesh.launch import SINGLE
-from petatron.mesh.layout import Layout
+from petatron.config.pipeline_stages import Stage
+from petatron.config.schema.run import RunConfig
+from petatron.layers.forward_context import Pass
+from petatron.mesh.comm_record import Record
+from petatron.mesh.launch.environment import SINGLE
+from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.mesh.process_group import start_process_group
-from petatron.mesh.record import Record
-from petatron.mesh.rng import normal_piece
-from petatron.mesh.spec import Placement, Shard, TensorSplit, place
-from petatron.mesh.stretch import ParameterGroup, group_pieces
-from petatron.models.base import Batch
+from petatron.mesh.rank_layout import Layout
+from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder, initial_std, one_by_one, shards, takes_weight_decay
-from petatron.optim.master import MasterOptimizer
-from petatron.parallel.expert import connect_experts
-from petatron.parallel.fsdp import ShardedGradients, ShardedGroup, owned_stretch, shard_dim, shard_stages
-from petatron.parallel.gradients import GradientSync
-from petatron.parallel.tensor import connect, split_vocabulary, split_weights
+from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.parallel.data.fsdp import ShardedGradients, ShardedGroup, owned_stretch, shard_dim, shard_stages
+from petatron.parallel.data.gradient_reduction import GradientSync
+from petatron.parallel.expert_parallel import connect_experts
+from petatron.parallel.tensor_parallel import connect, split_vocabulary, split_weights
+from petatron.sharding.flat_buffer import FlatOptions, flatten_parameters
+from petatron.sharding.flat_shard import ParameterGroup, group_pieces
+from petatron.sharding.initial_values import normal_piece
+from petatron.sharding.shard_spec import Placement, Shard, TensorSplit, place
 from tests.dist import RankPool
 
 MODEL = (

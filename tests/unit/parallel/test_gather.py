@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import TensorSplit
 from petatron.models.decoder import shards, takes_weight_decay
-from petatron.parallel.gather import wait_before_use
-from petatron.parallel.tensor import split_weights
+from petatron.parallel.data.param_gather_wait import wait_before_use
+from petatron.parallel.tensor_parallel import split_weights
+from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
+from petatron.sharding.shard_spec import TensorSplit
 from tests.unit.models.test_activations import BASE, LLAMA, batch_of, build, run_of
 
 MODELS = {

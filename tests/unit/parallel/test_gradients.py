@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petatron.mesh.flat import FlatGroup, FlatOptions, flatten_parameters
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.spec import Shard, TensorSplit, place
+from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import takes_weight_decay
-from petatron.parallel.gradients import GradientSync
+from petatron.parallel.data.gradient_reduction import GradientSync
+from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
+from petatron.sharding.shard_spec import Shard, TensorSplit, place
 from tests.dist import RankPool
 
 WIDTH, LAYERS = 4, 5

@@ -18,12 +18,12 @@ from petatron.base.errors import TrainError
 from petatron.kernels.attention.documents import Documents
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.base import Batch
-from petatron.parallel.gradients import GradientSync
-from petatron.parallel.graph import KEPT, WARM_UP, CudaRecorder, Replay, Work
-from petatron.parallel.model import ParallelModel
-from petatron.parallel.pipeline import Outcome
-from petatron.parallel.schedule.actions import TimedAction
+from petatron.models.batch import Batch
+from petatron.parallel.data.gradient_reduction import GradientSync
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.parallel.pipeline.cuda_graph import KEPT, WARM_UP, CudaRecorder, Replay, Work
+from petatron.parallel.pipeline.executor import Outcome
+from petatron.schedule.actions import TimedAction
 from petatron.train.build import build_model, build_optimizer
 from tests.parity.harness import tiny_run
 

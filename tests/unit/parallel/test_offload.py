@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.schema import MemoryConfig
-from petatron.config.stages import Stage
-from petatron.models.activations import ActivationShape
-from petatron.models.base import Batch
+from petatron.config.pipeline_stages import Stage
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.estimate.activation_bytes import ActivationShape
+from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
-from petatron.parallel import offload
-from petatron.parallel.offload import HostLink, HostMemory, apply_activation_offload
+from petatron.parallel import activation_offload
+from petatron.parallel.activation_offload import HostLink, HostMemory, apply_activation_offload
 from petatron.parallel.recompute import apply_recompute
 from tests.unit.models.kept import alive_bytes, kept_bytes
 from tests.unit.models.test_activations import BASE, LLAMA, RECOMPUTE, batch_of, build, run_of
@@ -144,7 +144,7 @@ def test_layers_come_back_one_ahead(monkeypatch: pytest.MonkeyPatch):
     run = run_of(f"{LLAMA} --num-layers 8")
     order: list[str] = []
     numbers: dict[int, int] = {}
-    init, fetch = offload._Group.__init__, offload._Group.fetch
+    init, fetch = activation_offload._Group.__init__, activation_offload._Group.fetch
 
     def numbered(self: Any, *args: Any) -> None:
         init(self, *args)
@@ -155,8 +155,8 @@ def test_layers_come_back_one_ahead(monkeypatch: pytest.MonkeyPatch):
             order.append(f"fetch {numbers[id(self)]}")
         fetch(self)
 
-    monkeypatch.setattr(offload._Group, "__init__", numbered)
-    monkeypatch.setattr(offload._Group, "fetch", noted)
+    monkeypatch.setattr(activation_offload._Group, "__init__", numbered)
+    monkeypatch.setattr(activation_offload._Group, "fetch", noted)
     model, _ = offloading(run, 4)
     for at, layer in enumerate(model.layers.values()):
         layer.register_full_backward_hook(lambda *_, at=at: order.append(f"layer {at}"))
@@ -172,7 +172,7 @@ def test_layers_come_back_one_ahead(monkeypatch: pytest.MonkeyPatch):
 def test_at_most_two_layers_are_on_their_way(monkeypatch: pytest.MonkeyPatch):
     run = run_of(f"{LLAMA} --num-layers 6")
     events: list[int] = []
-    send, let_go = offload._Group.send, offload._Group.let_go
+    send, let_go = activation_offload._Group.send, activation_offload._Group.let_go
     groups: list[Any] = []
 
     def sending(self: Any, memory: Any) -> Any:
@@ -186,8 +186,8 @@ def test_at_most_two_layers_are_on_their_way(monkeypatch: pytest.MonkeyPatch):
         assert self._leaving == {}
         groups.remove(self)
 
-    monkeypatch.setattr(offload._Group, "send", sending)
-    monkeypatch.setattr(offload._Group, "let_go", leaving)
+    monkeypatch.setattr(activation_offload._Group, "send", sending)
+    monkeypatch.setattr(activation_offload._Group, "let_go", leaving)
     model, _ = offloading(run, 6)
     model(batch_of(run)).sum().backward()
     assert events == [1, 2, 2, 2, 2, 2]
@@ -217,7 +217,7 @@ def test_a_weight_is_recognised_by_its_memory_and_by_its_name():
     weights = torch.zeros(64)
     module = nn.Linear(4, 4, bias=False)
     module.weight = nn.Parameter(weights[:16].view(4, 4))
-    forward = offload._Forward(HostLink(torch.device("cpu")), 1, [])
+    forward = activation_offload._Forward(HostLink(torch.device("cpu")), 1, [])
     forward.enter(module, offloaded=True)
     other, gathered = torch.ones(4, 4), nn.Parameter(torch.ones(4, 4))
     for stays in (weights[32:], module.weight, module.weight.t(), gathered, gathered.t()):
@@ -231,7 +231,7 @@ def test_a_weight_is_recognised_by_its_memory_and_by_its_name():
 
 def test_views_of_one_memory_are_sent_once_and_keep_their_strides():
     link = HostLink(torch.device("cpu"))
-    forward = offload._Forward(link, 1, [])
+    forward = activation_offload._Forward(link, 1, [])
     forward.enter(nn.Identity(), offloaded=True)
     whole = torch.randn(6, 10)
     views = [whole, whole[:, 2:5], whole.t()[3:], whole.view(-1)[7:9], whole.view(torch.int32)[1]]
@@ -289,7 +289,7 @@ def test_buffers_are_little_larger_than_asked(size: int):
 
 def test_slabs_hold_many_buffers(monkeypatch: pytest.MonkeyPatch):
     """As with page-locked memory, which this machine may not have."""
-    monkeypatch.setattr(offload, "_SLAB_BYTES", 1 << 14)
+    monkeypatch.setattr(activation_offload, "_SLAB_BYTES", 1 << 14)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
     memory = HostMemory(pinned=True)

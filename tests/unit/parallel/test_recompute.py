@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from petatron.config import RunConfig
-from petatron.config.schema import MemoryConfig
-from petatron.config.stages import Stage
+from petatron.config.pipeline_stages import Stage
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.estimate.activation_bytes import FULL, ActivationShape
+from petatron.estimate.recompute_plan import effective, recompute_flops
 from petatron.kernels import norm as reference_norm
 from petatron.layers.dropout import Dropout
-from petatron.layers.experts import GroupedLinear
+from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.norm import RMSNorm
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
-from petatron.mesh.spec import TensorSplit
-from petatron.models.activations import FULL, ActivationShape
-from petatron.models.base import Batch
+from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder, shards
-from petatron.models.recompute_plan import effective, recompute_flops
 from petatron.parallel.recompute import Region, apply_recompute, recomputed
-from petatron.parallel.tensor import connect, split_vocabulary, split_weights
+from petatron.parallel.tensor_parallel import connect, split_vocabulary, split_weights
+from petatron.sharding.shard_spec import TensorSplit
 from tests.dist import RankPool
 from tests.unit.models.kept import alive_bytes
 from tests.unit.models.test_activations import (

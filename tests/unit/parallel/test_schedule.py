@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config.check_overlap import COMBINED
-from petatron.parallel.model import PipelinePlan
-from petatron.parallel.schedule import (
+from petatron.config.checks.moe_overlap import COMBINED
+from petatron.plan.pipeline_simulator import Costs, pair_messages, peak_activations, simulate
+from petatron.schedule import (
     SCHEDULES,
     Action,
     Kind,
@@ -20,10 +20,10 @@ from petatron.parallel.schedule import (
     schedule_problem,
     stage_rank,
 )
-from petatron.parallel.schedule.actions import COMPUTE, needed_by, produced_by
-from petatron.parallel.schedule.orders import micro_batch_groups
-from petatron.parallel.schedule.transfers import with_transfers
-from petatron.plan.simulate import Costs, pair_messages, peak_activations, simulate
+from petatron.schedule.actions import COMPUTE, needed_by, produced_by
+from petatron.schedule.gpipe_and_1f1b import micro_batch_groups
+from petatron.schedule.pipeline_plan import PipelinePlan
+from petatron.schedule.send_recv import with_transfers
 
 
 @st.composite

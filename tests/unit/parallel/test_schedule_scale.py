@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.parallel.schedule import (
+from petatron.schedule import (
     SCHEDULES,
     Action,
     Kind,
@@ -19,7 +19,7 @@ from petatron.parallel.schedule import (
     rank_schedule,
     stage_rank,
 )
-from petatron.parallel.schedule.actions import most_held, needed_by, produced_by
+from petatron.schedule.actions import most_held, needed_by, produced_by
 
 COSTS = {Kind.FORWARD: 10, Kind.BACKWARD: 20, Kind.INPUT_GRAD: 10, Kind.WEIGHT_GRAD: 10}
 

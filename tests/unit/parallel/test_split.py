@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import petatron
-from petatron.mesh.rng import normal_piece
-from petatron.mesh.spec import TensorSplit
 from petatron.models.decoder import Decoder, initial_std, shards
-from petatron.parallel.tensor import split_weights
+from petatron.parallel.tensor_parallel import split_weights
+from petatron.sharding.initial_values import normal_piece
+from petatron.sharding.shard_spec import TensorSplit
 from tests.heard import heard
 from tests.parity.harness import tiny_run
 

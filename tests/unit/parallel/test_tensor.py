@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.layers.norm import RMSNorm
-from petatron.layers.product import Multiply
+from petatron.layers.ops.linear_op import Multiply
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.parallel.deferred import WeightGradQueue
-from petatron.parallel.tensor import ColumnProduct
+from petatron.mesh.rank_layout import Layout
+from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
+from petatron.parallel.tensor_parallel import ColumnProduct
 from tests.dist import RankPool
 from tests.unit.layers.logged import Logged
 

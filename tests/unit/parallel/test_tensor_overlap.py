@@ -11,14 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.multiplication import Plain
-from petatron.layers.product import Multiply
-from petatron.layers.remade import Remade
+from petatron.kernels.gemm import Plain
+from petatron.layers.ops.linear_op import Multiply
+from petatron.layers.ops.recompute_output import Remade
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.parallel.tensor import ColumnProduct, GatherOverlap, RowProduct, ScatterOverlap
+from petatron.mesh.rank_layout import Layout
+from petatron.parallel.tensor_parallel import ColumnProduct, GatherOverlap, RowProduct, ScatterOverlap
 from tests.dist import RankPool
 from tests.unit.models.kept import kept_bytes
 

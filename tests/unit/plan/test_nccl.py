@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from petatron.mesh.program import play
-from petatron.parallel.schedule import Kind, Schedule, build_schedule, forward_only
-from petatron.parallel.schedule.actions import Action
-from petatron.plan.nccl import POLICIES, pipeline_program, unordered_makespan
-from petatron.plan.simulate import Costs, simulate
+from petatron.mesh.diagnose.nccl_program import play
+from petatron.plan.nccl_deadlock import POLICIES, pipeline_program, unordered_makespan
+from petatron.plan.pipeline_simulator import Costs, simulate
+from petatron.schedule import Kind, Schedule, build_schedule, forward_only
+from petatron.schedule.actions import Action
 
 Case = tuple[str, int, int, int]
 """schedule, stages per rank, ranks, micro-batches"""

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import pipelining
 
-from petatron.parallel.schedule import Action, Kind, Schedule, build_schedule, forward_only, stage_rank
-from petatron.parallel.schedule.transfers import with_transfers
-from petatron.plan.simulate import Costs, Simulation, peak_activations, simulate, theoretical_bubble
+from petatron.plan.pipeline_simulator import Costs, Simulation, peak_activations, simulate, theoretical_bubble
+from petatron.schedule import Action, Kind, Schedule, build_schedule, forward_only, stage_rank
+from petatron.schedule.send_recv import with_transfers
 
 KINDS = {
     "FORWARD": Kind.FORWARD,

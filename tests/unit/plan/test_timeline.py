@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import DataError
-from petatron.parallel.schedule import Action, Kind, TimedAction, build_schedule
-from petatron.parallel.schedule.timeline_file import read_measured, write_measured
-from petatron.plan.simulate import Costs, simulate
-from petatron.plan.timeline import timeline_svg, timeline_text
+from petatron.plan.pipeline_simulator import Costs, simulate
+from petatron.plan.timeline_drawing import timeline_svg, timeline_text
+from petatron.schedule import Action, Kind, TimedAction, build_schedule
+from petatron.schedule.measured_timeline import read_measured, write_measured
 
 SVG = "{http://www.w3.org/2000/svg}"
 

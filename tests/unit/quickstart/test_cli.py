@@ -15,9 +15,9 @@ from petatron.base.errors import ConfigError, LaunchError
 from petatron.cli.main import main
 from petatron.cli.quickstart import NUM_STEPS, next_commands, quickstart
 from petatron.config import load_config
-from petatron.train.quickstart import stages
-from petatron.train.quickstart.options import MODEL, QuickstartOptions
-from petatron.train.quickstart.stages import Workspace
+from petatron.quickstart import stages
+from petatron.quickstart.options import MODEL, QuickstartOptions
+from petatron.quickstart.stages import Workspace
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_MODEL = {**MODEL, "num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
@@ -93,7 +93,7 @@ def test_from_nothing_through_a_time_limit_to_a_sample_and_again(
 def test_a_failed_training_ends_the_quickstart(
     options: QuickstartOptions, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("petatron.cli.launcher.run_ranks", lambda *args, **kwargs: 7)
+    monkeypatch.setattr("petatron.mesh.launch.local_launcher.run_ranks", lambda *args, **kwargs: 7)
     assert quickstart(options) == 7
     assert "[5/6]" not in capfd.readouterr().out
 
@@ -126,7 +126,7 @@ def test_training_that_stops_early(
         (space.training / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         return 0
 
-    monkeypatch.setattr("petatron.cli.launcher.run_ranks", stop)
+    monkeypatch.setattr("petatron.mesh.launch.local_launcher.run_ranks", stop)
     assert _train(space, options, {}) == code
     assert told in capfd.readouterr().out
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import DataError
-from petatron.train.quickstart.corpus import Corpus, is_held_out, read_corpus, standard_library, write_jsonl
+from petatron.quickstart.corpus import Corpus, is_held_out, read_corpus, standard_library, write_jsonl
 
 PLENTY = 1 << 30
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import DataError
-from petatron.data.indexed import IndexedDataset
-from petatron.data.writer import IndexedWriter
-from petatron.train.quickstart.held_out import Unigram, evaluate_alone
+from petatron.data.indexed_dataset import IndexedDataset
+from petatron.data.indexed_writer import IndexedWriter
+from petatron.quickstart.held_out import Unigram, evaluate_alone
 
 VOCAB = 7
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=30)

@@ -11,10 +11,10 @@ import yaml
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.config import load_config
-from petatron.train.quickstart import stages
-from petatron.train.quickstart.corpus import Corpus, SourceFile
-from petatron.train.quickstart.options import QuickstartOptions
-from petatron.train.quickstart.stages import (
+from petatron.quickstart import stages
+from petatron.quickstart.corpus import Corpus, SourceFile
+from petatron.quickstart.options import QuickstartOptions
+from petatron.quickstart.stages import (
     Workspace,
     key_of,
     prepare_corpus,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.compare import BOUNDS, Bounds, compare
-from petatron.train.trace import Injection, Part, StepTrace, assemble, record_steps
+from petatron.verify.compare_traces import BOUNDS, Bounds, compare
+from petatron.verify.trace import Injection, Part, StepTrace, assemble, record_steps
 from tests.parity.harness import tiny_run
 
 TIGHT = Bounds(loss=1e-9, gradient=1e-8, parameter=1e-7)

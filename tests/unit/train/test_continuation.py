@@ -1,8 +1,8 @@
 """A resumed run says everything that differs from its checkpoint, and what that means."""
 
 from petatron.config import load_config
-from petatron.config.fields import by_path
-from petatron.train.continuation import _effect, changes, plain
+from petatron.config.schema.fields import by_path
+from petatron.train.state.resume_diff import _effect, changes, plain
 
 BASE = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 10 --global-batch-size 4"
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from petatron.config import RunConfig
 from petatron.layers.dropout import Dropout
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.train.build import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run

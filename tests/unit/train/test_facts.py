@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from petatron.base import device
 from petatron.base.errors import ConfigError
 from petatron.cli import doctor
-from petatron.config.schema import ModelConfig
-from petatron.models.base import Batch
+from petatron.config.schema.model import ModelConfig
+from petatron.estimate.flops import formula, model_flops_per_token, padded_vocabulary, parameter_count
+from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
-from petatron.models.flops import formula, model_flops_per_token, padded_vocabulary, parameter_count
 
 GPT = ModelConfig(
     num_layers=2,

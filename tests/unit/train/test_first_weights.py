@@ -13,11 +13,11 @@ from torch import Tensor
 import petatron
 from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
-from petatron.parallel import apply
-from petatron.train.persist import chunks, holds_weights
-from petatron.train.state import TrainState
+from petatron.mesh.rank_layout import Layout
+from petatron.parallel import parallelize
+from petatron.train.state.checkpointing import chunks, holds_weights
+from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 
@@ -26,13 +26,13 @@ from tests.parity.harness import tiny_run
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what is drawn."""
     names: list[str] = []
-    draw = apply.normal_piece
+    draw = parallelize.normal_piece
 
     def noted(piece, **arguments):
         names.append(piece.name)
         return draw(piece, **arguments)
 
-    monkeypatch.setattr(apply, "normal_piece", noted)
+    monkeypatch.setattr(parallelize, "normal_piece", noted)
     return names
 
 

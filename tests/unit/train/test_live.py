@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.train.live import (
+from petatron.train.report.console import (
     ConsoleSink,
     LiveSink,
     LossPlot,
@@ -23,7 +23,7 @@ from petatron.train.live import (
     thin,
     y_range,
 )
-from petatron.train.metrics import event_record, validation_record
+from petatron.train.report.metrics import event_record, validation_record
 from tests.unit.train.records import log_record
 
 rich_console = pytest.importorskip("rich.console")

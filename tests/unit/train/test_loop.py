@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from petatron.base.device import detect
 from petatron.base.errors import TrainError
-from petatron.checkpoint import storage
+from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.config import RunConfig, load_config
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.train.build import RunLength, build_loaders
 from petatron.train.loop import Loop, Outcome, evaluate
-from petatron.train.metrics import Record
-from petatron.train.state import TrainState
+from petatron.train.report.metrics import Record
+from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
 from tests.parity.harness import TINY, tiny_run
 
@@ -292,13 +292,13 @@ def test_every_rank_hears_of_one_ranks_bad_number(ranks: RankPool):
 def test_a_save_that_was_begun_survives_the_end_of_the_run(tmp_path, monkeypatch):
     """A step fails while a checkpoint is still being written: it is finished first."""
     gate = threading.Event()
-    publish = storage.publish
+    publish = step_folder.publish
 
     def late(*args, **more):
         assert gate.wait(20)
         publish(*args, **more)
 
-    monkeypatch.setattr(storage, "publish", late)
+    monkeypatch.setattr(step_folder, "publish", late)
     state, loop, sink = start(
         tiny_run(f"{SMALL} --train-iters 6 --log-interval 1 --save {tmp_path} --save-interval 2 --async-save")
     )
@@ -306,5 +306,5 @@ def test_a_save_that_was_begun_survives_the_end_of_the_run(tmp_path, monkeypatch
     threading.Timer(0.3, gate.set).start()
     with pytest.raises(TrainError, match="first at iteration 3"):
         loop.run()
-    assert list(storage.steps(tmp_path)) == [2]
+    assert list(step_folder.steps(tmp_path)) == [2]
     assert f"saved checkpoint of iteration 2 to {tmp_path}" in sink.column("message", "event")

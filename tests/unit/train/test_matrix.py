@@ -15,9 +15,9 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, load_config
-from petatron.mesh.launch import SINGLE
-from petatron.train.matrix import MATRIX, MODELS, Entry, entry, select
-from petatron.train.matrix_run import (
+from petatron.mesh.launch.environment import SINGLE
+from petatron.verify.matrix import MATRIX, MODELS, Entry, entry, select
+from petatron.verify.matrix_run import (
     Case,
     Outcome,
     fail,
@@ -27,8 +27,8 @@ from petatron.train.matrix_run import (
     run_cases,
     write_cases,
 )
-from petatron.train.random_model import random_model
-from petatron.train.verify import plan
+from petatron.verify.random_model import random_model
+from petatron.verify.verify import plan
 
 AXES = ("tp+sp", "pp", "vpp", "cp", "ep", "dp+zero1", "fsdp")
 

@@ -8,10 +8,10 @@ import pytest
 
 import petatron
 from petatron.config import RunConfig
-from petatron.config.stages import stages
-from petatron.models.activations import ActivationShape, ends_bytes, layer_bytes
-from petatron.models.state_bytes import state_bytes
-from petatron.train.memory import as_gigabytes, forecasts, heaviest, memory_line, memory_plans
+from petatron.config.pipeline_stages import stages
+from petatron.estimate.activation_bytes import ActivationShape, ends_bytes, layer_bytes
+from petatron.estimate.memory.forecast import as_gigabytes, forecasts, heaviest, memory_line, memory_plans
+from petatron.estimate.state_bytes import state_bytes
 
 LLAMA = "--mock-data --lr 1e-4 --train-iters 1 --bf16 --vocab-size 128256 --seq-length 4096"
 

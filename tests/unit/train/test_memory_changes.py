@@ -11,12 +11,12 @@ import pytest
 import petatron
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.check import check
-from petatron.train import memory_changes
-from petatron.train.memory import heaviest
-from petatron.train.memory_changes import candidates
-from petatron.train.memory_settings import kinds_of
-from petatron.train.memory_time import predicted_time
+from petatron.config.checks.check_all import check
+from petatron.estimate.memory import advice
+from petatron.estimate.memory.advice import candidates
+from petatron.estimate.memory.forecast import heaviest
+from petatron.estimate.memory.options import kinds_of
+from petatron.estimate.memory.time_cost import predicted_time
 
 BASE = "--mock-data --lr 1e-4 --train-iters 1 --bf16"
 GB = 10**9
@@ -186,8 +186,8 @@ def test_changes_that_the_layout_allows():
 def test_the_search_is_short(monkeypatch: pytest.MonkeyPatch):
     """A plan of all stages is most of the work; there are more than ten thousand candidates."""
     plans: list[int] = []
-    made = memory_changes.memory_plans
-    monkeypatch.setattr(memory_changes, "memory_plans", lambda *a, **k: plans.append(1) or made(*a, **k))
+    made = advice.memory_plans
+    monkeypatch.setattr(advice, "memory_plans", lambda *a, **k: plans.append(1) or made(*a, **k))
     run = load("llama3-70b", "--vocab-size 128256 --tp 8 --pp 4 --global-batch-size 128 --micro-batch-size 4", 256)
     for share in (0.9, 0.25, 0.05, 0.01):
         plans.clear()

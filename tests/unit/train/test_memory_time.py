@@ -10,8 +10,8 @@ import pytest
 
 import petatron
 from petatron.config import RunConfig
-from petatron.models.state_bytes import held_elements
-from petatron.train.memory_time import predicted_time, visits_time
+from petatron.estimate.memory.time_cost import predicted_time, visits_time
+from petatron.estimate.state_bytes import held_elements
 
 # Llama-3-8B; the layers have 6.98e9 of 8.03e9 elements.
 FLAGS = "--mock-data --lr 1e-4 --train-iters 1 --bf16 --vocab-size 128256 --seq-length"

@@ -13,11 +13,11 @@ import torch
 import petatron
 from petatron.base.errors import CheckpointError, TrainError
 from petatron.config import RunConfig, load_config
-from petatron.train import out_of_memory as out_of_memory_module
-from petatron.train.memory import heaviest
-from petatron.train.memory_changes import candidates
-from petatron.train.memory_time import predicted_time
-from petatron.train.out_of_memory import (
+from petatron.estimate.memory.advice import candidates
+from petatron.estimate.memory.forecast import heaviest
+from petatron.estimate.memory.time_cost import predicted_time
+from petatron.train.report import out_of_memory as out_of_memory_module
+from petatron.train.report.out_of_memory import (
     RESERVE_BYTES,
     MemoryFacts,
     asked_bytes,
@@ -218,10 +218,10 @@ class Failing:
 @pytest.mark.parametrize(
     ("module", "name", "when"),
     [
-        ("petatron.train.state.TrainState", "build", "building the model"),
-        ("petatron.train.state.TrainState", "load", "loading the checkpoint"),
-        ("petatron.checkpoint.reading", "fill", "loading the checkpoint"),
-        ("petatron.train.state.TrainState", "take_weights", "loading the checkpoint"),
+        ("petatron.train.state.train_state.TrainState", "build", "building the model"),
+        ("petatron.train.state.train_state.TrainState", "load", "loading the checkpoint"),
+        ("petatron.checkpoint.load.box_reads", "fill", "loading the checkpoint"),
+        ("petatron.train.state.train_state.TrainState", "take_weights", "loading the checkpoint"),
         ("petatron.train.loop.Loop", "run", "iteration 3"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 
 from petatron.base.errors import ConfigError
 from petatron.config import load_config, resolve_config
-from petatron.train.profile import StepProfile, profile_directory
+from petatron.train.report.profiler import StepProfile, profile_directory
 from petatron.train.run import run_training
 from tests.heard import heard
 from tests.parity.harness import TINY, tiny_run

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from petatron.base.errors import ConfigError, TrainError
-from petatron.config.schema_run import LogConfig
-from petatron.train.live import ConsoleSink
-from petatron.train.metrics import event_record, validation_record
-from petatron.train.sinks import METRICS_FILE, JsonlSink, TensorBoardSink, WandbSink, build_sinks, scalars
+from petatron.config.schema.training import LogConfig
+from petatron.train.report.console import ConsoleSink
+from petatron.train.report.metrics import event_record, validation_record
+from petatron.train.report.sinks import METRICS_FILE, JsonlSink, TensorBoardSink, WandbSink, build_sinks, scalars
 from tests.unit.train.records import log_record
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,7 +89,7 @@ def test_jsonl_appends_and_repairs_a_torn_line(tmp_path: Path) -> None:
 
 def test_a_killed_process_has_lost_nothing(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom petatron.train.sinks import JsonlSink\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom petatron.train.report.sinks import JsonlSink\n"
         "sink = JsonlSink(Path(sys.argv[1]))\n"
         "for i in range(100): sink.write({'kind': 'train', 'iteration': i})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

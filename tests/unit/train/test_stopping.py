@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from petatron.config import TrainConfig
-from petatron.mesh.layout import Layout
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.train import loop as loop_module
-from petatron.train.stopping import Stopping
+from petatron.train.signals import Stopping
 from tests.dist import RankPool
 from tests.heard import heard
 from tests.unit.train.test_loop import SMALL, start, tiny_run
@@ -33,7 +33,7 @@ def until(happened: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def told() -> Iterator[list[str]]:
-    with heard("petatron.train.stopping") as messages:
+    with heard("petatron.train.signals") as messages:
         yield messages
 
 
@@ -111,7 +111,7 @@ def test_one_rank_heeds_a_time_limit_at_once():
 
 def _two_ranks() -> tuple[list[str | None], list[str]]:
     mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
-    with heard("petatron.train.stopping") as said, Stopping(TrainConfig(), mesh.control) as stopping:
+    with heard("petatron.train.signals") as said, Stopping(TrainConfig(), mesh.control) as stopping:
         if mesh.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: bool(said))

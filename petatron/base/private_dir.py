@@ -1,0 +1,17 @@
+"""Folders in this user's home that nobody else can write to or look into: what is read from there, this user's runs have written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from petatron.base.safe_files import is_private
+
+
+def private_folder(name: str) -> Path | None:
+    """`~/.petatron/<name>`, made if need be; None where there is no home, or where others could write into the folder."""
+    try:
+        folder = Path.home() / ".petatron" / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if is_private(folder) else None
+    except (OSError, RuntimeError):  # RuntimeError: nobody knows where home is
+        return None

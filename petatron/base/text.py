@@ -1,0 +1,37 @@
+"""Numbers, sizes and lists of names in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+_MOST_SHOWN = 12
+
+
+def counted(number: int, noun: str, ending: str = "s") -> str:
+    """A number and its noun, which takes the ending of its plural unless the number is 1.
+
+    >>> counted(1, "rank"), counted(4096, "rank"), counted(2, "batch", "es")
+    ('1 rank', '4,096 ranks', '2 batches')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
+def some(names: Sequence[str] | AbstractSet[str]) -> str:
+    """Up to a dozen names.
+
+    >>> some(["a", "b"])
+    'a, b'
+    """
+    shown = list(names) if isinstance(names, Sequence) else sorted(names)
+    more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
+    return ", ".join(shown[:_MOST_SHOWN]) + more
+
+
+def gigabytes(count: int) -> str:
+    """Rounded up to three significant digits, so that a budget of as much is enough."""
+    if count == 0:
+        return "0"
+    step = 10 ** max(len(str(count)) - 3, 0)
+    digits = max(9 - len(str(step)) + 1, 0)
+    return f"{-(-count // step) * step / 1e9:.{digits}f}"

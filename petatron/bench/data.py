@@ -1,0 +1,231 @@
+"""`petatron bench data`: what preprocessing costs beyond the tokenizer itself, and how fast a sample index is built.
+
+The yardstick is the least that could be called tokenizing: the same number of processes, each calling the `tokenizers`
+library on texts that already lie parsed in its memory, and dropping the result. Its processes are up and warm before
+the clock starts. Ours is timed from the command to the finished files: starting processes, reading, parsing JSON,
+tokenizing, sending back, writing. The two alternate, so that a busy machine slows both, and the median of the ratios counts.
+The yardstick is taken twice: with encode_batch, the usual call, and with encode_batch_fast, which leaves out offsets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import ConfigError
+from petatron.base.log import get_logger
+from petatron.bench.measure.arguments import not_positive, too_small
+
+if TYPE_CHECKING:
+    from petatron.bench.result import BenchResult
+
+BATCH_TEXTS = 64
+TRAINING_BYTES = 2_000_000
+METHODS = ("encode_batch", "encode_batch_fast")
+_log = get_logger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size-mb", type=float, default=20.0, metavar="MB", help="text to tokenize (default: 20)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes on both sides (default: 2)")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="alternations, at least 3 (default: 3)")
+    parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="size of the tokenizer (default: 8192)")
+    parser.add_argument(
+        "--documents",
+        type=int,
+        default=10_000_000,
+        metavar="N",
+        help="documents of the sample index (default: 10 million)",
+    )
+
+
+def run(args: argparse.Namespace) -> BenchResult:
+    """Both measurements."""
+    from petatron.bench.result import BenchResult
+
+    wrong = not_positive({"--size-mb": args.size_mb, "--workers": args.workers, "--documents": args.documents})
+    wrong += too_small({"--repeat": (args.repeat, 1)})
+    if wrong:
+        raise ConfigError(wrong)
+    texts = corpus(int(args.size_mb * 1e6))
+    with tempfile.TemporaryDirectory() as folder:
+        times = _preprocess_times(args, texts, Path(folder))
+    ratios = {
+        method: statistics.median(ours / bare for ours, bare in zip(times["preprocess"], times[method]))
+        for method in METHODS
+    }
+    _log.info("building a sample index of %s documents", f"{args.documents:,}")
+    index = measure_index(args.documents)
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    speed = {name: megabytes / statistics.median(seconds) for name, seconds in times.items()}
+    rows = [
+        ("corpus", f"{megabytes:.1f} MB of Python source, {len(texts):,} documents"),
+        ("workers", f"{args.workers}"),
+        *((f"bare {method}", f"{speed[method]:.2f} MB/s") for method in METHODS),
+        ("petatron data preprocess", f"{speed['preprocess']:.2f} MB/s, start to files"),
+        *(
+            (f"time / bare {method}", f"{ratio:.3f} (median of {len(times[method])})")
+            for method, ratio in ratios.items()
+        ),
+        ("sample index", f"{args.documents:,} documents in {index['seconds']:.2f} s"),
+        (
+            "sample index memory",
+            f"{index['peak_growth_mb']:.0f} MB above the input, of which result {index['result_mb']:.0f} MB",
+        ),
+    ]
+    values = {"megabytes": megabytes, "workers": args.workers, "seconds": times, "ratio": ratios, "index": index}
+    return BenchResult(tuple(rows), values)
+
+
+def corpus(size_bytes: int) -> list[str]:
+    """Source files of the Python standard library, repeated or cut to about the asked size."""
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    texts: list[str] = []
+    total = 0
+    while total < size_bytes:
+        before = total
+        for path in paths:
+            if "site-packages" in path.parts or total >= size_bytes:
+                continue
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):  # a few test files are broken on purpose
+                continue
+            texts.append(text)
+            total += len(text)
+        if total == before:
+            break
+    return texts
+
+
+def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) -> dict[str, list[float]]:
+    from petatron.config.schema.training import TokenizerConfig
+    from petatron.data.preprocess import PreprocessOptions, preprocess
+    from petatron.data.tokenizer import train_bpe
+
+    _log.info("training a tokenizer")
+    tokenizer = folder / "tokenizer.json"
+    train_bpe(_at_most(texts, TRAINING_BYTES), args.vocab, tokenizer)
+    source = folder / "corpus.jsonl"
+    with source.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    options = PreprocessOptions(
+        inputs=(str(source),),
+        output_prefix=str(folder / "out"),
+        tokenizer=TokenizerConfig(tokenizer_model=str(tokenizer)),
+        append_eod=True,
+        workers=args.workers,
+    )
+    times: dict[str, list[float]] = {name: [] for name in (*METHODS, "preprocess")}
+    with _bare_workers(tokenizer, texts, args.workers) as pipes:
+        rounds = max(3, args.repeat)
+        for number in range(rounds):
+            _log.info("tokenizing, round %d of %d", number + 1, rounds)
+            for method in METHODS:
+                times[method].append(_bare_seconds(pipes, method))
+            started = time.perf_counter()
+            preprocess(options)
+            times["preprocess"].append(time.perf_counter() - started)
+    return times
+
+
+def _at_most(texts: Sequence[str], size: int) -> Iterator[str]:
+    for text in texts:
+        if size <= 0:
+            return
+        yield text
+        size -= len(text)
+
+
+@contextmanager
+def _bare_workers(tokenizer: Path, texts: list[str], workers: int) -> Iterator[list[Connection]]:
+    """Processes that hold their share of the texts in memory and tokenize it whenever told to."""
+    context = get_context("spawn")
+    # Largest first, each to the worker with least so far: an uneven share would make the yardstick slower than it is.
+    shares: list[list[str]] = [[] for _ in range(workers)]
+    loads = [0] * workers
+    for text in sorted(texts, key=len, reverse=True):
+        least = loads.index(min(loads))
+        shares[least].append(text)
+        loads[least] += len(text)
+    pipes: list[Connection] = []
+    processes = []
+    try:
+        for share in shares:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_bare_loop, args=(theirs, str(tokenizer), share), daemon=True)
+            process.start()
+            pipes.append(ours)
+            processes.append(process)
+        for pipe in pipes:
+            pipe.recv()
+        yield pipes
+    finally:
+        for pipe in pipes:
+            pipe.send(None)
+        for process in processes:
+            process.join(10)
+
+
+def _bare_loop(pipe: Connection, path: str, texts: list[str]) -> None:
+    from tokenizers import Tokenizer
+
+    from petatron.data.preprocess import start_worker
+
+    start_worker()
+    tokenizer = Tokenizer.from_file(path)
+    batches = [texts[first : first + BATCH_TEXTS] for first in range(0, len(texts), BATCH_TEXTS)]
+    pipe.send("ready")
+    while (method := pipe.recv()) is not None:
+        encode = getattr(tokenizer, method)
+        for batch in batches:
+            encode(batch, add_special_tokens=False)
+        pipe.send("done")
+
+
+def _bare_seconds(pipes: Sequence[Connection], method: str) -> float:
+    started = time.perf_counter()
+    for pipe in pipes:
+        pipe.send(method)
+    for pipe in pipes:
+        pipe.recv()
+    return time.perf_counter() - started
+
+
+def measure_index(documents: int) -> dict[str, float]:
+    """Time and memory to build one epoch's sample index, in a process of its own so that the peak is its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_index_worker, documents).result()
+
+
+def _index_worker(documents: int) -> dict[str, float]:
+    import numpy as np
+
+    from petatron.data.sample_index import build_sample_index, plan_epochs
+
+    numbers = np.arange(documents)
+    lengths = np.random.RandomState(0).randint(1, 1500, documents, dtype=np.int32)
+    before = _peak_mb()
+    started = time.perf_counter()
+    index = build_sample_index(numbers, lengths, plan_epochs(int(lengths.sum(dtype=np.int64)), 2048, None), 1234)
+    seconds = time.perf_counter() - started
+    result = sum(array.nbytes for array in (index.documents, index.starts, index.order)) / 1e6
+    return {"documents": documents, "seconds": seconds, "peak_growth_mb": _peak_mb() - before, "result_mb": result}
+
+
+def _peak_mb() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

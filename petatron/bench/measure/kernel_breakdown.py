@@ -1,0 +1,107 @@
+"""Where a step's time goes: every kernel of a few profiled steps, by what its name says it is for.
+
+Kernels are told apart by the names that libraries give them: cuBLAS's matrix products are nvjet or gemm, cuDNN's attention is sdpa,
+what torch.compile makes begins with triton_ and names the operations it fused. The first rule that matches decides. Idle is the
+time in which no kernel runs at all; where kernels overlap, the classes add up to more than the busy time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from petatron.bench.measure.runner import Runner
+from petatron.bench.measure.timing import synchronize
+
+CLASSES = ("GEMM", "attention", "elementwise", "optimizer", "copies", "communication", "other", "idle")
+_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_RULES: Sequence[tuple[str, re.Pattern[str]]] = tuple(
+    (name, re.compile(pattern, re.IGNORECASE))
+    for name, pattern in (
+        ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter|send_?recv"),
+        ("copies", r"multi_tensor.*copy"),
+        ("optimizer", r"adam|multi_tensor|foreach|lpnorm|grad_norm|(?<!cast_)squares"),
+        ("elementwise", r"^_[a-z_]+$"),  # all of kernels/triton but the optimizer's
+        ("GEMM", r"^triton_tem_"),
+        ("elementwise", r"^triton_(poi|red|per|for|mix)_"),
+        ("attention", r"sdpa|flash|fmha|attention|attn"),
+        ("GEMM", r"nvjet|gemm|cutlass|xmma|cublas|splitk|wgmma|grouped_mm|matmul"),
+        ("copies", r"memcpy|memset|copy|CatArray|chunk_cat|split_with_sizes|FillFunctor"),
+        (
+            "elementwise",
+            r"triton|elementwise|vectorized|unrolled|reduce|softmax|norm|rope|rotate|rotary|swiglu|silu|glu_|embedding|index"
+            r"|scatter|gather|quanti[sz]e|cross_entropy|nll_loss|permute|cast",
+        ),
+    )
+)
+
+
+def kernel_class(name: str) -> str:
+    """What a kernel is for.
+
+    >>> kernel_class("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT"), kernel_class("triton_poi_fused_mm_silu_mul_3")
+    ('GEMM', 'elementwise')
+    """
+    return next((kind for kind, pattern in _RULES if pattern.search(name)), "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Milliseconds of one step by class, and the kernels that took the most: (name, class, milliseconds, calls)."""
+
+    steps: int
+    step_ms: float
+    classes: Mapping[str, float]
+    top: Sequence[tuple[str, str, float, int]]
+
+    def as_json(self) -> dict[str, object]:
+        top = [{"name": name, "class": kind, "ms": ms, "calls": calls} for name, kind, ms, calls in self.top]
+        return {"steps": self.steps, "step_ms": self.step_ms, "ms": dict(self.classes), "top": top}
+
+
+def break_down(events: Iterable[Mapping[str, Any]], *, steps: int, top: int = 15) -> Breakdown:
+    """Events of a Chrome trace (times in microseconds) to a breakdown of one of the steps they span."""
+    work = [event for event in events if event.get("ph") == "X" and event.get("cat") in _DEVICE_WORK]
+    totals: dict[str, tuple[float, int]] = {}
+    classes: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
+    for event in work:
+        ms = event["dur"] / 1e3 / steps
+        before, calls = totals.get(event["name"], (0.0, 0))
+        totals[event["name"]] = (before + ms, calls + 1)
+        classes[kernel_class(event["name"])] += ms
+    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in work)
+    wall = (max(end for _, end in spans) - spans[0][0]) / 1e3 / steps if spans else 0.0
+    classes["idle"] = max(0.0, wall - _union(spans) / 1e3 / steps)
+    largest = sorted(totals.items(), key=lambda item: -item[1][0])[:top]
+    rows = [(name, kernel_class(name), ms, calls // steps) for name, (ms, calls) in largest]
+    return Breakdown(steps, wall, classes, rows)
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of the spans, sorted by start, was running."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in spans:
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def profile_steps(runner: Runner, *, steps: int = 3) -> Breakdown:
+    """Profile some steps; the first of the profiler's is slow and is left out by a step before it."""
+    runner.run(1)
+    synchronize(runner.device)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        runner.run(steps)
+        synchronize(runner.device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return break_down(events, steps=steps)

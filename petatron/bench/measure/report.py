@@ -1,0 +1,186 @@
+"""What `petatron bench train` says: tokens per second, MFU in both conventions, memory, ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from petatron.base.device import DeviceFacts
+from petatron.bench.measure.machine import versions
+from petatron.bench.measure.units import prefixed
+from petatron.bench.peers import OURS, OWN_BF16, BenchSpec
+from petatron.bench.peers.bench_model import BATCHES
+from petatron.bench.result import BenchResult
+from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.estimate.flops import formula, model_flops_per_token, parameter_count
+
+# How far losses of the same model on the same tokens may be apart, as a share of the first loss, and over how many steps they
+# are compared. Not of the loss itself: tokens come again, and what is left of the loss once they are known is noise.
+_SAME_LOSS, _COMPARED_STEPS = 5e-3, 10
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was measured, by contender; `pairs` are how many times as fast ours was, by peer and pair of blocks."""
+
+    contenders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pairs: dict[str, list[float]] = field(default_factory=dict)
+    samples: dict[str, str] = field(default_factory=dict)
+    apart: bool = False
+    """Each in a process of its own."""
+    in_pairs: bool = False
+    """Peers one after the other beside ours, because the device does not hold all of them."""
+
+    @property
+    def how(self) -> str:
+        if len(self.contenders) == 1:
+            return "alone, in two processes of its own" if self.apart else "alone, in one process"
+        if self.apart:
+            return "each in a process of its own, there and back"
+        return f"alternating in one process{', each peer in turn beside ours' if self.in_pairs else ''}"
+
+
+def joined(visits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Two measurements of one contender as one: each is a block, and memory is the larger."""
+    if any(visit.get("out_of_memory") for visit in visits):
+        return {"out_of_memory": True}
+    blocks = [[value for block in visit["blocks_ms"] for value in block] for visit in visits]
+    peaks = [visit["peak_bytes"] for visit in visits if visit["peak_bytes"] is not None]
+    return {**visits[0], "blocks_ms": blocks, "peak_bytes": max(peaks, default=None)}
+
+
+def report(spec: BenchSpec, device: DeviceFacts, found: Findings) -> BenchResult:
+    """Rows for people and values for programs."""
+    flops = {causal: _flops_per_token(spec, causal=causal) for causal in (False, True)}
+    contenders = {name: _derived(values, spec, device, flops) for name, values in found.contenders.items()}
+    ours = contenders.get(OURS)
+    ratios: dict[str, Any] = {}
+    rows = [*_setting(spec, device, found)]
+    for name, values in contenders.items():
+        rows.append((name, _speed(values)))
+        if values.get("breakdown"):
+            rows += _breakdown_rows(values["breakdown"])
+    for name, pairs in found.pairs.items():
+        assert ours is not None
+        ratios[name] = _ratio(ours, contenders[name], pairs)
+        rows += _ratio_rows(name, ratios[name])
+    experts = spec.run.moe.num_experts is not None
+    for causal, label in ((False, "full"), (True, "causal")):
+        text = f"{formula(causal=causal, experts=experts)} = {prefixed(flops[causal], 'FLOP per token', digits=5)}"
+        rows.append((f"FLOPs, {label}", text))
+    values = {
+        "device": {"name": device.name, "memory_bytes": device.memory_bytes, "peak_flops": device.peak("bfloat16")},
+        "versions": versions(),
+        "model": {"parameters": _parameters(spec), "seq_length": spec.run.model.seq_length},
+        "micro_batch_size": spec.run.train.micro_batch_size,
+        "fp8_recipe": spec.fp8_recipe,
+        "compile": spec.compile,
+        "flops_per_token": {"full": flops[False], "causal": flops[True]},
+        "contenders": contenders,
+        "ratio": ratios,
+        "clocks": found.samples,
+        "apart": found.apart,
+        "in_pairs": found.in_pairs,
+    }
+    return BenchResult(tuple(rows), values)
+
+
+def _setting(spec: BenchSpec, device: DeviceFacts, found: Findings) -> list[tuple[str, str]]:
+    run = spec.run
+    products = "bf16" if spec.fp8_recipe is None else f"FP8 {spec.fp8_recipe}"
+    how = "compiled" if spec.compile else "not compiled"
+    optimizer = {"adam": "AdamW", "sgd": "SGD"}[run.optim.optimizer]
+    peak = device.peak("bfloat16")
+    return [
+        ("device", f"{device.name}; " + ", ".join(f"{name} {value}" for name, value in versions().items() if value)),
+        *(("  while measured", text) for text in dict.fromkeys(found.samples.values())),
+        ("  peak", f"{peak / 1e12:.1f} TFLOP/s in bf16" if peak else "not published, so there is no MFU"),
+        (
+            "model",
+            f"{_parameters(spec):,} parameters, {run.train.global_batch_size} x {run.model.seq_length} tokens per step"
+            + (f" ({spec.micro_batches} micro-batches, all the same)" if spec.micro_batches > 1 else ""),
+        ),
+        ("training", f"{products} products, fp32 master weights, {optimizer}, clip {run.optim.clip_grad:g}, {how}"),
+        ("measured", found.how),
+    ]
+
+
+def _derived(
+    values: Mapping[str, Any], spec: BenchSpec, device: DeviceFacts, flops: Mapping[bool, float]
+) -> dict[str, Any]:
+    if values.get("out_of_memory"):
+        return dict(values)
+    step_ms = statistics.median(value for block in values["blocks_ms"] for value in block)
+    speed, peak = spec.tokens / step_ms * 1e3, device.peak("bfloat16")
+    cycle = max(1, min(BATCHES, len(values["losses"]) // 2))
+    first, last = statistics.mean(values["losses"][:cycle]), statistics.mean(values["losses"][-cycle:])
+    return {
+        **values,
+        "step_ms": step_ms,
+        "tokens_per_s": speed,
+        "mfu_full": speed * flops[False] / peak if peak else None,
+        "mfu_causal": speed * flops[True] / peak if peak else None,
+        "loss": {"first": first, "last": last, "falls": last < first},
+    }
+
+
+def _speed(values: Mapping[str, Any]) -> str:
+    if values.get("out_of_memory"):
+        return "out of memory"
+    words = [f"{values['tokens_per_s']:,.0f} tok/s", f"{values['step_ms']:.1f} ms"]
+    if values["mfu_full"] is not None:
+        words.append(f"MFU {values['mfu_full']:.1%} full, {values['mfu_causal']:.1%} causal")
+    if values["peak_bytes"] is not None:
+        words.append(f"peak {values['peak_bytes'] / 1e9:.1f} GB")
+    loss = values["loss"]
+    words.append(f"loss {loss['first']:.3f} -> {loss['last']:.3f}{'' if loss['falls'] else ' (does not fall)'}")
+    words.append(f"built in {values['build_s']:.0f} s, first steps {values['first_steps_s']:.0f} s")
+    return ", ".join(words)
+
+
+def _breakdown_rows(breakdown: Mapping[str, Any]) -> list[tuple[str, str]]:
+    total = breakdown["step_ms"] or 1.0
+    return [(f"  {name}", f"{ms:8.2f} ms  {ms / total:6.1%}") for name, ms in breakdown["ms"].items() if ms]
+
+
+def _ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any], pairs: Sequence[float]) -> dict[str, Any]:
+    steps = min(_COMPARED_STEPS, len(ours["losses"]), len(theirs["losses"]))
+    apart = [abs(a - b) / abs(theirs["losses"][0]) for a, b in zip(ours["losses"][:steps], theirs["losses"][:steps])]
+    memory = ours["peak_bytes"] / theirs["peak_bytes"] if ours["peak_bytes"] and theirs["peak_bytes"] else None
+    return {
+        "speed": statistics.median(pairs),
+        "pairs": list(pairs),
+        "spread": [min(pairs), max(pairs)],
+        "memory": memory,
+        "largest_loss_difference": max(apart, default=None),
+        "compared_steps": steps,
+    }
+
+
+def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs, (least, most) = ratio["pairs"], ratio["spread"]
+    memory = "" if ratio["memory"] is None else f"; {ratio['memory']:.2f}x its peak memory"
+    difference = ratio["largest_loss_difference"]
+    different = "in another precision" if name == OWN_BF16 else "NOT the same"
+    verdict = "the same" if difference <= _SAME_LOSS else different
+    return [
+        (
+            f"speed / {name}",
+            f"{ratio['speed']:.3f}x (median of {len(pairs)} pairs, {least:.3f} to {most:.3f}){memory}",
+        ),
+        (
+            f"loss / {name}",
+            f"{verdict}: at most {difference:.2%} of the first apart over the first {ratio['compared_steps']} steps",
+        ),
+    ]
+
+
+def _flops_per_token(spec: BenchSpec, *, causal: bool) -> float:
+    run = spec.run
+    return model_flops_per_token(run.model, run.moe, experts_in=moe_layers(run), causal=causal)
+
+
+def _parameters(spec: BenchSpec) -> int:
+    return parameter_count(spec.run.model, spec.run.moe, experts_in=moe_layers(spec.run))

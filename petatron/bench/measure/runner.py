@@ -1,0 +1,101 @@
+"""Contenders that train the same model, against each other on one device.
+
+A device that has just been idle is cold and fast; one at its power cap is slow. So nothing is timed before a warm-up of real
+steps, and contenders alternate in short blocks, in both orders. Each block of ours and the peer's of the same round give a ratio,
+and the median of the ratios counts. Inside a block the host never waits: events are queued between steps and read at its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petatron.base.log import get_logger
+from petatron.bench.measure.progress import News
+from petatron.bench.measure.timing import collector_off, held, orders, seconds, synchronize
+from petatron.bench.peers import Contender
+from petatron.models.batch import Batch
+
+FIRST_STEPS, PEAK_STEPS = 3, 2
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Runner:
+    """A contender on the shared batches, with everything measured so far."""
+
+    name: str
+    contender: Contender
+    batches: Sequence[Batch]
+    device: torch.device
+    build_s: float = 0.0
+    first_steps_s: float = 0.0
+    peak_bytes: int | None = None
+    """The most a step takes, weights and optimizer state included; None where it cannot be told."""
+    held_bytes: int = 0
+    """What is held between steps."""
+    blocks_ms: list[list[float]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.losses.append(self.contender.step(self.batches[len(self.losses) % len(self.batches)]).detach())
+
+    def timed(self, steps: int) -> list[float]:
+        """Milliseconds of each step of a block."""
+        synchronize(self.device)
+        if self.device.type != "cuda":
+            return [seconds(lambda: self.run(1)) * 1e3 for _ in range(steps)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            self.run(1)
+            mark.record()
+        synchronize(self.device)
+        return [before.elapsed_time(after) for before, after in pairwise(marks)]
+
+    def values(self) -> dict[str, Any]:
+        """Everything measured, as JSON has it."""
+        return {
+            "blocks_ms": [list(block) for block in self.blocks_ms],
+            "losses": [float(loss) for loss in self.losses],
+            "peak_bytes": self.peak_bytes,
+            "held_bytes": self.held_bytes,
+            "build_s": self.build_s,
+            "first_steps_s": self.first_steps_s,
+        }
+
+    def first_runs(self, *, held_before: int) -> None:
+        """Compile, and then look how much memory a step takes beyond what was held before this was built."""
+        self.first_steps_s = seconds(lambda: (self.run(FIRST_STEPS), synchronize(self.device)))
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.run(PEAK_STEPS)
+            synchronize(self.device)
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - held_before
+            self.held_bytes = held(self.device) - held_before
+
+
+def alternate(runners: Sequence[Runner], *, steps: int, block: int, warmup_s: float) -> None:
+    """Warm up, then time at least `steps` steps of each, in blocks that alternate in both orders."""
+    names, news = ", ".join(runner.name for runner in runners), News()
+    with collector_off():
+        _log.info("warming up for %.0f s: %s", warmup_s, names)
+        started = time.perf_counter()
+        while (passed := time.perf_counter() - started) < warmup_s:
+            news(f"warming up, {passed:.0f} of {warmup_s:.0f} s")
+            for runner in runners:
+                runner.run(block)
+                synchronize(runner.device)
+        rounds = list(orders(runners, rounds=-(-steps // block)))
+        _log.info("timing %d rounds of %d steps of each: %s", len(rounds), min(block, steps), names)
+        for number, order in enumerate(rounds):
+            news(f"timed {number} of {len(rounds)} rounds")
+            for runner in order:
+                runner.blocks_ms.append(runner.timed(min(block, steps)))

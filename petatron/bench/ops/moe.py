@@ -1,0 +1,252 @@
+"""A layer of routed experts, forward and backward, beside that of Hugging Face transformers, and what its parts cost.
+
+Useful FLOPs are those of the chosen experts alone, 6 x T K x 3 D F: two per multiplication and addition, three products of
+D x F each, one forward and two backward passes. Sorting, moving and weighing rows count as nothing but time. Ours also
+brings the weights' gradients to float32, where an optimizer wants them; the peer leaves them in bfloat16.
+
+The peer's forward and backward alternate with ours in one process, on the same weights, tokens and choices. Routing is even
+(every expert equally likely) or skewed (the r-th expert is 1/r as likely as the first).
+
+T tokens, K choices per token, D hidden size, F inner size, R = T K rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petatron.bench.measure.progress import News
+from petatron.bench.measure.timing import median_ms
+from petatron.bench.measure.units import prefixed
+from petatron.kernels.compute_dtype import wide_dtype
+from petatron.kernels.moe.grouped_gemm import GroupedMultiplication
+from petatron.kernels.moe.permute import Arrangement, RowKernels, arrange, choices_of_rows, rows_of_choices
+from petatron.kernels.registry import Situation, choose
+
+ROUTINGS = ("even", "skewed")
+ACTIVATION = "swiglu"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`family` says whose layer this is, and so which of the peer's to compare with."""
+
+    family: str
+    experts: int
+    choices: int
+    hidden: int
+    inner: int
+    tokens: int
+
+    @property
+    def flops(self) -> int:
+        return 6 * self.tokens * self.choices * 3 * self.hidden * self.inner
+
+
+SHAPES = (Shape("mixtral", 8, 2, 4096, 14336, 32768), Shape("qwen3_moe", 128, 8, 2048, 768, 32768))
+SMALL_SHAPES = (Shape("mixtral", 4, 2, 64, 96, 128), Shape("qwen3_moe", 16, 4, 32, 24, 128))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The experts' weights, their float32 gradients, and one batch: tokens, choices, weights, and the output's gradient."""
+
+    shape: Shape
+    kernels: RowKernels
+    gate_up: Tensor
+    down: Tensor
+    gate_up_grad: Tensor
+    down_grad: Tensor
+    x_TD: Tensor
+    experts_TK: Tensor
+    weights_TK: Tensor
+    grad_TD: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    y_TD: Tensor
+    grad_x_TD: Tensor
+    grad_weights_TK: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One pass over the layer's data: what to run, and the FLOPs or bytes it cannot do without."""
+
+    name: str
+    run: Callable[[], object]
+    flops: int = 0
+    bytes: int = 0
+
+
+def build(shape: Shape, routing: str, device: torch.device, *, dtype: torch.dtype = torch.bfloat16) -> Layer:
+    """Random weights and tokens."""
+    e, k, d, f, t = shape.experts, shape.choices, shape.hidden, shape.inner, shape.tokens
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(size, device=device, dtype=dtype) * scale).to(dtype)
+
+    # The k largest of log p + Gumbel noise are k draws without replacement.
+    likely = torch.arange(1, e + 1, device=device).log().neg() if routing == "skewed" else torch.zeros(e, device=device)
+    noise = torch.rand(t, e, device=device).clamp(1e-20, 1 - 1e-7).log().neg().log().neg()
+    scores_TK, experts_TK = (likely + noise).topk(k, dim=1)
+    wide = wide_dtype(dtype)
+    return Layer(
+        shape=shape,
+        kernels=choose("expert rows", Situation.of(device, dtype, compiles=False)).functions,
+        gate_up=normal(e, 2 * f, d, scale=d**-0.5),
+        down=normal(e, d, f, scale=f**-0.5),
+        gate_up_grad=torch.empty((e, 2 * f, d), device=device, dtype=wide),
+        down_grad=torch.empty((e, d, f), device=device, dtype=wide),
+        x_TD=normal(t, d),
+        experts_TK=experts_TK,
+        weights_TK=scores_TK.softmax(dim=1).to(wide),
+        grad_TD=normal(t, d),
+    )
+
+
+@torch.no_grad()
+def ours(layer: Layer) -> Result:
+    """Forward and backward with the kernels of this library; rows are kept for the backward pass, the activation is not."""
+    kernels, arrangement = layer.kernels, arrange(layer.experts_TK, layer.shape.experts)
+    multiply = GroupedMultiplication(arrangement.counts)
+    weight_R = rows_of_choices(layer.weights_TK, arrangement)
+    rows = kernels.take_rows(layer.x_TD, arrangement)
+    inner, _ = multiply.forward(rows, layer.gate_up)
+    out, _ = multiply.forward(kernels.weighted_activation(inner, weight_R, ACTIVATION), layer.down)
+    y = kernels.sum_rows(out, arrangement)
+    del out
+    grad_active, job = multiply.backward(kernels.take_rows(layer.grad_TD, arrangement), layer.down, ())
+    backward = kernels.weighted_activation_backward
+    grad_inner, grad_weight_R, active = backward(grad_active, inner, weight_R, ACTIVATION, again=True)
+    job.write(active, layer.down_grad, accumulate=False)
+    del active, inner, grad_active
+    grad_rows, job = multiply.backward(grad_inner, layer.gate_up, ())
+    job.write(rows, layer.gate_up_grad, accumulate=False)
+    return Result(y, kernels.sum_rows(grad_rows, arrangement), choices_of_rows(grad_weight_R, arrangement))
+
+
+def peer(layer: Layer) -> Callable[[], Result] | None:
+    """The same with the grouped_mm experts of Hugging Face transformers, which shares the weights; None without it."""
+    module = _peer_module(layer.shape)
+    if module is None:
+        return None
+    module.gate_up_proj = torch.nn.Parameter(layer.gate_up)
+    module.down_proj = torch.nn.Parameter(layer.down)
+    # Each router of theirs gives its weights in this precision.
+    kind = layer.x_TD.dtype if layer.shape.family == "qwen3_moe" else layer.weights_TK.dtype
+    x, weights = (leaf.detach().clone().requires_grad_() for leaf in (layer.x_TD, layer.weights_TK.to(kind)))
+    leaves = [x, weights, *module.parameters()]
+
+    def run() -> Result:
+        y = module(x, layer.experts_TK, weights)
+        y.backward(layer.grad_TD)
+        assert x.grad is not None and weights.grad is not None
+        result = Result(y.detach(), x.grad, weights.grad)
+        for leaf in leaves:
+            leaf.grad = None
+        return result
+
+    return run
+
+
+def _peer_module(shape: Shape) -> Any:
+    try:
+        from transformers import MixtralConfig, Qwen3MoeConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+    except ImportError:
+        return None
+    if shape.family == "qwen3_moe":
+        config = Qwen3MoeConfig(
+            hidden_size=shape.hidden, moe_intermediate_size=shape.inner, num_experts=shape.experts, hidden_act="silu"
+        )
+        kind = Qwen3MoeExperts
+    else:
+        config = MixtralConfig(
+            hidden_size=shape.hidden, intermediate_size=shape.inner, num_local_experts=shape.experts, hidden_act="silu"
+        )
+        kind = MixtralExperts
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        return kind(config)
+
+
+def parts(layer: Layer) -> Iterator[Part]:
+    """The passes of `ours`, each alone."""
+    shape, kernels = layer.shape, layer.kernels
+    tokens, rows = layer.x_TD.numel() * layer.x_TD.itemsize, shape.choices * layer.x_TD.numel() * layer.x_TD.itemsize
+    hidden = shape.tokens * shape.choices * shape.inner * layer.x_TD.itemsize
+    flops = 2 * shape.tokens * shape.choices * shape.hidden * shape.inner
+    arrangement = arrange(layer.experts_TK, shape.experts)
+    yield Part("sort", lambda: arrange(layer.experts_TK, shape.experts))
+    yield Part("take rows", lambda: kernels.take_rows(layer.x_TD, arrangement), bytes=tokens + rows)
+    x_RD = kernels.take_rows(layer.x_TD, arrangement)
+    yield Part("sum rows", lambda: kernels.sum_rows(x_RD, arrangement), bytes=tokens + rows)
+    weights = layer.weights_TK
+    combine = kernels.combine_backward
+    yield Part(
+        "combine backward, weights outside",
+        lambda: combine(layer.grad_TD, x_RD, weights, arrangement),
+        bytes=tokens + 2 * rows,
+    )
+    yield from _products("gate and up", x_RD, layer.gate_up, layer.gate_up_grad, arrangement, flops=2 * flops)
+    inner = GroupedMultiplication(arrangement.counts).forward(x_RD, layer.gate_up)[0]
+    weight_R = rows_of_choices(weights, arrangement)
+    yield Part("activation", lambda: kernels.weighted_activation(inner, weight_R, ACTIVATION), bytes=3 * hidden)
+    active = kernels.weighted_activation(inner, weight_R, ACTIVATION)
+    backward = kernels.weighted_activation_backward
+    yield Part(
+        "activation backward", lambda: backward(active, inner, weight_R, ACTIVATION, again=True), bytes=6 * hidden
+    )
+    yield from _products("down", active, layer.down, layer.down_grad, arrangement, flops=flops)
+
+
+def _products(
+    name: str, x: Tensor, weight: Tensor, weight_grad: Tensor, arrangement: Arrangement, *, flops: int
+) -> Iterator[Part]:
+    multiply = GroupedMultiplication(arrangement.counts)
+    grad = torch.randn_like(multiply.forward(x, weight)[0])
+    job = multiply.backward(grad, weight, ())[1]
+    yield Part(name, lambda: multiply.forward(x, weight), flops=flops)
+    yield Part(f"{name}, input gradient", lambda: multiply.backward(grad, weight, ()), flops=flops)
+    yield Part(f"{name}, weight gradient", lambda: job.write(x, weight_grad, accumulate=False), flops=flops)
+    yield Part(f"{name}, weight gradient, added", lambda: job.write(x, weight_grad, accumulate=True), flops=flops)
+
+
+def measure(
+    device: torch.device, *, shapes: Sequence[Shape] | None = None, repeat: int = 10, warmup_s: float = 2.0
+) -> list[tuple[str, str]]:
+    """For every shape and routing ours and the peer's time, and for every shape its parts, even routing."""
+    table: list[tuple[str, str]] = []
+    news = News()
+    for shape in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
+        label = f"MoE {shape.family} E{shape.experts} K{shape.choices} D{shape.hidden} F{shape.inner}"
+        for routing in ROUTINGS:
+            news(f"{label}, {routing}")
+            layer = build(shape, routing, device)
+            theirs = peer(layer)
+            runs: list[Callable[[], object]] = [lambda layer=layer: ours(layer)]
+            ms = median_ms(runs if theirs is None else [*runs, theirs], device, repeat=repeat, warmup_s=warmup_s)
+            reached = [prefixed(shape.flops / one * 1e3, "FLOP/s") for one in ms]
+            text = f"{ms[0]:.2f} ms, {reached[0]} useful"
+            if theirs is not None:
+                text += f"; transformers {ms[1]:.2f} ms, {reached[1]}: {ms[1] / ms[0]:.3f}x"
+            table.append((f"{label}, {routing}", text))
+            del layer, theirs, runs
+        news(f"{label}, its parts")
+        layer = build(shape, ROUTINGS[0], device)
+        table += [(f"{label}: {part.name}", _rate(part, device, repeat)) for part in parts(layer)]
+    return table
+
+
+def _rate(part: Part, device: torch.device, repeat: int) -> str:
+    (ms,) = median_ms([part.run], device, repeat=repeat, warmup_s=0.0)
+    if part.flops:
+        return f"{ms:.3f} ms, {prefixed(part.flops / ms * 1e3, 'FLOP/s')}"
+    return f"{ms:.3f} ms, {prefixed(part.bytes / ms * 1e3, 'B/s')}" if part.bytes else f"{ms:.3f} ms"

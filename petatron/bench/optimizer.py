@@ -1,0 +1,234 @@
+"""`petatron bench optimizer`: one step of our optimizer against torch's fused AdamW with clipping and a cast.
+
+Both work on the same memory: master weights, moments and gradients of a decoder of the size asked for, ours as flat buffers,
+torch's as the list of its parameters. Torch's step is what a careful script does: clip_grad_norm_ with foreach, AdamW with fused,
+and a foreach copy of the fp32 weights into bfloat16 ones. Rounds alternate in both orders, and the median of the ratios counts.
+Bytes are what must move, gradients and state read once and written once; the copy that gives the device's own speed is taken
+in the same rounds.
+
+| bytes per parameter | read | written |
+|---|---|---|
+| norm | gradient 4 | |
+| update | gradient 4, master 4, moments 8 | master 4, moments 8, weight 2 |
+
+With --offload-fraction, state lies in host memory and torch has no counterpart, so ours is timed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import Problem
+from petatron.base.log import get_logger
+from petatron.bench.measure.arguments import add_device, device_of, too_small
+from petatron.bench.measure.progress import News
+from petatron.bench.measure.units import prefixed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from petatron.bench.result import BenchResult
+    from petatron.kernels.registry import Choice
+    from petatron.optim.mixed_precision import MasterOptimizer
+    from petatron.sharding.flat_buffer import FlatGroup
+
+_DEFAULTS = {"cuda": 1.24e9, "cpu": 4e6}
+_STEPS = 4  # of each per round
+_RATE = 1e-4
+_log = get_logger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parameters", type=float, metavar="N", help="size of the model (1.24e9; on a CPU 4e6)")
+    parser.add_argument(
+        "--repeat", type=int, default=10, metavar="N", help="rounds, at least 4, made even (default: 10)"
+    )
+    add_device(parser)
+    parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="format of both (default: fp32)")
+    parser.add_argument("--main-grads", choices=("fp32", "bf16"), default="fp32", help="of gradients (default: fp32)")
+    parser.add_argument("--offload-fraction", type=float, default=0.0, metavar="F", help="in host memory (default: 0)")
+
+
+def run(args: argparse.Namespace) -> BenchResult:
+    """All rounds, and what they say."""
+    from petatron.bench.measure.timing import orders
+
+    problems = too_small({"--repeat": (args.repeat, 1)})
+    if args.parameters is not None and not 1e4 <= args.parameters < 1e12:
+        rule = "is not between 1e4, which takes long enough to time, and 1e12"
+        problems.append(Problem("--parameters", f"{args.parameters:g}", rule, "Use 1e7, for instance."))
+    if not 0.0 <= args.offload_fraction <= 1.0:
+        found = f"{args.offload_fraction:g}"
+        problems.append(Problem("--offload-fraction", found, "is out of range", "Use a number from 0 to 1."))
+    device = device_of(args.device, problems=problems)
+    size = int(args.parameters or _DEFAULTS[device.type])
+    _log.info("building %s parameters and their optimizer, and warming up", f"{size:,}")
+    bench, news = _Bench.build(args, device, size), News()
+    rounds = list(orders(list(bench.contenders), rounds=max(4, args.repeat)))
+    _log.info("timing %d rounds of %d steps of each: %s", len(rounds), _STEPS, ", ".join(bench.contenders))
+    for number, order in enumerate(rounds):
+        news(f"timed {number} of {len(rounds)} rounds")
+        bench.round(order)
+    return bench.result()
+
+
+@dataclass(slots=True)
+class _Bench:
+    """The contenders by name, and the milliseconds of every round."""
+
+    device: torch.device
+    num_parameters: int
+    moved_bytes: dict[str, int]
+    contenders: dict[str, Callable[[], object]]
+    choice: Choice
+    offloaded_bytes: float
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, args: argparse.Namespace, device: torch.device, num_parameters: int) -> _Bench:
+        import torch
+
+        from petatron.bench.measure.machine import large_copy
+        from petatron.config.schema.parallel import MemoryConfig
+        from petatron.config.schema.training import OptimizerConfig
+        from petatron.kernels.registry import Situation, choose
+        from petatron.mesh.mesh import ParallelMesh
+        from petatron.optim.build import OptimizerKernels
+        from petatron.optim.mixed_precision import MasterOptimizer
+
+        groups = _groups(num_parameters, device, args.main_grads)
+        fraction = args.offload_fraction
+        config = OptimizerConfig(lr=_RATE, exp_avg_dtype=args.moments, exp_avg_sq_dtype=args.moments)
+        memory = MemoryConfig(optimizer_cpu_offload=fraction > 0, optimizer_offload_fraction=fraction)
+        choice = choose("adamw", Situation.of(device, torch.bfloat16, compiles=True))
+        kernels = OptimizerKernels.chosen(choice)
+        mesh = ParallelMesh.single(device)
+        optimizer = MasterOptimizer(config, groups, mesh, memory=memory, kernels=kernels)
+        size = sum(group.flat_weights.numel() for group in groups)
+        gradient, moment = (2 if word == "bf16" else 4 for word in (args.main_grads, args.moments))
+        norm, update = size * gradient, size * (gradient + 2 * 4 + 4 * moment + 2)
+        copy, copied = large_copy(device)
+        grads = [group.flat_grads for group in groups]
+        contenders: dict[str, Callable[[], object]] = {
+            "ours": optimizer.step,
+            "norm": lambda: kernels.sum_of_squares(grads),
+            "copy": copy,
+        }
+        moved = {"ours": norm + update, "norm": norm, "copy": copied}
+        if not fraction and args.moments == args.main_grads == "fp32":
+            contenders["torch"] = _torch_step(optimizer, groups)
+        bench = cls(device, size, moved, contenders, choice, fraction * size * (4 + 2 * moment))
+        for contender in contenders.values():  # compiles, and takes memory for the first time
+            bench.timed(contender)
+            bench.timed(contender)
+        return bench
+
+    def round(self, order: Sequence[str]) -> None:
+        """Everything once."""
+        for name in order:
+            self.times.setdefault(name, []).append(self.timed(self.contenders[name]))
+
+    def timed(self, step: Callable[[], object]) -> float:
+        """Milliseconds of one step. State in host memory comes on a stream of its own, so there is no head start."""
+        from petatron.bench.measure.timing import mean_ms
+
+        return mean_ms(step, self.device, calls=_STEPS, head_start=False)
+
+    def result(self) -> BenchResult:
+        from petatron.bench.measure.machine import choice_row, device_name
+        from petatron.bench.result import BenchResult
+
+        medians = {name: statistics.median(values) for name, values in self.times.items()}
+        speeds = {name: size / medians[name] / 1e9 for name, size in self.moved_bytes.items()}  # bytes per ms in TB/s
+        said = {name: prefixed(speed * 1e12, "B/s") for name, speed in speeds.items()}
+        of_copy = speeds["ours"] / speeds["copy"]
+        rows = [
+            ("parameters", f"{self.num_parameters:,} on {device_name(self.device)}"),
+            choice_row(self.choice),
+            ("copy", f"{said['copy']} read and written"),
+            ("ours", f"{medians['ours']:.3f} ms, {said['ours']}, {of_copy:.1%} of the copy"),
+            ("  of it the norm", f"{medians['norm']:.3f} ms, {said['norm']}"),
+        ]
+        ratio = None
+        if "torch" in self.times:
+            ratio = statistics.median(theirs / ours for theirs, ours in zip(self.times["torch"], self.times["ours"]))
+            rows.append(("torch: fused AdamW, foreach clip, cast", f"{medians['torch']:.3f} ms"))
+            rows.append(("speed", f"{ratio:.3f}x"))
+        if self.offloaded_bytes:
+            each_way = prefixed(self.offloaded_bytes / medians["ours"] * 1e3, "B/s")
+            rows.append(("state in host memory", f"{self.offloaded_bytes / 1e9:.2f} GB, {each_way} each way"))
+        rows.append(("medians of", f"{len(self.times['ours'])} rounds of {_STEPS} steps"))
+        values = {
+            "parameters": self.num_parameters,
+            "device": device_name(self.device),
+            "kernels": str(self.choice),
+            "moved_bytes": self.moved_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "ms": self.times,
+            "median_ms": medians,
+            "tb_per_s": speeds,
+            "of_copy": of_copy,
+            "ratio": ratio,
+        }
+        return BenchResult(tuple(rows), values)
+
+
+def _groups(num_parameters: int, device: torch.device, grads_dtype: str) -> list[FlatGroup]:
+    """Flat buffers of a decoder of about this size, with gradients that are not zero."""
+    from collections import Counter
+
+    import torch
+    from torch import nn
+
+    from petatron.bench.checkpoint import model_shapes
+    from petatron.mesh.mesh import ParallelMesh
+    from petatron.sharding.flat_buffer import FlatOptions, flatten_parameters
+    from petatron.sharding.shard_spec import Shard, TensorSplit, place
+
+    shapes = list(model_shapes(num_parameters).values())
+    model = nn.ParameterList(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
+    for parameter in model:
+        nn.init.normal_(parameter, std=0.02)
+    placements = {name: place(name, tuple(one.shape), Shard(), TensorSplit()) for name, one in model.named_parameters()}
+    dtype = torch.bfloat16 if grads_dtype == "bf16" else None
+    options = FlatOptions(bucket_size=1 << 62, grad_dtype=dtype)
+    mesh, uses = ParallelMesh.single(device), Counter(model.parameters())
+    groups = flatten_parameters([model], placements, lambda name, one: True, mesh, options, uses=uses)
+    for group in groups:
+        group.flat_grads.normal_(std=1e-3)
+    return groups
+
+
+def _torch_step(optimizer: MasterOptimizer, groups: Sequence[FlatGroup]) -> Callable[[], None]:
+    """The same update by torch, on the very same memory."""
+    import torch
+    from torch import nn
+
+    from petatron.sharding.flat_shard import group_pieces
+
+    parameters: dict[str, nn.Parameter] = {}
+    for _, piece, view in optimizer.weights():
+        parameters[piece.name] = nn.Parameter(view, requires_grad=True)
+    for group in groups:
+        for piece, view in group_pieces(group, group.grads()):
+            parameters[piece.name].grad = view
+    narrow = {piece.name: view for group in groups for piece, view in group_pieces(group, group.weights())}
+    adam = torch.optim.AdamW(parameters.values(), lr=_RATE, fused=True)
+    for kind, _, piece, view in optimizer.moments():
+        state = adam.state[parameters[piece.name]]
+        state[kind] = view
+        state.setdefault("step", torch.zeros((), dtype=torch.float32, device=view.device))
+    masters = [parameter.detach() for parameter in parameters.values()]
+    copies = [narrow[name] for name in parameters]
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(parameters.values(), 1.0, foreach=True)
+        adam.step()
+        torch._foreach_copy_(copies, masters)
+
+    return step

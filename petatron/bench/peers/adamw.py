@@ -1,0 +1,38 @@
+"""The update of every peer: torch's fused AdamW on fp32 weights, after clipping all gradients together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from petatron.config.schema.training import OptimizerConfig
+
+
+class ClippedAdamW:
+    """Clip, update, forget the gradients; nothing waits for the device."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        assert config.lr is not None
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._clip = config.clip_grad
+        self._rule = torch.optim.AdamW(
+            self._parameters,
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def step(self) -> None:
+        if self._clip > 0:
+            grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            norm = _whole(torch.nn.utils.get_total_norm(grads, foreach=True))
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm, foreach=True)
+        self._rule.step()
+        self._rule.zero_grad(set_to_none=True)
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,71 @@
+"""From the flags of a run to the work that is measured: model, device, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.base.log import get_logger
+from petatron.bench.measure.arguments import device_of
+from petatron.bench.peers import BenchSpec
+from petatron.config import load_config, resolve_config
+from petatron.config.checks.layout import RANKS
+from petatron.config.schema.fields import by_name, flatten
+from petatron.models.batch import Batch
+
+BATCHES = 4
+"""Seen again and again."""
+_TRAINING = "--mock-data --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --weight-decay 0.1 --adam-beta2 0.95"
+_log = get_logger(__name__)
+
+
+def model_spec(flags: Sequence[str], *, unsaid: Collection[str] = ()) -> BenchSpec:
+    """The model and device that a run's flags name, for one rank; how it trains is given, unless they say otherwise.
+
+    What `petatron train` would note about flags is said here too, but for `unsaid` ones and those that nobody typed.
+    """
+    _check_one_process(flags)
+    loaded = load_config([*_precision(flags), *_TRAINING.split(), *flags], world_size=1)
+    run = loaded.config
+    device = device_of(run.train.device)
+    silent = {*_TRAINING.split()}.difference(flag.partition("=")[0] for flag in flags).union(unsaid)
+    for notice in loaded.notices:
+        if notice.partition(" ")[0] not in silent:
+            _log.info("note: %s", notice)
+    return BenchSpec(run=run, device=device, compile=device.type == "cuda", fp8_recipe=None)
+
+
+def _check_one_process(flags: Sequence[str]) -> None:
+    """Said first and alone: rules about ranks would explain it by a world size that nobody gave."""
+    asked = resolve_config(flags, require_training=False)[0]
+    values, given = flatten(asked.config), []
+    for name in (*RANKS, "nproc_per_node", "nnodes"):
+        info = by_name()[name]
+        origin, value = asked.origins[info.path], values[info.path]
+        if origin.chosen and isinstance(value, int) and value > 1:
+            typed = origin.detail if origin.kind == "flag" else f"{info.flag} ({origin})"
+            given.append(f"{typed} {value}")
+    if given:
+        asks, fix = ("asks", "Leave it out.") if len(given) == 1 else ("ask", "Leave them out.")
+        rule = f"{asks} for more than one process, and this bench measures one"
+        raise ConfigError([Problem(" ".join(given), "", rule, fix)])
+
+
+def _precision(flags: Sequence[str]) -> list[str]:
+    return [] if any(flag in ("--fp16", "--bf16", "--fp64", "--no-bf16") for flag in flags) else ["--bf16"]
+
+
+def make_batches(spec: BenchSpec) -> list[Batch]:
+    """The same random tokens for everyone, so few that the loss must fall."""
+    model, size = spec.run.model, spec.run.train.micro_batch_size
+    assert model.vocab_size is not None
+    generator = torch.Generator().manual_seed(spec.run.train.seed)
+    batches = []
+    for _ in range(BATCHES):
+        text = torch.randint(model.vocab_size, (size, model.seq_length + 1), generator=generator).to(spec.device)
+        labels = text[:, 1:].contiguous()
+        mask = torch.ones(labels.shape, device=spec.device)
+        batches.append(Batch(text[:, :-1].contiguous(), labels, mask))
+    return batches

@@ -1,0 +1,92 @@
+"""transformers' model of the same config, in eager mode: fp32 weights under bf16 autocast, SDPA attention, fused AdamW."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.bench.peers import BenchSpec
+from petatron.bench.peers.adamw import ClippedAdamW
+from petatron.bench.peers.initial_weights import first_weight
+from petatron.config import RunConfig
+from petatron.models.batch import Architecture, Batch
+from petatron.models.hf import family_entries, family_named, logical_shapes, to_hf_config
+from petatron.train.build import architecture_of
+
+
+def problems(spec: BenchSpec) -> Sequence[Problem]:
+    """What transformers cannot express, or that it is not there."""
+    found: list[Problem] = []
+    if importlib.util.find_spec("transformers") is None:
+        found.append(
+            Problem("--against", "hf", "needs transformers, which is not installed", "pip install 'petatron[hf]'.")
+        )
+    if spec.fp8_recipe is not None:
+        fix = "Leave one of them out, or compare with torchtitan."
+        found.append(Problem("--against", "hf", "has no FP8 training to compare --fp8-recipe with", fix))
+    try:
+        config_json(spec.run)
+    except ConfigError as error:
+        found += error.problems
+    return found
+
+
+def build(spec: BenchSpec) -> HuggingFace:
+    return HuggingFace(spec)
+
+
+class HuggingFace:
+    """A transformers model with an optimizer."""
+
+    def __init__(self, spec: BenchSpec) -> None:
+        self._model = build_model(spec.run, device=spec.device, dtype=torch.float32).train()
+        self._optimizer = ClippedAdamW(self._model, spec.run.optim)
+        self._device = spec.device.type
+
+    def step(self, batch: Batch) -> Tensor:
+        with torch.autocast(self._device, dtype=torch.bfloat16):
+            logits = self._model(input_ids=batch.tokens, use_cache=False).logits
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
+        del logits
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+
+def config_json(run: RunConfig) -> dict:
+    """The content of the model's config.json."""
+    architecture = architecture_of(run)
+    return to_hf_config(architecture.model, architecture.moe, architecture.experts_in)
+
+
+def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model with the first weights that every contender has."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = config_json(run)
+    content.pop("architectures")
+    config = AutoConfig.for_model(content.pop("model_type"), **content)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    fill(model, architecture_of(run), family=str(config.model_type), device=device)
+    return model
+
+
+@torch.no_grad()
+def fill(model: nn.Module, architecture: Architecture, *, family: str, device: torch.device) -> None:
+    table = family_named(family)
+    shapes = logical_shapes(architecture.model, architecture.moe, architecture.experts_in)
+    parameters = dict(model.named_parameters())
+    for entry in family_entries(table, table.rows_in_memory or table.rows, shapes):
+        for region in entry.regions:
+            values = first_weight(region.name, shapes[region.name], architecture.model, device=device)
+            values = values[region.logical_slices()]
+            values = values.transpose(-2, -1) if region.transposed else values
+            parameters[entry.name][region.entry_slices()] = values.reshape(region.extent).to(
+                parameters[entry.name].dtype
+            )

@@ -1,0 +1,52 @@
+"""Our own step: the one `petatron train` takes, without a data loader and without a log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import Problem
+from petatron.bench.peers import BenchSpec
+from petatron.bench.peers.initial_weights import first_weight
+from petatron.models.batch import Batch
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.train.build import build_model, launch
+from petatron.train.state.train_state import TrainState
+from petatron.train.train_step import train_step
+
+
+def problems(spec: BenchSpec) -> Sequence[Problem]:
+    return ()
+
+
+def build(spec: BenchSpec) -> Petatron:
+    return Petatron(spec)
+
+
+class Petatron:
+    """`train_step` on a state without data."""
+
+    def __init__(self, spec: BenchSpec) -> None:
+        run = spec.run
+        self.micro_batches = spec.micro_batches
+        mesh = launch(run)
+        model = build_model(run, mesh, draw=False)
+        fill(model)
+        self.state = TrainState.build(run, mesh, model=model)
+
+    def step(self, batch: Batch) -> Tensor:
+        return torch.as_tensor(train_step(self.state, [batch] * self.micro_batches).loss)
+
+
+@torch.no_grad()
+def fill(model: ParallelModel) -> None:
+    """First weights, piece by piece: a parameter may hold several logical tensors. The one rank holds each of them whole."""
+    for stage in model.stages.values():
+        for name, parameter in stage.named_parameters():
+            for piece in model.placements[name].pieces:
+                values = first_weight(
+                    piece.name, piece.logical_shape, model.architecture.model, device=parameter.device
+                )
+                parameter[piece.local_slices()].copy_(values)

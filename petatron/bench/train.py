@@ -1,0 +1,305 @@
+"""`petatron bench train`: the speed and memory of our training step, alone or against a peer's, in one run on one device.
+
+Everything a run could be told is a flag of its own (`--preset llama-1b --seq-length 4096 --micro-batch-size 8 --bf16` ...); the
+batch is one micro-batch per update, and tokens are random and lie on the device already. Contenders have the same shapes, tokens,
+first weights, fp32 master weights, AdamW and clipping (`peers`), and alternate in one process (`runner`). There, each
+keeps its state while the others run, and all use the same memory for activations. As soon as ours is built and its memory known,
+
+    needed = contenders x our state + largest activations
+
+says whether the device holds all of them; if not, peers come one after the other beside ours; if it does not hold two, each is
+measured in a process of its own, in the order ours, theirs, theirs, ours.
+
+Speed is tokens per second of the median step. MFU divides the model's arithmetic (`estimate/flops.py`) by the published peak in
+bfloat16, in both conventions: attention counted in full, as most tables do, and counted as the half that a causal model needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from petatron.base.errors import ConfigError, Problem, TrainError
+from petatron.base.log import get_logger
+from petatron.bench import peers as contenders
+from petatron.bench.measure.arguments import too_small
+from petatron.bench.peers import OURS, OWN_BF16, PEERS
+
+if TYPE_CHECKING:
+    from petatron.base.device import DeviceFacts
+    from petatron.bench.measure.report import Findings
+    from petatron.bench.measure.runner import Runner
+    from petatron.bench.peers import BenchSpec
+    from petatron.bench.result import BenchResult
+    from petatron.models.batch import Batch
+
+TAKES_RUN_FLAGS = True
+# A peer's activations, as a multiple of ours, and how much of the device can be filled before memory is given back and forth.
+_PEER_ACTIVATIONS = {"torchtitan": 1.6, "hf": 1.6, OWN_BF16: 1.1}
+_USABLE = 0.93
+_log = get_logger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Every other word is the run's own: a preset's name, --seq-length, --micro-batch-size, --device ..."
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="PEER",
+        help=f"{', '.join(PEERS[:-1])}, or {OWN_BF16}: our own step without its FP8 flags; several with commas, or given again",
+    )
+    parser.add_argument(
+        "--peer-path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder with a peer's source; may be given again",
+    )
+    parser.add_argument("--only", choices=(OURS, *PEERS), help="measure this one alone")
+    parser.add_argument("--apart", action="store_true", help="a process of its own for each, one after the other")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of each (default: 20)")
+    parser.add_argument("--block", type=int, default=5, metavar="N", help="steps before the turn changes (default: 5)")
+    parser.add_argument(
+        "--warmup-seconds", type=float, default=20.0, metavar="S", help="real steps before timing (default: 20)"
+    )
+    parser.add_argument("--fp8-recipe", metavar="NAME", help="FP8 hybrid by this recipe, on all sides but bf16")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile, on both sides")
+    parser.add_argument(
+        "--peer-keeps-gathered", action="store_true", help="torchtitan: no second gathering of weights; more memory"
+    )
+    parser.add_argument("--breakdown", action="store_true", help="say where the time of a step goes (CUDA only)")
+
+
+def _peers(texts: Sequence[str]) -> list[str]:
+    """Each peer once, from names with commas between them.
+
+    Our own come first: a peer may change what the compiler does from then on, as torchtitan's rowwise FP8 does.
+
+    >>> _peers(["torchtitan,bf16", "torchtitan"])
+    ['bf16', 'torchtitan']
+    """
+    from petatron.config.schema.fields import listing, nearest
+
+    found: list[Problem] = []
+    names = [(name.strip(), text) for text in texts for name in text.split(",")]
+    for name, text in names:
+        close = nearest(name, PEERS, count=1, cutoff=0.6)
+        fix = f"Did you mean {close[0]}?" if close else f"Use {listing(PEERS)}."
+        if not name:
+            comma = "," in text
+            rule, fix = ("names nobody beside a comma", "Leave the comma out.") if comma else ("names nobody", fix)
+            found.append(Problem("--against", f"'{text}'", rule, fix))
+        elif name not in PEERS:
+            found.append(Problem("--against", name, "is no peer", fix))
+    if found:
+        raise ConfigError(found)
+    return sorted(dict.fromkeys(name for name, _ in names), key=lambda name: name != OWN_BF16)
+
+
+def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
+    """Measure as asked; `flags` are the run's."""
+    from petatron.base.device import detect
+    from petatron.bench.measure.report import report
+    from petatron.bench.measure.timing import release
+
+    peers = _peers(args.against)
+    names = [args.only] if args.only else [OURS, *peers]
+    spec = _spec(args, flags, names)
+    device = detect(spec.run.train.device)
+    _check(args, spec, names, device)
+    found = None if args.apart else _together(args, spec, names, device)
+    if found is None:
+        release(spec.device)
+        found = _apart(args, flags, names)
+    return report(spec, device, found)
+
+
+def _spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> BenchSpec:
+    from petatron.bench.peers.bench_model import model_spec
+    from petatron.config.schema.fields import by_name
+
+    words = [*flags]
+    words += ["--no-compile"] if args.no_compile and "compile" in by_name() else []
+    if args.fp8_recipe is not None:
+        format_given = any(flag.partition("=")[0] in ("--fp8-format", "--fp8-hybrid") for flag in flags)
+        words += ([] if format_given else ["--fp8-format", "hybrid"]) + ["--fp8-recipe", args.fp8_recipe]
+    if "torchtitan" in names:
+        spec = model_spec(words, unsaid=("--no-compile",))  # it may do nothing for ours, but it does for torchtitan
+    else:
+        spec = model_spec(words)
+        for flag, given in (("--peer-path", args.peer_path), ("--peer-keeps-gathered", args.peer_keeps_gathered)):
+            if given:
+                _log.info("note: %s has no effect: it is for --against torchtitan", flag)
+    precision = spec.run.precision
+    return replace(
+        spec,
+        compile=not args.no_compile and spec.device.type == "cuda",
+        fp8_recipe=None if precision.fp8_format is None else precision.fp8_recipe,
+        peer_paths=tuple(Path(path) for path in args.peer_path),
+        keep_gathered=args.peer_keeps_gathered,
+    )
+
+
+def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> None:
+    found = [problem for name in names for problem in contenders.problems(name, spec)]
+    if args.only == OWN_BF16:
+        found = []  # what it may be compared with does not matter to it alone
+    elif args.only:
+        found = [replace(it, where="--only") if it.where == "--against" else it for it in found]
+    found += too_small({"--steps": (args.steps, 1), "--block": (args.block, 1)})
+    if args.warmup_seconds < 0:
+        found.append(Problem("--warmup-seconds", str(args.warmup_seconds), "is negative", "Use 0 or more."))
+    beside_peers = not {OURS, OWN_BF16}.issuperset(names)
+    if spec.micro_batches > 1 and beside_peers:
+        rule = "makes steps of several micro-batches, and peers make an update after each"
+        found.append(Problem("--global-batch-size", str(spec.run.train.global_batch_size), rule, "Leave it out."))
+    if spec.run.optim.optimizer != "adam" and beside_peers:
+        rule = "would be ours alone: peers are measured with AdamW"
+        found.append(Problem("--optimizer", spec.run.optim.optimizer, rule, "Leave it out."))
+    if args.breakdown and device.kind != "cuda":
+        found.append(Problem("--breakdown", "", "needs a CUDA device", "Leave it out."))
+    if args.only and (args.against or args.apart):
+        found.append(
+            Problem("--only", args.only, "measures one alone, so there is nobody to compare", "Keep one of them.")
+        )
+    if found:
+        raise ConfigError(found)
+
+
+def _together(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> Findings | None:
+    """In this process, all beside each other or each peer in turn beside ours; None if the device does not hold two."""
+    from petatron.bench.measure.report import Findings
+    from petatron.bench.peers.bench_model import make_batches
+
+    batches, found = make_batches(spec), Findings()
+    first, peers = _prepare(names[0], spec, batches), names[1:]
+    if not peers:
+        if first is None:
+            found.contenders[names[0]] = {"out_of_memory": True}
+        else:
+            _duel(args, [first], found)
+        return found
+    if first is None:
+        return None
+    if _fits(first, peers, device) and _against(args, first, peers, spec, found):
+        return found
+    found.in_pairs = len(peers) > 1
+    if found.in_pairs and all(
+        _fits(first, [peer], device) and _against(args, first, [peer], spec, found) for peer in peers
+    ):
+        return found
+    return None
+
+
+def _against(args: argparse.Namespace, first: Runner, peers: Sequence[str], spec: BenchSpec, found: Findings) -> bool:
+    """Measure peers beside ours, in one go, and forget them; False if one does not fit."""
+    runners = [first]
+    for peer in peers:
+        runner = _prepare(peer, spec, list(first.batches))
+        if runner is None:
+            return False
+        runners.append(runner)
+    _duel(args, runners, found)
+    return True
+
+
+def _duel(args: argparse.Namespace, runners: list[Runner], found: Findings) -> None:
+    from petatron.bench.measure.kernel_breakdown import profile_steps
+    from petatron.bench.measure.machine import sampled
+    from petatron.bench.measure.runner import alternate
+    from petatron.bench.measure.timing import paired_ratios
+
+    runners[0].blocks_ms.clear()
+    with sampled(runners[0].device) as samples:
+        alternate(runners, steps=args.steps, block=args.block, warmup_s=args.warmup_seconds)
+    for runner in runners[1:] or runners:
+        found.samples[runner.name] = samples.describe()
+    for runner in runners:
+        breakdown = profile_steps(runner).as_json() if args.breakdown else None
+        found.contenders[runner.name] = {**runner.values(), "breakdown": breakdown}
+    for runner in runners[1:]:
+        found.pairs[runner.name] = paired_ratios(runners[0].blocks_ms, runner.blocks_ms)
+
+
+def _fits(first: Runner, peers: Sequence[str], device: DeviceFacts) -> bool:
+    """Whether peers fit beside ours: as much state for each, and the largest activations, which all take turns to use."""
+    if first.peak_bytes is None:
+        return True
+    activations = max(_PEER_ACTIVATIONS[peer] for peer in peers) * (first.peak_bytes - first.held_bytes)
+    needed, usable = (1 + len(peers)) * first.held_bytes + activations, _USABLE * device.memory_bytes
+    if needed < usable:
+        return True
+    names = ", ".join((first.name, *peers))
+    _log.info("%s together would take about %.0f GB of the %.0f GB that can be used", names, needed / 1e9, usable / 1e9)
+    return False
+
+
+def _prepare(name: str, spec: BenchSpec, batches: list[Batch]) -> Runner | None:
+    """Build one, compile it and see how much memory it takes; None if that is more than there is."""
+    import torch
+
+    from petatron.bench.measure.runner import Runner
+    from petatron.bench.measure.timing import held, release, synchronize
+
+    _log.info("building %s", name)
+    release(spec.device)
+    before = held(spec.device)
+    started = time.perf_counter()
+    try:
+        runner = Runner(name, contenders.build(name, spec), batches, spec.device)
+        synchronize(spec.device)
+        runner.build_s = time.perf_counter() - started
+        runner.first_runs(held_before=before)
+        _log.info("%s: built in %.0f s, first steps %.0f s", name, runner.build_s, runner.first_steps_s)
+    except torch.OutOfMemoryError:
+        _log.info("%s: out of memory", name)
+        runner = None
+    release(spec.device)
+    return runner
+
+
+def _apart(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> Findings:
+    """Each in a process of its own, there and back again; what a visit timed is one block."""
+    from petatron.bench.measure.report import Findings, joined
+    from petatron.bench.measure.timing import orders, paired_ratios
+
+    visits: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    turns = [name for order in orders(names, rounds=2) for name in order]
+    for number, name in enumerate(turns, start=1):
+        if not any(values.get("out_of_memory") for values in visits[name]):
+            _log.info("%s in a process of its own, %d of %d", name, number, len(turns))
+            visits[name].append(_child(args, flags, name))
+    found = Findings(apart=True, contenders={name: joined(values) for name, values in visits.items()})
+    ours = found.contenders[names[0]]
+    for name in names[1:]:
+        if "blocks_ms" in ours and "blocks_ms" in found.contenders[name]:
+            found.pairs[name] = paired_ratios(ours["blocks_ms"], found.contenders[name]["blocks_ms"])
+    return found
+
+
+def _child(args: argparse.Namespace, flags: Sequence[str], name: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        words = [sys.executable, "-m", "petatron", "bench", "train", "--only", name, "--json", str(answer)]
+        words += ["--steps", str(args.steps), "--block", str(args.block), "--warmup-seconds", str(args.warmup_seconds)]
+        words += [word for path in args.peer_path for word in ("--peer-path", path)]
+        words += ["--fp8-recipe", args.fp8_recipe] if args.fp8_recipe else []
+        for given, flag in (
+            (args.no_compile, "--no-compile"),
+            (args.peer_keeps_gathered, "--peer-keeps-gathered"),
+            (args.breakdown, "--breakdown"),
+        ):
+            words += [flag] if given else []
+        done = subprocess.run([*words, *flags], capture_output=True, text=True)
+        if done.returncode != 0 or not answer.is_file():
+            raise TrainError(f"Measuring {name} in a process of its own failed:\n{done.stderr[-2000:].strip()}")
+        return json.loads(answer.read_text())["contenders"][name]

@@ -1,0 +1,211 @@
+"""Folders of Hugging Face models as checkpoints: a manifest for a folder that came without one.
+
+The names come from the model that is to be filled (`models/hf`), the places from the files' own headers. So reading one is
+the same as reading a checkpoint of ours: any layout, only the bytes that are needed, and everything must fit.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import CheckpointError
+from petatron.base.untrusted_files import open_file, read_json, reading
+from petatron.checkpoint.files.disk import BLOCK_BYTES
+from petatron.checkpoint.files.manifest import Manifest, StoredBox, StoredTensor
+from petatron.checkpoint.files.safetensors_file import MOST_HEADER_BYTES, Slot
+from petatron.checkpoint.load.box_reads import open_header
+from petatron.checkpoint.state import WEIGHTS
+from petatron.config.schema.model_identity import SPELLINGS, is_identity
+from petatron.models.batch import Architecture
+from petatron.models.hf import (
+    OWN_TYPE,
+    Entry,
+    family_named,
+    family_of,
+    folder_entries,
+    full_names,
+    head_name,
+    logical_shapes,
+    read_config_json,
+)
+from petatron.models.hf.stored_counts import check_counts
+from petatron.sharding.boxes import Box
+from petatron.sharding.shard_spec import Shape
+
+CONFIG = "config.json"
+_INDEX = "model.safetensors.index.json"
+_MOST_CONFIG_BYTES = 16 << 20
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether this is a folder of a model, as Hugging Face writes them, and not one of checkpoints."""
+    return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
+
+
+def not_usable(path: Path, why: str) -> CheckpointError:
+    """The error for a file of a model's folder."""
+    return CheckpointError(f"{path} {why}. Take it from the model's own folder.")
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """The content of a folder's config.json."""
+    with reading(path / CONFIG, not_usable):
+        try:
+            content = read_json(path / CONFIG, _MOST_CONFIG_BYTES)
+        except ValueError as error:
+            raise not_usable(path / CONFIG, f"cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise not_usable(path / CONFIG, "is no table of settings")
+    return content
+
+
+def read_model_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ModelConfig and MoEConfig values from a folder's config.json; the second are none for a dense model."""
+    with reading(path / CONFIG, not_usable):
+        return read_config_json(read_model_config(path))
+
+
+def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, Any]) -> None:
+    """Refuses settings that claim more than the folder's files can hold, before a model is made of them."""
+    apart = read_model_config(path).get("model_type") != OWN_TYPE
+    check_counts(path / CONFIG, not_usable, model, moe, num_tensors=len(_slots(path)), experts_apart=apart)
+
+
+def check_stored_size(path: Path, architecture: Architecture) -> None:
+    """Refuses a model that is larger than the folder's files, before there is memory for it."""
+    shapes = logical_shapes(architecture.model, architecture.moe, architecture.experts_in)
+    needed = sum(math.prod(shape) for shape in shapes.values())
+    stored = sum(slot.end - slot.begin for _, slot in _slots(path).values())
+    if needed > stored:
+        raise not_usable(
+            path / CONFIG, f"describes {needed:,} parameters, and the files beside it have {stored:,} bytes"
+        )
+
+
+def folder_manifest(path: Path, architecture: Architecture) -> Manifest:
+    """Where every logical tensor of a model stands in a folder; all that does not fit is one error."""
+    _check_config(path, architecture)
+    model, moe, experts_in = architecture.model, architecture.moe, architecture.experts_in
+    shapes = logical_shapes(model, moe, experts_in)
+    entries = folder_entries(model, moe, experts_in)
+    slots = _slots(path)
+    known = {entry.name: entry for entry in entries}
+    stored = _stored_names(path, slots, known)
+    problems = [f"{entry.name} is missing" for entry in entries if entry.name not in stored]
+    problems += [f"{name} is not a tensor of this model" for full, name in stored.items() if full not in known]
+    tensors: dict[str, StoredTensor] = {}
+    for entry in entries:
+        if entry.name not in stored:
+            continue
+        file, slot = slots[stored[entry.name]]
+        if slot.shape != entry.shape:
+            problems.append(f"{stored[entry.name]} is {list(slot.shape)} there, and should be {list(entry.shape)}")
+            continue
+        for region in entry.regions:
+            box = StoredBox(
+                file, stored[entry.name], Box(region.start, region.shape), region.at, transposed=region.transposed
+            )
+            _add(tensors, WEIGHTS + region.name, shapes[region.name], slot.dtype, box)
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems[:8])
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(
+            f"{path} does not hold the tensors that the model should have:\n{lines}{more}\nCopy all files of the model there, "
+            f"and use the settings of its {CONFIG}."
+        )
+    return Manifest(step=0, layout="", facts={}, tensors=tensors, local={}, files={})
+
+
+def _stored_names(path: Path, slots: Mapping[str, tuple[str, Slot]], expected: Mapping[str, Entry]) -> dict[str, str]:
+    """Full name to the name as stored, without what is no weight of its own."""
+    config = read_model_config(path)
+    if config.get("model_type") == OWN_TYPE:
+        return {name: name for name in slots}
+    family = family_named(family_of(config))
+    stored = full_names(family, slots, expected)
+    head = head_name(family)
+    if head in stored and head not in expected:
+        embedding = next(entry for entry in expected.values() if entry.regions[0].name == "embedding.weight")
+        twin = stored.pop(head)
+        if embedding.name in stored and not _equal(path, slots[twin], slots[stored[embedding.name]]):
+            raise CheckpointError(
+                f"{path}: {twin} differs from the embedding, but its {CONFIG} ties them. Correct {CONFIG}."
+            )
+    return stored
+
+
+def _equal(path: Path, a: tuple[str, Slot], b: tuple[str, Slot]) -> bool:
+    """Whether two tensors of a folder have the same bytes, read a block at a time."""
+    if a[1].end - a[1].begin != b[1].end - b[1].begin:
+        return False
+    with open_file(path / a[0]) as first, open_file(path / b[0]) as second:
+        first.seek(a[1].begin)
+        second.seek(b[1].begin)
+        left = a[1].end - a[1].begin
+        while left:
+            size = min(left, BLOCK_BYTES)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
+
+
+def _add(tensors: dict[str, StoredTensor], key: str, shape: Shape, dtype: str, box: StoredBox) -> None:
+    known = tensors.get(key, StoredTensor(shape, dtype, ()))
+    tensors[key] = StoredTensor(shape, known.dtype, (*known.boxes, box))
+
+
+def _check_config(path: Path, architecture: Architecture) -> None:
+    """The settings that make it the same function of its weights must be the run's."""
+    model_values, moe_values = read_model_settings(path)
+    ours: Mapping[str, Any] = {
+        name: getattr(section, name)
+        for section, values in ((architecture.model, model_values), (architecture.moe, moe_values))
+        for name in values
+        if section is not None
+    }
+    theirs = model_values | moe_values
+    differing = [
+        f"{name}: {value} there, {ours.get(name)} in this run"
+        for name, value in sorted(theirs.items())
+        if is_identity(name) and name not in SPELLINGS and ours.get(name) != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{path / CONFIG} is of another model ({'; '.join(differing)}). Give this run the settings of that folder: "
+            f"`petatron checkpoint convert {path} NEW --to petatron` writes them to NEW/config.yaml, for --config."
+        )
+
+
+def _check_shards(path: Path) -> None:
+    """Every file that the index names must be there; beside one file for all, an index is a leftover."""
+    if not (path / _INDEX).is_file() or (path / "model.safetensors").is_file():
+        return
+    with reading(path / _INDEX, not_usable):
+        files = set(read_json(path / _INDEX, MOST_HEADER_BYTES)["weight_map"].values())
+        missing = sorted(str(name) for name in files if not (path / str(name)).is_file())
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise CheckpointError(
+            f"{path} lacks {', '.join(missing[:4])}{more}, which {_INDEX} names. Copy all files of the model there."
+        )
+
+
+def _slots(path: Path) -> dict[str, tuple[str, Slot]]:
+    """Every tensor of the folder's files, and its file."""
+    _check_shards(path)
+    found: dict[str, tuple[str, Slot]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        if any(fnmatch.fnmatch(file.name, pattern) for pattern in ("consolidated*", "adapter*")):
+            continue  # the same weights once more under other names, or a part that is no model
+        for name, slot in open_header(file, None).items():
+            if name in found:
+                raise CheckpointError(
+                    f"{path} holds {name} in {found[name][0]} and in {file.name}. Remove one of them."
+                )
+            found[name] = (file.name, slot)
+    return found

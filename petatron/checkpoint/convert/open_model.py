@@ -1,0 +1,259 @@
+"""Models that lie on disk in one of three forms, opened alike: what the model is, and its logical tensors on demand.
+
+    petatron      a folder of steps, one step, or the `model/` of one
+    huggingface   config.json and safetensors
+    megatron      what Megatron-LM saved, see docs/megatron-checkpoints.md
+
+Opening reads headers only, checks every name and shape, and reports all that is wrong at once. Values come through `Source.fill`,
+which puts boxes of logical tensors into memory of the caller's; the first two forms need a few blocks of 8 MiB beside it, the
+third one whole logical tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
+from petatron.base.text import some
+from petatron.base.untrusted_files import reading as reading_foreign
+from petatron.checkpoint.convert.formats import Kind, companions, config_sections, configured, detect, refuse_pickled
+from petatron.checkpoint.convert.hf_folder import (
+    CONFIG,
+    check_stored_counts,
+    folder_manifest,
+    not_usable,
+    read_model_config,
+    read_model_settings,
+)
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.manifest import Manifest
+from petatron.checkpoint.files.safetensors_file import DTYPES
+from petatron.checkpoint.load import box_reads
+from petatron.checkpoint.load.box_directory import Directory, is_wide
+from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
+from petatron.checkpoint.state import ROUTERS, WEIGHTS, Chunk
+from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.models.batch import Architecture
+from petatron.models.hf import logical_shapes
+from petatron.models.hf.stored_counts import check_counts
+from petatron.sharding.shard_spec import Shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """An opened model.
+
+    values: its settings as sections of a config file. config: its config.json, if it has one. companions: the files that go with
+    it wherever it goes, its tokenizer's above all. shapes, dtypes: of every tensor, by key: weights and what routers have learnt.
+    fill: reads chunks with such keys.
+    """
+
+    kind: Kind
+    path: Path
+    step: int
+    values: Mapping[str, Mapping[str, Any]]
+    architecture: Architecture
+    config: Mapping[str, Any] | None
+    companions: Mapping[str, Path]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+    fill: Callable[[Sequence[Chunk]], None]
+
+    @property
+    def routers(self) -> list[str]:
+        return [key for key in self.shapes if key.startswith(ROUTERS)]
+
+
+def open_source(
+    path: Path, *, kind: Kind | None = None, step: int | None = None, vocab_size: int | None = None
+) -> Source:
+    """Open a model for reading; the form is found out if it is not given.
+
+    `step` chooses among several. `vocab_size` is for Megatron's form, which may know its vocabulary only with its padding.
+    """
+    found = kind or detect(path)
+    problems = []
+    if vocab_size is not None and found != "megatron":
+        rule = f"is known for a {found} model, whose settings say it"
+        problems.append(Problem("--vocab-size", str(vocab_size), rule, "Leave it out."))
+    if step is not None and found == "huggingface":
+        problems.append(
+            Problem("--step", str(step), "chooses among steps, and a model's folder has none", "Leave it out.")
+        )
+    if problems:
+        raise ConfigError(problems)
+    with reading_foreign(path, _refusal):
+        source = _open(path, found, step, vocab_size)
+    return replace(source, fill=partial(_fill_from, source))
+
+
+def _open(path: Path, kind: Kind, step: int | None, vocab_size: int | None) -> Source:
+    if kind == "petatron":
+        return _open_petatron(step_folder.choose(path, step))
+    if kind == "huggingface":
+        return _open_huggingface(path)
+    return _open_megatron(path if step is None else path / f"iter_{step:07d}", vocab_size)
+
+
+def _fill_from(source: Source, chunks: Sequence[Chunk]) -> None:
+    with reading_foreign(source.path, _refusal):
+        source.fill(chunks)
+
+
+def _refusal(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} {why}. Copy it again from where it was made.")
+
+
+def _open_huggingface(path: Path) -> Source:
+    refuse_pickled(path)
+    config = read_model_config(path)
+    settings = read_model_settings(path)
+    check_stored_counts(path, *settings)
+    values, architecture = _described(*settings)
+    manifest = folder_manifest(path, architecture)
+    return _manifest_source("huggingface", path, path, manifest, values, architecture, config)
+
+
+def _open_petatron(step: Path) -> Source:
+    manifest = step_folder.read_manifest(step)
+    step_folder.check_documents(step, manifest)
+    folder = step / step_folder.MODEL
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"{step} has no {step_folder.MODEL}/{CONFIG}, which says what its model is. Restore it from a copy."
+        )
+    config = read_model_config(folder)
+    settings = read_model_settings(folder)
+    weights = sum(key.startswith(WEIGHTS) for key in manifest.tensors)
+    check_counts(folder / CONFIG, not_usable, *settings, num_tensors=weights, experts_apart=False)
+    values, architecture = _described(*settings)
+    _check_weights(step, manifest, architecture)
+    return _manifest_source("petatron", step, folder, manifest, values, architecture, config)
+
+
+def _check_weights(step: Path, manifest: Manifest, architecture: Architecture) -> None:
+    """The checkpoint has the weights of the model that its config.json describes, with their shapes."""
+    shapes = logical_shapes(architecture.model, architecture.moe, architecture.experts_in)
+    there = {key.removeprefix(WEIGHTS): tensor.shape for key, tensor in manifest.tensors.items()}
+    wrong = [name for name, shape in shapes.items() if there.get(name) != shape]
+    if wrong:
+        raise CheckpointError(
+            f"{step} is not a checkpoint of the model that its {step_folder.MODEL}/{CONFIG} describes: {some(wrong)} are missing or "
+            "have another shape. Restore it from a copy."
+        )
+
+
+def _manifest_source(
+    kind: Kind,
+    path: Path,
+    folder: Path,
+    manifest: Manifest,
+    values: Mapping[str, Mapping[str, Any]],
+    architecture: Architecture,
+    config: Mapping[str, Any],
+) -> Source:
+    directory = Directory.of(path, manifest.tensors)
+
+    def fill(chunks: Sequence[Chunk]) -> None:
+        found = [directory.find(chunk.key, chunk.box, wide=is_wide(chunk))[:2] for chunk in chunks]
+        plan = box_reads.plan_reads(path, chunks, found, strict=False)
+        assert not plan.missing, f"{plan.missing} were not looked for"
+        box_reads.fill(path, plan, manifest.files)
+
+    kept = {key: tensor for key, tensor in manifest.tensors.items() if key.startswith((WEIGHTS, ROUTERS))}
+    source = Source(
+        kind=kind,
+        path=path,
+        step=manifest.step,
+        values=values,
+        architecture=architecture,
+        config=config,
+        companions=companions(folder),
+        shapes={key: tensor.shape for key, tensor in kept.items()},
+        dtypes={key: DTYPES[tensor.dtype] for key, tensor in kept.items()},
+        fill=fill,
+    )
+    _check_routers(source)
+    return source
+
+
+def _check_routers(source: Source) -> None:
+    """A model whose experts are chosen with a bias is another one without it."""
+    moe = source.architecture.moe
+    if moe is None or not moe.moe_router_enable_expert_bias:
+        return
+    layers = [layer for layer, mixed in enumerate(source.architecture.experts_in) if mixed]
+    missing = [n for n in layers if f"{ROUTERS}layers.{n}.mlp.router.expert_bias" not in source.shapes]
+    if missing:
+        raise CheckpointError(
+            f"{source.path} lacks the expert biases of layers {', '.join(map(str, missing))}, which the model chooses its experts "
+            "with and which stand in the state of a checkpoint. Give the checkpoint, not only the model's folder."
+        )
+
+
+def _open_megatron(path: Path, vocab_size: int | None) -> Source:
+    checkpoint = open_megatron(path) if vocab_size is None else _open_with_vocabulary(path, vocab_size)
+    values, architecture = _described(checkpoint.model, checkpoint.moe)
+    keys = {_key(name): tensor for name, tensor in checkpoint.tensors.items()}
+    return Source(
+        kind="megatron",
+        path=path,
+        step=checkpoint.iteration,
+        values=values,
+        architecture=architecture,
+        config=None,
+        companions={},
+        shapes={key: tensor.shape for key, tensor in keys.items()},
+        dtypes={key: tensor.dtype for key, tensor in keys.items()},
+        fill=_MegatronReader(checkpoint).fill,
+    )
+
+
+def _open_with_vocabulary(path: Path, vocab_size: int) -> MegatronCheckpoint:
+    """A checkpoint that says its vocabulary is believed; one that cannot be opened without the number is opened with it."""
+    try:
+        checkpoint = open_megatron(path)
+    except PetatronError:
+        return open_megatron(path, vocab_size=vocab_size)
+    known = checkpoint.model["vocab_size"]
+    if known != vocab_size:
+        rule = f"contradicts the checkpoint, whose arguments say {known}"
+        raise ConfigError([Problem("--vocab-size", str(vocab_size), rule, "Leave it out.")])
+    return checkpoint
+
+
+def _key(name: str) -> str:
+    return (ROUTERS if name.endswith(".router.expert_bias") else WEIGHTS) + name
+
+
+class _MegatronReader:
+    """Keeps the last tensor: the experts of a layer are parts of one, and asked for one after the other."""
+
+    def __init__(self, checkpoint: MegatronCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._last: dict[str, Tensor] = {}
+
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            name = chunk.key.split("/", 1)[1]
+            if name not in self._last:
+                self._last.clear()  # first let go of the one before
+                self._last[name] = self._checkpoint.tensors[name].load()
+            chunk.tensor.copy_(self._last[name][chunk.box.slices()])
+
+
+def _described(model: Mapping[str, Any], experts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], Architecture]:
+    sections = config_sections(model, experts)
+    run = configured(sections).config
+    if run.model.vocab_size is None:
+        rule = "is not known: the model's settings do not say it"
+        raise ConfigError([Problem("--vocab-size", "", rule, "Give the number of token ids of its tokenizer.")])
+    moe = run.moe if run.moe.num_experts is not None else None
+    return sections, Architecture(run.model, moe, moe_layers(run))

@@ -1,0 +1,243 @@
+"""The file operations a checkpoint is made of, and the digests that say whether a file is what was written.
+
+A file has a digest per block of 8 MiB, by default a CRC-32: fast enough to be always on (several GB/s per core, and blocks are
+independent), and a reader who needs a part of a file checks the blocks of that part and no more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from petatron.base import safe_files
+from petatron.base.errors import CheckpointError
+from petatron.checkpoint.files.block_digest import BlockDigest
+
+BLOCK_BYTES = 8 << 20
+_FLUSH_BYTES = 64 << 20
+_WORTH_A_THREAD = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """Size of a file, and the digest of each of its blocks (`block_digest.py`)."""
+
+    size_bytes: int
+    blocks: tuple[str, ...]
+
+
+class Disk:
+    """What publishing is made of. Tests replace `reach`, which is called before and after everything that leaves a trace
+    on disk, to end the process at any of these moments, or single operations, to make them fail."""
+
+    strong_digests = False
+    """With strong digests of what it writes, a signature of them is one of the content."""
+
+    def reach(self, moment: str, path: Path) -> None:
+        """A boundary between two states of the disk."""
+
+    def make_folder(self, path: Path) -> None:
+        safe_files.make_folder(path)
+        self.reach("folder made", path)
+
+    def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> StoredFile:
+        """Write a file through to the device, and say what it holds."""
+        with (
+            safe_files.create(path) as file,
+            _Flusher(file.fileno()) as flusher,
+            _Digests(strong=self.strong_digests) as digests,
+        ):
+            self.reach("opened", path)
+            for part in parts:
+                for piece in digests.add(part):
+                    _write_all(file.fileno(), piece)
+                    self.reach("written", path)
+                    flusher.note(len(piece))
+                digests.settle()  # only until here may whoever hands over parts be asked to keep their memory
+            flusher.finish()
+            self.reach("synced", path)
+            return digests.result()
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.reach("renaming", old)
+        old.replace(new)
+        self.reach("renamed", new)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder (new files, renames) survive a power cut."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self.reach("folder synced", path)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, a link, or a folder with all that is in it, file by file; links are not followed."""
+        safe_files.remove(path, lambda gone: self.reach("removed", gone))
+
+
+class _Flusher:
+    """Has the device work while more is written: waiting for all of it at the end would take as long again."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._waiting_bytes = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+
+    def __enter__(self) -> _Flusher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def note(self, num_bytes: int) -> None:
+        self._waiting_bytes += num_bytes
+        if self._waiting_bytes < _FLUSH_BYTES or (self._running is not None and not self._running.done()):
+            return
+        self._check()
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-flush")
+        flush = getattr(os, "fdatasync", os.fsync)  # macOS has the second only
+        self._running = self._pool.submit(flush, self._descriptor)
+        self._waiting_bytes = 0
+
+    def finish(self) -> None:
+        self._check()
+        os.fsync(self._descriptor)
+
+    def _check(self) -> None:
+        """A write that failed on its way to the device is reported once, to whoever waits: that must be us."""
+        if self._running is not None:
+            self._running.result()
+
+
+class _Digests:
+    """The digests of a file's blocks, computed on another core while the blocks are written."""
+
+    def __init__(self, *, strong: bool) -> None:
+        self._strong = strong
+        self._blocks: list[str] = []
+        self._digest, self._size = BlockDigest(strong=strong), 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    def __enter__(self) -> _Digests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def add(self, part: bytes | memoryview) -> Iterator[memoryview]:
+        """The part in pieces that end at block boundaries; each is being digested when it is handed out."""
+        rest = memoryview(part)
+        room = BLOCK_BYTES - self._size % BLOCK_BYTES
+        while rest:
+            piece, rest = rest[:room], rest[room:]
+            room = BLOCK_BYTES
+            self._size += len(piece)
+            self._start(piece, closes=self._size % BLOCK_BYTES == 0)
+            yield piece
+
+    def settle(self) -> None:
+        for pending in self._pending:
+            pending.result()
+        self._pending.clear()
+
+    def result(self) -> StoredFile:
+        self.settle()
+        last = [self._digest.text()] if self._size % BLOCK_BYTES else []
+        return StoredFile(self._size, (*self._blocks, *last))
+
+    def _start(self, piece: memoryview, *, closes: bool) -> None:
+        if len(piece) < _WORTH_A_THREAD and not self._pending:
+            self._take(piece, closes)
+            return
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
+        self._pending.append(self._pool.submit(self._take, piece, closes))
+
+    def _take(self, piece: memoryview, closes: bool) -> None:
+        self._digest.update(piece)
+        if closes:
+            self._blocks.append(self._digest.text())
+            self._digest = BlockDigest(strong=self._strong)
+
+
+def _write_all(descriptor: int, part: memoryview) -> None:
+    while part:
+        part = part[os.write(descriptor, part) :]
+
+
+def digest_file(path: Path, *, strong: bool = False) -> StoredFile:
+    """Size and digests of a file as it lies."""
+    blocks: list[str] = []
+    size = 0
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        while count := read_fully(file.fileno(), buffer, size):
+            digest = BlockDigest(strong=strong)
+            digest.update(buffer[:count])
+            blocks.append(digest.text())
+            size += count
+    return StoredFile(size, tuple(blocks))
+
+
+def read_fully(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Fill a buffer from a place in a file; fewer bytes only at the end of the file."""
+    got = 0
+    while got < len(buffer):
+        count = os.preadv(descriptor, [buffer[got:]], offset + got)
+        if count == 0:
+            break
+        got += count
+    return got
+
+
+def read_into(descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
+    """Fill several buffers, one after the other, from a place in a file; fewer bytes only at the end of the file."""
+    got = os.preadv(descriptor, parts, offset)
+    begin = 0
+    for part in parts:
+        end = begin + len(part)
+        if got < end:  # the system gave less than it was asked for
+            got = max(got, begin)
+            more = read_fully(descriptor, part[got - begin :], offset + got)
+            got += more
+            if got < end:
+                return got
+        begin = end
+    return got
+
+
+def read_ahead(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Have the device fetch what will be read next; systems that cannot be told so lose nothing but time."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+
+def check_writable(folder: str | Path) -> None:
+    """Raise now, rather than at the first save, if checkpoints cannot be written to a folder; makes the folder."""
+    folder = Path(folder)
+    try:
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            Disk().sync_folder(folder.parent)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"petatron")
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints cannot be written to {folder}: {error.strerror or error}. "
+            "Make that folder writable, or give --save another one."
+        ) from error
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder, for whoever must not be root to use it."""
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,29 @@
+"""Boxes of logical tensors the way the entries of a file have them: fewer leading dimensions, maybe transposed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from petatron.sharding.boxes import Box
+from petatron.sharding.shard_spec import Shape
+
+
+def in_entry(values: Tensor, dimensions: int, *, transposed: bool) -> Tensor:
+    """A view of a box's values with the dimensions an entry has; those it does not have are leading ones of size 1."""
+    for _ in range(values.dim() - dimensions):
+        values = values.squeeze(0)
+    return values.transpose(-1, -2) if transposed else values
+
+
+def entry_box(common: Box, start: Shape, at: Shape, *, transposed: bool) -> Box:
+    """Where a part of a box stands in an entry that has the box, which begins at `start`, from `at` on.
+
+    >>> entry_box(Box((2, 1, 0), (1, 2, 3)), start=(2, 0, 0), at=(0, 8), transposed=True)
+    Box(start=(0, 9), shape=(3, 2))
+    """
+    dropped = len(common.shape) - len(at)
+    inner = [a - b for a, b in zip(common.start[dropped:], start[dropped:])]
+    shape = list(common.shape[dropped:])
+    if transposed:
+        inner[-2:], shape[-2:] = inner[:-3:-1], shape[:-3:-1]
+    return Box(tuple(base + offset for base, offset in zip(at, inner)), tuple(shape))

@@ -1,0 +1,288 @@
+"""manifest.json and the ranks' tables: what a checkpoint holds, where, and how to tell that it is whole.
+
+Each rank writes a table of its own files and of the boxes in them; the manifest names all tables with their digests, and is
+written last, so a folder that has one is complete. It carries a digest of itself. Nobody has to know all boxes when a checkpoint
+is saved: the first rank's work is one line for each rank. In version 2, which is still read, there was one table, in the manifest.
+Others may have made the files that are read, with digests that fit: every type, range and name is checked before it is used.
+`docs/checkpoint-format.md` describes both for readers of other programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from petatron.base.untrusted_files import MOST_NUMBER, is_count
+from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile
+from petatron.checkpoint.files.safetensors_file import DTYPES, MOST_DIMS
+from petatron.sharding.boxes import Box, Shape
+
+VERSION = 3
+MOST_BYTES = 1 << 28
+"""The largest manifest or table that is read."""
+_ONE_TABLE = 2
+_FORMAT, _TABLE_FORMAT = "petatron checkpoint", "petatron checkpoint table"
+_BLOCK_DIGEST, _TABLE_DIGEST = re.compile("[0-9a-f]{8}|[0-9a-f]{64}"), re.compile("[0-9a-f]{64}")
+
+
+class UnknownVersion(ValueError):
+    """The manifest was written by a format this code does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A box of a logical tensor, and where it stands: from `at` on in the entry `name` of a file.
+
+    Leading dimensions of size 1 that the entry does not have are dropped; `transposed` says that the entry has its two
+    dimensions the other way round.
+    """
+
+    file: str
+    name: str
+    box: Box
+    at: Shape
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A logical tensor and the boxes it was saved as; dtype is safetensors' code for it."""
+
+    shape: Shape
+    dtype: str
+    boxes: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """What one rank wrote: files, boxes as (key, whole tensor with some of its boxes), and which file has its local entries."""
+
+    files: Mapping[str, StoredFile]
+    entries: tuple[tuple[str, StoredTensor], ...]
+    local: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """A table on disk: its path in the step, its size, and the BLAKE2b hash of its bytes."""
+
+    path: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole checkpoint. `local` maps the entries that belong to one rank to their files.
+
+    One that was just read from a file of version 3 has `tables` in place of tensors, local entries and files
+    (`storage.complete` reads them).
+    """
+
+    step: int
+    layout: str
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    local: Mapping[str, str]
+    files: Mapping[str, StoredFile]
+    tables: tuple[TableFile, ...] = ()
+
+
+def merge(tables: Iterable[RankTable]) -> dict[str, StoredTensor]:
+    """One table of logical tensors from all ranks' boxes; ValueError if two do not describe a tensor alike."""
+    boxes: dict[str, list[StoredBox]] = {}
+    seen: dict[str, tuple[Shape, str]] = {}
+    for key, part in (entry for table in tables for entry in table.entries):
+        if seen.setdefault(key, (part.shape, part.dtype)) != (part.shape, part.dtype):
+            raise ValueError(f"{key} is {seen[key]} in one table and {(part.shape, part.dtype)} in another")
+        boxes.setdefault(key, []).extend(part.boxes)
+    return {key: StoredTensor(*seen[key], tuple(found)) for key, found in boxes.items()}
+
+
+def to_json(
+    step: int, *, layout: str, facts: Mapping[str, Any], tables: Sequence[TableFile], version: int = VERSION
+) -> str:
+    """The text of manifest.json."""
+    body = {
+        "format": _FORMAT,
+        "version": version,
+        "step": step,
+        "layout": layout,
+        "facts": dict(facts),
+        "block_bytes": BLOCK_BYTES,
+        "tables": {table.path: [table.size_bytes, table.digest] for table in tables},
+    }
+    # Facts may hold tuples or integer keys, which JSON turns into something else; the digest is of what will be read.
+    body = json.loads(json.dumps(body))
+    return json.dumps({**body, "digest": _digest(body)}, indent=1)
+
+
+def from_json(text: str | bytes) -> Manifest:
+    """Read manifest.json; ValueError says what is wrong with it."""
+    body = _read_object(text, _FORMAT, "the manifest of a Petatron checkpoint")
+    if body.get("version") not in (_ONE_TABLE, VERSION) or body.get("block_bytes") != BLOCK_BYTES:
+        raise UnknownVersion(
+            f"it has format version {body.get('version')}; this version of Petatron reads {_ONE_TABLE} and {VERSION}"
+        )
+    digest = body.pop("digest", None)
+    if digest != _digest(body):
+        raise ValueError("its content does not match its own digest")
+    if not is_count(body.get("step")):
+        raise _misstated("its step")
+    tables = () if body["version"] == _ONE_TABLE else tuple(_table_files(_mapping(body, "tables")))
+    whole = _table_from_body(body) if body["version"] == _ONE_TABLE else RankTable({}, (), {})
+    return Manifest(
+        step=body["step"],
+        layout=_text(body.get("layout"), "its layout"),
+        facts=_mapping(body, "facts"),
+        tensors=dict(whole.entries),
+        local=whole.local,
+        files=whole.files,
+        tables=tables,
+    )
+
+
+def table_to_json(table: RankTable) -> bytes:
+    """The content of a rank's table."""
+    body = {
+        "format": _TABLE_FORMAT,
+        "version": VERSION,
+        "tensors": {key: _tensor_to_json(tensor) for key, tensor in merge([table]).items()},
+        "local": dict(table.local),
+        "files": {name: [file.size_bytes, file.blocks] for name, file in table.files.items()},
+    }
+    return json.dumps(body).encode()
+
+
+def table_from_json(content: bytes) -> RankTable:
+    """Read a table, whose digest has been checked; ValueError says what is wrong with it."""
+    return _table_from_body(_read_object(content, _TABLE_FORMAT, "a table of a Petatron checkpoint"))
+
+
+def table_digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
+
+
+def _read_object(text: str | bytes, form: str, what: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(body, dict) or body.get("format") != form:
+        raise ValueError(f"it is not {what}")
+    return body
+
+
+def _table_from_body(body: Mapping[str, Any]) -> RankTable:
+    return RankTable(
+        files={name: _file_from_json(name, value) for name, value in _mapping(body, "files").items()},
+        entries=tuple((key, _tensor_from_json(key, value)) for key, value in _mapping(body, "tensors").items()),
+        local={name: _text(file, f"the file of {name}") for name, file in _mapping(body, "local").items()},
+    )
+
+
+def _table_files(tables: Mapping[str, Any]) -> Iterator[TableFile]:
+    if not tables:
+        raise ValueError("it names no table")
+    for path, value in tables.items():
+        match value:
+            case [int(size), str(digest)] if is_count(size) and _TABLE_DIGEST.fullmatch(digest):
+                yield TableFile(path, size, digest)
+            case _:
+                raise _misstated(f"size and digest of {path}")
+
+
+def _mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = body.get(name)
+    if not isinstance(found, dict):
+        raise _misstated(f"its {name}")
+    return found
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise _misstated(what)
+    return value
+
+
+def _misstated(what: str) -> ValueError:
+    return ValueError(f"it lacks or misstates {what}")
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(body).encode(), digest_size=32).hexdigest()
+
+
+def _file_from_json(name: str, value: Any) -> StoredFile:
+    match value:
+        case [int(size), list(blocks)] if is_count(size):
+            if len(blocks) != -(-size // BLOCK_BYTES):
+                raise ValueError(f"it has {len(blocks)} digests for the {size} bytes of {name}")
+            if all(isinstance(digest, str) and _BLOCK_DIGEST.fullmatch(digest) for digest in blocks):
+                return StoredFile(size, tuple(blocks))
+    raise _misstated(f"size and digests of {name}")
+
+
+def box_to_json(stored: StoredBox) -> list[Any]:
+    """File, entry, start, shape, place in the entry, and whether it is transposed there."""
+    return [stored.file, stored.name, stored.box.start, stored.box.shape, stored.at, stored.transposed]
+
+
+def box_from_json(value: Sequence[Any]) -> StoredBox:
+    """What `box_to_json` wrote."""
+    file, name, start, shape, at, transposed = value
+    return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), bool(transposed))
+
+
+def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
+    return {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": [box_to_json(stored) for stored in tensor.boxes]}
+
+
+def _tensor_from_json(key: str, value: Any) -> StoredTensor:
+    match value:
+        case {"shape": list(shape), "dtype": str(dtype), "boxes": list(boxes)} if dtype in DTYPES and _is_shape(shape):
+            if math.prod(shape) * DTYPES[dtype].itemsize <= MOST_NUMBER:
+                return StoredTensor(tuple(shape), dtype, tuple([_box_in(key, tuple(shape), box) for box in boxes]))
+    raise _misstated(f"shape, dtype or boxes of {key}")
+
+
+def _box_in(key: str, whole: Shape, value: Any) -> StoredBox:
+    """A box that lies inside its tensor and can be one of an entry: what the entry itself is, its file knows.
+
+    There may be hundreds of thousands, so this is written for speed.
+    """
+    try:
+        file, name, start, shape, at, transposed = value
+    except (TypeError, ValueError):
+        raise _misstated(f"a box of {key}") from None
+    if (
+        type(file) is type(name) is str
+        and type(start) is type(shape) is type(at) is list
+        and type(transposed) is bool
+        and len(start) == len(shape) == len(whole)
+        and _lies_in(start, shape, whole)
+        and len(shape) >= len(at) >= 2 * transposed
+        and (len(shape) == len(at) or all(size == 1 for size in shape[: -len(at) or None]))
+        and _is_shape(at)
+    ):
+        return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), transposed)
+    raise _misstated(f"a box of {key}")
+
+
+def _lies_in(start: Sequence[Any], shape: Sequence[Any], whole: Shape) -> bool:
+    for begin, size, end in zip(start, shape, whole):
+        if type(begin) is not int or type(size) is not int or begin < 0 or size < 0 or begin + size > end:
+            return False
+    return True
+
+
+def _is_shape(value: Sequence[Any]) -> bool:
+    for size in value:
+        if type(size) is not int or size < 0 or size > MOST_NUMBER:
+            return False
+    return len(value) <= MOST_DIMS

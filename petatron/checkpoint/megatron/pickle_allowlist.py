@@ -1,0 +1,182 @@
+"""Reading Megatron's pickles without running them, and which names may stand in them.
+
+A pickle is a program, and it may call whatever it can name. Here nothing is called (`pickle_interpreter.py`), and a file that names
+anything but what is on a fixed list is refused with the names: it was not made for this. What is on the list is not the class of that
+name but a stand-in which keeps what it is given and does nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import CheckpointError
+from petatron.base.text import some
+from petatron.base.untrusted_files import open_file, read_bytes, reading
+from petatron.checkpoint.megatron.pickle_interpreter import Name, StandIn, read_pickle
+from petatron.checkpoint.megatron.torch_save_file import CALLS_WITHOUT_TENSORS, DTYPES, plain_call, read_saved
+
+_MOST_METADATA_BYTES = 1 << 30
+
+# What a Megatron run keeps beside its weights: its arguments with a few enums, random states, scales of FP8.
+_BESIDE_WEIGHTS = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "megatron.core.enums.ModelType",
+    "megatron.core.enums.Fp8Recipe",
+    "megatron.core.enums.Fp4Recipe",
+    "megatron.model.enums.ModelType",
+    "megatron.legacy.model.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.AttnMaskType",
+    "megatron.core.transformer.enums.AttnType",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.CudaGraphModule",
+    "megatron.core.transformer.enums.LayerType",
+    "megatron.core.transformer.enums.ModelType",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    "signal.Signals",
+    "pathlib.Path",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "_io.BytesIO",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+)
+# What else torch itself takes from files that are not trusted; none of it is a weight of ours.
+_OTHER_VALUES = (
+    "_codecs.encode",
+    "builtins.bytearray",
+    "builtins.complex",
+    "builtins.frozenset",
+    "builtins.set",
+    "collections.Counter",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Buffer",
+    "torch.nn.parameter.Parameter",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+    "torch._utils._rebuild_device_tensor_from_numpy",
+    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._utils._rebuild_nested_tensor",
+    "torch._utils._rebuild_qtensor",
+    "torch._utils._rebuild_sparse_tensor",
+    "torch._utils._rebuild_wrapper_subclass",
+    "torch.storage.TypedStorage",
+    *(
+        f"torch.{name}Storage"
+        for name in ("ComplexDouble", "ComplexFloat", "QInt32", "QInt8", "QUInt2x4", "QUInt4x2", "QUInt8")
+    ),
+    *(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+)
+# What the table of a distributed checkpoint is made of, over the versions of torch.
+_METADATA = (
+    [f"torch.distributed.checkpoint.metadata.{name}" for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )]
+    + [f"torch.distributed.checkpoint.planner.{name}" for name in (
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    )]
+    + [
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.distributed.checkpoint.filesystem._StoragePrefix",
+        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        "torch.serialization._get_layout",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",
+    ]
+)  # fmt: skip
+_INERT = frozenset((*_BESIDE_WEIGHTS, *_OTHER_VALUES, *_METADATA))
+_COPY_AGAIN = "Copy the checkpoint again from where it was written."
+
+
+def damaged(path: Path, why: str) -> CheckpointError:
+    """The error for a file of a Megatron checkpoint that cannot be read."""
+    return CheckpointError(f"{path} {why}. {_COPY_AGAIN}")
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """A file of `torch.save` that holds a dictionary; its tensors stay on disk until they are used."""
+    with _refusing(path) as name, open_file(path) as file:
+        # Private pages: nothing is written to the file, and torch wants memory that could be written.
+        memory = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, access=mmap.ACCESS_COPY)
+        content = read_saved(torch.frombuffer(memory, dtype=torch.uint8), name)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dictionary. Is it Megatron's?")
+    return content
+
+
+def load_blob(blob: Tensor, path: Path) -> Tensor:
+    """One tensor out of bytes of a file of a distributed checkpoint, in whose memory it stays."""
+    with _refusing(path) as name:
+        content = read_saved(blob, name)
+    if not isinstance(content, Tensor):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} where its table has a tensor. {_COPY_AGAIN}")
+    return content
+
+
+def load_metadata(path: Path) -> StandIn:
+    """The table of a distributed checkpoint, made of stand-ins."""
+    with _refusing(path) as name:
+        table = read_pickle(read_bytes(path, _MOST_METADATA_BYTES), _WithoutTensors(name))
+    if not isinstance(table, StandIn):
+        raise CheckpointError(f"{path} holds a {type(table).__name__} instead of a checkpoint's table. {_COPY_AGAIN}")
+    return table
+
+
+class _WithoutTensors:
+    """What the names of a table stand for; see `Builder`."""
+
+    def __init__(self, name: Callable[[str], Any]) -> None:
+        self._name = name
+
+    def named(self, full: str) -> Any:
+        if full in CALLS_WITHOUT_TENSORS:
+            return Name(full)
+        return DTYPES[full] if full in DTYPES else self._name(full)
+
+    called = staticmethod(plain_call)
+
+    def persistent(self, identity: Any) -> Any:
+        raise ValueError("it refers to a storage, and a table has none")
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[Callable[[str], Any]]:
+    """What a name stands for while a file is read; at the end, names that may not be there are one error."""
+    known: dict[str, Name] = {}
+    unknown: set[str] = set()
+
+    def name(full: str) -> Name:
+        if full not in known:
+            known[full] = Name(full)
+            if full not in _INERT:
+                unknown.add(full)
+        return known[full]
+
+    try:
+        with reading(path, damaged):
+            yield name
+    except CheckpointError:
+        if not unknown:
+            raise
+    if unknown:
+        raise CheckpointError(
+            f"{path} was refused and nothing in it was run: it names {some(unknown)}, which may not be read from a checkpoint. "
+            "If you trust it, load it where it was written and save it again with plain values in that place."
+        )

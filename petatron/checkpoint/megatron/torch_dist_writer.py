@@ -1,0 +1,92 @@
+"""Writing tensors in the format of torch.distributed.checkpoint, one after another and without a process group.
+
+torch's writer asks its planner for each tensor at the moment it writes it. So a planner that makes tensors on request never holds
+more than one. The number formats must be known before; they are those of the first part of each tensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+from petatron.sharding.shard_spec import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One chunk: its indices along the leading dimensions of its tensor, and how to make it."""
+
+    lead: Shape
+    make: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalTensor:
+    """A tensor of the checkpoint; each part fills the dimensions after the first `leading` ones."""
+
+    name: str
+    shape: Shape
+    leading: int
+    parts: tuple[Part, ...]
+
+
+def save_tensors(folder: Path, tensors: Sequence[GlobalTensor]) -> None:
+    """Write `.metadata` and one `.distcp` file."""
+    # Without copying ahead the writer keeps the order of the plan, on which the fetching relies.
+    writer = dcp.FileSystemWriter(str(folder), thread_count=1, per_thread_copy_ahead=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # says that there is no process group, which is the point
+        dcp.save({}, storage_writer=writer, planner=_Planner(tensors), no_dist=True)
+
+
+class _Planner(SavePlanner):
+    def __init__(self, tensors: Sequence[GlobalTensor]) -> None:
+        self._tensors = tensors
+        self._makers: dict[MetadataIndex, tuple[Part, Shape]] = {}
+        self._table: dict[str, Any] = {}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Nothing: the tensors are known."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for tensor in self._tensors:
+            inner = tensor.shape[tensor.leading :]
+            properties = TensorProperties(dtype=tensor.parts[0].make().dtype)
+            chunks = []
+            for part in tensor.parts:
+                start = torch.Size((*part.lead, *(0 for _ in inner)))
+                sizes = torch.Size((*(1 for _ in part.lead), *inner))
+                chunk = ChunkStorageMetadata(start, sizes)
+                index = MetadataIndex(tensor.name, start, len(chunks))
+                chunks.append(chunk)
+                self._makers[index] = (part, tuple(sizes))
+                data = TensorWriteData(chunk, properties, torch.Size(tensor.shape))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+            self._table[tensor.name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return all_plans, Metadata(self._table)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        part, shape = self._makers[write_item.index]
+        return part.make().reshape(shape).contiguous()

@@ -1,0 +1,209 @@
+"""The weights of a Megatron model under one set of names, whatever file they lie in, and which logical tensors each one is.
+
+Megatron has called the same weight by many names: by its layer on this pipeline rank or by its layer in the model, with a norm
+as a module of its own or as a part of the product that follows it, with one module per expert or one for all of them, and
+all of it differently before the core library existed. Readers turn what they find into the names of this page first:
+
+    decoder.layers.3.self_attention.linear_qkv.weight     layers counted over the whole model
+    decoder.layers.3.input_layernorm.weight               norms are always modules of their own
+    decoder.layers.3.mlp.experts.5.linear_fc1.weight      experts counted over the whole layer, [out, in]
+
+Such a weight is whole over tensor-parallel ranks, in the order that Megatron's distributed format has: q, k and v
+interleaved by key/value head, gate before up. What the kinds mean for layouts is in `weight_layouts.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.config.schema.run import RunConfig
+from petatron.models.hf import logical_shapes
+from petatron.sharding.shard_spec import Shape
+
+Kind = Literal["whole", "column", "row", "qkv", "gated", "vocabulary"]
+"""How a weight is cut over tensor-parallel ranks, and what is fused in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight of a Megatron model; `logical` are the logical tensors fused in it, `expert` which row of them it is.
+
+    `shape` leaves out the padding of a vocabulary.
+    """
+
+    name: str
+    kind: Kind
+    logical: tuple[str, ...]
+    shape: Shape
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Module names: `*` stands for a layer, `#` for an expert."""
+
+    megatron: str
+    logical: tuple[str, ...]
+    kind: Kind
+
+
+_LAYER = "decoder.layers.*"
+_ROWS = (
+    _Row("embedding.word_embeddings", ("embedding",), "vocabulary"),
+    _Row("embedding.position_embeddings", ("position",), "whole"),
+    _Row(f"{_LAYER}.input_layernorm", ("layers.*.attention_norm",), "whole"),
+    _Row(
+        f"{_LAYER}.self_attention.linear_qkv",
+        ("layers.*.attention.q", "layers.*.attention.k", "layers.*.attention.v"),
+        "qkv",
+    ),
+    _Row(f"{_LAYER}.self_attention.q_layernorm", ("layers.*.attention.q_norm",), "whole"),
+    _Row(f"{_LAYER}.self_attention.k_layernorm", ("layers.*.attention.k_norm",), "whole"),
+    _Row(f"{_LAYER}.self_attention.linear_proj", ("layers.*.attention.out",), "row"),
+    _Row(f"{_LAYER}.pre_mlp_layernorm", ("layers.*.mlp_norm",), "whole"),
+    _Row(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.gate", "layers.*.mlp.up"), "gated"),
+    _Row(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.up",), "column"),
+    _Row(f"{_LAYER}.mlp.linear_fc2", ("layers.*.mlp.down",), "row"),
+    _Row(f"{_LAYER}.mlp.router", ("layers.*.mlp.router",), "whole"),
+    _Row(f"{_LAYER}.mlp.fc1_latent_proj", ("layers.*.mlp.latent_down",), "whole"),
+    _Row(f"{_LAYER}.mlp.fc2_latent_proj", ("layers.*.mlp.latent_up",), "whole"),
+    _Row(f"{_LAYER}.mlp.experts.#.linear_fc1", ("layers.*.mlp.experts.gate", "layers.*.mlp.experts.up"), "gated"),
+    _Row(f"{_LAYER}.mlp.experts.#.linear_fc1", ("layers.*.mlp.experts.up",), "column"),
+    _Row(f"{_LAYER}.mlp.experts.#.linear_fc2", ("layers.*.mlp.experts.down",), "row"),
+    _Row(f"{_LAYER}.mlp.shared_experts.linear_fc1", ("layers.*.mlp.shared.gate", "layers.*.mlp.shared.up"), "gated"),
+    _Row(f"{_LAYER}.mlp.shared_experts.linear_fc1", ("layers.*.mlp.shared.up",), "column"),
+    _Row(f"{_LAYER}.mlp.shared_experts.linear_fc2", ("layers.*.mlp.shared.down",), "row"),
+    _Row(f"{_LAYER}.mlp.shared_experts.gate", ("layers.*.mlp.shared_gate",), "whole"),
+    _Row("decoder.final_layernorm", ("norm",), "whole"),
+    _Row("output_layer", ("head",), "vocabulary"),
+)
+
+
+def experts_in(model: ModelConfig, moe: MoEConfig | None) -> tuple[bool, ...]:
+    """Which layers are mixtures of experts."""
+    return moe_layers(RunConfig(model=model, moe=moe or MoEConfig()))
+
+
+def shapes_of(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Shape]:
+    """Every logical tensor, with the bias of routers, which is state and not a parameter."""
+    mixed = experts_in(model, moe)
+    shapes = logical_shapes(model, moe, mixed)
+    if moe is not None and moe.num_experts is not None and moe.moe_router_enable_expert_bias:
+        shapes |= {f"layers.{at}.mlp.router.expert_bias": (moe.num_experts,) for at, here in enumerate(mixed) if here}
+    return shapes
+
+
+def megatron_weights(model: ModelConfig, moe: MoEConfig | None) -> tuple[Weight, ...]:
+    """Every weight of the model, in the order of its layers; together they are all its logical tensors, each once."""
+    shapes = shapes_of(model, moe)
+    found = [weight for row in _ROWS if "*" not in row.megatron for weight in _written_out(row, 0, shapes)]
+    for layer in range(model.num_layers):
+        found += [weight for row in _ROWS if "*" in row.megatron for weight in _written_out(row, layer, shapes)]
+    left = shapes.keys() - {name for weight in found for name in weight.logical}
+    assert not left, f"no row names {sorted(left)}"
+    return tuple(found)
+
+
+def _written_out(row: _Row, layer: int, shapes: Mapping[str, Shape]) -> Iterator[Weight]:
+    modules = [module.replace("*", str(layer)) for module in row.logical]
+    # `up` alone is a plain MLP only if there is no gate beside it.
+    if len(modules) == 1 and modules[0].endswith(".up") and f"{modules[0][:-3]}.gate.weight" in shapes:
+        return
+    for leaf in ("weight", "bias", "expert_bias"):
+        names = tuple(f"{module}.{leaf}" for module in modules)
+        if not all(name in shapes for name in names):
+            continue
+        kind: Kind = "whole" if row.kind == "row" and leaf == "bias" else row.kind
+        name = f"{row.megatron.replace('*', str(layer))}.{leaf}"
+        if "#" not in name:
+            yield Weight(name, kind, names, _fused([shapes[part] for part in names]))
+            continue
+        for expert in range(shapes[names[0]][0]):
+            shape = _fused([shapes[part][1:] for part in names])
+            yield Weight(name.replace("#", str(expert)), kind, names, shape, expert)
+
+
+def _fused(shapes: list[Shape]) -> Shape:
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+# Names of modules before the core library, after `language_model.` or without it.
+_OLD_MODULES = {
+    "input_layernorm": "input_layernorm",
+    "input_norm": "input_layernorm",
+    "self_attention.query_key_value": "self_attention.linear_qkv",
+    "attention.query_key_value": "self_attention.linear_qkv",
+    "self_attention.dense": "self_attention.linear_proj",
+    "attention.dense": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "post_attention_norm": "pre_mlp_layernorm",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2",
+}
+_OLD_LAYER = re.compile(r"(?:language_model\.)?(?:encoder|transformer)\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_OLD_ENDS = (
+    (re.compile(r"language_model\.embedding\.(word|position)_embeddings\.weight"), r"embedding.\1_embeddings.weight"),
+    (re.compile(r"language_model\.(?:encoder|transformer)\.final_(?:layer)?norm\."), "decoder.final_layernorm."),
+    (re.compile(r"language_model\.output_layer\.weight"), "output_layer.weight"),
+    (re.compile(r"word_embeddings_for_head\.weight"), "output_layer.weight"),
+)
+_ALIASES = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
+    (re.compile(r"mlp\.shared_experts\.gate_weight$"), "mlp.shared_experts.gate.weight"),
+)
+_NOT_WEIGHTS = re.compile(
+    r"_extra_state|rotary_pos_emb\.inv_freq|\.local_tokens_per_expert$|\.global_tokens_per_expert$"
+)
+
+
+def is_weight(name: str) -> bool:
+    """False for what Megatron keeps among the weights although it can be made anew: FP8 scales, tables, counters."""
+    return _NOT_WEIGHTS.search(name) is None
+
+
+def modern_name(name: str) -> str:
+    """The core library's name, with norms as modules of their own.
+
+    >>> modern_name("language_model.encoder.layers.0.mlp.dense_4h_to_h.bias")
+    'decoder.layers.0.mlp.linear_fc2.bias'
+    >>> modern_name("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight")
+    'decoder.layers.0.input_layernorm.weight'
+    """
+    old = _OLD_LAYER.fullmatch(name)
+    if old is not None and old[2] in _OLD_MODULES:
+        return f"decoder.layers.{old[1]}.{_OLD_MODULES[old[2]]}.{old[3]}"
+    for pattern, new in (*_OLD_ENDS, *_ALIASES):
+        name = pattern.sub(new, name)
+    return name
+
+
+def transformer_engine_name(name: str, *, mixed: bool) -> str:
+    """The name that Megatron's default implementation gives a weight: norms are parts of the product after them.
+
+    In a mixture of experts (`mixed`) no product follows the second norm, so it is a module of its own.
+    """
+    name = re.sub(r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1", name)
+    if not mixed:
+        name = re.sub(r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1", name)
+    return name.replace(".shared_experts.gate.weight", ".shared_experts.gate_weight")
+
+
+def layer_of(name: str) -> int | None:
+    """The layer in a weight's name; None for both ends of the model.
+
+    >>> layer_of("decoder.layers.12.input_layernorm.weight"), layer_of("output_layer.weight")
+    (12, None)
+    """
+    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    return None if match is None else int(match[1])
+
+
+def with_layer(name: str, layer: int) -> str:
+    """The same weight of another layer."""
+    return re.sub(r"^decoder\.layers\.\d+\.", f"decoder.layers.{layer}.", name)

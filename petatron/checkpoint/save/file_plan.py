@@ -1,0 +1,117 @@
+"""The files of a model folder, and the rank that writes each: a function of the entries and their dtypes alone.
+
+So every rank knows them without asking, whatever boxes the others hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from petatron.base.errors import CheckpointError
+from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
+from petatron.checkpoint.files.safetensors_file import DTYPE_CODES
+from petatron.checkpoint.state import WEIGHTS
+from petatron.models.hf.folder_entries import Entry
+from petatron.sharding.boxes import Box, tiling_problem
+from petatron.sharding.shard_spec import Shape
+
+_MOST_FILE_BYTES = 4 << 30
+_LEAST_FILE_BYTES = 512 << 20
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A logical tensor of the model folder."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """A file of the folder, and the rank that writes it."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    rank: int
+
+
+def logical_shapes(entries: Iterable[Entry]) -> dict[str, Shape]:
+    """The shape of every logical tensor, as far as the entries' regions reach."""
+    shapes: dict[str, Shape] = {}
+    for region in (region for entry in entries for region in entry.regions):
+        stop = tuple(at + size for at, size in zip(region.start, region.shape))
+        known = shapes.get(region.name)
+        shapes[region.name] = stop if known is None else tuple(map(max, known, stop))
+    return shapes
+
+
+def entry_bytes(entry: Entry, dtypes: Mapping[str, torch.dtype]) -> int:
+    return math.prod(entry.shape) * dtypes[entry.regions[0].name].itemsize
+
+
+def plan_files(entries: Sequence[Entry], dtypes: Mapping[str, torch.dtype], world_size: int) -> list[FilePlan]:
+    """Cut the entries into files of at most 4 GiB, more where that lets more ranks write at a time."""
+    sizes = [entry_bytes(entry, dtypes) for entry in entries]
+    total = sum(sizes)
+    count = max(-(-total // _MOST_FILE_BYTES), min(world_size, -(-total // _LEAST_FILE_BYTES)), 1)
+    groups: list[list[Entry]] = [[] for _ in range(count)]
+    before = 0
+    for entry, size in zip(entries, sizes):
+        groups[min(count - 1, before * count // max(total, 1))].append(entry)
+        before += size
+    groups = [group for group in groups if group]
+    names = (
+        ["model.safetensors"]
+        if len(groups) == 1
+        else [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    )
+    return [
+        FilePlan(name, tuple(group), number * world_size // len(groups))
+        for number, (name, group) in enumerate(zip(names, groups))
+    ]
+
+
+def check_folder(entries: Sequence[Entry], held: Mapping[str, Shape]) -> None:
+    """Refuse entries that do not hold each of these logical tensors once. Each rank asks for those it holds boxes of."""
+    boxes: dict[str, list[Box]] = {}
+    for region in (region for entry in entries for region in entry.regions):
+        if region.name in held:
+            boxes.setdefault(region.name, []).append(Box(region.start, region.shape))
+    problems = []
+    for name, shape in held.items():
+        gap = tiling_problem(shape, boxes[name])
+        problems += [] if gap is None else [f"{name} in the folder: {gap}"]
+    if problems:
+        raise not_whole(problems)
+
+
+def not_whole(problems: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"the ranks' weights are not the whole model: {'; '.join(problems[:_SHOWN])}. Nothing was saved."
+    )
+
+
+def file_table(file: FilePlan, weights: Mapping[str, Weight], path: str) -> list[tuple[str, StoredTensor]]:
+    """The entries of a table for a file of the folder."""
+    return [
+        (
+            WEIGHTS + region.name,
+            StoredTensor(
+                weights[region.name].shape,
+                DTYPE_CODES[weights[region.name].dtype],
+                (StoredBox(path, entry.name, Box(region.start, region.shape), region.at, region.transposed),),
+            ),
+        )
+        for entry in file.entries
+        for region in entry.regions
+    ]

@@ -1,0 +1,117 @@
+"""`petatron doctor --nccl`: try the communication between ranks before a run depends on it, and say whether it works.
+
+Alone it starts a process per visible GPU, or several that share the one there is. Under torchrun or srun it runs on the ranks these
+started, so that a whole cluster can be tried with the launcher that training will use.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.mesh.launch.environment import Environment, guard, read_environment
+
+if TYPE_CHECKING:
+    from petatron.verify.communication_check import Findings
+
+_SHARING = 4
+"""Ranks where there is one GPU: two for tp and two for pp."""
+_UNIT = (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10))
+
+
+def check(*, device: str, ranks: int | None, report: Path | None) -> int:
+    """0 if everything communicated as it should, else 1."""
+    if report is not None and not report.absolute().parent.is_dir():
+        raise ConfigError([Problem("--json", str(report), "is in a folder that does not exist", "Make the folder.")])
+    environment = read_environment()
+    devices = _devices(device)
+    if environment.origin != "single":
+        each = -(-environment.local_world_size // devices) if device == "cuda" else 1
+        return guard(lambda: _rank(environment, device, each, report))
+    ranks = ranks or (max(devices, _SHARING) if device == "cpu" or devices == 1 else devices)
+    if ranks < 2:
+        rule = "leaves nobody to communicate with"
+        raise ConfigError([Problem("--ranks", str(ranks), rule, "Use 2 or more.")])
+    if device == "cuda" and ranks > devices:
+        shared = -(-ranks // devices)
+        print(f"{ranks} ranks on {devices} GPU(s): up to {shared} share one, so speed means nothing here.")
+    from petatron.mesh.launch.local_launcher import run_ranks
+
+    words = ["--nccl" if device == "cuda" else "--gloo", *(["--json", str(report)] if report else [])]
+    code = run_ranks([sys.executable, "-m", "petatron", "doctor", *words], nproc=ranks)
+    if code not in (0, 1):
+        print(f"VERDICT: communication does not work; the ranks ended with code {code} (see above).")
+    return code
+
+
+def _devices(device: str) -> int:
+    import torch
+
+    if device == "cpu":
+        return 1
+    if not torch.cuda.is_available():
+        fix = "Run it where training will run, or use --gloo to try CPU ranks."
+        raise ConfigError([Problem("--nccl", "", "needs a CUDA device and none is visible", fix)])
+    return torch.cuda.device_count()
+
+
+def _rank(environment: Environment, device: str, ranks_per_device: int, report: Path | None) -> int:
+    from petatron.mesh.launch.nccl_options import variables
+    from petatron.mesh.launch.process_group import start_process_group, stop_process_group
+    from petatron.mesh.mesh import ParallelMesh
+    from petatron.mesh.rank_layout import Layout
+    from petatron.verify.communication_check import check_communication, device_of
+
+    leads = environment.rank == 0
+    kind = "cuda" if device == "cuda" else "cpu"
+    backend = start_process_group(environment, device_kind=kind, timeout_minutes=1.0, ranks_per_device=ranks_per_device)
+    if leads:
+        for variable in variables(nccl=backend == "nccl", shared_by=ranks_per_device):
+            print(f"{variable.name}={variable.value}: {variable.reason}")
+
+    def make(layout: Layout) -> ParallelMesh:
+        return ParallelMesh(layout, environment.rank, device=device_of(kind), backend=backend, timeout_minutes=1.0)
+
+    findings = check_communication(
+        make,
+        ranks=environment.world_size,
+        shared=ranks_per_device > 1,
+        tell=lambda text: print(text, flush=True) if leads else None,
+    )
+    if leads:
+        print(render(findings, shared=ranks_per_device > 1, backend=backend))
+        if report is not None:
+            report.write_text(json.dumps(asdict(findings), indent=1))
+    stop_process_group()
+    return 1 if findings.wrong else 0
+
+
+def render(findings: Findings, *, shared: bool, backend: str) -> str:
+    """The table and the verdict."""
+    lines = ["", f"{'axis':<8} {'ranks':>5} {'operation':<15} {'bytes':>8} {'time':>10} {'bus GB/s':>9}"]
+    for one in findings.measured:
+        wrong = "" if one.correct else "  WRONG"
+        lines.append(
+            f"{one.axis:<8} {one.ranks:>5} {one.op:<15} {_bytes(one.bytes):>8} {one.seconds * 1e3:>7.2f} ms "
+            f"{one.bus_gb_s:>9.2f}{wrong}"
+        )
+    own, alone = findings.losses[-1]
+    lines += [
+        "",
+        f"loss after {len(findings.losses)} steps: {own:.12f} in {findings.layout}, {alone:.12f} in one process",
+    ]
+    if findings.wrong:
+        lines += ["", *findings.wrong, f"VERDICT: communication over {backend} does not work; see the lines above."]
+    else:
+        speed = " Ranks share a GPU: order and results are real, times are not." if shared else ""
+        lines += ["", f"VERDICT: communication over {backend} works ({findings.seconds:.0f} s).{speed}"]
+    return "\n".join(lines)
+
+
+def _bytes(size: int) -> str:
+    unit, each = next(((unit, each) for unit, each in _UNIT if size >= each), ("B", 1))
+    return f"{size / each:g} {unit}"

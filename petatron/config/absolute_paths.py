@@ -1,0 +1,56 @@
+"""Paths of a configuration made absolute, so that what was written in one folder means the same in another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from petatron.config.schema.data_blend import BlendError, parse_blend, read_blend_file
+from petatron.config.schema.fields import FieldInfo, all_fields, assemble, flatten
+from petatron.config.schema.run import RunConfig
+
+
+def path_fields() -> list[FieldInfo]:
+    """The fields that hold a path or several; those of datasets may have weights between them."""
+    return [info for info in all_fields() if "path" in info.marks]
+
+
+def anchored(config: RunConfig) -> RunConfig:
+    """The same config with absolute paths: relative ones are meant from the working folder.
+
+    A `--data-args-path` whose file names datasets by relative prefixes becomes the `--data-path` that it stands for.
+    """
+    values = flatten(config)
+    list_file = config.data.data_args_path
+    words = _relative_blend(list_file) if list_file is not None else ()
+    if words and not config.data.data_path:
+        values |= {"data.data_path": words, "data.data_args_path": None}
+    for info in path_fields():
+        values[info.path] = absolute(info, values[info.path])
+    return assemble(values)
+
+
+def absolute(info: FieldInfo, value: Any) -> Any:
+    """The value of a path field, absolute; of several words, those that are weights stay."""
+    if info.many:
+        return tuple(_absolute_blend(value))
+    return os.path.abspath(value) if value else value
+
+
+def _absolute_blend(words: Sequence[str]) -> list[str]:
+    try:
+        weighted = any(part.weight is not None for part in parse_blend(words))
+    except BlendError:  # reported by `check`
+        return list(words)
+    return [word if weighted and place % 2 == 0 else os.path.abspath(word) for place, word in enumerate(words)]
+
+
+def _relative_blend(list_file: str) -> tuple[str, ...]:
+    """The words of a file for --data-args-path if some of its prefixes are relative; what cannot be read is reported elsewhere."""
+    try:
+        words = read_blend_file(list_file)
+        prefixes = [part.prefix for part in parse_blend(words)]
+    except (OSError, UnicodeDecodeError, BlendError):
+        return ()
+    return tuple(words) if not all(os.path.isabs(prefix) for prefix in prefixes) else ()

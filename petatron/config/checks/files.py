@@ -1,0 +1,151 @@
+"""Rules about what a run reads and writes: data, tokenizer, checkpoints, logs. Whether files exist is not asked here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from petatron.base.errors import Problem
+from petatron.config.absolute_paths import path_fields
+from petatron.config.checkpoint_settings import FLAG, LAYOUT_FLAG
+from petatron.config.checks.rule_helpers import at_least, or_default
+from petatron.config.schema.data_blend import BlendError, parse_blend, parse_split
+from petatron.config.schema.fields import flag_of
+from petatron.config.schema.run import RunConfig
+
+
+def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+    yield from _empty_paths(config)
+    yield from _sources(config, require_training=require_training)
+    yield from _blends(config)
+    yield from _tokenizer(config, require_training=require_training)
+    yield from _checkpoints(config)
+    yield from at_least("log_interval", config.log.log_interval, 1)
+    yield from at_least("num_workers", config.data.num_workers, 0)
+    yield from _timeline(config)
+    yield from _profile(config)
+    if config.log.wandb_exp_name is not None and config.log.wandb_project is None:
+        yield Problem("--wandb-exp-name", config.log.wandb_exp_name, "needs --wandb-project", "Give the project too.")
+
+
+def _empty_paths(config: RunConfig) -> Iterator[Problem]:
+    """`--save "$FOLDER"` with no such variable: it would pass for the working folder, or for a flag that was not given."""
+    for info in path_fields():
+        value = getattr(getattr(config, info.section), info.name)
+        derived = info.name == "log_dir" and config.checkpoint.save == ""
+        if (value == "" or (info.many and "" in value)) and not derived:
+            yield Problem(info.flag, "''", "is an empty path", "Name a file or folder, or leave it out.")
+
+
+def _timeline(config: RunConfig) -> Iterator[Problem]:
+    step, last = config.log.pipeline_timeline_step, config.train.train_iters
+    yield from at_least("pipeline_timeline_step", step, 1)
+    if config.log.pipeline_timeline is not None and last is not None and step > last >= 1:
+        rule = f"is after the last of --train-iters {last}, so nothing would be written"
+        found = or_default("pipeline_timeline_step", step)
+        yield Problem("--pipeline-timeline-step", found, rule, f"Use {last} or less.")
+
+
+def _profile(config: RunConfig) -> Iterator[Problem]:
+    log, last, ranks = config.log, config.train.train_iters, config.parallel.world_size
+    yield from at_least("profile_step_start", log.profile_step_start, 1)
+    if not log.profile:
+        return
+    start, end = log.profile_step_start, log.profile_step_end
+    first = or_default("profile_step_start", start)
+    if end <= start:
+        rule = f"is not after --profile-step-start {first}, so nothing would be traced"
+        yield Problem("--profile-step-end", or_default("profile_step_end", end), rule, f"Use {start + 1} or more.")
+    if last is not None and start > last >= 1:
+        rule = f"is after the last of --train-iters {last}, so nothing would be traced"
+        yield Problem("--profile-step-start", first, rule, f"Use {last} or less.")
+    beyond = [str(rank) for rank in log.profile_ranks if rank < 0 or (ranks is not None and rank >= ranks)]
+    if beyond:
+        rule = "is no rank of this run" if ranks is None else f"is not among the {ranks} ranks of this run"
+        yield Problem("--profile-ranks", " ".join(beyond), rule, "Ranks count from 0.")
+
+
+def _sources(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+    data = config.data
+    per_split = data.train_data_path + data.valid_data_path + data.test_data_path
+    given = [
+        flag
+        for flag, value in (
+            ("--mock-data", data.mock_data),
+            ("--data-path", data.data_path),
+            ("--data-args-path", data.data_args_path),
+            ("--train-data-path", per_split),
+        )
+        if value
+    ]
+    if len(given) > 1:
+        rule = f"cannot be combined with {' or '.join(given[1:])}"
+        yield Problem(given[0], "", rule, "Keep one source of data.")
+    elif not given and require_training:
+        fix = "Give dataset prefixes, --train-data-path, or --mock-data to try the run without data."
+        yield Problem("--data-path", "", "is not set", fix)
+    if per_split and not data.train_data_path and require_training:
+        rule = "is not set, but another split has a path of its own"
+        yield Problem("--train-data-path", "", rule, "Give the training prefixes too.")
+
+
+def _blends(config: RunConfig) -> Iterator[Problem]:
+    data = config.data
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = getattr(data, name)
+        try:
+            parse_blend(words)
+        except BlendError as error:
+            where = flag_of(name)
+            yield Problem(where, " ".join(words), str(error), "Write `prefix prefix` or `weight prefix weight prefix`.")
+    try:
+        train, _, _ = parse_split(data.split)
+    except BlendError as error:
+        yield Problem("--split", data.split, str(error), "Write three numbers such as 969,30,1.")
+    else:
+        if train == 0 and data.data_path:
+            yield Problem("--split", data.split, "leaves nothing to train on", "Give training a share above 0.")
+
+
+def _tokenizer(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+    tokenizer, vocab_size = config.tokenizer, config.model.vocab_size
+    kind = tokenizer.tokenizer_type
+    if kind == "HuggingFaceTokenizer" and tokenizer.tokenizer_model is None:
+        fix = "Give a tokenizer.json or a folder that holds one."
+        yield Problem("--tokenizer-type", kind, "needs --tokenizer-model", fix)
+    half_given = (tokenizer.vocab_file is None) != (tokenizer.merge_file is None)
+    if half_given or (kind == "GPT2BPETokenizer" and tokenizer.vocab_file is None):
+        missing = "--vocab-file" if tokenizer.vocab_file is None else "--merge-file"
+        yield Problem(missing, "", "is not set, and GPT-2 BPE needs --vocab-file and --merge-file", "Give both.")
+    elif kind == "NullTokenizer" and vocab_size is None:
+        yield Problem("--vocab-size", "", "is not set, and NullTokenizer has no other way to know it", "Give it.")
+    elif kind is None and vocab_size is None and require_training:
+        fix = "Give --tokenizer-model, or --vocab-file with --merge-file, or --vocab-size."
+        yield Problem("--tokenizer-type", "", "is not set, and neither is --vocab-size", fix)
+    if kind is None and vocab_size is not None:
+        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+            if getattr(config.data, name):
+                rule = "needs a tokenizer to know the end-of-document token"
+                yield Problem(flag_of(name), "", rule, "Give --tokenizer-model.")
+
+
+def _checkpoints(config: RunConfig) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    yield from at_least("save_interval", checkpoint.save_interval, 1)
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        rule = "needs --save, the folder to save in"
+        yield Problem("--save-interval", str(checkpoint.save_interval), rule, "Give it, or leave the interval out.")
+    yield from at_least("save_total_limit", checkpoint.save_total_limit, 1)
+    yield from at_least("save_retain_interval", checkpoint.save_retain_interval, 1)
+    if checkpoint.save_retain_interval is not None and checkpoint.save_total_limit is None:
+        rule = "needs --save-total-limit; without one every checkpoint is kept"
+        found = str(checkpoint.save_retain_interval)
+        yield Problem("--save-retain-interval", found, rule, "Give --save-total-limit, or leave this out.")
+    yield from at_least("ckpt_step", checkpoint.ckpt_step, 0)
+    if checkpoint.use_mp_args_from_checkpoint_args and not checkpoint.use_checkpoint_args:
+        yield Problem(LAYOUT_FLAG, "", f"needs {FLAG}", "Give both, or leave this out.")
+    for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
+        value = getattr(checkpoint, name)
+        if value not in (None, False) and checkpoint.load is None:
+            found = "" if value is True else str(value)
+            where = flag_of(name)
+            yield Problem(where, found, "needs --load, the folder to load from", "Give it, or leave this out.")

@@ -1,0 +1,70 @@
+"""Rules about FP8: which precision it goes with, and which sizes its products take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from petatron.base.errors import Problem
+from petatron.config.checks.rule_helpers import at_least, multiples_near
+from petatron.config.schema.run import RunConfig
+
+_FLAG = "--fp8-format"
+_GATHER = "--fp8-param-gather"
+
+
+def check_precision(config: RunConfig) -> Iterator[Problem]:
+    precision = config.precision
+    yield from at_least("fp8_amax_history_len", precision.fp8_amax_history_len, 1)
+    yield from at_least("num_layers_at_start_in_bf16", precision.num_layers_at_start_in_bf16, 0)
+    yield from at_least("num_layers_at_end_in_bf16", precision.num_layers_at_end_in_bf16, 0)
+    if precision.fp8_format is None:
+        return
+    for name in ("fp16", "fp64"):
+        if getattr(precision, name):
+            yield Problem(_FLAG, precision.fp8_format, f"cannot be combined with --{name}", "Use --bf16.")
+    yield from _layers(config)
+    yield from _sizes(config)
+    if precision.fp8_param_gather:
+        yield from _gathered(config)
+
+
+def _layers(config: RunConfig) -> Iterator[Problem]:
+    precision, layers = config.precision, config.model.num_layers
+    kept = precision.num_layers_at_start_in_bf16 + precision.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16 and layers > 0 and kept >= layers:
+        rule = f"leaves none of --num-layers {layers} in FP8 with {kept} first and last layers kept out of it"
+        fix = "Lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16."
+        yield Problem("--first-last-layers-bf16", "", rule, fix)
+
+
+def _gathered(config: RunConfig) -> Iterator[Problem]:
+    """What is gathered in eight bits has to be the operand of every product, and there has to be something to gather."""
+    if config.precision.fp8_recipe == "rowwise":
+        rule = "sends numbers with one scale, but --fp8-recipe rowwise gives each one two, its row's and its column's"
+        fix = "Use tensorwise, delayed or blockwise; or leave it out."
+        yield Problem(_GATHER, "", rule, fix)
+    if config.parallel.data_parallel_sharding_strategy == "no_shard":
+        rule = "has nothing to gather: every rank updates all weights"
+        fix = "Add --use-distributed-optimizer, on two or more data-parallel ranks; or leave it out."
+        yield Problem(_GATHER, "", rule, fix)
+
+
+def _sizes(config: RunConfig) -> Iterator[Problem]:
+    """Sizes that would leave every product out of FP8; single ones are only reported when they are met."""
+    precision, model = config.precision, config.model
+    multiple = 128 if precision.fp8_recipe == "blockwise" else 16
+    how = f"{precision.fp8_format} with --fp8-recipe {precision.fp8_recipe}"
+    takes = f"takes sizes that are multiples of {multiple}"
+    if model.hidden_size % multiple != 0:
+        fix = f"Nearest: {multiples_near(model.hidden_size, multiple)}."
+        yield Problem(_FLAG, how, f"{takes}, but --hidden-size is {model.hidden_size}", fix)
+    ranks, samples = max(config.parallel.context_parallel_size, 1), config.train.micro_batch_size
+    tokens = model.seq_length * samples // ranks
+    if tokens > 0 and tokens % multiple != 0:
+        rule = f"{takes}, but a rank's micro-batch has {tokens} tokens"
+        # Context parallelism cuts a sequence into two parts for each rank, which are of one length.
+        length_step = math.lcm(multiple * ranks // math.gcd(multiple * ranks, samples), 2 * ranks if ranks > 1 else 1)
+        lengths = multiples_near(model.seq_length, length_step)
+        batches = multiples_near(samples, multiple // math.gcd(multiple, max(model.seq_length // ranks, 1)))
+        yield Problem(_FLAG, how, rule, f"Nearest: --seq-length {lengths}, or --micro-batch-size {batches}.")

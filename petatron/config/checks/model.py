@@ -1,0 +1,96 @@
+"""Rules about the shape of the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from petatron.base.errors import Problem
+from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
+from petatron.config.schema.fields import flag_of
+from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.run import RunConfig
+
+ROTARY_TYPES = ("rope", "yarn")
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+
+def check_model(config: RunConfig) -> Iterator[Problem]:
+    yield from _sizes(config.model)
+    yield from _heads(config)
+    yield from _positions(config.model)
+    yield from _numbers(config.model)
+
+
+def _sizes(model: ModelConfig) -> Iterator[Problem]:
+    for name in REQUIRED:
+        value = getattr(model, name)
+        flag = flag_of(name)
+        if value == 0:
+            fix = "Give a positive number, or start from a preset such as --preset llama3-8b."
+            yield Problem(flag, "", "is not set", fix)
+        elif value < 0:
+            yield Problem(flag, str(value), "is negative", "Give a positive number.")
+    for name in ("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings", "window_size"):
+        yield from at_least(name, getattr(model, name), 1)
+    for name in ("vocab_size", "make_vocab_size_divisible_by", "original_max_position_embeddings"):
+        yield from at_least(name, getattr(model, name), 1)
+
+
+def _heads(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads > 0 and model.hidden_size > 0 and model.kv_channels is None:
+        rule = f"is not a multiple of --num-attention-heads {heads}, and --kv-channels is not set"
+        nearest = multiples_near(model.hidden_size, heads)
+        yield Problem("--hidden-size", str(model.hidden_size), rule, f"Nearest: {nearest}. Or set --kv-channels.")
+    if heads > 0 and groups is not None and groups > 0:
+        if heads % groups:
+            rule = f"does not divide --num-attention-heads {heads}"
+            yield Problem("--num-query-groups", str(groups), rule, f"Use {divisors(heads)}.")
+        elif groups != heads and not model.group_query_attention:
+            rule = "shares key/value heads, but --group-query-attention is turned off"
+            yield Problem("--num-query-groups", str(groups), rule, f"Leave one out, or use {heads}.")
+    if config.latent.multi_latent_attention and model.group_query_attention:
+        rule = "cannot be combined with --multi-latent-attention, which has no key/value heads to share"
+        yield Problem("--group-query-attention", "", rule, "Leave one out.")
+
+
+def _positions(model: ModelConfig) -> Iterator[Problem]:
+    longest = model.max_position_embeddings
+    if longest is not None and 0 < longest < model.seq_length:
+        rule = f"is shorter than --seq-length {model.seq_length}"
+        yield Problem("--max-position-embeddings", str(longest), rule, f"Use {model.seq_length} or more.")
+    if model.position_embedding_type in ROTARY_TYPES:
+        yield from _rotary(model)
+    if model.use_rope_scaling:
+        if model.position_embedding_type != "rope":
+            rule = f"scales rotary embedding, but --position-embedding-type is {model.position_embedding_type}"
+            yield Problem("--use-rope-scaling", "", rule, "Use --position-embedding-type rope, or leave it out.")
+        if model.rope_low_freq_factor >= model.rope_high_freq_factor:
+            rule = f"is not below --rope-high-freq-factor {model.rope_high_freq_factor:g}"
+            yield Problem("--rope-low-freq-factor", f"{model.rope_low_freq_factor:g}", rule, "Llama-3 uses 1 and 4.")
+    if model.position_embedding_type == "yarn" and model.yarn_beta_slow >= model.yarn_beta_fast:
+        rule = f"is not below --yarn-beta-fast {model.yarn_beta_fast:g}"
+        yield Problem("--yarn-beta-slow", f"{model.yarn_beta_slow:g}", rule, "The paper uses 1 and 32.")
+
+
+def _rotary(model: ModelConfig) -> Iterator[Problem]:
+    percent, width = model.rotary_percent, model.kv_channels
+    if not 0 < percent <= 1:
+        yield Problem("--rotary-percent", f"{percent:g}", "is not in (0, 1]", "Use 1 to rotate the whole head.")
+    elif width is not None and width > 0 and (int(width * percent) % 2 or int(width * percent) == 0):
+        rule = f"rotates {int(width * percent)} of --kv-channels {width}, which is not an even number above 0"
+        yield Problem("--rotary-percent", f"{percent:g}", rule, "Use an even head width, or a fraction that gives one.")
+    yield from above("rotary_base", model.rotary_base, 1)
+    yield from at_least("rope_scaling_factor", model.rope_scaling_factor, 1)
+    yield from above("rope_low_freq_factor", model.rope_low_freq_factor, 0)
+    yield from above("yarn_beta_slow", model.yarn_beta_slow, 0)
+
+
+def _numbers(model: ModelConfig) -> Iterator[Problem]:
+    yield from within("hidden_dropout", model.hidden_dropout, 0, 1)
+    yield from within("attention_dropout", model.attention_dropout, 0, 1)
+    yield from above("norm_epsilon", model.norm_epsilon, 0)
+    yield from above("init_method_std", model.init_method_std, 0)
+    if model.embedding_init_method_std != model.init_method_std:
+        yield from above("embedding_init_method_std", model.embedding_init_method_std, 0)

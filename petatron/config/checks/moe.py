@@ -1,0 +1,94 @@
+"""Rules about a mixture of experts as mathematics: the router and what balances it. Its layout is `layout.py`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from petatron.base.errors import Problem
+from petatron.config.checks.rule_helpers import above, at_least, divisors, within
+from petatron.config.schema.model import MoEConfig
+from petatron.config.schema.moe_layer_freq import pattern_problems
+from petatron.config.schema.run import RunConfig
+
+
+def check_moe(config: RunConfig) -> Iterator[Problem]:
+    moe = config.moe
+    yield from at_least("num_experts", moe.num_experts, 1)
+    if moe.num_experts is None or moe.num_experts < 1:
+        return
+    yield from pattern_problems(config)
+    yield from _numbers(moe)
+    yield from _choice(moe, moe.num_experts)
+    yield from _groups(moe, moe.num_experts)
+    yield from _balance(moe)
+    yield from _capacity(moe)
+
+
+def _numbers(moe: MoEConfig) -> Iterator[Problem]:
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"):
+        yield from at_least(name, getattr(moe, name), 1)
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
+        yield from at_least(name, getattr(moe, name), 0)
+    for name in ("moe_expert_capacity_factor", "moe_router_topk_scaling_factor"):
+        yield from above(name, getattr(moe, name), 0)
+    yield from within("moe_input_jitter_eps", moe.moe_input_jitter_eps, 0, 1)
+
+
+def _choice(moe: MoEConfig, experts: int) -> Iterator[Problem]:
+    topk = moe.moe_router_topk
+    if not 1 <= topk <= experts:
+        rule = f"is not between 1 and --num-experts {experts}"
+        yield Problem("--moe-router-topk", str(topk), rule, f"Use {min(2, experts)}, say.")
+    elif topk == 1 and experts > 1 and _chosen_softmax(moe):
+        rule = "with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn"
+        yield Problem("--moe-router-topk", "1", rule, "Add --moe-router-pre-softmax.")
+
+
+def _chosen_softmax(moe: MoEConfig) -> bool:
+    """Sinkhorn has a score of its own for one choice."""
+    softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
+    return softmax and moe.moe_router_load_balancing_type != "sinkhorn"
+
+
+def _groups(moe: MoEConfig, experts: int) -> Iterator[Problem]:
+    groups, chosen, topk = moe.moe_router_num_groups, moe.moe_router_group_topk, moe.moe_router_topk
+    if groups is not None and (groups < 1 or experts % groups):
+        rule = f"does not divide --num-experts {experts}"
+        yield Problem("--moe-router-num-groups", str(groups), rule, f"Use {divisors(experts)}.")
+        return
+    if chosen is None:
+        return
+    where = "--moe-router-group-topk"
+    if not 1 <= chosen <= (groups or 0):
+        rule = f"is not between 1 and --moe-router-num-groups {groups or 'none'}"
+        yield Problem(where, str(chosen), rule, "Use fewer groups per token than there are groups.")
+    elif groups and topk > chosen * (experts // groups):
+        rule = f"groups of {experts // groups} experts hold fewer than the --moe-router-topk {topk} a token needs"
+        yield Problem(where, str(chosen), rule, f"Use {-(-topk // (experts // groups))} or more.")
+
+
+def _balance(moe: MoEConfig) -> Iterator[Problem]:
+    kind, score = moe.moe_router_load_balancing_type, moe.moe_router_score_function
+    if moe.moe_router_enable_expert_bias and score != "sigmoid":
+        rule = f"balances sigmoid scores, but --moe-router-score-function is {score}"
+        yield Problem("--moe-router-enable-expert-bias", "", rule, "Use --moe-router-score-function sigmoid.")
+    if kind != "sinkhorn":
+        return
+    where = "--moe-router-load-balancing-type"
+    if moe.moe_aux_loss_coeff > 0:
+        rule = f"weighs a balancing loss, but {where} sinkhorn has none"
+        yield Problem("--moe-aux-loss-coeff", f"{moe.moe_aux_loss_coeff:g}", rule, "Use 0.")
+    for flag, given in (
+        ("--moe-router-enable-expert-bias", moe.moe_router_enable_expert_bias),
+        ("--moe-router-group-topk", moe.moe_router_group_topk is not None),
+        ("--moe-expert-capacity-factor", moe.moe_expert_capacity_factor is not None),
+    ):
+        if given:
+            rule = f"cannot be combined with {where} sinkhorn, which assigns tokens by itself"
+            yield Problem(flag, "", rule, "Use aux_loss or none, or leave it out.")
+
+
+def _capacity(moe: MoEConfig) -> Iterator[Problem]:
+    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
+        rule = "needs --moe-expert-capacity-factor, without which an expert has no capacity"
+        yield Problem("--moe-pad-expert-input-to-capacity", "", rule, "Give it, or leave this out.")

@@ -1,0 +1,125 @@
+"""What a configuration needs from outside: files that must be there, libraries that must be installed.
+
+`check` asks whether values fit each other; this asks the machine. Both are asked before anything is started.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from petatron.base.errors import Problem
+from petatron.config.nccl_communicators import communicator_problems
+from petatron.config.schema.data_blend import BlendError, parse_blend
+from petatron.config.schema.fields import flag_of
+from petatron.config.schema.run import RunConfig
+
+_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+_BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+# Setting -> library and extra that it needs.
+_LIBRARIES = {
+    "tensorboard_dir": ("tensorboard", "log"),
+    "wandb_project": ("wandb", "log"),
+    "sign_key": ("cryptography", "sign"),
+}
+
+
+def preflight(config: RunConfig) -> list[Problem]:
+    """Everything that is missing, all at once."""
+    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _state_folder, _trace_folder)
+    return [*(problem for ask in asked for problem in ask(config)), *communicator_problems(config.parallel)]
+
+
+def _timeline(config: RunConfig) -> Iterator[Problem]:
+    path = config.log.pipeline_timeline
+    if path is not None and Path(path).is_dir():
+        yield Problem("--pipeline-timeline", path, "is a folder", "Give the path of a file.")
+    elif path is not None and not Path(path).absolute().parent.is_dir():
+        yield Problem("--pipeline-timeline", path, "is in a folder that does not exist", "Make the folder first.")
+
+
+def _run_folders(config: RunConfig) -> Iterator[Problem]:
+    """They are made with all that they lie in, so what can be in the way is a file. Logs go beside checkpoints by default."""
+    save, log = config.checkpoint.save, config.log
+    named = {
+        "save": save,
+        "log_dir": log.log_dir if log.log_dir != save else None,
+        "tensorboard_dir": log.tensorboard_dir,
+    }
+    for name, path in named.items():
+        if path is None:
+            continue
+        folder = Path(path).absolute()
+        there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+        if not there.is_dir():
+            rule = "is a file" if there == folder else f"is in {there}, which is a file"
+            yield Problem(flag_of(name), path, rule, "Give the path of a folder.")
+
+
+def _state_folder(config: RunConfig) -> Iterator[Problem]:
+    """The folder itself is made if need be. One that lies in nothing is a mistyped path, or a disk that is not mounted."""
+    if config.memory.optimizer_nvme_offload is not None:
+        yield from _new_folder("--optimizer-nvme-offload", config.memory.optimizer_nvme_offload)
+
+
+def _trace_folder(config: RunConfig) -> Iterator[Problem]:
+    """As above; it may also lie in a folder that the run itself will make."""
+    log = config.log
+    if not log.profile or log.profile_dir is None:
+        return
+    made = (config.checkpoint.save, log.log_dir, log.tensorboard_dir)
+    if Path(log.profile_dir).absolute().parent not in [Path(folder).absolute() for folder in made if folder]:
+        yield from _new_folder("--profile-dir", log.profile_dir)
+
+
+def _new_folder(flag: str, path: str) -> Iterator[Problem]:
+    folder = Path(path).absolute()
+    if folder.exists() and not folder.is_dir():
+        yield Problem(flag, path, "is a file", "Give the path of a folder.")
+    elif not folder.exists() and not folder.parent.is_dir():
+        fix = f"Make {folder.parent} first, or give a folder on a disk that is there."
+        yield Problem(flag, path, f"is in {folder.parent}, which is no folder", fix)
+    elif (why := _refusal(folder if folder.exists() else folder.parent)) is not None:
+        yield Problem(flag, path, f"cannot be written to ({why})", "Make it writable, or give another folder.")
+
+
+def _refusal(folder: Path) -> str | None:
+    """Why nothing can be made in a folder. Found by making something: permissions say nothing to root, nor of /proc or a full disk."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="petatron-", dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _missing_files(config: RunConfig) -> Iterator[Problem]:
+    named = [(name, getattr(config.tokenizer, name)) for name in _FILES]
+    for name, path in [*named, ("data_args_path", config.data.data_args_path)]:
+        if path is not None and not Path(path).exists():
+            yield Problem(flag_of(name), path, "does not exist", "Give the path of a file that is there.")
+        elif path is not None and not Path(path).is_file() and (name != "tokenizer_model" or not Path(path).is_dir()):
+            yield Problem(flag_of(name), path, "is not a file", "Give the path of a file.")
+
+
+def _missing_data(config: RunConfig) -> Iterator[Problem]:
+    for name in _BLENDS:
+        try:
+            parts = parse_blend(getattr(config.data, name))
+        except BlendError:  # a problem of its own
+            continue
+        for prefix in dict.fromkeys(part.prefix for part in parts):
+            gone = [f"{prefix}{end}" for end in (".idx", ".bin") if not Path(f"{prefix}{end}").is_file()]
+            if gone:
+                fix = "Give the prefix of files that `petatron data preprocess` wrote, without .bin or .idx."
+                yield Problem(flag_of(name), prefix, f"does not exist: there is no {' and no '.join(gone)}", fix)
+
+
+def _missing_libraries(config: RunConfig) -> Iterator[Problem]:
+    for name, (library, extra) in _LIBRARIES.items():
+        value = getattr(config.checkpoint if name == "sign_key" else config.log, name)
+        if value is not None and importlib.util.find_spec(library) is None:
+            fix = f"pip install {library}, or pip install 'petatron[{extra}]'."
+            yield Problem(flag_of(name), value, f"needs {library}, which is not installed", fix)

@@ -1,0 +1,255 @@
+"""Settings that are in order but do nothing beside the others: said aloud, so that no flag is ignored in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from petatron.config.checks.data_parallel import FSDP
+from petatron.config.schema.fields import by_name, flatten
+from petatron.config.schema.model import GATED_ACTIVATIONS
+from petatron.config.schema.run import RunConfig
+from petatron.config.value_origins import Origin
+
+_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_HISTORY = ("fp8_amax_history_len", "fp8_amax_compute_algo")
+_LAYERS_BF16 = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+_ROTARY = ("rotary_base", "rotary_percent")
+_LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
+_YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
+_STRETCH = ("rope_scaling_factor", "original_max_position_embeddings")
+_ADAM = ("adam_beta1", "adam_beta2", "adam_eps", "exp_avg_dtype", "exp_avg_sq_dtype")
+_MTP = ("mtp_num_layers", "mtp_loss_scaling_factor")
+_LOAD = (
+    "no_load_optim",
+    "no_load_rng",
+    "load_fallback",
+)  # what cannot do without --load is a problem, see files.py
+_SAVE = ("no_save_optim", "no_save_rng", "async_save", "save_total_limit")
+
+_CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes")
+_PIPELINE = (
+    "pipeline_schedule",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+_BUCKETS = ("overlap_grad_reduce", "ddp_bucket_size")
+_SHARDED = ("use_distributed_optimizer", "overlap_param_gather")
+_NO_COPIES = "no two ranks hold the same weights, as data-parallel ones do"
+
+
+def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+    """One line for each value a person set in a flag or file that has no effect in this config."""
+    values = flatten(config)
+    idle = (*_idle(config), *_idle_parallel(config), *_idle_experts(config), *_idle_memory(config))
+    for name, reason in idle:
+        info = by_name()[name]
+        asked = origins[info.path].kind in ("flag", "file")
+        if asked and values[info.path] != info.default:
+            typed = f"--no-{info.flag[2:]}" if values[info.path] is False else info.flag
+            yield f"{typed} has no effect: {reason}"
+    yield from _other_than_asked(config, origins)
+    if origins["memory.recompute_modules"].kind in ("flag", "file"):
+        yield from _idle_modules(config)
+
+
+def _other_than_asked(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+    """Settings that have an effect, but not the one that their name promises."""
+    precision = config.precision
+    # On by default, so that only a flag tells that someone expects something of it.
+    asked = config.moe.moe_shared_expert_overlap and origins["moe.moe_shared_expert_overlap"].kind == "flag"
+    if asked and config.moe.num_experts is not None and (why := _nothing_to_overlap(config)) is not None:
+        yield f"--moe-shared-expert-overlap has no effect: {why}"
+    if precision.fp8_format == "hybrid" and precision.fp8_recipe == "blockwise":
+        yield "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2"
+    if precision.fp8_format is not None and not (precision.bf16 or precision.fp16 or precision.fp64):
+        refused = origins["precision.bf16"].kind == "flag"  # --no-bf16, as in every run of `petatron verify`
+        yield (
+            f"--fp8-format {precision.fp8_format} is emulated, and slower than no FP8, in a run in fp32: hardware multiplies "
+            f"eight-bit numbers for bfloat16 ones{'' if refused else '. Add --bf16'}"
+        )
+
+
+def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
+    positions = config.model.position_embedding_type
+    if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS:
+        yield "compile", "nothing of this model is compiled: on GPUs it has kernels of its own"
+    if config.train.device == "cpu":
+        yield "cuda_graphs", "the CPU computes"
+    if not config.precision.fp16:
+        yield from ((name, "it is for --fp16") for name in _LOSS_SCALE)
+    yield from _idle_fp8(config)
+    if positions not in ("rope", "yarn"):
+        yield from ((name, f"positions are {positions}") for name in _ROTARY)
+    if not config.model.use_rope_scaling:
+        yield from ((name, "it is for --use-rope-scaling") for name in _LLAMA3)
+    if positions != "yarn":
+        yield from ((name, "it is for --position-embedding-type yarn") for name in _YARN)
+        if not config.model.use_rope_scaling:
+            yield from ((name, "the rotary embedding is not scaled") for name in _STRETCH)
+    if config.optim.optimizer != "adam":
+        yield from ((name, f"the optimizer is {config.optim.optimizer}") for name in _ADAM)
+    if config.optim.optimizer != "sgd":
+        yield "sgd_momentum", f"the optimizer is {config.optim.optimizer}"
+    if not config.latent.multi_latent_attention:
+        latent = (name for name, info in by_name().items() if info.section == "latent" and name not in _MTP)
+        yield from ((name, "it is for --multi-latent-attention") for name in latent if name != "multi_latent_attention")
+    if config.latent.mtp_num_layers is None:
+        yield "mtp_loss_scaling_factor", "it is for --mtp-num-layers"
+    if config.checkpoint.load is None:
+        yield from ((name, "there is no --load") for name in _LOAD)
+    if not config.checkpoint.use_checkpoint_args:
+        yield "use_tokenizer_model_from_checkpoint_args", "it is for --use-checkpoint-args"
+    if config.checkpoint.save is None:
+        yield from ((name, "there is no --save") for name in _SAVE)
+    if config.data.mock_data or config.data.train_data_path:
+        yield "split", "there is no --data-path to split"
+    if config.log.pipeline_timeline is None:
+        yield "pipeline_timeline_step", "it is for --pipeline-timeline"
+    if not config.log.profile:
+        names = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
+        yield from ((name, "it is for --profile") for name in names)
+
+
+def _idle_fp8(config: RunConfig) -> Iterator[tuple[str, str]]:
+    precision = config.precision
+    if precision.fp8_format is None:
+        names = ("fp8_recipe", "fp8_param_gather", *_HISTORY, *_LAYERS_BF16)
+        yield from ((name, "it is for --fp8-format") for name in names)
+        return
+    if not _weights_have_copies(config):
+        yield "fp8_param_gather", _NO_COPIES
+    if precision.fp8_recipe != "delayed":
+        yield from ((name, "it is for --fp8-recipe delayed") for name in _HISTORY)
+    if not precision.first_last_layers_bf16:
+        yield from ((name, "it is for --first-last-layers-bf16") for name in _LAYERS_BF16[1:])
+
+
+def _idle_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
+    parallel = config.parallel
+    if parallel.tensor_model_parallel_size == 1:
+        names = ("sequence_parallel", "tp_comm_overlap")
+        yield from ((name, "the tensor-parallel size is 1") for name in names)
+    if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size == 1:
+        yield "tp_comm_overlap_chunks", "it is for --tp-comm-overlap"
+    if parallel.context_parallel_size == 1:
+        yield from ((name, "the context-parallel size is 1") for name in _CONTEXT)
+    if parallel.pipeline_model_parallel_size == 1:
+        yield from ((name, "the pipeline-parallel size is 1") for name in _PIPELINE)
+    if parallel.num_virtual_stages_per_pipeline_rank == 1 or parallel.pipeline_schedule != "interleaved":
+        yield "microbatch_group_size_per_virtual_pipeline_stage", "it is for the interleaved schedule"
+    if _micro_batches(config) == 1:
+        yield "overlap_moe_expert_parallel_comm", "a step has one micro-batch, and nothing to overlap it with"
+    yield from _idle_data(config)
+
+
+def _micro_batches(config: RunConfig) -> int | None:
+    """Of a step on one data-parallel rank, once a batch-size ramp is over; None while the sizes are a problem of their own."""
+    size, dp, micro = config.train.global_batch_size, config.parallel.data_parallel_size, config.train.micro_batch_size
+    return None if size is None or not dp or micro < 1 else size // (dp * micro)
+
+
+def _idle_data(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Flags of data parallelism: its ranks, and those of context parallelism, hold the same weights."""
+    parallel = config.parallel
+    strategy = parallel.data_parallel_sharding_strategy
+    if not _weights_have_copies(config):
+        names = (*_BUCKETS, *_SHARDED, *(() if strategy == "no_shard" else ("data_parallel_sharding_strategy",)))
+        yield from ((name, _NO_COPIES) for name in names)
+    elif strategy == "no_shard":
+        yield "num_distributed_optimizer_instances", "no optimizer state is sharded"
+    elif strategy in FSDP:
+        yield from ((name, "fully_shard reduces the gradients") for name in _BUCKETS)
+        yield from ((name, "fully_shard shares the optimizer state and gathers by itself") for name in _SHARDED)
+
+
+def _weights_have_copies(config: RunConfig) -> bool:
+    """Whether dense weights or experts lie on more than one rank; True while the sizes are a problem of their own."""
+    parallel = config.parallel
+    dp, ep, etp = (
+        parallel.data_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+    )
+    if dp is None or etp is None:
+        return True
+    ranks = dp * parallel.context_parallel_size
+    return ranks != 1 or (config.moe.num_experts is not None and parallel.tensor_model_parallel_size != ep * etp)
+
+
+def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    moe = config.moe
+    if moe.num_experts is None:
+        names = (name for name, info in by_name().items() if info.section == "moe" and name != "num_experts")
+        yield from ((name, "the model has no experts") for name in (*names, "expert_tensor_parallel_size"))
+        return
+    if config.train.device == "cpu":
+        yield "moe_grouped_gemm", "the CPU multiplies for one expert after the other"
+    elif moe.moe_pad_expert_input_to_capacity:
+        yield "moe_grouped_gemm", "inputs padded to capacity are one batched product anyway"
+    elif not config.precision.bf16:
+        yield "moe_grouped_gemm", "the grouped kernel takes bfloat16 (--bf16)"
+    elif config.precision.fp8_format is not None and not config.precision.first_last_layers_bf16:
+        yield "moe_grouped_gemm", "experts in FP8 are one product anyway"
+    if moe.moe_expert_capacity_factor is None:
+        yield "moe_token_drop_policy", "no token is dropped without --moe-expert-capacity-factor"
+    if moe.moe_router_group_topk is None:
+        yield "moe_router_num_groups", "it is for --moe-router-group-topk"
+    if moe.moe_shared_expert_intermediate_size is None:
+        yield "moe_shared_expert_gate", "there is no shared expert"
+    if (why := _nothing_to_overlap(config)) is not None:
+        yield "moe_shared_expert_overlap", why
+    if not moe.moe_router_enable_expert_bias:
+        yield "moe_router_bias_update_rate", "it is for --moe-router-enable-expert-bias"
+    if moe.moe_router_load_balancing_type == "sinkhorn":
+        yield "moe_router_score_function", "sinkhorn has scores of its own"
+        yield "moe_router_pre_softmax", "sinkhorn has scores of its own"
+    elif moe.moe_router_score_function != "softmax":
+        yield "moe_router_pre_softmax", f"scores are {moe.moe_router_score_function}"
+    if moe.moe_router_load_balancing_type == "none":
+        yield "moe_aux_loss_coeff", "--moe-router-load-balancing-type is none"
+
+
+def _nothing_to_overlap(config: RunConfig) -> str | None:
+    """Why no all-to-all overlaps with a shared expert, if so."""
+    moe, parallel = config.moe, config.parallel
+    if moe.moe_shared_expert_intermediate_size is None:
+        return "there is no shared expert"
+    if parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1) == 1:
+        return "every rank holds all experts, and tokens stay where they are"
+    if moe.moe_token_dispatcher_type != "alltoall":
+        return f"it is for --moe-token-dispatcher-type alltoall, and that is {moe.moe_token_dispatcher_type}"
+    return None
+
+
+def _idle_memory(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if not config.memory.optimizer_cpu_offload and config.memory.optimizer_nvme_offload is None:
+        yield "optimizer_offload_fraction", "it is for --optimizer-cpu-offload and --optimizer-nvme-offload"
+    elif config.train.device == "cpu":
+        yield "optimizer_cpu_offload", "the CPU computes, and its memory is the host's"
+    if config.memory.recompute_granularity != "selective":
+        yield "recompute_modules", "it is for --recompute-granularity selective"
+
+
+def _idle_modules(config: RunConfig) -> Iterator[str]:
+    """Modules to recompute that the model does not have, or of which nothing is kept anyway."""
+    if config.memory.recompute_granularity != "selective":
+        return
+    lacking = {"moe_act": "what an activation function makes is never kept"}
+    if not _keeps_norms(config):
+        lacking["layernorm"] = "what a norm makes is not kept here"
+    if config.moe.num_experts is None:
+        lacking |= {"moe": "the model has no experts", "moe_act": "the model has no experts"}
+    if config.moe.num_experts is None or config.moe.moe_shared_expert_intermediate_size is None:
+        lacking["shared_experts"] = "there is no shared expert"
+    for module in config.memory.recompute_modules:
+        if module in lacking:
+            yield f"--recompute-modules {module} has no effect: {lacking[module]}"
+
+
+def _keeps_norms(config: RunConfig) -> bool:
+    """Whether what a norm makes is kept: by a router that multiplies it as it is."""
+    precision, moe = config.precision, config.moe
+    if moe.num_experts is None or moe.moe_input_jitter_eps:
+        return False
+    short = precision.bf16 or precision.fp16
+    return moe.moe_router_dtype is None or precision.fp64 or (moe.moe_router_dtype == "fp32" and not short)

@@ -1,0 +1,68 @@
+"""Help text for the verbs that take a run's flags."""
+
+from __future__ import annotations
+
+import textwrap
+
+from petatron.config.checks.model import REQUIRED
+from petatron.config.flags import megatron_flags
+from petatron.config.schema.fields import FieldInfo, all_fields, sections
+from petatron.config.show import format_value
+
+_COLUMN, _WIDTH = 34, 110
+
+
+def flag_help() -> str:
+    """Every flag with its documentation, by section."""
+    lines = ["Sources, later wins:", *_entry("--preset NAME", "A published model shape; `petatron config presets`.")]
+    lines += [*_entry("--config FILE", "YAML with the same fields; may be given several times."), ""]
+    other_names = aliases()
+    for section, section_class in sections().items():
+        title = (section_class.__doc__ or "").strip()
+        lines.append(f"{section}: {title}")
+        for info in (info for info in all_fields() if info.section == section):
+            lines += _entry(_usage(info, other_names.get(info.name, [])), _meaning(info))
+        lines.append("")
+    lines.append(
+        "Booleans: --x, --no-x or --x=false. `none` unsets a field. Megatron's other spellings: docs/flags.md."
+    )
+    return "\n".join(lines)
+
+
+def aliases() -> dict[str, list[str]]:
+    """Field name -> its other spellings, as typed."""
+    found: dict[str, list[str]] = {}
+    for flag, name in megatron_flags.ALIASES.items():
+        found.setdefault(name, []).append(flag)
+    for flag, shorthand in megatron_flags.SHORTHANDS.items():
+        found.setdefault(shorthand.field, []).append(flag)
+    for flag, choices in megatron_flags.CHOICES.items():
+        for name in {choice.field for choice in choices.values()}:
+            found.setdefault(name, []).append(f"{flag} {'|'.join(choices)}")
+    return found
+
+
+def _usage(info: FieldInfo, others: list[str]) -> str:
+    value = {"bool": "", "choice": " CHOICE", "str": " TEXT"}.get(info.kind, " N")
+    return ", ".join([info.flag + value + (" ..." if info.many else ""), *others])
+
+
+def _meaning(info: FieldInfo) -> str:
+    meaning = info.doc
+    if info.choices:
+        meaning += f" One of {', '.join(info.choices)}."
+    if info.name in REQUIRED:
+        meaning += " Required."
+    elif info.default not in (None, ()) and info.kind != "bool":
+        meaning += f" [{format_value(info.default)}]"
+    elif info.default is True:
+        meaning += " [on]"
+    return meaning
+
+
+def _entry(usage: str, meaning: str) -> list[str]:
+    body = textwrap.wrap(meaning, _WIDTH - _COLUMN)
+    head = f"  {usage}"
+    if len(head) < _COLUMN - 1:
+        return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
+    return [head, *(" " * _COLUMN + line for line in body)]

@@ -1,0 +1,350 @@
+"""Tables of flag spellings beyond the schema's own: short forms, Megatron's other names, and what is refused and why.
+
+Nothing here is code. `parse.py` and `config/yaml_file.py` read the tables to parse, `reference_page.py` to document. A flag of
+Megatron's falls in exactly one table, or is a field of the schema, or is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from petatron.config.schema.fields import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Shorthand:
+    """A flag without a value that sets `field` to `value`; one that `yields` gives way to the field's own flag."""
+
+    field: str
+    value: Value
+    yields: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Implied:
+    """A flag that is accepted and changes nothing, because what it asks for is always so; `takes_value` if it has one."""
+
+    reason: str
+    takes_value: bool = False
+
+
+# Another name of a field: same type, same value.
+ALIASES: Mapping[str, str] = {
+    "--tp": "tensor_model_parallel_size",
+    "--pp": "pipeline_model_parallel_size",
+    "--cp": "context_parallel_size",
+    "--ep": "expert_model_parallel_size",
+    "--etp": "expert_tensor_parallel_size",
+    "--dp": "data_parallel_size",
+    "--sp": "sequence_parallel",
+    "--cpu-optimizer": "optimizer_cpu_offload",
+    "--optimizer-nvme-path": "optimizer_nvme_offload",
+    "--dataloader-inter-document-masking": "reset_attention_mask",
+    "--layernorm-epsilon": "norm_epsilon",
+    "--persistent-save-interval": "save_interval",
+    "--rope-theta": "rotary_base",
+}
+
+SHORTHANDS: Mapping[str, Shorthand] = {
+    "--swiglu": Shorthand("activation", "swiglu"),
+    "--geglu": Shorthand("activation", "geglu"),
+    "--reglu": Shorthand("activation", "reglu"),
+    "--squared-relu": Shorthand("activation", "squared_relu"),
+    "--openai-gelu": Shorthand("activation", "gelu_tanh"),
+    "--disable-bias-linear": Shorthand("add_bias_linear", False),
+    "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
+    "--fp8-hybrid": Shorthand("fp8_format", "hybrid"),
+    "--enable-cuda-graph": Shorthand("cuda_graphs", True),
+    "--recompute-activations": Shorthand("recompute_granularity", "selective"),
+    # Megatron's switches for FSDP; how much is sharded is the strategy's business when that is given too.
+    "--use-torch-fsdp2": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
+    "--use-megatron-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
+    "--use-custom-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
+}
+
+# A flag whose every value means one of a field's.
+CHOICES: Mapping[str, Mapping[str, Shorthand]] = {
+    "--cuda-graph-impl": {
+        "none": Shorthand("cuda_graphs", False),
+        "local": Shorthand("cuda_graphs", True),
+        "full_iteration": Shorthand("cuda_graphs", True),
+    },
+}
+
+# Megatron deprecated this one: it means something only when another flag has already removed the learned table.
+NO_POSITION_EMBEDDING = "--no-position-embedding"
+
+_FUSED = "kernels are not chosen by flags; results are the same"
+_ATTENTION = "attention always uses the fastest kernel the device offers"
+_MODEL = "there is one model implementation"
+_TRANSFERS = "transfers between pipeline stages always overlap with computing"
+_SINKS = "every logged value goes to every sink"
+
+IMPLIED: Mapping[str, Implied] = {
+    "--use-mcore-models": Implied(_MODEL),
+    "--transformer-impl": Implied(_MODEL, takes_value=True),
+    "--attention-backend": Implied(_ATTENTION, takes_value=True),
+    "--use-flash-attn": Implied(_ATTENTION),
+    "--no-masked-softmax-fusion": Implied(_FUSED),
+    "--no-bias-gelu-fusion": Implied(_FUSED),
+    "--no-bias-swiglu-fusion": Implied(_FUSED),
+    "--no-bias-dropout-fusion": Implied(_FUSED),
+    "--no-rope-fusion": Implied(_FUSED),
+    "--no-gradient-accumulation-fusion": Implied(_FUSED),
+    "--no-persist-layer-norm": Implied(_FUSED),
+    "--cross-entropy-loss-fusion": Implied(_FUSED),
+    "--cross-entropy-fusion-impl": Implied(_FUSED, takes_value=True),
+    "--attention-softmax-in-fp32": Implied("the attention softmax is always computed in fp32"),
+    "--accumulate-allreduce-grads-in-fp32": Implied(
+        "gradients are always accumulated in fp32, and reduced in it unless --grad-reduce-in-bf16 is given"
+    ),
+    "--calculate-per-token-loss": Implied("the loss is always one mean over the tokens of the global batch"),
+    "--use-cpu-initialization": Implied("initial weights never depend on the layout or the device"),
+    "--init-model-with-meta-device": Implied("a rank only ever makes the weights it holds"),
+    "--overlap-p2p-communication": Implied(_TRANSFERS),
+    "--no-overlap-p2p-communication": Implied(_TRANSFERS),
+    "--overlap-p2p-communication-warmup-flush": Implied(_TRANSFERS),
+    "--tp-comm-bootstrap-backend": Implied(
+        "tensor-parallel overlap has no buffers of its own to set up", takes_value=True
+    ),
+    "--moe-permute-fusion": Implied(_FUSED),
+    "--moe-router-fusion": Implied(_FUSED),
+    "--moe-use-legacy-grouped-gemm": Implied(_FUSED),
+    "--moe-per-layer-logging": Implied("the load of every MoE layer is always logged"),
+    "--no-create-attention-mask-in-dataloader": Implied("the loader never builds a dense attention mask"),
+    "--exit-signal-handler": Implied("SIGTERM and SIGINT always save and exit"),
+    "--auto-detect-ckpt-format": Implied("there is one checkpoint format"),
+    "--use-dist-ckpt": Implied("there is one checkpoint format"),
+    "--no-ckpt-fully-parallel-save": Implied("all ranks always share the writing"),
+    "--ckpt-fully-parallel-load": Implied("ranks always read only what they need"),
+    "--ckpt-assume-constant-structure": Implied("saving needs no plan that could be kept"),
+    "--dist-ckpt-strictness": Implied("everything must fit, always", takes_value=True),
+    "--use-persistent-ckpt-worker": Implied("--async-save needs no other process"),
+    "--use-precision-aware-optimizer": Implied("formats of optimizer state need no other optimizer"),
+    "--overlap-cpu-optimizer-d2h-h2d": Implied("copies in both directions and updates always overlap"),
+    "--cpu-optimizer-type": Implied("the optimizer is the one named by --optimizer", takes_value=True),
+    "--log-loss-scale-to-tensorboard": Implied(_SINKS),
+    "--log-validation-ppl-to-tensorboard": Implied(_SINKS),
+    "--log-learning-rate-to-tensorboard": Implied(_SINKS),
+    "--use-pytorch-profiler": Implied("--profile always uses PyTorch's profiler"),
+    "--local-rank": Implied("the rank is read from the launcher's environment", takes_value=True),
+}
+
+# Names Megatron itself dropped, or that mean one of ours: refused with what to write instead.
+RENAMED: Mapping[str, str] = {
+    "--batch-size": "--micro-batch-size",
+    "--warmup": "--lr-warmup-fraction",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--checkpoint-activations": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--checkpoint-num-layers": "--recompute-num-layers",
+    "--activations-checkpoint-method": "--recompute-method",
+    "--activations-checkpoint-num-layers": "--recompute-num-layers",
+    "--encoder-seq-length": "--seq-length",
+    "--tensorboard-log-interval": "--log-interval",
+    "--step-batch-size-schedule": "--rampup-batch-size START INCREMENT SAMPLES",
+    "--dist-ckpt-format": "--ckpt-format",
+    "--lr-decay-tokens": "--lr-decay-samples",
+    "--train-tokens": "--train-samples",
+    "--gpus-per-node": "--nproc-per-node",
+    "--moe-extended-tp": "--expert-tensor-parallel-size",
+    "--torch-fsdp2-no-reshard-after-forward": "--data-parallel-sharding-strategy optim_grads",
+}
+
+_PREPROCESS = "petatron data preprocess"
+
+# Flags of another verb.
+ELSEWHERE: Mapping[str, str] = {
+    "--input": _PREPROCESS,
+    "--output-prefix": _PREPROCESS,
+    "--json-keys": _PREPROCESS,
+    "--append-eod": _PREPROCESS,
+    "--workers": _PREPROCESS,
+}
+
+_GRAPHS = "CUDA graphs of single modules (--cuda-graphs records a whole step)"
+_OVERLAP = (
+    "tensor-parallel overlap by part (--tp-comm-overlap is for all linears, and the backward pass always overlaps)"
+)
+_HYBRID = "hybrid (Mamba) models"
+_BERT = "BERT"
+_T5 = "encoder-decoder models (T5)"
+_VISION = "multimodal models"
+_MOE = "this option of mixture of experts"
+_FP8 = "this option of FP8 training"
+_OFFLOAD = "activation offload by module (--cpu-offloading-num-layers offloads by layer)"
+_TASKS = "zero-shot evaluation"
+_SERVER = "text generation"
+_RETRY = "fault tolerance beyond save and resume"
+_RL = "reinforcement learning"
+_CHECKPOINT = "this checkpoint option"
+_ATTN = "this attention variant"
+_SFT = "fine-tuning on conversations"
+_DATA = "this data option"
+
+# Features that Megatron has and this version has not. The value is what the message calls it.
+LATER: Mapping[str, str] = {
+    "--cuda-graph-scope": _GRAPHS,
+    "--cuda-graph-modules": _GRAPHS,
+    "--external-cuda-graph": _GRAPHS,
+    "--tp-comm-overlap-cfg": "tensor-parallel overlap tuned by a file (--tp-comm-overlap-chunks is for all linears)",
+    "--disable-tp-comm-overlap-ag": _OVERLAP,
+    "--disable-tp-comm-overlap-rs": _OVERLAP,
+    "--disable-tp-comm-split-ag": _OVERLAP,
+    "--disable-tp-comm-split-rs": _OVERLAP,
+    "--disable-tp-comm-bulk-dgrad": _OVERLAP,
+    "--disable-tp-comm-bulk-wgrad": _OVERLAP,
+    "--tp-comm-overlap-rs-dgrad": _OVERLAP,
+    "--use-tp-pp-dp-mapping": "another rank order",
+    "--defer-embedding-wgrad-compute": "deferred gradients of the output head",
+    "--hybrid-context-parallel": "a context-parallel size per sample",
+    "--outer-dp-sharding-strategy": "sharding over the copies of sharded state",
+    "--delay-wgrad-compute": _MOE,
+    "--moe-use-upcycling": _MOE,
+    "--moe-flex-dispatcher-backend": _MOE,
+    "--moe-enable-deepep": _MOE,
+    "--disable-moe-token-dispatch": _MOE,
+    "--spec": "a model spec from a module",
+    "--hybrid-layer-pattern": _HYBRID,
+    "--hybrid-override-pattern": _HYBRID,
+    "--hybrid-attention-ratio": _HYBRID,
+    "--hybrid-mlp-ratio": _HYBRID,
+    "--mamba-state-dim": _HYBRID,
+    "--mamba-head-dim": _HYBRID,
+    "--mamba-num-groups": _HYBRID,
+    "--mamba-num-heads": _HYBRID,
+    "--is-hybrid-model": _HYBRID,
+    "--bert-no-binary-head": _BERT,
+    "--mask-prob": _BERT,
+    "--short-seq-prob": _BERT,
+    "--encoder-num-layers": _T5,
+    "--decoder-num-layers": _T5,
+    "--decoder-seq-length": _T5,
+    "--vocab-extra-ids": _T5,
+    "--img-h": _VISION,
+    "--img-w": _VISION,
+    "--patch-dim": _VISION,
+    "--num-classes": _VISION,
+    "--language-model-type": _VISION,
+    "--vision-model-type": _VISION,
+    "--quick-geglu": "the quick_geglu activation",
+    "--glu-linear-offset": "the quick_geglu activation",
+    "--apply-residual-connection-post-layernorm": "post-norm residuals",
+    "--fp32-residual-connection": "an fp32 residual stream",
+    "--apply-query-key-layer-scaling": _ATTN,
+    "--window-attn-skip-freq": _ATTN,
+    "--softmax-type": _ATTN,
+    "--qk-l2-norm": _ATTN,
+    "--no-rope-freq": _ATTN,
+    "--attention-output-gate": _ATTN,
+    "--experimental-attention-variant": _ATTN,
+    "--linear-attention-freq": _ATTN,
+    "--rotary-interleaved": "interleaved rotary embedding",
+    "--rotary-seq-len-interpolation-factor": "linear rotary interpolation",
+    "--mrope-section": _VISION,
+    "--heterogeneous-layers-config-path": "layers of different shapes",
+    "--use-mup": "muP",
+    "--mup-base-hidden-size": "muP",
+    "--init-method-xavier-uniform": "Xavier initialisation",
+    "--data-parallel-random-init": "different initial weights per replica",
+    "--lazy-mpu-init": "lazy initialisation",
+    "--fp8-margin": _FP8,
+    "--fp8-interval": _FP8,
+    "--no-fp8-wgrad": _FP8,
+    "--fp4-format": "FP4 training",
+    "--fp4-recipe": "FP4 training",
+    "--main-params-dtype": "master weights in half precision",
+    "--distribute-saved-activations": "saved activations spread over the tensor-parallel ranks",
+    "--fine-grained-activation-offloading": _OFFLOAD,
+    "--offload-modules": _OFFLOAD,
+    "--overlap-param-gather-with-optimizer-step": "gathering parameters during the optimizer step",
+    "--ddp-average-in-collective": "averaging inside the gradient collective",
+    "--use-nccl-ub": "NCCL tuning by flag",
+    "--use-sharp": "NCCL tuning by flag",
+    "--decoupled-lr": "a learning rate of its own for the embedding",
+    "--decoupled-min-lr": "a learning rate of its own for the embedding",
+    "--muon-momentum": "the Muon optimizer",
+    "--decrease-batch-size-if-needed": "rounding the global batch size",
+    "--use-checkpoint-opt-param-scheduler": _CHECKPOINT,
+    "--non-persistent-save-interval": _CHECKPOINT,
+    "--non-persistent-ckpt-type": _CHECKPOINT,
+    "--ckpt-convert-format": _CHECKPOINT,
+    "--rerun-mode": _RETRY,
+    "--check-for-spiky-loss": _RETRY,
+    "--check-for-large-grads": _RETRY,
+    "--iterations-to-skip": _RETRY,
+    "--enable-ft-package": _RETRY,
+    "--inprocess-restart": _RETRY,
+    "--log-straggler": _RETRY,
+    "--check-weight-hash-across-dp-replicas-interval": _RETRY,
+    "--manual-gc": "control of garbage collection",
+    "--manual-gc-interval": "control of garbage collection",
+    "--empty-unused-memory-level": "emptying the device memory cache",
+    "--record-memory-history": "a record of every memory allocation",
+    "--timing-log-level": "timers by level",
+    "--timing-log-option": "timers by level",
+    "--log-timers-to-tensorboard": "timers by level",
+    "--log-memory-to-tensorboard": "memory curves",
+    "--log-memory-interval": "memory curves",
+    "--log-energy": "energy metering",
+    "--log-progress": "a progress file",
+    "--wandb-save-dir": "a folder of its own for W&B files",
+    "--wandb-entity": "W&B entities by flag",
+    "--skip-train": "evaluation without training",
+    "--full-validation": "evaluation over the whole split",
+    "--multiple-validation-sets": "several validation sets",
+    "--eval-global-batch-size": "a batch size of its own for evaluation",
+    "--no-mmap-bin-files": _DATA,
+    "--object-storage-cache-path": _DATA,
+    "--per-split-data-args-path": _DATA,
+    "--s3-cache-path": _DATA,
+    "--fim-data": _DATA,
+    "--fim-rate": _DATA,
+    "--tiktoken-pattern": "tiktoken tokenizers",
+    "--split-sentences": "sentence splitting",
+    "--sft": _SFT,
+    "--sft-tokenizer-prompt-format": _SFT,
+    "--perform-rl-step": _RL,
+    "--yaml-cfg": "Megatron's YAML files (ours are read by --config)",
+    "--use-legacy-models": "Megatron's legacy models",
+    "--task": _TASKS,
+    "--valid-data": _TASKS,
+    "--strict-lambada": _TASKS,
+    "--port": _SERVER,
+    "--temperature": _SERVER,
+    "--top-k": _SERVER,
+    "--top-p": _SERVER,
+    "--inference-dynamic-batching": _SERVER,
+    "--inference-max-requests": _SERVER,
+}
+
+# Values of our own fields that Megatron knows and this version does not: field -> value -> what the message calls it.
+LATER_VALUES: Mapping[str, Mapping[str, str]] = {
+    "optimizer": {
+        "muon": "the Muon optimizer",
+        "dist_muon": "the Muon optimizer",
+        "adaptive_muon": "the Muon optimizer",
+        "lion": "the Lion optimizer",
+        "soap": "the SOAP optimizer",
+    },
+    "position_embedding_type": {"mrope": _VISION, "relative": "relative position bias"},
+    "moe_token_dispatcher_type": {"flex": "the flex token dispatcher"},
+    "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},
+    "fp8_recipe": {"mxfp8": "the mxfp8 recipe", "custom": "custom FP8 recipes"},
+    "recompute_modules": {"mla_up_proj": "multi-latent attention"},
+    "dataloader_type": {"external": "external data loaders"},
+    "tokenizer_type": {
+        "BertWordPieceLowerCase": _BERT,
+        "BertWordPieceCase": _BERT,
+        "SentencePieceTokenizer": "SentencePiece",
+        "GPTSentencePieceTokenizer": "SentencePiece",
+        "Llama2Tokenizer": "SentencePiece",
+        "TikTokenizer": "tiktoken tokenizers",
+        "MultimodalTokenizer": _VISION,
+        "NullMultimodalTokenizer": _VISION,
+        "SFTTokenizer": _SFT,
+    },
+}
+
+# A key of a YAML file that people take for a section -> the section's name.
+SECTIONS: Mapping[str, str] = {"optimizer": "optim"}

@@ -1,0 +1,80 @@
+"""The flag reference page, docs/flags.md, written from the schema and the spelling tables."""
+
+from __future__ import annotations
+
+from petatron.config.checks.check_all import NOT_IN_THIS_VERSION
+from petatron.config.checks.model import REQUIRED
+from petatron.config.flags import megatron_flags
+from petatron.config.flags.help_text import aliases
+from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG
+from petatron.config.presets import preset_names, preset_summary
+from petatron.config.schema.fields import FieldInfo, all_fields, by_path, sections
+from petatron.config.show import format_value
+
+_INTRODUCTION = f"""# Flags and fields
+
+This page is generated: `petatron config reference --out docs/flags.md`.
+
+Every setting is one field of one schema. On the command line it is a flag (`--num-layers 4` or `--num-layers=4`), in
+a YAML file a key (`num_layers: 4`, under its section or at the top), in Python an attribute (`config.model.num_layers`).
+Values come from the schema's defaults, then `{PRESET_FLAG} NAME`, then each `{FILE_FLAG} FILE`, then flags; later wins.
+What is still unset is derived. `petatron config show` prints every value with its origin.
+
+Booleans are `--x`, `--no-x` or `--x=false`. The word `none` unsets a field that may be unset. Fields marked `...` take
+several values. Underscores in a flag count as dashes. Fields marked * need a feature that is not in this version: only
+their default is accepted.
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [_INTRODUCTION]
+    for section, section_class in sections().items():
+        title = (section_class.__doc__ or "").strip()
+        rows = [_row(info) for info in all_fields() if info.section == section]
+        parts.append(f"## {section}\n\n{title}\n\n" + _table(("Flag", "Type", "Default", "Meaning"), rows))
+    parts.append(_presets())
+    parts.append(_accepted())
+    parts.append(_refused())
+    return "\n".join(parts)
+
+
+def _row(info: FieldInfo) -> tuple[str, ...]:
+    names = [f"`{info.flag}`{' *' if info.path in NOT_IN_THIS_VERSION else ''}"]
+    names += [f"`{flag}`" for flag in aliases().get(info.name, [])]
+    default = "required" if info.name in REQUIRED else format_value(info.default)
+    if info.default is None and "Derived:" in info.doc:
+        default = "derived"
+    return "<br>".join(names), f"`{info.type_name}`", f"`{default}`", info.doc
+
+
+def _presets() -> str:
+    rows = [(f"`{name}`", preset_summary(name)) for name in preset_names()]
+    return "## Presets\n\n" + _table(("Name", "What it is"), rows)
+
+
+def _accepted() -> str:
+    rows = [(f"`{flag}`", implied.reason) for flag, implied in sorted(megatron_flags.IMPLIED.items())]
+    rows.append(
+        (f"`{megatron_flags.NO_POSITION_EMBEDDING}`", "with rotary positions there is no learned table to remove")
+    )
+    text = "These flags of Megatron's ask for what is always so. They are accepted with a notice.\n\n"
+    return "## Accepted, and always so\n\n" + text + _table(("Flag", "Because"), rows)
+
+
+def _refused() -> str:
+    renamed = [(f"`{old}`", f"`{new}`") for old, new in sorted(megatron_flags.RENAMED.items())]
+    own = {by_path()[path].flag: feature for path, feature in NOT_IN_THIS_VERSION.items()}
+    later = [(f"`{flag}`", feature) for flag, feature in sorted({**own, **megatron_flags.LATER}.items())]
+    return (
+        "## Refused\n\nOld names:\n\n"
+        + _table(("Flag", "Use"), renamed)
+        + "\nFeatures that are not in this version:\n\n"
+        + _table(("Flag", "Feature"), later)
+    )
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    # A bar inside a cell would start a new one.
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

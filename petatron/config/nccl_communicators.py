@@ -1,0 +1,147 @@
+"""What each NCCL communicator is told: `--nccl-communicator-config-path` (Megatron's YAML form) and `--high-priority-stream-groups`.
+
+tp: {is_high_priority_stream: true, max_ctas: 8}
+dp: {cga_cluster_size: 2, min_ctas: 4, max_ctas: 16, net_name: IB}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.base.untrusted_files import read_bytes
+from petatron.config.schema.parallel import ParallelConfig
+from petatron.config.yaml_depth_limit import shallow_loader
+from petatron.config.yaml_file import MOST_BYTES
+
+# A group as Megatron names it -> the axes here whose communicators do that work.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "hcp": ("cp",),
+    "pp": ("pp",),
+    "dp": ("dp_cp", "shard", "dp_outer"),
+    "dp_cp": ("dp_cp", "shard", "dp_outer"),
+    "intra_dp_cp": ("shard",),
+    "inter_dp_cp": ("dp_outer",),
+    "embd": ("ends",),
+    "ep": ("ep_etp",),
+    "ep_dp": ("edp", "edp_shard"),
+}
+_PATH = "--nccl-communicator-config-path"
+_COUNTS = ("cga_cluster_size", "min_ctas", "max_ctas")
+_KEYS = ("is_high_priority_stream", *_COUNTS, "net_name")
+_MOST = {"cga_cluster_size": 8, "min_ctas": 64, "max_ctas": 64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicatorSettings:
+    """Of one communicator; None leaves a choice to NCCL."""
+
+    is_high_priority_stream: bool = False
+    cga_cluster_size: int | None = None
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    net_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicatorOptions:
+    """Settings by axis."""
+
+    by_axis: Mapping[str, CommunicatorSettings] = field(default_factory=dict)
+
+    def of(self, axis: str) -> CommunicatorSettings:
+        """Those of an axis; a part of one (`cp/2`, `cp%2`) has its settings."""
+        whole = axis.partition("/")[0].partition("%")[0]
+        return self.by_axis.get(whole, CommunicatorSettings())
+
+
+def communicator_options(config: ParallelConfig) -> CommunicatorOptions:
+    """The settings of a run; ConfigError with all that is wrong with them.
+
+    >>> communicator_options(ParallelConfig(high_priority_stream_groups=("tp",))).of("tp").is_high_priority_stream
+    True
+    """
+    problems = list(communicator_problems(config))
+    if problems:
+        raise ConfigError(problems)
+    by_axis: dict[str, CommunicatorSettings] = {}
+    for group, values in _read(config.nccl_communicator_config_path).items():
+        by_axis |= {axis: CommunicatorSettings(**values) for axis in GROUPS[group]}
+    for group in config.high_priority_stream_groups:
+        for axis in GROUPS[group]:
+            by_axis[axis] = replace(by_axis.get(axis, CommunicatorSettings()), is_high_priority_stream=True)
+    return CommunicatorOptions(by_axis)
+
+
+def communicator_problems(config: ParallelConfig) -> Iterator[Problem]:
+    """Everything wrong with both settings."""
+    import yaml
+
+    known = f"The groups are {', '.join(GROUPS)}."
+    for group in config.high_priority_stream_groups:
+        if group not in GROUPS:
+            yield Problem("--high-priority-stream-groups", group, "names no group of communicators", known)
+    path = config.nccl_communicator_config_path
+    if path is None:
+        return
+    try:
+        groups = _read(path)
+    except OSError as error:
+        yield Problem(_PATH, path, f"cannot be read: {error.strerror or error}", "Give the path of a YAML file.")
+        return
+    except yaml.YAMLError as error:
+        yield Problem(_PATH, path, f"is no YAML: {str(error).splitlines()[0]}", "Mend it.")
+        return
+    except RecursionError:
+        yield Problem(_PATH, path, "is nested too deeply", "Write for example `dp: {max_ctas: 16}`.")
+        return
+    except (
+        ValueError,
+        OverflowError,
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:  # PyYAML's of a value with a wrong tag
+        said = (
+            str(error) if isinstance(error, ValueError | OverflowError) else "has a value that is not what its tag says"
+        )
+        yield Problem(_PATH, path, said, "Write for example `dp: {max_ctas: 16}`.")
+        return
+    for group, values in groups.items():
+        if group not in GROUPS:
+            yield Problem(_PATH, path, f"has settings of {group!r}, which is no group of communicators", known)
+        for key, value in values.items():
+            yield from _value(path, f"{group}.{key}", key, value)
+
+
+def _value(path: str, where: str, key: str, value: Any) -> Iterator[Problem]:
+    if key not in _KEYS:
+        yield Problem(_PATH, path, f"has a setting {where}", f"The settings are {', '.join(_KEYS)}.")
+    elif key == "is_high_priority_stream" and not isinstance(value, bool):
+        yield Problem(_PATH, path, f"says {where}: {value}", "Write true or false.")
+    elif key in _COUNTS and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST[key]):
+        yield Problem(_PATH, path, f"says {where}: {value}", f"Write a number from 1 to {_MOST[key]}.")
+    elif key == "net_name" and not isinstance(value, str):
+        yield Problem(_PATH, path, f"says {where}: {value}", "Write the name of a network, such as IB or Socket.")
+
+
+def _read(path: str | None) -> Mapping[str, Mapping[str, Any]]:
+    if path is None:
+        return {}
+    import yaml
+
+    class Plain(shallow_loader()):
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("uses an alias (*name), by which a few lines can stand for gigabytes")
+            return super().compose_node(parent, index)
+
+    content = Plain(read_bytes(Path(path), MOST_BYTES).decode()).get_single_data() or {}
+    if not isinstance(content, dict) or not all(isinstance(values, dict) for values in content.values()):
+        raise ValueError("is not a table of groups, each with a table of settings")
+    return content

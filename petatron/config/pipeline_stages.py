@@ -1,0 +1,247 @@
+"""Which layers stand on which pipeline stage, as data.
+
+A stage is a run of consecutive layers, perhaps with the embedding before them or the head and loss behind them. There
+are pp x virtual stages, always listed in model order; which rank holds which depends on the schedule. Four ways to cut,
+and at most one applies:
+
+- even: every stage has the same number of layers;
+- first/last: the first and last pipeline rank have a given number, the ranks between share the rest evenly. A rank's
+  layers are spread evenly over its virtual stages;
+- accounting: embedding and/or loss count as one layer in an even cut;
+- a layout string, see `config/schema/pipeline_layout_string.py`.
+
+`stage_problems` says why a config cannot be cut; `stages` cuts a config that can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config.checks.rule_helpers import at_least, divisors, multiples_near
+from petatron.config.schema.fields import flag_of, listing
+from petatron.config.schema.parallel import ParallelConfig
+from petatron.config.schema.pipeline_layout_string import EMBEDDING, LAYER, LOSS, LayoutError, parse_layout
+from petatron.config.schema.run import RunConfig
+
+_FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+_CHUNK, _VIRTUAL = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+_ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_LAYOUT = "--pipeline-model-parallel-layout"
+_PIPELINE = "--pipeline-model-parallel-size"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`layers` are numbers within the whole model."""
+
+    layers: tuple[int, ...]
+    embedding: bool
+    loss: bool
+
+
+def stages(config: RunConfig) -> tuple[Stage, ...]:
+    """All pp x virtual stages in model order; `ConfigError` if the layers cannot be cut as asked.
+
+    >>> from petatron.config import ModelConfig
+    >>> parallel = ParallelConfig(pipeline_model_parallel_size=2)
+    >>> [stage.layers for stage in stages(RunConfig(model=ModelConfig(num_layers=4), parallel=parallel))]
+    [(0, 1), (2, 3)]
+    """
+    problems = list(stage_problems(config))
+    if problems:
+        raise ConfigError(problems)
+    counts = _counts(config)
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return tuple(
+        Stage(tuple(range(start, start + count)), embedding=index == 0, loss=index == len(counts) - 1)
+        for index, (start, count) in enumerate(zip(starts, counts))
+    )
+
+
+def largest_stage(config: RunConfig) -> int | None:
+    """The most layers on one stage; None while the layers cannot be cut."""
+    return max(_counts(config)) if _has_sizes(config) and not any(stage_problems(config)) else None
+
+
+def stage_problems(config: RunConfig) -> Iterator[Problem]:
+    """Why the layers cannot be cut into stages; silent about sizes that are problems of their own."""
+    parallel = config.parallel
+    if not _has_sizes(config):
+        return
+    if parallel.pipeline_model_parallel_layout is not None:
+        yield from _layout_problems(config, parallel.pipeline_model_parallel_layout)
+    elif _uneven(parallel):
+        yield from _uneven_problems(config)
+    else:
+        yield from _even_problems(config)
+
+
+def _has_sizes(config: RunConfig) -> bool:
+    pp, virtual = config.parallel.pipeline_model_parallel_size, _virtual(config.parallel)
+    return min(config.model.num_layers, pp, virtual) >= 1
+
+
+def _virtual(parallel: ParallelConfig) -> int:
+    """1 where derivation found no number, because then something else is reported."""
+    return 1 if (virtual := getattr(parallel, _VIRTUAL)) is None else virtual
+
+
+def _uneven(parallel: ParallelConfig) -> bool:
+    return getattr(parallel, _FIRST) is not None or getattr(parallel, _LAST) is not None
+
+
+def _counts(config: RunConfig) -> Sequence[int]:
+    """Layers per stage in model order, of a config without stage problems."""
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, virtual = parallel.pipeline_model_parallel_size, _virtual(parallel)
+    if parallel.pipeline_model_parallel_layout is not None:
+        return [stage.count(LAYER) for stage in parse_layout(parallel.pipeline_model_parallel_layout)]
+    if _uneven(parallel):
+        first, last, others = _ends(config)
+        middle = [(layers - (first or 0) - (last or 0)) // others // virtual] * others if others else []
+        head, tail = ([] if value is None else [value // virtual] for value in (first, last))
+        return [*head, *middle, *tail] * virtual
+    embedding, loss = (int(getattr(parallel, name)) for name in _ACCOUNT)
+    counts = [(layers + embedding + loss) // (pp * virtual)] * (pp * virtual)
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return counts
+
+
+def _ends(config: RunConfig) -> tuple[int | None, int | None, int]:
+    """Layers asked for the first and the last rank, and how many ranks share the rest."""
+    first, last = getattr(config.parallel, _FIRST), getattr(config.parallel, _LAST)
+    return first, last, config.parallel.pipeline_model_parallel_size - (first is not None) - (last is not None)
+
+
+def _even_problems(config: RunConfig) -> Iterator[Problem]:
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, virtual, chunk = parallel.pipeline_model_parallel_size, _virtual(parallel), getattr(parallel, _CHUNK)
+    extra = [word for word, name in zip(("embedding", "loss"), _ACCOUNT) if getattr(parallel, name)]
+    units = layers + len(extra)
+    if units % pp:
+        counted = f" + {' + '.join(extra)} = {units}" if extra else ""
+        sizes = _usable_sizes(units, virtual) or "another number of layers"
+        uneven = _LAYOUT if parallel.pipeline_schedule == "zb-v" else flag_of(_LAST)
+        fix = f"Use {sizes}, or cut unevenly, for instance with {uneven}."
+        yield Problem(_PIPELINE, str(pp), f"does not divide --num-layers {layers}{counted}", fix)
+        return
+    share = units // pp
+    if chunk is not None and chunk > 0 and share % chunk:
+        rule = f"does not divide the {share} layers of a pipeline rank"
+        yield Problem(flag_of(_CHUNK), str(chunk), rule, f"Use {divisors(share)}.")
+    elif chunk is not None and chunk > 0 and share // chunk != virtual:
+        rule = f"makes {share // chunk} virtual stages per rank, but {flag_of(_VIRTUAL)} is {virtual}"
+        yield Problem(flag_of(_CHUNK), str(chunk), rule, "Leave one of them out.")
+    elif share % virtual and parallel.pipeline_schedule == "zb-v":
+        noun = "layer" if share == 1 else "layers"
+        rule = f"needs two stages per rank, which a pipeline rank's {share} {noun} cannot fill alike"
+        enough = -(-units // (2 * pp)) * 2 * pp - len(extra)
+        smaller = f"{_PIPELINE} {sizes}, " if (sizes := _usable_sizes(units, 2)) else ""
+        fix = f"Use {smaller}--num-layers {enough}, {_LAYOUT}, or another schedule."
+        yield Problem("--pipeline-schedule", "zb-v", rule, fix)
+    elif share % virtual:
+        rule = f"does not divide the {share} layers of a pipeline rank"
+        yield Problem(flag_of(_VIRTUAL), str(virtual), rule, f"Use {divisors(share)}.")
+
+
+def _usable_sizes(units: int, virtual: int) -> str:
+    """The pipeline sizes that cut so many layers alike; one rank is a pipeline without virtual stages only."""
+    if virtual == 1:
+        return divisors(units)
+    sizes = [size for size in range(2, min(units, 4096) + 1) if units % (size * virtual) == 0]
+    return listing(sizes[:12]) if sizes else ""
+
+
+def _uneven_problems(config: RunConfig) -> Iterator[Problem]:
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, virtual = parallel.pipeline_model_parallel_size, _virtual(parallel)
+    first, last, others = _ends(config)
+    where = flag_of(_FIRST if first is not None else _LAST)
+    low = [problem for name in (_FIRST, _LAST) for problem in at_least(name, getattr(parallel, name), 1)]
+    if low:
+        yield from low
+        return
+    rivals = [flag_of(name) for name in (_CHUNK, *_ACCOUNT) if getattr(parallel, name) not in (None, False)]
+    if rivals:
+        yield Problem(rivals[0], "", f"cannot be combined with {where}", "Keep one way to cut the layers.")
+    elif pp == 1:
+        yield Problem(where, str(first if first is not None else last), f"needs {_PIPELINE} above 1", "Leave it out.")
+    elif parallel.pipeline_schedule == "zb-v":
+        rule = "sizes the first or last rank, but in zb-v the first rank holds both ends of the model"
+        yield Problem(where, "", rule, f"Use {_LAYOUT}.")
+    else:
+        for name, value in ((_FIRST, first), (_LAST, last)):
+            if value is not None and value % virtual:
+                rule = f"is not a multiple of the {virtual} virtual stages of a rank"
+                yield Problem(flag_of(name), str(value), rule, f"Nearest: {multiples_near(value, virtual)}.")
+                return
+        yield from _rest_problems(layers, virtual, first, last, others)
+
+
+def _rest_problems(layers: int, virtual: int, first: int | None, last: int | None, others: int) -> Iterator[Problem]:
+    """What the first and last rank leave over must be the same for each rank between, and for each virtual stage."""
+    name, value, fixed = (_LAST, last, first or 0) if last is not None else (_FIRST, first, 0)
+    assert value is not None
+
+    def fits(size: int) -> bool:
+        rest = layers - fixed - size
+        return rest == 0 if others == 0 else rest > 0 and rest % (others * virtual) == 0
+
+    if fits(value):
+        return
+    usable = [size for size in range(virtual, layers + 1, virtual) if fits(size)]
+    beside = f"beside {flag_of(_FIRST)} {fixed} " if fixed else ""
+    sharers = f"{others} other pipeline rank{'s' if others != 1 else ''}"
+    sharers += f" x {virtual} virtual stages" if virtual > 1 else ""
+    rule = f"{beside}leaves {layers - fixed - value} of --num-layers {layers}, which {sharers} cannot share evenly"
+    if fixed + value > layers:
+        rule = f"{beside}is more than --num-layers {layers}"
+    elif others == 0:
+        rule = f"{beside}does not add up to --num-layers {layers}, and there are no other pipeline ranks"
+    fix = f"Use {listing(usable[:12])}." if usable else "Change --num-layers or the pipeline size."
+    yield Problem(flag_of(name), str(value), rule, fix)
+
+
+def _layout_problems(config: RunConfig, text: str) -> Iterator[Problem]:
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, virtual = parallel.pipeline_model_parallel_size, _virtual(parallel)
+    rivals = [
+        flag_of(name) for name in (_FIRST, _LAST, _CHUNK, *_ACCOUNT) if getattr(parallel, name) not in (None, False)
+    ]
+    if rivals:
+        yield Problem(rivals[0], "", f"cannot be combined with {_LAYOUT}", "Keep one way to cut the layers.")
+        return
+    try:
+        cut = parse_layout(text)
+    except LayoutError as error:
+        yield Problem(_LAYOUT, text, str(error), "Write it like `Et|(tt|)*2tL`.")
+        return
+    whole = "".join(cut)
+    if whole.count(EMBEDDING) != 1 or not cut[0].startswith(EMBEDDING):
+        yield Problem(_LAYOUT, text, "does not start with the one E of the embedding", "Write E once, at the start.")
+    if whole.count(LOSS) != 1 or not cut[-1].endswith(LOSS):
+        yield Problem(_LAYOUT, text, "does not end with the one L of the loss", "Write L once, at the end.")
+    if whole.count(LAYER) != layers:
+        rule = f"has {whole.count(LAYER)} layers (t), but --num-layers is {layers}"
+        yield Problem(_LAYOUT, text, rule, "Write one t per layer.")
+    if len(cut) % pp:
+        rule = f"has {len(cut)} stages, which is not a multiple of {_PIPELINE} {pp}"
+        yield Problem(_LAYOUT, text, rule, f"Use {multiples_near(len(cut), pp)} stages; | ends a stage.")
+    elif len(cut) != pp * virtual:
+        rule = f"has {len(cut)} stages, but pp {pp} x virtual {virtual} is {pp * virtual}"
+        yield Problem(_LAYOUT, text, rule, f"Write {pp * virtual} stages, or leave out the number of virtual stages.")
+    else:
+        yield from _idle_ranks(config, text, cut)
+
+
+def _idle_ranks(config: RunConfig, text: str, cut: Sequence[str]) -> Iterator[Problem]:
+    """A rank may have an empty stage beside others, but not nothing at all."""
+    pp, folded = config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule == "zb-v"
+    for rank in range(pp):
+        own = (rank, 2 * pp - 1 - rank) if folded else range(rank, len(cut), pp)
+        if not any(cut[stage] for stage in own):
+            rule = f"leaves pipeline rank {rank} without a layer"
+            yield Problem(_LAYOUT, text, rule, "Give every rank a t, or use fewer ranks.")

@@ -1,0 +1,27 @@
+"""The config.yaml that a run leaves beside its metrics: it starts the same run again, from any folder."""
+
+from __future__ import annotations
+
+import os
+
+from petatron.config.absolute_paths import anchored
+from petatron.config.load import Loaded
+from petatron.config.schema.fields import all_fields, flatten
+from petatron.config.yaml_file import dump_yaml
+
+_NOT_REPEATED = "for that start only; say it again if it is meant again"
+
+
+def saved_yaml(loaded: Loaded) -> str:
+    """The settings of a run as a file.
+
+    Paths are absolute. Derived values are comments, so that the run can go on with another number of ranks. So are answers to
+    questions of this one start, such as the consent to another schedule: the next start asks again.
+    """
+    config = anchored(loaded.config)
+    values = flatten(config)
+    load, save = config.checkpoint.load, config.checkpoint.save
+    continues = load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
+    marks = {"one start", "one load"} if continues else {"one start"}
+    once = [info for info in all_fields() if marks & set(info.marks) and values[info.path] != info.default]
+    return dump_yaml(config, origins=loaded.origins, left_out={info.path: _NOT_REPEATED for info in once})

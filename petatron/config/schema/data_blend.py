@@ -1,0 +1,73 @@
+"""How `--data-path` and `--split` are read; the validator and the data layer use the same two functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from petatron.base.untrusted_files import read_bytes
+
+_BLEND_FILE_BYTES = 1 << 26
+
+
+class BlendError(ValueError):
+    """The words do not form a blend or a split; the message completes the sentence "--data-path ... ." """
+
+
+@dataclass(frozen=True, slots=True)
+class BlendPart:
+    """One dataset of a blend. No weight means "in proportion to its size"."""
+
+    prefix: str
+    weight: float | None
+
+
+def parse_blend(words: Sequence[str]) -> tuple[BlendPart, ...]:
+    """`a b` or `0.3 a 0.7 b`; either every dataset has a weight or none has.
+
+    >>> [part.weight for part in parse_blend(["0.3", "a", "0.7", "b"])]
+    [0.3, 0.7]
+    """
+    numeric = [_number(word) is not None for word in words]
+    if not any(numeric):
+        return tuple(BlendPart(word, None) for word in words)
+    if len(words) % 2 or numeric != [True, False] * (len(words) // 2):
+        raise BlendError("mixes weights and prefixes that do not pair up")
+    weights = [float(word) for word in words[::2]]
+    if min(weights) < 0 or sum(weights) <= 0:
+        raise BlendError("has weights that are negative or all zero")
+    return tuple(BlendPart(prefix, weight) for weight, prefix in zip(weights, words[1::2]))
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Shares of train, validation and test that sum to 1; shares left out are 0.
+
+    >>> parse_split("3,1")
+    (0.75, 0.25, 0.0)
+    """
+    shares = [_number(part.strip()) for part in text.split(",")]
+    if len(shares) > 3:
+        raise BlendError("has more than three shares")
+    numbers = [share for share in shares if share is not None]
+    if len(numbers) != len(shares) or min(numbers) < 0:
+        raise BlendError("has a share that is not a number of at least 0")
+    total = sum(numbers)
+    if total <= 0:
+        raise BlendError("has no share above 0")
+    train, valid, test = [number / total for number in numbers] + [0.0] * (3 - len(numbers))
+    return train, valid, test
+
+
+def read_blend_file(path: str) -> list[str]:
+    """The words of a `--data-args-path` file; OSError or UnicodeDecodeError if it is no such file."""
+    return read_bytes(Path(path), _BLEND_FILE_BYTES).decode().split()
+
+
+def _number(word: str) -> float | None:
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,203 @@
+"""What the schema says, as data: every field with its flag, type, default, choices and documentation.
+
+The schema is the only place a setting is declared, so flags, YAML keys, help text and the reference page are all read
+from it here. Types come from the annotations; documentation is the string literal under a field, which Python does not
+keep at run time, so it is read from the schema's source with `ast`. `FieldInfo.parse` is the one way text becomes a
+value, for a flag and for a YAML scalar alike; that is why `live: on` stays the word "on" although YAML 1.1 would call
+it a boolean, and why `lr: 3e-4` is a number although YAML 1.1 would call it a string.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import math
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal
+
+from petatron.config.schema.run import RunConfig
+
+Kind = Literal["int", "float", "bool", "str", "choice"]
+Value = int | float | bool | str | None | tuple[int, ...] | tuple[str, ...]
+
+NONE_WORDS = ("none", "null")
+_TRUE_WORDS, _FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
+_WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word or path"}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldInfo:
+    """One setting. `many` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
+
+    `marks` are the words beside the type in the schema's `Annotated`: path, one start, one load.
+    """
+
+    section: str
+    name: str
+    kind: Kind
+    many: bool
+    optional: bool
+    choices: tuple[str, ...]
+    default: Value
+    doc: str
+    marks: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def type_name(self) -> str:
+        """The type as the reference page prints it."""
+        name = " | ".join(self.choices) if self.kind == "choice" else self.kind
+        return f"{name} ..." if self.many else name
+
+    def parse(self, text: str) -> Value:
+        """One value from one piece of text; `ValueError` says what was wanted."""
+        if self.optional and text.lower() in NONE_WORDS:
+            return None
+        if self.kind == "choice":
+            if text not in self.choices:
+                single = len(self.choices) == 1
+                allowed = f"{self.choices[0]}, the only choice" if single else f"one of {listing(self.choices)}"
+                raise ValueError(f"is not {allowed}")
+            return text
+        try:
+            return _PARSERS[self.kind](text)
+        except ValueError:
+            raise ValueError(f"is not {_WANTED[self.kind]}") from None
+
+
+def _parse_int(text: str) -> int:
+    return int(text, 10)
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _parse_bool(text: str) -> bool:
+    word = text.lower()
+    if word not in _TRUE_WORDS + _FALSE_WORDS:
+        raise ValueError
+    return word in _TRUE_WORDS
+
+
+_PARSERS: Mapping[str, Any] = {"int": _parse_int, "float": _parse_float, "bool": _parse_bool, "str": str}
+
+
+def flag_of(name: str) -> str:
+    """`num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+def listing(words: Iterable[object], last: str = "or") -> str:
+    """1, 2 or 4."""
+    items = [str(word) for word in words]
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {last} {items[-1]}"
+
+
+def nearest(word: str, candidates: Iterable[str], *, count: int = 2, cutoff: float = 0.72) -> list[str]:
+    """The candidates that look most like `word` whatever its case, best first; clearly worse ones are left out."""
+    lowered = {candidate.lower(): candidate for candidate in candidates}
+    close = difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=cutoff)
+    scores = [difflib.SequenceMatcher(None, match, word.lower()).ratio() for match in close]
+    return [lowered[match] for match, score in zip(close, scores) if score >= scores[0] - 0.04]
+
+
+@functools.cache
+def sections() -> dict[str, type]:
+    """Section name -> its dataclass, in schema order."""
+    hints = typing.get_type_hints(RunConfig)
+    return {item.name: hints[item.name] for item in fields(RunConfig) if is_dataclass(hints[item.name])}
+
+
+@functools.cache
+def all_fields() -> tuple[FieldInfo, ...]:
+    """Every field of every section, in schema order."""
+    documentation = _field_docs()
+    found: list[FieldInfo] = []
+    for section, section_class in sections().items():
+        hints = typing.get_type_hints(section_class, include_extras=True)
+        for item in fields(section_class):
+            doc = documentation[section_class.__name__, item.name]
+            found.append(_describe(section, item, hints[item.name], doc))
+    return tuple(found)
+
+
+@functools.cache
+def by_name() -> dict[str, FieldInfo]:
+    """Field name -> field. Names are unique over all sections, which is what lets a flag go without a prefix."""
+    index = {info.name: info for info in all_fields()}
+    assert len(index) == len(all_fields()), "a field name is used in two sections"
+    return index
+
+
+@functools.cache
+def by_path() -> dict[str, FieldInfo]:
+    return {info.path: info for info in all_fields()}
+
+
+def flatten(config: RunConfig) -> dict[str, Value]:
+    """Path -> value of every field."""
+    return {info.path: getattr(getattr(config, info.section), info.name) for info in all_fields()}
+
+
+def assemble(values: Mapping[str, Value]) -> RunConfig:
+    """The inverse of `flatten`; paths left out take their default."""
+    grouped: dict[str, dict[str, Value]] = {section: {} for section in sections()}
+    for path, value in values.items():
+        section, name = path.split(".")
+        grouped[section][name] = value
+    built: dict[str, Any] = {name: section_class(**grouped[name]) for name, section_class in sections().items()}
+    return RunConfig(**built)
+
+
+def _describe(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInfo:
+    assert item.default is not MISSING, f"{section}.{item.name} has no default"
+    optional = many = False
+    choices: tuple[str, ...] = ()
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        optional = True
+    if typing.get_origin(hint) is tuple:
+        hint, many = typing.get_args(hint)[0], True
+    marks: tuple[str, ...] = ()
+    if typing.get_origin(hint) is Annotated:
+        hint, *words = typing.get_args(hint)
+        marks = tuple(words)
+    kind: Kind
+    if typing.get_origin(hint) is Literal:
+        kind, choices = "choice", typing.get_args(hint)
+    else:
+        kind = hint.__name__
+    return FieldInfo(section, item.name, kind, many, optional, choices, item.default, doc, marks)
+
+
+def _field_docs() -> dict[tuple[str, str], str]:
+    docs: dict[tuple[str, str], str] = {}
+    # By file and not by class: to find one class, Python would parse all of its file again.
+    files = dict.fromkeys(section_class.__module__ for section_class in sections().values())
+    nodes = [node for name in files for node in ast.parse(inspect.getsource(sys.modules[name])).body]
+    for node in nodes:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for statement, following in zip(node.body, [*node.body[1:], ast.Pass()]):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                text = str(following.value.value) if is_text else ""  # type: ignore[union-attr]
+                docs[node.name, statement.target.id] = " ".join(text.split())  # one line, however the source breaks it
+    return docs

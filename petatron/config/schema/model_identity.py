@@ -1,0 +1,59 @@
+"""Which settings of a model are part of what it computes from its weights, and which are how a run treats it.
+
+A checkpoint, a config.json and a resumed run must agree on the first; the others may differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from petatron.config.schema.model import ModelConfig, MoEConfig
+
+# How a run lays out or computes the model.
+RUN_CHOICES = frozenset(
+    {
+        "seq_length",
+        "make_vocab_size_divisible_by",
+        "moe_grouped_gemm",
+        "moe_token_dispatcher_type",
+        "moe_pad_expert_input_to_capacity",
+        "moe_router_force_load_balancing",
+        "moe_shared_expert_overlap",
+    }
+)
+# What matters only while weights change, or how far positions reach.
+TRAINING_CHOICES = frozenset(
+    {
+        "max_position_embeddings",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "embedding_init_method_std",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_router_bias_update_rate",
+        "moe_input_jitter_eps",
+    }
+)
+# Ways of writing what other settings say as well.
+SPELLINGS = frozenset({"group_query_attention", "moe_layer_freq"})
+
+
+def is_identity(name: str) -> bool:
+    """Whether two models that differ in this setting are two models.
+
+    >>> is_identity("rotary_base"), is_identity("hidden_dropout")
+    (True, False)
+    """
+    return name not in RUN_CHOICES and name not in TRAINING_CHOICES
+
+
+def identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
+    """The settings that make a model the same function of its weights, as a checkpoint holds them.
+
+    A dense model says nothing of experts, so that a checkpoint from before there were any is still its own.
+    """
+    experts = asdict(moe) if moe is not None and moe.num_experts is not None else {}
+    return {name: value for name, value in (asdict(model) | experts).items() if is_identity(name)}

@@ -1,0 +1,100 @@
+"""Which layers are mixtures of experts: the value of `--moe-layer-freq`.
+
+A number N makes layers 0, N, 2N, ... MoE. Anything else is one 0 or 1 per layer, in Python's notation for lists: brackets,
+`+` to join and `*` to repeat. Python's own parser reads it, but only these forms are understood and nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config.schema.run import RunConfig
+
+_FIX = "Give a number, or one 0 or 1 per layer such as ([0]*1+[1]*23)."
+# Far above any model; keeps `[1]*999999999` from filling memory before it is refused.
+_LONGEST = 100_000
+
+
+class PatternError(ValueError):
+    """What is wrong with a pattern, as the rest of a sentence about it."""
+
+
+def moe_layers(config: RunConfig) -> tuple[bool, ...]:
+    """For each layer whether it is a mixture of experts; `ConfigError` if the pattern makes no sense for the model.
+
+    >>> from petatron.config import ModelConfig, MoEConfig
+    >>> moe_layers(RunConfig(model=ModelConfig(num_layers=3), moe=MoEConfig(num_experts=2, moe_layer_freq="[0]+[1]*2")))
+    (False, True, True)
+    """
+    layers = config.model.num_layers
+    if config.moe.num_experts is None:
+        return (False,) * layers
+    problems = list(pattern_problems(config))
+    if problems:
+        raise ConfigError(problems)
+    pattern = parse_pattern(config.moe.moe_layer_freq)
+    if isinstance(pattern, int):
+        return tuple(layer % pattern == 0 for layer in range(layers))
+    return tuple(bit == 1 for bit in pattern)
+
+
+def pattern_problems(config: RunConfig) -> Iterator[Problem]:
+    """What is wrong with the pattern, for a model with experts."""
+    layers, text = config.model.num_layers, config.moe.moe_layer_freq
+    try:
+        pattern = parse_pattern(text)
+    except PatternError as error:
+        yield Problem("--moe-layer-freq", text or "''", str(error), _FIX)
+        return
+    if isinstance(pattern, int):
+        if pattern < 1:
+            yield Problem("--moe-layer-freq", text, "is below 1", "Use 1 for experts in every layer.")
+    elif set(pattern) - {0, 1}:
+        yield Problem("--moe-layer-freq", text, "holds a number that is neither 0 nor 1", _FIX)
+    elif layers > 0 and len(pattern) != layers:
+        rule = f"is a pattern of {len(pattern)} layers, but --num-layers is {layers}"
+        yield Problem("--moe-layer-freq", text, rule, "Write one 0 or 1 per layer.")
+    elif 1 not in pattern:
+        yield Problem(
+            "--moe-layer-freq", text, "leaves no layer for the experts", "Leave --num-experts out, or write a 1."
+        )
+
+
+def parse_pattern(text: str) -> int | tuple[int, ...]:
+    """The number, or the list the expression stands for."""
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = str(error) if isinstance(error, PatternError) else "is neither a number nor a list of 0 and 1"
+        raise PatternError(reason) from None
+
+
+def _value(node: ast.expr) -> int | tuple[int, ...]:
+    match node:
+        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))):
+            return -number
+        case ast.List(elts=items):
+            numbers = [_value(item) for item in items]
+            if all(isinstance(number, int) for number in numbers):
+                return tuple(number for number in numbers if isinstance(number, int))
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return _list(left) + _list(right)
+        case ast.BinOp(op=ast.Mult(), left=left, right=right):
+            unit, count = (left, right) if not isinstance(left, ast.Constant) else (right, left)
+            times, items = _value(count), _list(unit)
+            if isinstance(times, int) and times * len(items) > _LONGEST:
+                raise PatternError(f"has more than {_LONGEST} layers")
+            if isinstance(times, int):
+                return items * times
+    raise PatternError("is neither a number nor a list of 0 and 1")
+
+
+def _list(node: ast.expr) -> tuple[int, ...]:
+    value = _value(node)
+    if isinstance(value, int):
+        raise PatternError("adds or repeats a number where a list is needed")
+    return value

@@ -1,0 +1,263 @@
+"""The part of the schema that says what a run does: its optimizer, how long, on which data, what it keeps, what it tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+# What `fields.py` reads off an annotation beside its type.
+FilePath = Annotated[str, "path"]
+"""A file, a folder or the prefix of files. A saved config holds it absolute, so that it can be started from any folder."""
+OneStart = Annotated[bool, "one start"]
+"""An answer to a question of one start. A saved config does not repeat it, so that the next start asks again."""
+OneLoad = Annotated[bool, "one load"]
+"""How this start loads. In a run that continues in its own folder, a saved config does not repeat it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """The update rule."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam is AdamW (decoupled weight decay); sgd is SGD with momentum."""
+    lr: float | None = None
+    """Peak learning rate; required to train."""
+    weight_decay: float = 0.01
+    """Weight decay, decoupled in adam and added to the gradient in sgd; never on biases and other one-dimensional parameters."""
+    start_weight_decay: float | None = None
+    """First value of a weight-decay schedule."""
+    end_weight_decay: float | None = None
+    """Last value of a weight-decay schedule."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay moves from start to end."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    sgd_momentum: float = 0.9
+    """Momentum of sgd."""
+    clip_grad: float = 1.0
+    """Largest global L2 norm of the gradient; 0 turns clipping off."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of the first moment of adam; bf16 is rounded up or down at random, which is right on average."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of the second moment of adam; bf16 is rounded like the first."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are accumulated; bf16 takes half the memory and loses small contributions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate over time."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay after warm-up."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of warm-up."""
+    lr_warmup_iters: int = 0
+    """Warm-up length in iterations."""
+    lr_warmup_samples: int = 0
+    """Warm-up length in samples, for sample-based runs."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up length as a fraction of the decay length."""
+    lr_decay_iters: int | None = None
+    """Decay length in iterations. Derived: `--train-iters`."""
+    lr_decay_samples: int | None = None
+    """Decay length in samples, for sample-based runs. Derived: `--train-samples`."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the final decay of WSD."""
+    lr_wsd_decay_iters: int | None = None
+    """Length of the final decay of WSD in iterations."""
+    lr_wsd_decay_samples: int | None = None
+    """Length of the final decay of WSD in samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How long, how much at a time, when to look and when to stop."""
+
+    compile: bool = True
+    """Fuse what has no kernel of its own with torch.compile, on GPUs."""
+    cuda_graphs: bool = False
+    """Record the forward and backward passes of a step once and replay them: faster where kernels are short, on GPUs."""
+    micro_batch_size: int = 1
+    """Samples per forward pass on one rank."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step over all ranks. Derived: micro batch x data parallel."""
+    rampup_batch_size: tuple[int, ...] = ()
+    """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
+    train_iters: int | None = None
+    """Iterations of the whole run, restarts included."""
+    train_samples: int | None = None
+    """Samples of the whole run, restarts included."""
+    eval_interval: int | None = None
+    """Iterations between evaluations on the validation split; unset means none until the end."""
+    eval_iters: int = 100
+    """Batches per evaluation; 0 means no evaluation."""
+    exit_interval: int | None = None
+    """Save and exit when the iteration is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and exit after this many minutes."""
+    check_for_nan_in_loss_and_grad: bool = True
+    """Stop when the loss or a gradient is not finite (weights are never updated with such gradients)."""
+    seed: int = 1234
+    """Seed of initial weights, dropout and data order."""
+    deterministic_mode: bool = False
+    """Use only deterministic kernels."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes CUDA when there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What to train on."""
+
+    data_path: tuple[FilePath, ...] = ()
+    """Dataset prefixes, or weight/prefix pairs; one set of files for all splits, cut by `--split`."""
+    train_data_path: tuple[FilePath, ...] = ()
+    """Prefixes (or weight/prefix pairs) for training only."""
+    valid_data_path: tuple[FilePath, ...] = ()
+    """Prefixes (or weight/prefix pairs) for validation only."""
+    test_data_path: tuple[FilePath, ...] = ()
+    """Prefixes (or weight/prefix pairs) for testing only."""
+    data_args_path: FilePath | None = None
+    """File that holds the value of `--data-path`, for long blends."""
+    split: str = "969,30,1"
+    """Shares of documents for training, validation and test, with `--data-path`."""
+    data_cache_path: FilePath | None = None
+    """Folder for sample indices. Derived: `cache` beside the first dataset."""
+    mock_data: bool = False
+    """Made-up data: counting sequences, no files needed."""
+    dataloader_type: Literal["single", "cyclic"] = "single"
+    """single: one global order fixed at the start; cyclic: reshuffled every epoch of samples."""
+    num_workers: int = 2
+    """Batches prefetched ahead of training, in background threads; 0 reads in the foreground."""
+    reset_position_ids: bool = False
+    """Restart positions after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Forbid attention across document boundaries."""
+    eod_mask_loss: bool = False
+    """Leave out of the loss the positions whose input is the end-of-document token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """How text becomes token ids."""
+
+    tokenizer_type: Literal["HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"] | None = None
+    """Kind of tokenizer. Derived from the files given: HuggingFaceTokenizer, or GPT2BPETokenizer with vocab and merges."""
+    tokenizer_model: FilePath | None = None
+    """tokenizer.json, or a folder that holds one."""
+    vocab_file: FilePath | None = None
+    """GPT-2 vocab.json."""
+    merge_file: FilePath | None = None
+    """GPT-2 merges.txt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Where state is kept."""
+
+    save: FilePath | None = None
+    """Folder to save checkpoints in."""
+    load: FilePath | None = None
+    """Folder to resume from (its newest checkpoint)."""
+    pretrained_checkpoint: FilePath | None = None
+    """Folder to take the first weights from when `--load` is not given or holds no checkpoint yet: of checkpoints, or of a
+    Hugging Face model."""
+    save_interval: int | None = None
+    """Iterations between saves; the last state is always saved when `--save` is given."""
+    ckpt_step: Annotated[int, "one load"] | None = None
+    """Resume from this iteration instead of the newest."""
+    finetune: bool = False
+    """Load weights only and start at iteration 0."""
+    no_load_optim: OneLoad = False
+    """Do not load optimizer state."""
+    no_load_rng: OneLoad = False
+    """Do not load random states."""
+    no_save_optim: bool = False
+    """Do not save optimizer state; such a checkpoint cannot be resumed, only finetuned."""
+    no_save_rng: bool = False
+    """Do not save random states."""
+    exit_on_missing_checkpoint: bool = False
+    """Fail when `--load` holds no checkpoint, instead of starting from scratch."""
+    use_checkpoint_args: OneStart = False
+    """Take the model's settings from the checkpoint in `--load`; other values for them give way, with a note."""
+    use_mp_args_from_checkpoint_args: OneStart = False
+    """With `--use-checkpoint-args`, take the sizes of tensor, pipeline and expert parallelism and the pipeline's split too."""
+    use_tokenizer_model_from_checkpoint_args: bool = True
+    """With `--use-checkpoint-args`, use the checkpoint's tokenizer unless another one is given."""
+    override_opt_param_scheduler: OneStart = False
+    """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
+    async_save: bool = False
+    """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""
+    save_total_limit: int | None = None
+    """Keep only this many of the newest checkpoints; unset keeps all."""
+    save_retain_interval: int | None = None
+    """With `--save-total-limit`, also keep every checkpoint whose iteration is a multiple of this."""
+    sign_key: FilePath | None = None
+    """File of an Ed25519 private key to sign checkpoints with (extra: sign); their files get SHA-256 digests then."""
+    load_fallback: bool = False
+    """If the checkpoint to load is damaged, say so and take the newest sound one before it."""
+    ckpt_format: Literal["petatron"] = "petatron"
+    """Checkpoint format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What a run tells."""
+
+    log_interval: int = 100
+    """Iterations between log lines; the first iteration is always logged."""
+    log_throughput: bool = True
+    """Report TFLOP/s per device in the log line."""
+    log_params_norm: bool = False
+    """Report the norm of all parameters."""
+    log_num_zeros_in_grad: bool = False
+    """Report how many gradient elements are zero."""
+    log_dir: FilePath | None = None
+    """Folder for metrics.jsonl and the resolved config. Derived: the `--save` folder, else runs/<time>."""
+    tensorboard_dir: FilePath | None = None
+    """Write TensorBoard events here (extra: log)."""
+    wandb_project: str | None = None
+    """Send metrics to this Weights & Biases project (extra: log)."""
+    wandb_exp_name: str | None = None
+    """Name of the W&B run."""
+    live: Literal["auto", "on", "off"] = "auto"
+    """Live terminal view; auto shows it when stderr is a terminal and rich is installed."""
+    pipeline_timeline: FilePath | None = None
+    """File to write the measured timeline of one step to; `petatron plan schedule --measured` draws it."""
+    pipeline_timeline_step: int = 3
+    """Which iteration `--pipeline-timeline` measures."""
+    profile: bool = False
+    """Write a Chrome trace of some iterations (PyTorch's profiler), to be opened in Perfetto or chrome://tracing."""
+    profile_step_start: int = 10
+    """First iteration that `--profile` traces."""
+    profile_step_end: int = 12
+    """Iteration before which `--profile` stops."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that `--profile` traces."""
+    profile_dir: FilePath | None = None
+    """Folder for the traces, made if need be in one that exists; unset: `profile` in the TensorBoard, log or save folder, or runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """How ranks are started."""
+
+    nproc_per_node: int | None = None
+    """Ranks to start on this machine. Derived: world size when it is known from the layout, else 1."""
+    nnodes: int = 1
+    """Number of machines."""
+    node_rank: int = 0
+    """Index of this machine."""
+    master_addr: str = "127.0.0.1"
+    """Address of the first machine."""
+    master_port: int | None = None
+    """Port of the first machine; unset means a free one (single machine only)."""
+    ranks_per_device: int = 1
+    """Ranks that share each GPU on purpose, to try a layout on fewer GPUs than it needs; speed means nothing then."""

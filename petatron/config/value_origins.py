@@ -1,0 +1,36 @@
+"""Where a value came from: the record behind `petatron config show`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from petatron.config.schema.fields import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """`detail` is the preset's name, `file:line`, the flag as typed, the checkpoint's folder, or the reason of a derived value."""
+
+    kind: Literal["default", "preset", "file", "flag", "checkpoint", "derived"]
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.kind in ("file", "flag"):
+            return self.detail
+        separator = ": " if self.kind == "derived" else " "
+        return f"{self.kind}{separator}{self.detail}" if self.detail else self.kind
+
+    @property
+    def chosen(self) -> bool:
+        """Whether someone asked for this value, rather than a default or a rule."""
+        return self.kind in ("preset", "file", "flag", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field set by one source."""
+
+    path: str
+    value: Value
+    origin: Origin

@@ -1,0 +1,177 @@
+"""Batches for one data-parallel rank, from one number: how many samples the whole run has consumed.
+
+Global samples are numbered 0, 1, 2, ... over the run; step n takes the next `global_batch_size` numbers. Micro-batch m
+of rank r takes the numbers
+
+    consumed + (m * dp_size + r) * micro_batch_size + [0, micro_batch_size)
+
+so over all ranks and micro-batches each number of the step is taken exactly once, whatever the sizes, and a restart
+with another layout goes on with exactly the samples not yet seen. What a number means is the loader type's business:
+`single` uses sample g of the dataset, in the dataset's order, once; `cyclic` uses position g mod n of a shuffle of all
+n samples drawn from (seed, g div n), so an epoch may end inside a batch, and no sample is dropped or depends on layout.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.data.sample_dataset import SampleDataset
+from petatron.data.sample_index import frozen_random
+from petatron.kernels.attention.documents import Documents
+from petatron.models.batch import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """How samples become batches. `eod` is needed by the three options that look for it."""
+
+    micro_batch_size: int
+    dataloader_type: Literal["single", "cyclic"] = "single"
+    seed: int
+    num_workers: int = 0
+    eod: int | None = None
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    pin_memory: bool = False
+
+    @property
+    def knows_documents(self) -> bool:
+        return self.reset_position_ids or self.reset_attention_mask
+
+
+class BatchLoader:
+    """Micro-batches of one data-parallel rank. Holds no position: each call says where the run stands.
+
+    With num_workers > 0, that many steps are read ahead in background threads, guessing that the next call goes on
+    where this one ends; a call that does not match simply reads what it asks for. An error while reading ahead is
+    raised by the call that would have returned the batch.
+    """
+
+    def __init__(self, dataset: SampleDataset, options: LoaderOptions, *, dp_rank: int = 0, dp_size: int = 1) -> None:
+        if (options.eod_mask_loss or options.knows_documents) and options.eod is None:
+            raise DataError(
+                "--eod-mask-loss, --reset-position-ids and --reset-attention-mask look for the end-of-document token, but "
+                "the tokenizer has none. Leave them out, or use a tokenizer that names an end-of-text token."
+            )
+        self.dataset, self.options = dataset, options
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self._pool = ThreadPoolExecutor(options.num_workers, "petatron-loader") if options.num_workers else None
+        # Two epochs are in use at once where one ends inside a batch.
+        self._permutation = lru_cache(maxsize=2)(partial(epoch_permutation, options.seed))
+        self._ahead: OrderedDict[tuple[int, int], Future[list[Batch]]] = OrderedDict()
+
+    def next_step(self, global_batch_size: int, consumed: int) -> list[Batch]:
+        """This rank's micro-batches of the step that takes samples consumed .. consumed + global_batch_size.
+
+        An empty list when a `single` dataset has fewer samples left than that: the short batch is dropped.
+        """
+        self._check(global_batch_size)
+        if self._pool is None:
+            return self._read(global_batch_size, consumed)
+        future = self._ahead.pop((global_batch_size, consumed), None)
+        if future is None:
+            self._drop_ahead()
+            future = self._pool.submit(self._read, global_batch_size, consumed)
+        for step in range(1, self.options.num_workers + 1):
+            key = (global_batch_size, consumed + step * global_batch_size)
+            if key not in self._ahead:
+                self._ahead[key] = self._pool.submit(self._read, *key)
+        return future.result()
+
+    def sample_ids(self, global_batch_size: int, consumed: int) -> NDArray[np.int64]:
+        """Global sample numbers of this rank's step: [micro-batches, micro_batch_size]."""
+        micro = self.options.micro_batch_size
+        count = global_batch_size // (micro * self.dp_size)
+        first = consumed + (np.arange(count) * self.dp_size + self.dp_rank) * micro
+        return first[:, None] + np.arange(micro)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._drop_ahead()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drop_ahead(self) -> None:
+        for future in self._ahead.values():
+            future.cancel()
+        self._ahead.clear()
+
+    def _check(self, global_batch_size: int) -> None:
+        micro, size = self.options.micro_batch_size, self.dp_size
+        if global_batch_size < 1 or global_batch_size % (micro * size):
+            rule = f"is not a multiple of micro-batch {micro} x data-parallel {size} = {micro * size}"
+            fix = f"Use {max(1, global_batch_size // (micro * size)) * micro * size}, or another micro-batch size."
+            raise ConfigError([Problem("--global-batch-size", str(global_batch_size), rule, fix)])
+
+    def _read(self, global_batch_size: int, consumed: int) -> list[Batch]:
+        total = len(self.dataset)
+        if self.options.dataloader_type == "single" and consumed + global_batch_size > total:
+            return []
+        numbers = self.sample_ids(global_batch_size, consumed)
+        if self.options.dataloader_type == "cyclic":
+            numbers = self._shuffled(numbers, total)
+        return [make_batch(np.stack([self.dataset[int(number)] for number in row]), self.options) for row in numbers]
+
+    def _shuffled(self, numbers: NDArray[np.int64], total: int) -> NDArray[np.int64]:
+        epochs, places = np.divmod(numbers, total)
+        result = np.empty_like(numbers)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            result[chosen] = self._permutation(int(epoch), total)[places[chosen]]
+        return result
+
+
+def epoch_permutation(seed: int, epoch: int, total: int) -> NDArray[np.integer]:
+    """Order of `total` samples in one epoch of the cyclic loader."""
+    order = np.arange(total, dtype=np.int32 if total <= np.iinfo(np.int32).max else np.int64)
+    frozen_random(seed, epoch).shuffle(order)
+    return order
+
+
+def make_batch(samples: NDArray[np.int64], options: LoaderOptions) -> Batch:
+    """[batch, seq_length + 1] ids as a batch: inputs, labels one token later, loss mask, positions and documents."""
+    tokens = samples[:, :-1]
+    mask = np.ones(tokens.shape, np.float32)
+    if options.eod_mask_loss:
+        mask[tokens == options.eod] = 0.0
+    starts = _document_starts(tokens == options.eod) if options.knows_documents else None
+    positions = None if starts is None or not options.reset_position_ids else np.arange(starts.shape[1]) - starts
+
+    def tensor(array: NDArray) -> torch.Tensor:
+        made = torch.from_numpy(np.ascontiguousarray(array))
+        return made.pin_memory() if options.pin_memory else made
+
+    documents = Documents.build(starts) if starts is not None and options.reset_attention_mask else None
+    if documents is not None and options.pin_memory:
+        documents = documents.pin_memory()
+    return Batch(
+        tensor(tokens),
+        tensor(samples[:, 1:]),
+        tensor(mask),
+        None if positions is None else tensor(positions),
+        documents,
+    )
+
+
+def _document_starts(is_eod: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """For each position the first one of its document; a document ends with its end-of-document token."""
+    index = np.arange(is_eod.shape[1])
+    starts = np.zeros(is_eod.shape, np.int64)
+    starts[:, 1:] = np.where(is_eod[:, :-1], index[1:], 0)
+    return np.maximum.accumulate(starts, axis=1)

@@ -1,0 +1,182 @@
+"""Mixing datasets in given proportions.
+
+Sample t is taken from the dataset that is furthest behind its share: the largest w_j * max(t, 1) - c_j, the first of
+them on a tie, where c_j counts the samples already taken from j. This is Megatron's rule, to the last tie.
+
+The rule is sequential, and a Python loop over a billion samples would take an hour. But it forgets its past: whatever
+counts it starts from (near their shares), after a short while it takes the same samples. So time is cut into many
+lanes that run side by side as rows of numpy arrays. Each lane starts a little early, from counts rounded to their
+shares, and arrives at its first sample with the counts it believes in. Lane k's belief is then compared with the
+counts where lane k-1 really ended. If all agree, the result is exactly that of the loop, by induction from lane 0,
+which starts from the true zeros. Lanes that were wrong run again from their neighbour's end until none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config.schema.data_blend import BlendError
+from petatron.config.schema.data_blend import parse_blend as read_blend
+from petatron.data.index_cache import Arrays, fingerprint, load_or_build
+from petatron.data.sample_dataset import SampleDataset
+
+MAX_DATASETS = 32766
+# A step of all lanes should work on arrays that fit a core's cache, yet be long enough to hide numpy's call overhead.
+LANE_ELEMENTS = 1 << 15
+MIN_LANE_STEPS = 512
+
+Blend = tuple[tuple[float, ...] | None, tuple[str, ...]]
+
+
+def parse_blend(words: Sequence[str], *, flag: str = "--data-path") -> Blend:
+    """Weights (None when not given) and prefixes; datasets of weight 0 are left out.
+
+    >>> parse_blend(("0.3", "web", "0.7", "code"))
+    ((0.3, 0.7), ('web', 'code'))
+    >>> parse_blend(("web", "code"))
+    (None, ('web', 'code'))
+    """
+    try:
+        parts = [part for part in read_blend(words) if part.weight != 0]
+    except BlendError as error:
+        fix = "Write `prefix prefix` or `weight prefix weight prefix`."
+        raise ConfigError([Problem(flag, " ".join(words), str(error), fix)]) from error
+    weights = tuple(part.weight for part in parts if part.weight is not None)
+    return weights or None, tuple(part.prefix for part in parts)
+
+
+def blend_indices(
+    weights: Sequence[float] | NDArray, size: int, *, limits: Sequence[int] | None = None
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """For each of `size` samples: which dataset it comes from, and which sample of that dataset it is.
+
+    `limits` caps the samples taken from each dataset; a dataset that is used up is passed over.
+    """
+    share = np.asarray(weights, np.float64)
+    share = share / share.sum()
+    cap = np.full(len(share), np.iinfo(np.int64).max) if limits is None else np.asarray(limits, np.int64)
+    if not 1 <= len(share) <= MAX_DATASETS:
+        raise ValueError(f"{len(share)} datasets; a blend has 1 to {MAX_DATASETS}")
+    if int(np.minimum(cap, size).sum()) < size:
+        raise ValueError(f"{size} samples asked, but the limits allow only {int(cap.sum())}")
+    lanes = max(1, min(LANE_ELEMENTS // len(share), size // MIN_LANE_STEPS))
+    bounds = np.linspace(0, size, lanes + 1).astype(np.int64)
+    counts = _warm_up(share, cap, bounds[:-1])
+    dataset, sample = np.empty(size, np.int16), np.empty(size, np.int64)
+    redo = np.arange(lanes)
+    ends = np.empty_like(counts)
+    while len(redo):
+        ends[redo] = _run(share, cap, bounds[redo], bounds[redo + 1], counts[redo], (dataset, sample))
+        wrong = np.flatnonzero((counts[1:] != ends[:-1]).any(axis=1)) + 1
+        counts[wrong] = ends[wrong - 1]
+        redo = wrong
+    return dataset, sample
+
+
+def load_blend(
+    weights: Sequence[float], size: int, *, limits: Sequence[int] | None = None, cache_dir: str | Path | None = None
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """`blend_indices`, kept in the cache folder: large blends take a minute and ranks share one mapped copy."""
+    key: dict[str, object] = {
+        "kind": "blend",
+        "weights": list(weights),
+        "size": size,
+        "limits": None if limits is None else list(limits),
+    }
+
+    def build() -> Arrays:
+        dataset, sample = blend_indices(weights, size, limits=limits)
+        return {"dataset": dataset, "sample": sample}
+
+    arrays = load_or_build(cache_dir, key, ("dataset", "sample"), build=build)
+    return arrays["dataset"], arrays["sample"]
+
+
+class BlendedDataset:
+    """`size` samples drawn from several datasets in proportion to their weights.
+
+    Without weights, datasets are used in proportion to their sizes, each sample once.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[SampleDataset],
+        weights: Sequence[float] | None,
+        size: int | None = None,
+        *,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        self.datasets = tuple(datasets)
+        sizes = [len(dataset) for dataset in self.datasets]
+        if weights is None:
+            size = sum(sizes) if size is None else min(size, sum(sizes))
+            self._dataset, self._sample = load_blend(sizes, size, limits=sizes, cache_dir=cache_dir)
+        else:
+            if size is None:
+                raise ValueError("a weighted blend needs a size")
+            self._dataset, self._sample = load_blend(weights, size, cache_dir=cache_dir)
+        shares = sizes if weights is None else list(weights)
+        parts = [dataset.fingerprint for dataset in self.datasets]
+        self.fingerprint = fingerprint({"kind": "blend", "parts": parts, "shares": shares, "once": weights is None})
+        taken = np.bincount(self._dataset, minlength=len(sizes))
+        for number, (used, available) in enumerate(zip(taken, sizes)):
+            if used > available:
+                raise ValueError(f"the blend takes {used} samples of dataset {number}, which has {available}")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        return self.datasets[int(self._dataset[index])][int(self._sample[index])]
+
+
+def _choose(share: NDArray, cap: NDArray, step: NDArray, counts: NDArray) -> NDArray:
+    """The dataset furthest behind, for each lane at its own step; rows of `counts` are lanes."""
+    deficit = share * np.maximum(step, 1.0)[:, None] - counts
+    deficit[counts >= cap] = -np.inf
+    return deficit.argmax(axis=1)
+
+
+def _warm_up(share: NDArray, cap: NDArray, starts: NDArray) -> NDArray:
+    """Counts each lane believes in at its start: shares rounded down some steps earlier, then the rule itself.
+
+    Rounding down loses less than one sample per dataset, so that many steps more than the warm-up restore the sum.
+    """
+    warm = 8 * len(share) + 64
+    early = np.maximum(starts - warm, 0)
+    counts = np.minimum(np.floor(share * early[:, None]).astype(np.int64), cap)
+    missing = early - counts.sum(axis=1)
+    lanes = np.arange(len(starts))
+    for back in range(int(missing.max()) if len(missing) else 0, 0, -1):
+        active = lanes[missing >= back]
+        counts[active, _choose(share, cap, early[active].astype(np.float64), counts[active])] += 1
+    for forward in range(warm):
+        active = lanes[early + forward < starts]
+        if len(active):
+            counts[active, _choose(share, cap, (early[active] + forward).astype(np.float64), counts[active])] += 1
+    return counts
+
+
+def _run(
+    share: NDArray, cap: NDArray, starts: NDArray, stops: NDArray, counts: NDArray, output: tuple[NDArray, NDArray]
+) -> NDArray:
+    """Run lanes from `starts` to `stops`, write what they take, return the counts they end with."""
+    dataset, sample = output
+    counts = counts.copy()
+    lanes = np.arange(len(starts))
+    for step in range(int((stops - starts).max())):
+        here = starts + step
+        # Lane lengths differ by at most one, so only the last step has lanes that are done.
+        active = lanes if step < int((stops - starts).min()) else lanes[here < stops]
+        chosen = _choose(
+            share, cap, here[active].astype(np.float64), counts[active] if len(active) < len(lanes) else counts
+        )
+        dataset[here[active]] = chosen
+        sample[here[active]] = counts[active, chosen]
+        counts[active, chosen] += 1
+    return counts

@@ -1,0 +1,241 @@
+"""From configuration to the three datasets of a run, with every problem of the data found before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from petatron.base.errors import DataError
+from petatron.base.log import get_logger
+from petatron.base.untrusted_files import reading
+from petatron.config.schema.data_blend import read_blend_file
+from petatron.config.schema.run import RunConfig
+from petatron.config.schema.training import DataConfig
+from petatron.data.blended_dataset import Blend, BlendedDataset, load_blend, parse_blend
+from petatron.data.gpt_dataset import GPTDataset, split_documents
+from petatron.data.indexed_dataset import IndexedDataset
+from petatron.data.mock_dataset import MockDataset
+from petatron.data.refusal import refused
+from petatron.data.sample_dataset import SampleDataset
+from petatron.data.sample_index import plan_epochs
+from petatron.data.tokenizer import Tokenizer
+
+SPLITS = ("train", "valid", "test")
+# Token ids are checked on this many stretches of this many tokens, spread over each file.
+CHECKED_STRETCHES = 64
+CHECKED_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Datasets:
+    """One dataset per split; None where no samples were asked for."""
+
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Documents of one file that belong to one split, and their share of the blend."""
+
+    indexed: IndexedDataset
+    documents: range
+    weight: float | None
+
+
+def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]) -> Datasets:
+    """Datasets that supply the given numbers of training, validation and test samples.
+
+    Every rank may call this; on a shared file system let one rank call it first, so that the others find its cache.
+    """
+    vocab_size = (
+        tokenizer.vocab_size if config.model.vocab_size is None and tokenizer is not None else config.model.vocab_size
+    )
+    if config.data.mock_data:
+        eod = tokenizer.eod if tokenizer is not None else None
+        return Datasets(*(_mock(config, split, count, vocab_size, eod) for split, count in enumerate(num_samples)))
+    blends = _blends(config.data, num_samples)
+    files = _open_all(blends, vocab_size)
+    sources = _sources(config, blends, files, num_samples)
+    built = [_build(config, split, found, count) for split, found, count in zip(SPLITS, sources, num_samples)]
+    return Datasets(*built)
+
+
+def _mock(config: RunConfig, split: int, count: int, vocab_size: int | None, eod: int | None) -> MockDataset | None:
+    if count == 0:
+        return None
+    if vocab_size is None:
+        raise DataError("--mock-data needs --vocab-size or a tokenizer, to know which token ids to make up.")
+    # Splits of made-up data differ by their seed.
+    return MockDataset(config.model.seq_length, vocab_size, count, seed=config.train.seed + split, eod=eod)
+
+
+def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[Blend | None]:
+    """What each split is made of; None for a split that is not needed."""
+    shared = data.data_path
+    if data.data_args_path is not None:
+        with reading(Path(data.data_args_path), lambda path, why: refused(f"--data-args-path {path}", why)):
+            shared = tuple(read_blend_file(data.data_args_path))
+    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if shared and any(per_split):
+        raise DataError(
+            "Data is given both for all splits (--data-path or --data-args-path) and per split (--train-data-path, "
+            "--valid-data-path, --test-data-path). Use one of the two."
+        )
+    chosen = per_split if any(per_split) else (shared,) * 3
+    missing = [split for split, paths, count in zip(SPLITS, chosen, num_samples) if count and not paths]
+    if missing:
+        raise DataError(
+            f"No data is given for {', '.join(missing)}. Use --data-path (cut by --split), "
+            f"{', '.join(f'--{split}-data-path' for split in missing)}, or --mock-data."
+        )
+    flags = [f"--{split}-data-path" for split in SPLITS] if any(per_split) else ["--data-path"] * 3
+    if data.data_args_path is not None:
+        flags = [f"--data-args-path {data.data_args_path}"] * 3
+    wanted = zip(flags, chosen, num_samples)
+    return [parse_blend(paths, flag=flag) if count else None for flag, paths, count in wanted]
+
+
+def _open_all(blends: Sequence[Blend | None], vocab_size: int | None) -> dict[str, IndexedDataset]:
+    """Open each file once, and report all that are missing, damaged or made for another vocabulary together."""
+    files: dict[str, IndexedDataset] = {}
+    problems: dict[str, str] = {}
+    for blend in blends:
+        for prefix in blend[1] if blend else ():
+            if prefix in files or prefix in problems:
+                continue
+            try:
+                files[prefix] = IndexedDataset(prefix)
+                if vocab_size is not None:
+                    _check_vocabulary(files[prefix], vocab_size)
+            except DataError as error:
+                problems[prefix] = str(error)
+    _raise_all(list(problems.values()))
+    return files
+
+
+def _check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
+    """A model fails far from the cause, or not at all, on an id it has no embedding for."""
+    chosen = np.unique(np.linspace(0, indexed.num_sequences - 1, CHECKED_STRETCHES).astype(np.int64))
+    for sequence in chosen:
+        tokens = indexed.get(int(sequence), 0, min(CHECKED_TOKENS, int(indexed.lengths[sequence])))
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+            raise DataError(
+                f"{indexed.prefix}: sequence {sequence} has token ids {tokens.min()}..{tokens.max()}, but the vocabulary has "
+                f"{vocab_size} ids. Use the tokenizer the data was preprocessed with, or set --vocab-size."
+            )
+
+
+def _sources(
+    config: RunConfig,
+    blends: Sequence[Blend | None],
+    files: dict[str, IndexedDataset],
+    num_samples: tuple[int, int, int],
+) -> list[list[_Source]]:
+    """Documents of each file for each split; with a blend of its own a split takes all documents.
+
+    Training needs every source it names, and so does validation when --eval-interval asks for it. The default split of a
+    small dataset may leave nothing for the others; then there is a warning and no such evaluation.
+    """
+    data = config.data
+    whole = bool(data.train_data_path or data.valid_data_path or data.test_data_path)
+    needed = {"train", "valid"} if config.train.eval_interval else {"train"}
+    problems: list[str] = []
+    result: list[list[_Source]] = []
+    for number, (split, blend) in enumerate(zip(SPLITS, blends)):
+        weights, prefixes = blend or (None, ())
+        sources: list[_Source] = []
+        for place, prefix in enumerate(prefixes):
+            indexed = files[prefix]
+            every = range(indexed.num_documents)
+            documents = every if whole else split_documents(data.split, indexed.num_documents)[number]
+            if indexed.document_lengths[documents.start : documents.stop].sum(dtype=np.int64):
+                sources.append(_Source(indexed, documents, weights[place] if weights else None))
+                continue
+            text = (
+                f"{prefix}: the {split} split is empty: --split {data.split} gives it {len(documents)} of "
+                f"{indexed.num_documents:,} documents"
+            )
+            if split in needed:
+                problems.append(
+                    f"{text}, but {num_samples[number]:,} samples are needed. Give it a larger share, or turn its "
+                    "evaluation off (--eval-iters 0)."
+                )
+            else:
+                get_logger(__name__).warning("%s; it will not be evaluated", text)
+        result.append(sources)
+    _raise_all(problems)
+    return result
+
+
+def _build(config: RunConfig, split: str, sources: list[_Source], count: int) -> SampleDataset | None:
+    if not sources:
+        return None
+    seq_length = config.model.seq_length
+    tokens = [
+        int(s.indexed.document_lengths[s.documents.start : s.documents.stop].sum(dtype=np.int64)) for s in sources
+    ]
+    per_epoch = [plan_epochs(total, seq_length, None).num_samples for total in tokens]
+    weights = [source.weight for source in sources if source.weight is not None]
+    # Without weights, one epoch of everything if that is enough; if not, further epochs in proportion to size.
+    once = not weights and count <= sum(per_epoch)
+    shares = weights or [float(total) for total in tokens]
+    cache = _cache_folder(config.data, sources[0].indexed.prefix)
+    if len(sources) == 1:
+        needed: list[int] = [count]
+    elif once:
+        needed = per_epoch
+    else:
+        needed = np.bincount(load_blend(shares, count, cache_dir=cache)[0], minlength=len(sources)).tolist()
+    built = [
+        GPTDataset(
+            s.indexed,
+            s.documents,
+            num_samples=max(1, take),
+            seq_length=seq_length,
+            seed=config.train.seed,
+            cache_dir=cache,
+        )
+        for s, take in zip(sources, needed)
+    ]
+    _log_summary(split, sources, built, needed)
+    if len(built) == 1:
+        return built[0]
+    return BlendedDataset(built, None if once else shares, None if once else count, cache_dir=cache)
+
+
+def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
+    """Where sample indices are kept: the folder that the user names, else (also in a config, which derives it) one beside the data.
+
+    The data may have come from others, and a link in the place of that one leads to where they want files to appear.
+    """
+    beside = Path(prefix).parent / "cache"
+    folder = Path(data.data_cache_path) if data.data_cache_path else beside
+    if folder != beside or not beside.is_symlink():
+        return folder
+    get_logger(__name__).warning(
+        "%s is a symbolic link, and may have come with the data: sample indices stay in memory and are built again on the next start. "
+        "Give --data-cache-path the folder itself if you want them there.",
+        beside,
+    )
+    return None
+
+
+def _log_summary(split: str, sources: list[_Source], built: list[GPTDataset], needed: list[int]) -> None:
+    log = get_logger(__name__)
+    log.info("%-6s %12s %16s %12s %8s  %s", split, "documents", "tokens", "samples", "epochs", "dataset")
+    for source, dataset, take in zip(sources, built, needed):
+        epochs = take * dataset.seq_length / dataset.num_tokens
+        row = (len(source.documents), dataset.num_tokens, take, epochs, source.indexed.prefix)
+        log.info("%-6s %12d %16d %12d %8.2f  %s", "", *row)
+
+
+def _raise_all(problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise DataError(problems[0])
+    if problems:
+        raise DataError(f"{len(problems)} problems in the data:\n" + "\n".join(f"  {problem}" for problem in problems))

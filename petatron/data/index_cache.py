@@ -1,0 +1,213 @@
+"""Index arrays kept on disk under a hash of everything they depend on, and not believed because they lie there.
+
+Several ranks may build the same entry at once. Each writes its own temporary file and renames it into place; as an entry's content is
+a function of its name, it does not matter who comes last. A folder that cannot be written costs only the time to build on each start.
+
+Why an entry is not believed. The folder lies beside the data by default, so whoever ships a dataset can ship a cache with it, and so can
+anyone else who may write there. Its name is a hash of the index of the data and of the settings, which they can compute; a digest of
+its content kept beside it would be theirs as well. A cheaper proof than building (each document and sample counted) leaves open which
+shuffle it is, and takes a third of the time. So an entry that this user has not built is built, compared, and replaced if it differs.
+
+Why that costs nothing at most starts. Once this user has built an entry, its files' identity (inode, size, times of change) is noted in a
+folder of the user's home that nobody else can write to, and a file that still has it is not read again: neither by the other ranks
+nor by later starts. For a billion samples (16 GB, some minutes to build) a start makes a few calls of `stat`.
+Entries that are built in a moment are not noted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from petatron.base.log import get_logger
+from petatron.base.private_dir import private_folder
+from petatron.base.safe_files import publish, replacing
+from petatron.base.untrusted_files import open_file, read_bytes
+
+FORMAT_VERSION = 1
+NOTED_BYTES = 1 << 23
+"""Smaller entries are built at every start and compared: 8 MB take about a tenth of a second."""
+_COMPARED_ELEMENTS = 1 << 20
+_SETTLED_NS = 2_000_000_000
+_RECORD_BYTES = 1 << 16
+
+Arrays = dict[str, NDArray]
+
+
+def _description(key: Mapping[str, object]) -> str:
+    return json.dumps({"format": FORMAT_VERSION, **key}, sort_keys=True)
+
+
+def fingerprint(key: Mapping[str, object]) -> str:
+    """A short name for a key: equal keys have equal names on every machine."""
+    return hashlib.blake2b(_description(key).encode(), digest_size=16).hexdigest()
+
+
+def load_or_build(
+    folder: str | Path | None,
+    key: Mapping[str, object],
+    names: tuple[str, ...],
+    *,
+    build: Callable[[], Arrays],
+) -> Arrays:
+    """Arrays `names` for `key`: memory-mapped from the folder if they are there, else built and kept there."""
+    if folder is None:
+        return build()
+    stem = fingerprint(key)
+    paths = {name: Path(folder) / f"{stem}-{name}.npy" for name in names}
+    found, identities = _find(paths)
+    if found is not None and _noted(paths) == identities:
+        return found
+    arrays = build()
+    if found is not None:
+        different = [name for name in names if not _equal(found[name], arrays[name])]
+        if not different:
+            newest = max(time_ns for identity in identities for time_ns in identity[-2:])
+            if time.time_ns() - newest > _SETTLED_NS and _identities(paths) == identities:
+                _note(paths, identities)
+            return found
+        _warn_of_forgery(paths, " and ".join(different) + (" differ" if len(different) > 1 else " differs"))
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        kept = {name: _save(path, arrays[name]) for name, path in paths.items()}
+        # For people who wonder what a file is; never read by us.
+        publish(Path(folder) / f"{stem}.json", _description(key) + "\n")
+        _note(paths, _identities(paths))
+    except OSError as error:
+        get_logger(__name__).warning(
+            "Sample indices cannot be kept in %s (%s); they stay in memory and are built again on the next start. "
+            "Set --data-cache-path to a writable folder.",
+            folder,
+            error,
+        )
+        return arrays
+    return kept
+
+
+def remembered_digest(folder: str | Path | None, path: Path, subject: str, compute: Callable[[], str]) -> str:
+    """What `compute` says of a file's content, or said when the file was as it is now.
+
+    An index of a billion documents is 20 GB, and every rank of a node would read it at every start. A file is taken to be the same if
+    its size, inode and times of change are; `subject` is whatever else the digest depends on. One that changed in the last moments is
+    not remembered, because it could change once more and keep its times. The digest is but a name: what is found under a wrong one is
+    checked against the data.
+    """
+    if folder is None:
+        return compute()
+    before = _identity(path)
+    kept = Path(folder) / f"{fingerprint({'digest of': str(path.resolve())})}-digest.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        record = json.loads(read_bytes(kept, _RECORD_BYTES))
+        if record["file"] == before and record["subject"] == subject and isinstance(record["digest"], str):
+            return record["digest"]
+    digest = compute()
+    if _identity(path) == before and time.time_ns() - path.stat().st_mtime_ns > _SETTLED_NS:
+        record = {"path": str(path.resolve()), "file": before, "subject": subject, "digest": digest}
+        with contextlib.suppress(OSError):  # sample indices go there too, and say so if they cannot
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            publish(kept, json.dumps(record) + "\n")
+    return digest
+
+
+def _identity(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+Identities = list[list[int]]
+
+
+def _identities(paths: Mapping[str, Path]) -> Identities:
+    """What changes with the content of the files. Not the device: a shared disk has another number on each machine."""
+    return [_identity(path) for path in paths.values()]
+
+
+def _find(paths: Mapping[str, Path]) -> tuple[Arrays | None, Identities]:
+    """The arrays that are there, if all are and can be mapped, and which files they are."""
+    if not any(os.path.lexists(path) for path in paths.values()):
+        return None, []
+    try:
+        identities = _identities(paths)
+        found = {name: _map(path) for name, path in paths.items()}
+        if identities == _identities(paths):
+            return found, identities
+        flaw = "somebody writes it"
+    except Exception as error:  # numpy parses a header as Python's own text, and raises whatever its tokenizer does
+        flaw = str(error) or type(error).__name__
+    _warn_of_forgery(paths, flaw)
+    return None, []
+
+
+def _warn_of_forgery(paths: Mapping[str, Path], flaw: str) -> None:
+    get_logger(__name__).warning(
+        "%s and the files beside it are not the index of this data (%s): it is built again and they are replaced.",
+        next(iter(paths.values())),
+        flaw,
+    )
+
+
+def _equal(found: NDArray, built: NDArray) -> bool:
+    if found.shape != built.shape or found.dtype != built.dtype:
+        return False
+    found, built = found.reshape(-1), built.reshape(-1)
+    starts = range(0, len(built), _COMPARED_ELEMENTS)
+    return all(
+        np.array_equal(found[at : at + _COMPARED_ELEMENTS], built[at : at + _COMPARED_ELEMENTS]) for at in starts
+    )
+
+
+def _record(paths: Mapping[str, Path]) -> Path | None:
+    """Where this user's runs note that they know these files; None if that is not worth it or there is no such place."""
+    if sum(path.stat().st_size for path in paths.values()) < NOTED_BYTES:
+        return None
+    folder = private_folder("checked-indices")
+    return (
+        folder / f"{fingerprint({'files': [str(path.resolve()) for path in paths.values()]})}.json" if folder else None
+    )
+
+
+def _noted(paths: Mapping[str, Path]) -> Identities | None:
+    record = _record(paths)
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(read_bytes(record, _RECORD_BYTES)) if record else None
+    return None
+
+
+def _note(paths: Mapping[str, Path], identities: Identities) -> None:
+    with contextlib.suppress(OSError):  # a full home: the next start checks again
+        record = _record(paths)
+        if record is not None:
+            publish(record, json.dumps(identities) + "\n")
+
+
+def _map(path: Path) -> NDArray:
+    with open_file(path) as file:  # numpy would wait for the other end of a FIFO
+        return _mapped(file)
+
+
+def _mapped(file: BinaryIO) -> NDArray:
+    """The array of a file as memory. A plain view of it: indexing numpy's memmap class is several times slower."""
+    file.seek(0)
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("it has another version of numpy's format")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    if fortran or dtype.hasobject:
+        raise ValueError("it is not an array of plain numbers")
+    return np.memmap(file, dtype, mode="r", offset=file.tell(), shape=shape).view(np.ndarray)
+
+
+def _save(path: Path, array: NDArray) -> NDArray:
+    """Keep an array and return it as it is mapped from the very file that was written."""
+    with replacing(path, sync=False) as file:
+        np.save(file, array, allow_pickle=False)
+        file.flush()
+        return _mapped(file)

@@ -1,0 +1,290 @@
+"""Token files: `<prefix>.bin` holds bare token ids, `<prefix>.idx` says where each sequence and document lies.
+
+The layout is the one Megatron reads and writes, byte for byte:
+
+    offset      bytes  content (little-endian)
+    0           9      magic b"MMIDIDX\\0\\0"
+    9           8      uint64 version, 1
+    17          1      uint8 code of the token type
+    18          8      uint64 S, number of sequences
+    26          8      uint64 D, number of documents + 1
+    34          4S     int32 tokens in each sequence
+    34+4S       8S     int64 byte offset of each sequence in the .bin
+    34+12S      8D     int64 first sequence of each document, then S
+    34+12S+8D   S      int8 mode of each sequence; only multimodal files have it, and no header bit says so
+
+A document is usually one sequence; with ready-split sentences it is several, which lie one after the other. Nothing in
+the format protects against a cut or mixed-up copy, so opening checks every count against the sizes of both files, before
+anything is made from it and in arithmetic that cannot wrap: where sequences end is computed in uint64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from petatron.base.errors import DataError
+from petatron.base.untrusted_files import open_file, reading
+from petatron.data.index_cache import remembered_digest
+from petatron.data.refusal import refused
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+# Whole-index checks and sums run over this many entries at a time, so their temporaries stay small.
+CHUNK = 1 << 22
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def optimal_dtype(vocab_size: int) -> np.dtype:
+    """Smallest type Megatron's tools use for this vocabulary: uint16 below 65,500 ids, else int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def dtype_code(dtype: DTypeLike) -> int:
+    """Code of a token type in the file header."""
+    wanted = np.dtype(dtype).newbyteorder("<")
+    if wanted not in DTYPE_CODES:
+        known = ", ".join(str(np.dtype(known)) for known in DTYPE_CODES)
+        raise DataError(f"Tokens of type {np.dtype(dtype)} cannot be stored. Use one of {known}.")
+    return DTYPE_CODES[wanted]
+
+
+class IndexedDataset:
+    """Memory-mapped reader of one prefix. Checks both files when it opens; afterwards reads never fail.
+
+    >>> from petatron.data.indexed_writer import IndexedWriter
+    >>> import tempfile, os
+    >>> prefix = os.path.join(tempfile.mkdtemp(), "demo")
+    >>> with IndexedWriter(prefix, "uint16") as writer:
+    ...     writer.add_document([5, 6, 7])
+    >>> IndexedDataset(prefix).get(0, offset=1).tolist()
+    [6, 7]
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self.idx, self.bin = idx_path(prefix), bin_path(prefix)
+        for path in (self.idx, self.bin):
+            with reading(path, refused):
+                if not path.exists():
+                    raise DataError(f"{path} does not exist. {_missing_hint(self.prefix, path)}")
+                open_file(path).close()
+        with reading(self.idx, refused):
+            self.num_tokens = self._open_index()
+        with reading(self.bin, refused):
+            self._tokens = _map(self.bin)
+        self._digest: str | None = None
+
+    def _open_index(self) -> int:
+        """Map the index, check it against both files, return the number of tokens."""
+        self.dtype, self.num_sequences, num_boundaries = self._read_header()
+        sequences = self.num_sequences
+        index = _map(self.idx)
+        lengths_end = HEADER.size + 4 * sequences
+        offsets_end = lengths_end + 8 * sequences
+        documents_end = offsets_end + 8 * num_boundaries
+        self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", sequences, HEADER.size)
+        self.offsets: NDArray[np.int64] = np.frombuffer(index, "<i8", sequences, lengths_end)
+        self.document_indices: NDArray[np.int64] = np.frombuffer(index, "<i8", num_boundaries, offsets_end)
+        has_modes = len(index) > documents_end
+        self.modes: NDArray[np.int8] | None = (
+            np.frombuffer(index, "i1", sequences, documents_end) if has_modes else None
+        )
+        self.num_documents = num_boundaries - 1
+        tokens = self._check_sequences()
+        self._check_documents()
+        return tokens
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
+        """Tokens of sequence `index`, from token `offset`, at most `length` of them. A read-only view, no copy."""
+        return self._read(int(self.offsets[index]), int(self.lengths[index]), offset, length)
+
+    def get_document(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
+        """The same for a whole document, whose sequences lie one after the other."""
+        if self.one_sequence_per_document:
+            return self.get(index, offset, length)
+        first = int(self.document_indices[index])
+        start = int(self.offsets[first]) if first < self.num_sequences else 0
+        return self._read(start, int(self.document_lengths[index]), offset, length)
+
+    @cached_property
+    def one_sequence_per_document(self) -> bool:
+        """Whether documents and sequences are the same thing, as for language models trained on whole documents."""
+        if self.num_documents != self.num_sequences:
+            return False
+        chunks = range(0, self.num_sequences, CHUNK)
+        return all(
+            bool(
+                np.array_equal(
+                    part := self.document_indices[start : start + CHUNK], np.arange(start, start + len(part))
+                )
+            )
+            for start in chunks
+        )
+
+    @cached_property
+    def document_lengths(self) -> NDArray[np.integer]:
+        """Tokens of each document."""
+        if self.one_sequence_per_document:
+            return self.lengths
+        ends = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+        return np.diff(ends[self.document_indices])
+
+    def digest(self, cache_dir: str | Path | None = None) -> str:
+        """Hash of the name, the index and the size of the tokens: what sample indices are cached under.
+
+        With a cache folder the index is read once, until it changes, and not by every rank at every start.
+        """
+        if self._digest is None:
+            tokens = f"{self.bin.name}:{self.bin.stat().st_size}"
+            self._digest = remembered_digest(cache_dir, self.idx, tokens, partial(self._hash, tokens))
+        return self._digest
+
+    def _hash(self, tokens: str) -> str:
+        content = hashlib.blake2b(tokens.encode(), digest_size=16)
+        with open_file(self.idx) as file:
+            while block := file.read(1 << 22):
+                content.update(block)
+        return content.hexdigest()
+
+    def _read(self, start: int, available: int, offset: int, length: int | None) -> NDArray:
+        count = available - offset if length is None else length
+        if offset < 0 or count < 0 or offset + count > available:
+            raise IndexError(f"tokens {offset}..{offset + count} asked of a sequence of {available} in {self.prefix}")
+        return np.frombuffer(self._tokens, self.dtype, count, start + offset * self.dtype.itemsize)
+
+    def _read_header(self) -> tuple[np.dtype, int, int]:
+        with open_file(self.idx) as file:
+            head = file.read(HEADER.size)
+            size = os.fstat(file.fileno()).st_size
+        if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
+            raise DataError(
+                f"{self.idx} is not a token index: it starts with {head[:9]!r}, not {MAGIC!r}. "
+                "Give the prefix of a dataset written by `petatron data preprocess` or Megatron's preprocess_data.py."
+            )
+        if size < HEADER.size:
+            raise DataError(_truncated(self.idx, size, HEADER.size))
+        _, version, code, sequences, boundaries = HEADER.unpack(head)
+        if version != VERSION:
+            raise DataError(
+                f"{self.idx} has format version {version}; only {VERSION} is known. Preprocess the data again."
+            )
+        if code not in DTYPES:
+            raise DataError(
+                f"{self.idx} has token type code {code}; known are {', '.join(map(str, DTYPES))}. "
+                "The file is damaged: copy it again, or preprocess the data again."
+            )
+        if sequences == 0:
+            raise DataError(
+                f"{self.idx} is empty: it holds no sequences. Preprocess the data again, from non-empty text."
+            )
+        expected = HEADER.size + 12 * sequences + 8 * boundaries
+        if size < expected:
+            raise DataError(_truncated(self.idx, size, expected))
+        if size not in (expected, expected + sequences):
+            raise DataError(
+                f"{self.idx} has {size:,} bytes, but {sequences:,} sequences and {boundaries - 1:,} documents take "
+                f"{expected:,} (or {expected + sequences:,} with modes). The file is damaged: copy it again."
+            )
+        return DTYPES[code], sequences, boundaries
+
+    def _check_sequences(self) -> int:
+        """Check each sequence against the size of the .bin; return the number of tokens."""
+        size, itemsize = self.bin.stat().st_size, self.dtype.itemsize
+        tokens, furthest = 0, 0
+        for start in range(0, self.num_sequences, CHUNK):
+            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
+            offsets = self.offsets[start : start + CHUNK]
+            if int(lengths.min()) < 0 or int(offsets.min()) < 0:
+                bad = start + int(np.argmax((lengths < 0) | (offsets < 0)))
+                raise DataError(
+                    f"{self.idx} gives sequence {bad} length {self.lengths[bad]} and byte offset {self.offsets[bad]}; "
+                    "neither may be negative. The file is damaged: copy it again."
+                )
+            tokens += int(lengths.sum())
+            # Neither is negative, so below 2^63 + 2^34: as int64 the sum would wrap for an offset near 2^63.
+            furthest = max(furthest, int((offsets.view("<u8") + (lengths * itemsize).view("<u8")).max()))
+        if furthest > size:
+            raise DataError(
+                f"{self.bin} is truncated: it has {size:,} bytes, its index needs {furthest:,}. "
+                f"Copy it again together with {self.idx.name}, or preprocess the data again."
+            )
+        if tokens * itemsize > size:
+            raise DataError(
+                f"{self.idx} counts {tokens:,} tokens of {itemsize} bytes, but {self.bin.name} has only {size:,} bytes: sequences overlap. "
+                "Preprocess the data again; to use documents more often, name the dataset several times or give it a weight."
+            )
+        if tokens == 0:
+            raise DataError(f"{self.prefix} is empty: all {self.num_sequences:,} sequences have no tokens.")
+        return tokens
+
+    def _check_documents(self) -> None:
+        boundaries = self.document_indices
+        if len(boundaries) < 2 or boundaries[0] != 0 or boundaries[-1] != self.num_sequences:
+            ends = f"from {boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "nothing"
+            raise DataError(
+                f"{self.idx}: documents cover {ends}, but must cover sequences from 0 to {self.num_sequences}. "
+                "The file is damaged, or its writer was interrupted: preprocess the data again."
+            )
+        if self.one_sequence_per_document:
+            return
+        if bool((boundaries[1:] < boundaries[:-1]).any()):  # a difference could wrap
+            raise DataError(f"{self.idx}: document boundaries go backwards. The file is damaged: copy it again.")
+        sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
+        if bool((self.offsets[1:] != self.offsets[:-1] + sizes[:-1]).any()):
+            raise DataError(
+                f"{self.idx}: documents have several sequences, and these do not lie one after the other in {self.bin.name}. "
+                "Write the dataset again with `petatron data preprocess`."
+            )
+
+
+def _map(path: Path) -> mmap.mmap:
+    # Not numpy.memmap: slicing one costs far more than reading a short sequence does.
+    with open_file(path) as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _truncated(path: Path, size: int, expected: int) -> str:
+    return (
+        f"{path} is truncated: it has {size:,} bytes, its header needs {expected:,}. "
+        "Copy it again, or preprocess the data again."
+    )
+
+
+def _missing_hint(prefix: str, path: Path) -> str:
+    """A prefix is easily given with its extension, without `_text_document`, or from the wrong folder."""
+    if prefix.endswith((".bin", ".idx")):
+        return f"Give the prefix without the extension: {prefix[:-4]}."
+    if idx_path(f"{prefix}_text_document").is_file():
+        return f"Did you mean {prefix}_text_document?"
+    if not path.parent.is_dir():
+        return f"The folder {path.parent} does not exist either."
+    nearby = sorted(found.stem for found in path.parent.glob("*.idx"))[:5]
+    return f"Datasets in {path.parent}: {', '.join(nearby)}." if nearby else f"There is no dataset in {path.parent}."

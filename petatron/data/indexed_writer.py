@@ -1,0 +1,213 @@
+"""Writing `.bin`/`.idx` pairs (layout: indexed_dataset.py) as a stream, and joining finished ones.
+
+The index stores lengths first and offsets after, and its header holds the counts, so it can only be written at the end.
+Until then lengths lie in a spool file beside the output: memory use does not grow with the number of documents. Both
+files are written under temporary names and renamed at the end, the index last, so a prefix that has an index is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from petatron.base.errors import DataError
+from petatron.base.safe_files import create, draft_of
+from petatron.data.indexed_dataset import (
+    CHUNK,
+    DTYPES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    bin_path,
+    dtype_code,
+    idx_path,
+)
+
+
+class IndexedWriter:
+    """Streams documents into a prefix. Use as a context manager: leaving it finishes, an exception leaves no files.
+
+    >>> import tempfile, os
+    >>> prefix = os.path.join(tempfile.mkdtemp(), "demo")
+    >>> with IndexedWriter(prefix, "uint16") as writer:
+    ...     writer.add_document([1, 2, 3])
+    ...     writer.add_document([4, 5, 6, 7], sentence_lengths=[1, 3])
+    >>> sorted(os.listdir(os.path.dirname(prefix)))
+    ['demo.bin', 'demo.idx']
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+        self.prefix = str(prefix)
+        self._code = dtype_code(dtype)
+        self.dtype = DTYPES[self._code]
+        self.num_sequences = self.num_documents = self.num_tokens = 0
+        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        # Names of its own keep two writers of one prefix apart; the last to finish wins, and its pair is whole.
+        self._parts = {name: draft_of(Path(f"{prefix}.{name}")) for name in ("bin", "idx", "lengths", "documents")}
+        try:
+            self._bin.parent.mkdir(parents=True, exist_ok=True)
+            self._tokens = create(self._parts["bin"], buffering=1 << 20)
+            self._lengths = create(self._parts["lengths"], buffering=1 << 16)
+            self._documents = create(self._parts["documents"], buffering=1 << 16)
+        except OSError as error:
+            raise DataError(
+                f"Cannot write {self._bin}: {error}. Choose an output prefix in a writable folder."
+            ) from error
+
+    def add_document(self, tokens: ArrayLike, sentence_lengths: ArrayLike | None = None) -> None:
+        """Add one document, as one sequence or cut into sentences of the given lengths."""
+        flat = np.asarray(tokens)
+        lengths = np.array([flat.size]) if sentence_lengths is None else np.asarray(sentence_lengths)
+        self.add_many(flat, lengths, sequences_per_document=np.array([lengths.size]))
+
+    def add_many(self, tokens: NDArray, lengths: NDArray, *, sequences_per_document: NDArray | None = None) -> None:
+        """Add many sequences at once: their tokens end to end and their lengths; one document each unless told."""
+        if int(lengths.sum()) != tokens.size:
+            raise ValueError(f"lengths sum to {int(lengths.sum())}, but there are {tokens.size} tokens")
+        documents = np.ones(lengths.size, "<i4") if sequences_per_document is None else sequences_per_document
+        if int(documents.sum()) != lengths.size:
+            raise ValueError(f"documents cover {int(documents.sum())} sequences, but there are {lengths.size}")
+        self._write(self._tokens, self._convert(tokens))
+        self._count(lengths, documents)
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Append a whole dataset of the same token type, by copying bytes."""
+        assert dataset.dtype == self.dtype, "merge() checks the types first"
+        sizes = dataset.lengths.astype(np.int64) * self.dtype.itemsize
+        contiguous = bool((dataset.offsets[1:] == dataset.offsets[:-1] + sizes[:-1]).all())
+        if contiguous:
+            left = int(sizes.sum())
+            with dataset.bin.open("rb") as source:
+                source.seek(int(dataset.offsets[0]))
+                while block := source.read(min(left, 1 << 22)):
+                    self._write(self._tokens, np.frombuffer(block, np.uint8))
+                    left -= len(block)
+        else:
+            for index in range(dataset.num_sequences):
+                self._write(self._tokens, dataset.get(index))
+        self._count(dataset.lengths, np.diff(dataset.document_indices))
+
+    def finish(self) -> None:
+        """Write the index and publish both files."""
+        try:
+            self._publish()
+        except OSError as error:
+            self.abort()
+            raise DataError(
+                f"Cannot write {self._bin}: {error}. Free some space, or choose another output prefix."
+            ) from error
+        self.abort()
+
+    def abort(self) -> None:
+        """Close and remove the temporary files; after finish() only the spools are left to remove."""
+        for file in (self._tokens, self._lengths, self._documents):
+            # Closing writes what is buffered, which on a full disk fails again; the file goes anyway.
+            with suppress(OSError):
+                file.close()
+        for path in self._parts.values():
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.abort()
+
+    def _publish(self) -> None:
+        with create(self._parts["idx"], buffering=1 << 20) as index:
+            index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
+            self._lengths.seek(0)
+            shutil.copyfileobj(self._lengths, index, 1 << 20)
+            _write_running_sum(self._lengths, index, scale=self.dtype.itemsize, with_total=False)
+            _write_running_sum(self._documents, index, scale=1, with_total=True)
+            index.flush()
+            os.fsync(index.fileno())
+        self._tokens.flush()
+        os.fsync(self._tokens.fileno())
+        self._tokens.close()
+        # An old index must never describe new tokens, not even if we are killed between the renames.
+        self._idx.unlink(missing_ok=True)
+        os.replace(self._parts["bin"], self._bin)
+        os.replace(self._parts["idx"], self._idx)
+
+    def _count(self, lengths: NDArray, documents: NDArray) -> None:
+        if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
+            raise DataError(
+                f"A sequence of {int(lengths.max()):,} tokens is too long for {self.prefix}: the limit is 2^31 - 1."
+            )
+        self._write(self._lengths, lengths.astype("<i4", copy=False))
+        self._write(self._documents, documents.astype("<i4", copy=False))
+        self.num_sequences += int(lengths.size)
+        self.num_documents += int(documents.size)
+        self.num_tokens += int(lengths.sum(dtype=np.int64))
+
+    def _convert(self, tokens: NDArray) -> NDArray:
+        if tokens.dtype == self.dtype or not tokens.size:
+            return tokens.astype(self.dtype, copy=False)
+        if self.dtype.kind in "iu":
+            limits = np.iinfo(self.dtype)
+            low, high = tokens.min(), tokens.max()
+            if low < limits.min or high > limits.max:
+                raise DataError(
+                    f"Token ids {low}..{high} do not fit the type {self.dtype} of {self.prefix} ({limits.min}..{limits.max}). "
+                    "The tokenizer gave ids outside its own vocabulary; check the tokenizer files."
+                )
+        return tokens.astype(self.dtype)
+
+    def _write(self, file: BinaryIO, array: NDArray) -> None:
+        try:
+            file.write(np.ascontiguousarray(array).data)
+        except OSError as error:
+            raise DataError(
+                f"Cannot write {self._bin}: {error}. Free some space, or choose another output prefix."
+            ) from error
+
+
+def merge(prefixes: Sequence[str | Path], output: str | Path) -> IndexedDataset:
+    """Join datasets of one token type into a new prefix, in the given order."""
+    if not prefixes:
+        raise DataError("Nothing to merge: give at least one dataset prefix.")
+    if str(output) in {str(prefix) for prefix in prefixes}:
+        raise DataError(f"{output} is both an input and the output of the merge. Choose another output prefix.")
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    problems = [
+        f"{dataset.prefix} has tokens of type {dataset.dtype}, {datasets[0].prefix} of type {datasets[0].dtype}"
+        for dataset in datasets
+        if dataset.dtype != datasets[0].dtype
+    ]
+    problems += [f"{dataset.prefix} is multimodal" for dataset in datasets if dataset.modes is not None]
+    if problems:
+        raise DataError(
+            f"These datasets cannot be merged: {'; '.join(problems)}. Preprocess all with the same tokenizer."
+        )
+    with IndexedWriter(output, datasets[0].dtype) as writer:
+        for dataset in datasets:
+            writer.add_dataset(dataset)
+    return IndexedDataset(output)
+
+
+def _write_running_sum(source: BinaryIO, sink: BinaryIO, *, scale: int, with_total: bool) -> None:
+    """Write, as int64, the sum of all int32 entries of `source` before each one; at the end also the total."""
+    source.seek(0)
+    total = 0
+    while block := source.read(4 * CHUNK):
+        values = np.frombuffer(block, "<i4").astype(np.int64) * scale
+        ends = np.cumsum(values) + total
+        sink.write((ends - values).astype("<i8").data)
+        total = int(ends[-1])
+    if with_total:
+        sink.write(np.array([total], "<i8").data)

@@ -1,0 +1,172 @@
+"""Reading JSON lines in blocks: plain, gzip or zstd, told apart by their first bytes, not by their names.
+
+A block is a run of whole lines with the number of its first, so that it can be parsed elsewhere and still name the line
+a problem is on. Splitting on newline bytes alone is right for UTF-8, and cheap; nothing is decoded here.
+
+A few kilobytes can be compressed from gigabytes, so nothing is decompressed further than a block, and a line is given up when it is
+longer than `max_line_bytes`. With zstd that limit is also the largest window a frame may ask for, and as one call can make 32 MiB
+of 1 KiB, it is given no more than that at a time. Memory is bounded by a line of the limit and 32 MiB.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from petatron.base.errors import DataError
+from petatron.base.untrusted_files import open_file
+
+BLOCK_BYTES = 1 << 18
+GZIP_MAGIC = b"\x1f\x8b"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_LINE_BYTES = 1 << 28
+# Without --long, zstd's own tools write no larger window; they refuse larger ones.
+_WINDOW_BYTES = 1 << 27
+# The smallest block of zstd has 4 bytes and stands for 128 KiB.
+_ZSTD_INPUT_BYTES = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole lines of one file. `file_position` counts bytes of the file as it lies on disk, for progress."""
+
+    path: str
+    first_line: int
+    data: bytes
+    file_position: int
+
+
+def read_blocks(
+    path: str | Path,
+    *,
+    max_lines: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> Iterator[Block]:
+    """Blocks of about `block_bytes` (more where a line is longer), at most `max_lines` lines in all."""
+    line, left = 1, max_lines
+    try:
+        with open_file(Path(path)) as file:
+            for data in _whole_lines(_chunks(file, block_bytes, max_line_bytes), max_line_bytes):
+                if line == 1:
+                    data = data.removeprefix(BYTE_ORDER_MARK)
+                if left is not None:
+                    data = _first_lines(data, left)
+                if not data:
+                    return
+                yield Block(str(path), line, data, file.tell())
+                count = data.count(b"\n") + (not data.endswith(b"\n"))
+                line += count
+                left = None if left is None else left - count
+    except _LongLine as error:
+        raise DataError(
+            f"{path}:{line + error.after}: the line is longer than {max_line_bytes:,} bytes. If that is meant, allow more with "
+            "--max-line-bytes."
+        ) from error
+    except (OSError, EOFError, zlib.error) as error:  # a cut or damaged gzip file raises the last two, or an OSError
+        raise DataError(
+            f"{path} cannot be read beyond line {line}: {error}. Check the file, or copy it again."
+        ) from error
+
+
+class _LongLine(Exception):
+    """A line is longer than the limit, so many lines after the first that has not been given out."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+
+def _whole_lines(chunks: Iterator[bytes], max_line_bytes: int) -> Iterator[bytes]:
+    """Cut chunks at their last newline instead; the last piece may have none."""
+    pieces: list[bytes] = []
+    waiting = 0
+    for chunk in chunks:
+        cut = chunk.rfind(b"\n") + 1
+        if cut:
+            yield _with_short_lines(b"".join((*pieces, chunk[:cut])), max_line_bytes)
+            pieces, waiting = [], 0
+        if cut < len(chunk):
+            pieces.append(chunk[cut:])
+            waiting += len(pieces[-1])
+        if waiting > max_line_bytes:
+            raise _LongLine(after=0)
+    if pieces:
+        yield b"".join(pieces)
+
+
+def _with_short_lines(data: bytes, max_line_bytes: int) -> bytes:
+    """The same lines; from each start, the last newline that a line of the limit can have is the next one."""
+    start = 0
+    while len(data) - start > max_line_bytes:
+        following = data.rfind(b"\n", start, start + max_line_bytes + 1) + 1
+        if not following:
+            raise _LongLine(after=data.count(b"\n", 0, start))
+        start = following
+    return data
+
+
+def _first_lines(data: bytes, count: int) -> bytes:
+    if data.count(b"\n") <= count and (data.endswith(b"\n") or data.count(b"\n") < count):
+        return data
+    end = 0
+    for _ in range(count):
+        end = data.index(b"\n", end) + 1
+    return data[:end]
+
+
+def _chunks(file: BinaryIO, block_bytes: int, max_line_bytes: int) -> Iterator[bytes]:
+    magic = file.read(4)
+    file.seek(0)
+    if magic == ZSTD_MAGIC:
+        yield from _joined(_zstd_chunks(file, max_line_bytes), block_bytes)
+        return
+    source = gzip.GzipFile(fileobj=file, mode="rb") if magic[:2] == GZIP_MAGIC else file
+    while chunk := source.read(block_bytes):
+        yield chunk
+
+
+def _joined(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
+    pieces: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        pieces.append(chunk)
+        size += len(chunk)
+        if size >= block_bytes:
+            yield b"".join(pieces)
+            pieces, size = [], 0
+    if pieces:
+        yield b"".join(pieces)
+
+
+def _zstd_chunks(file: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError(
+            f"{file.name} is compressed with zstd, which needs the zstandard package: pip install 'petatron[data]'. "
+            "Or recompress it with gzip."
+        ) from error
+    # Frame by frame, because the library's stream reader takes a file cut in mid-frame for a complete one.
+    window = max(_WINDOW_BYTES, max_line_bytes)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=min(window, 1 << 31))
+    frame, pending = None, b""
+    try:
+        while pending or (pending := file.read(_ZSTD_INPUT_BYTES)):
+            frame = frame or decompressor.decompressobj()
+            if data := frame.decompress(pending):
+                yield data
+            pending = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        large = "requires too much memory" in str(error)
+        hint = (
+            f"; its window is larger than {window:,} bytes, which --max-line-bytes 2147483648 allows" if large else ""
+        )
+        raise OSError(f"{error}{hint}") from error
+    if frame is not None:
+        raise OSError("the compressed data ends too early")

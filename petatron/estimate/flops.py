@@ -1,0 +1,154 @@
+"""How much arithmetic a decoder does, and how many parameters it has.
+
+A matrix product of T tokens with an m x n weight is 2Tmn operations, and the backward pass does twice that, so each
+weight that multiplies costs 6 per token. Attention multiplies activations with each other: queries with keys and
+weights with values, 2 x 2 operations per head channel and (query, key) pair, again times 3. With L layers, hidden size
+h, q = heads x head width, k = key/value heads x head width, MLP width f, g = 3 matrices if the MLP is gated and else 2,
+padded vocabulary V and sequence length s, a step over T tokens costs
+
+    6 T (L (h (q + 2k) + q h + g h f) + h V)  +  12 L q (T / s) pairs(s)
+
+A mixture of experts does in its layers, in place of the MLP's g h f, the router's h E for E experts, and for each of the K experts
+of a token g h e of width e, plus g h u for a shared expert of width u. With a latent width l the experts' matrices are
+g l e, and the way into the latent space and out of it costs 2 h l. Experts a token does not meet cost nothing, so a
+step is as dear as that of a dense model of the *active* parameters.
+
+The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
+`full` counts s^2, as papers that quote higher utilisation do. A sliding window of w tokens leaves w s - w^2 / 2 of the
+causal pairs. Norms, activations, softmax, the embedding lookup and recomputation are not counted: these are model
+FLOPs, the work the model needs, not the work a run happens to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig, MoEConfig
+from petatron.sharding.shard_spec import padded
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The numbers of a model once everything derived is filled in."""
+
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+    head: int
+    ffn: int
+    matrices: int
+    vocabulary: int
+    positions: int
+
+
+def _shape(model: ModelConfig) -> _Shape:
+    head = model.kv_channels
+    groups = model.num_query_groups
+    assert head is not None and groups is not None, "the config must be derived first"
+    assert model.ffn_hidden_size is not None and model.vocab_size is not None, "the config must be derived first"
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+    assert positions is not None, "the config must be derived first"
+    return _Shape(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        queries=model.num_attention_heads * head,
+        keys=groups * head,
+        head=head,
+        ffn=model.ffn_hidden_size,
+        matrices=3 if model.activation in GATED_ACTIVATIONS else 2,
+        vocabulary=model.vocab_size,
+        positions=positions,
+    )
+
+
+def formula(*, causal: bool = True, experts: bool = False) -> str:
+    """The formula behind the reported TFLOP/s and MFU, for people."""
+    pairs = "s^2/2" if causal else "s^2"
+    if not experts:
+        return f"6 T (L (h (q + 2k) + q h + g h f) + h V) + 12 L q (T/s) {pairs}"
+    layers = "L (h (q + 2k) + q h) + dense layers g h f + MoE layers (h E + K g h e + g h u)"
+    return f"6 T ({layers} + h V) + 12 L q (T/s) {pairs}"
+
+
+def padded_vocabulary(model: ModelConfig, *, tensor_parallel: int = 1) -> int:
+    """Rows of the embedding in memory; the extra ones multiply like the others."""
+    assert model.vocab_size is not None, "the config must be derived first"
+    return padded(model.vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
+
+
+def model_flops_per_token(
+    model: ModelConfig,
+    moe: MoEConfig | None = None,
+    *,
+    experts_in: Sequence[bool] = (),
+    tensor_parallel: int = 1,
+    causal: bool = True,
+) -> float:
+    """Forward and backward FLOPs per token of a full training sequence; `experts_in` says which layers have experts."""
+    shape = _shape(model)
+    vocabulary = padded_vocabulary(model, tensor_parallel=tensor_parallel)
+    attention = shape.hidden * (shape.queries + 2 * shape.keys) + shape.queries * shape.hidden
+    mixed = sum(experts_in)
+    mlp = (shape.layers - mixed) * shape.matrices * shape.hidden * shape.ffn
+    if mixed:
+        mlp += mixed * _mixture(model, _known(moe), active=True, biases=False)
+    products = 6 * (shape.layers * attention + mlp + shape.hidden * vocabulary)
+    pairs = _pairs(model.seq_length, window=model.window_size, causal=causal)
+    return products + 12 * shape.layers * shape.queries * pairs / model.seq_length
+
+
+def _pairs(length: int, *, window: int | None, causal: bool) -> float:
+    """(query, key) pairs of one sequence."""
+    if not causal:
+        return float(length * length)
+    seen = min(window or length, length)
+    return seen * length - seen * seen / 2
+
+
+def parameter_count(
+    model: ModelConfig, moe: MoEConfig | None = None, *, experts_in: Sequence[bool] = (), active: bool = False
+) -> int:
+    """Trainable parameters of the decoder, without vocabulary padding; or only those that one token meets (`active`)."""
+    shape = _shape(model)
+    norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight alone
+    bias = int(model.add_bias_linear)
+    qkv = shape.queries + 2 * shape.keys
+    attention = shape.hidden * qkv + qkv * int(model.add_bias_linear or model.add_qkv_bias)
+    attention += shape.queries * shape.hidden + bias * shape.hidden
+    attention += 2 * norm * shape.head * int(model.qk_layernorm)
+    layers = shape.layers * (attention + 2 * norm * shape.hidden)
+    mixed = sum(experts_in)
+    layers += (shape.layers - mixed) * _mlp(shape, shape.hidden, shape.ffn, bias)
+    if mixed:
+        layers += mixed * _mixture(model, _known(moe), active=active, biases=True)
+    embeddings = shape.hidden * (shape.vocabulary + shape.positions)
+    head = shape.hidden * shape.vocabulary if model.untie_embeddings_and_output_weights else 0
+    return layers + embeddings + norm * shape.hidden + head
+
+
+def _mlp(shape: _Shape, outer: int, inner: int, bias: int) -> int:
+    return shape.matrices * outer * inner + bias * ((shape.matrices - 1) * inner + outer)
+
+
+def _mixture(model: ModelConfig, moe: MoEConfig, *, active: bool, biases: bool) -> int:
+    """Parameters of a mixture of experts: all of them, or those one token meets."""
+    shape = _shape(model)
+    assert moe.num_experts is not None and moe.moe_ffn_hidden_size is not None, "the config must be derived first"
+    bias = int(model.add_bias_linear and biases)
+    outer = moe.moe_latent_size or shape.hidden
+    total = shape.hidden * moe.num_experts
+    met = moe.moe_router_topk if active else moe.num_experts
+    total += met * _mlp(shape, outer, moe.moe_ffn_hidden_size, bias)
+    if moe.moe_latent_size is not None:
+        total += 2 * shape.hidden * outer + bias * (shape.hidden + outer)
+    if moe.moe_shared_expert_intermediate_size:
+        total += _mlp(shape, shape.hidden, moe.moe_shared_expert_intermediate_size, bias)
+        total += shape.hidden * int(moe.moe_shared_expert_gate)
+    return total
+
+
+def _known(moe: MoEConfig | None) -> MoEConfig:
+    assert moe is not None, "layers with experts need their config"
+    return moe

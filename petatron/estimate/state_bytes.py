@@ -1,0 +1,172 @@
+"""Bytes of what a rank holds from step to step: weights, gradients, master weights and moments.
+
+With n elements on this rank (its part over tensor-, pipeline- and expert-parallel ranks, vocabulary padding included), a
+bytes per element of the run's precision, w = max(a, 4), and s ranks that share state:
+
+    sharding            weights              gradients    master weights             moments (adam)
+    no_shard            a n                  g n          4 n, if a < 4              (m + v) n
+    optim               a n                  g n          4 n / s, if a < 4          (m + v) n / s
+    optim_grads         a n, gathered        w n / s      w n / s, the weights       (m + v) n / s
+    optim_grads_params  a (two layers and    w n / s      w n / s, the weights       (m + v) n / s
+                        the ends), gathered
+
+Fully sharded gradients come whole before they go: on top of the table, a bytes for each of the head, whose gradient waits until the
+backward pass is over, and a + r for each of one layer, r being the bytes they travel in (w, or 2 with `--grad-reduce-in-bf16`).
+
+g, m and v follow `--main-grads-dtype`, `--exp-avg-dtype` and `--exp-avg-sq-dtype`, 4 by default and w in float64. Experts are
+shared over other ranks than the rest, so both are counted apart. Of optimizer state that is offloaded, a fraction of master
+weights and moments is not on the device. Padding of buckets to equal parts is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from petatron.config.pipeline_stages import Stage
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.config.schema.parallel import ParallelConfig
+from petatron.config.schema.run import RunConfig
+from petatron.mesh.rank_layout import Layout
+from petatron.models.decoder import Decoder, shards
+from petatron.sharding.shard_spec import TensorSplit, find, place
+
+_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+_GATHERED_LAYERS = 2  # fully sharded: the one that runs, and the next, which is on its way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Of one rank, on its device."""
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+
+    @property
+    def optimizer(self) -> int:
+        return self.masters + self.moments
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """How many elements a rank computes with, those of its largest layer, those outside its layers, and of these the head's."""
+
+    dense: int
+    experts: int
+    largest_layer: int
+    ends: int
+    head: int
+
+
+def state_bytes(run: RunConfig, here: Sequence[Stage] | None = None) -> StateBytes:
+    """Bytes of a rank that holds these stages of a derived config; without any, all of the model."""
+    elements = held_elements(run, here)
+    layout = Layout.from_config(run.parallel)
+    strategy = run.parallel.data_parallel_sharding_strategy
+    shared = strategy in ("optim", "optim_grads", "optim_grads_params")
+    ranks = (layout.dp_shard * layout.cp, layout.edp_shard) if shared else (1, 1)
+    held = elements.dense + elements.experts
+    owned = -(-elements.dense // ranks[0]) + -(-elements.experts // ranks[1])
+    narrow = element_bytes(run)
+    wide = max(narrow, 4)
+    moments = moment_bytes(run)
+    away = run.memory.optimizer_cpu_offload or run.memory.optimizer_nvme_offload is not None
+    on_device = 1.0 - run.memory.optimizer_offload_fraction if away else 1.0
+    if strategy in ("optim_grads", "optim_grads_params") and layout.world_size > 1:
+        gathered = held
+        if strategy == "optim_grads_params":
+            gathered = min(held, _GATHERED_LAYERS * elements.largest_layer + elements.ends)
+        wire = 2 if run.parallel.grad_reduce_in_bf16 else wide
+        whole = narrow * elements.head + (narrow + wire) * elements.largest_layer
+        return StateBytes(
+            weights=narrow * gathered,
+            gradients=wide * owned + whole,
+            masters=wide * owned,
+            moments=int(moments * owned * on_device),
+        )
+    return StateBytes(
+        weights=narrow * held + _eight_bit_copies(run, elements, shard=ranks[0]),
+        gradients=_BYTES[run.optim.main_grads_dtype] * held if wide == 4 else wide * held,
+        masters=int(4 * owned * on_device) if narrow < 4 else 0,
+        moments=int(moments * owned * on_device),
+    )
+
+
+def _eight_bit_copies(run: RunConfig, elements: Elements, *, shard: int) -> int:
+    """FP8 keeps the weights of layers in both orientations, a byte each; those of the ends stay as they are.
+
+    Where they travel in FP8, what a rank owns of them lies apart from what it computes with; experts do not.
+    """
+    if run.precision.fp8_format is None:
+        return 0
+    copies = 2 * (elements.dense + elements.experts - elements.ends)
+    if run.precision.fp8_param_gather and shard > 1:
+        copies += element_bytes(run) * -(-(elements.dense - elements.ends) // shard)
+    return copies
+
+
+def element_bytes(run: RunConfig) -> int:
+    """Bytes of a weight in the precision of the run."""
+    precision = run.precision
+    return 8 if precision.fp64 else 2 if precision.bf16 or precision.fp16 else 4
+
+
+def moment_bytes(run: RunConfig) -> int:
+    """Bytes of all moments of one element."""
+    wide = max(element_bytes(run), 4)
+    if run.optim.optimizer == "sgd":
+        return wide if run.optim.sgd_momentum else 0
+    kinds = (run.optim.exp_avg_dtype, run.optim.exp_avg_sq_dtype)
+    return sum(wide if name == "fp32" else _BYTES[name] for name in kinds)
+
+
+def held_elements(run: RunConfig, here: Sequence[Stage] | None = None) -> Elements:
+    """Elements on a rank that holds these stages; without any, all of the model."""
+    here = here or [Stage(tuple(range(run.model.num_layers)), embedding=True, loss=True)]
+    # Together, so that a tied head is the embedding where one rank has both.
+    layers = tuple(layer for stage in here for layer in stage.layers)
+    merged = Stage(layers, any(stage.embedding for stage in here), any(stage.loss for stage in here))
+    return _held(run.model, run.moe, run.parallel, moe_layers(run), merged)
+
+
+@lru_cache(maxsize=256)
+def _held(
+    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, mixed: tuple[bool, ...], stage: Stage
+) -> Elements:
+    ends = _count(model, moe, parallel, mixed, Stage((), stage.embedding, stage.loss))
+    kinds = {kind: [at for at in stage.layers if mixed[at] is kind] for kind in (False, True)}
+    dense, experts, largest = ends[0], ends[1], 0
+    for places in kinds.values():
+        if places:
+            one = _count(model, moe, parallel, mixed, Stage((places[0],), embedding=False, loss=False))
+            dense, experts = dense + len(places) * one[0], experts + len(places) * one[1]
+            largest = max(largest, sum(one))
+    head = _count(model, moe, parallel, mixed, Stage((), embedding=False, loss=True)) if stage.loss else (0, 0)
+    return Elements(dense, experts, largest, sum(ends), sum(head))
+
+
+def _count(
+    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, mixed: tuple[bool, ...], stage: Stage
+) -> tuple[int, int]:
+    """Elements of a stage's dense parameters and of its experts on one rank."""
+    layout = Layout.from_config(parallel)
+    split = TensorSplit(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
+    experts = moe if moe.num_experts is not None else None
+    with torch.device("meta"):
+        decoder = Decoder(model, experts, experts_in=mixed, stage=stage)
+    table, counts = shards(model, experts), [0, 0]
+    for name, parameter in decoder.named_parameters():
+        placement = place(name, tuple(parameter.shape), find(table, name), split)
+        counts[placement.expert] += math.prod(placement.shape)
+    return counts[0], counts[1]

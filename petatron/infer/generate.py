@@ -1,0 +1,139 @@
+"""Continue a sequence of token ids, one drawn token at a time.
+
+Every new token runs the whole context through the model again; nothing is kept between tokens.
+
+With tensor parallelism every rank calls `generate` and gets the same ids without being told: logits are whole, and the
+same bits, on every rank, and each draws from a generator of its own with the same seed. The draw itself happens on the CPU
+in float32, so that it does not depend on the device either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.models.decoder import Decoder
+from petatron.parallel.parallel_model import ParallelModel
+
+
+@torch.no_grad()
+def generate(
+    model: ParallelModel,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 40,
+    top_p: float | None = None,
+    seed: int = 0,
+    eod: int | None = None,
+) -> list[int]:
+    """New ids after the prompt: `max_new_tokens` of them, or fewer when `eod` is drawn, which then is the last.
+
+    temperature 0 takes the likeliest id every time. `top_k` keeps the k likeliest ids, and `top_p` then the smallest set
+    of the likeliest whose share is at least p; None keeps all.
+
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> model = petatron.build_model(run, petatron.launch(run))
+    >>> len(generate(model, [1, 2, 3], max_new_tokens=5))
+    5
+    """
+    _check_layout(model)
+    decoder = model.module
+    assert isinstance(decoder, Decoder), "only a decoder continues text"
+    _check_choice(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    _check_prompt(prompt_ids, max_new_tokens, decoder)
+    decoder.eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt_ids)
+    for _ in range(max_new_tokens):
+        logits = _last_logits(decoder, ids, tp_size=model.mesh.tp.size, device=model.mesh.device)
+        if temperature == 0:
+            ids.append(int(logits.argmax()))
+        else:
+            kept = keep_likeliest(logits / temperature, top_k=top_k, top_p=top_p)
+            ids.append(int(torch.multinomial(kept.softmax(-1), 1, generator=generator)))
+        if ids[-1] == eod:
+            break
+    return ids[len(prompt_ids) :]
+
+
+def keep_likeliest(logits: Tensor, *, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """The same logits with minus infinity at the ids that may not be drawn; a tie goes to the smaller id.
+
+    >>> keep_likeliest(torch.tensor([1.0, 3.0, 2.0]), top_k=2).tolist()
+    [-inf, 3.0, 2.0]
+    """
+    values, order = logits.sort(descending=True, stable=True)
+    allowed = torch.ones_like(values, dtype=torch.bool)
+    if top_k is not None:
+        allowed[top_k:] = False
+    if top_p is not None:
+        shares = values.masked_fill(~allowed, -torch.inf).softmax(-1)
+        # An id stays while those before it have not reached p yet, so the likeliest always does.
+        allowed &= shares.cumsum(-1) - shares < top_p
+    return torch.full_like(logits, -torch.inf).scatter(0, order[allowed], values[allowed])
+
+
+def _last_logits(decoder: Decoder, ids: Sequence[int], *, tp_size: int, device: torch.device) -> Tensor:
+    # Sequence parallelism needs a length that the ranks can share. What stands after the last token changes nothing
+    # before it, so any id will do as filling.
+    filled = [*ids, *[0] * (-len(ids) % tp_size)]
+    logits = decoder.logits(torch.tensor([filled], device=device))
+    return logits[0, len(ids) - 1].float().cpu()
+
+
+def _check_layout(model: ParallelModel) -> None:
+    problems = [
+        Problem(flag, str(axis.size), "splits what generation needs whole", "Load the model with 1; --tp may stay.")
+        for flag, axis in (
+            ("--pipeline-model-parallel-size", model.mesh.pp),
+            ("--context-parallel-size", model.mesh.cp),
+        )
+        if axis.size > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_choice(*, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    problems: list[Problem] = []
+    if max_new_tokens < 1:
+        problems.append(Problem("max_new_tokens", str(max_new_tokens), "is less than 1", "Ask for one token or more."))
+    if not 0 <= temperature < float("inf"):
+        problems.append(
+            Problem("temperature", str(temperature), "is not 0 or above", "0 is greedy, 1 the model's own.")
+        )
+    if top_k is not None and top_k < 1:
+        problems.append(Problem("top_k", str(top_k), "keeps no id", "Use 1 or more, or None for all."))
+    if top_p is not None and not 0 < top_p <= 1:
+        problems.append(Problem("top_p", str(top_p), "is not a share", "Use a number above 0 and up to 1, or None."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_prompt(prompt_ids: Sequence[int], max_new_tokens: int, decoder: Decoder) -> None:
+    positions, vocab_size = decoder.config.max_position_embeddings, decoder.config.vocab_size
+    assert positions is not None and vocab_size is not None
+    if not prompt_ids:
+        raise DataError("The prompt is empty, and there is nothing to continue. Give at least one token.")
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
+        raise DataError(
+            f"The prompt has ids {min(prompt_ids)}..{max(prompt_ids)}, but the model's vocabulary has {vocab_size} ids. "
+            "Encode it with the tokenizer the model was trained with."
+        )
+    # The last new token is never an input, so it needs no position.
+    room = positions + 1 - len(prompt_ids)
+    if room < 1:
+        raise DataError(
+            f"The prompt has {len(prompt_ids)} tokens, but the model has {positions} positions. Shorten the prompt."
+        )
+    if max_new_tokens > room:
+        raise DataError(
+            f"A prompt of {len(prompt_ids)} tokens leaves room for {room} new ones in the model's {positions} positions, not "
+            f"{max_new_tokens}. Ask for fewer, or shorten the prompt."
+        )

@@ -1,0 +1,109 @@
+"""Weights in eight bits between ranks: a weight that is multiplied in e4m3 travels as what the cast would make of it.
+
+With power-of-two scales (`kernels/fp8/cast_and_gemm.py`), casting a weight, widening it again and casting the result gives the numbers of
+the first cast, whatever the weight. So ranks may send e4m3 and fill the weight with the widened numbers: every product finds
+the same operand as if the weight had come whole, and nothing behind the wire has to know. Let s be the scale of weights w of which
+amax is the largest magnitude, q = e4m3(w / s) rounded to nearest even, and w' = s q. Then
+
+    s' = s or s / 2     amax / s is in (224, 448], so its q is in [224, 448]; 224 alone asks for half the scale. (Where s is the
+                        least scale there is, amax may be smaller, and s' = s.)
+    q' = q or 2 q       if s' = s / 2, no q is above 224, and twice an e4m3 number up to 224 is one. So nothing is rounded,
+    s' q' = s q         and the numbers are the same. In a product, the factor 2 goes from all summands to the scale exactly
+    w' fits w's dtype   it is w, or has four digits or fewer, the last no finer than w's. Only 256 x 2^120 is too large for
+                        bfloat16 and float32; the largest number takes its place, which is cast to 256 as well
+
+Zeros have the scale 1 both times. Infinity and NaN are NaN after either cast, and leave the numbers beside them the scale 1.
+
+This holds for each set of numbers with one scale whose cast is the same in both orientations: a tensor, or a square of a tensor,
+but not a row, which is cast once more as part of columns.
+
+A matrix is seen as its elements one after the other, of which a rank has a stretch. `columns` None means that they share one
+scale; otherwise each square of 128 x 128 has its own, row of squares by row of squares. Stretches of squares begin and end at
+multiples of 64 elements, so 64 at a time have one scale. What stands behind the end of a matrix is padding and goes by its last
+scale.
+
+N elements, T scales, P parts of a matrix one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, to_eight_bits
+
+RUN = 64
+
+
+class RaiseLargest(Protocol):
+    def __call__(self, x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
+        """Raise largest magnitudes (float32) to those of elements `begin` onwards of a matrix."""
+        ...
+
+
+class Narrow(Protocol):
+    def __call__(self, x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
+        """Cast elements `begin` onwards of a matrix into `out_N`, e4m3, with the scales of all of it."""
+        ...
+
+
+class Restore(Protocol):
+    def __call__(self, values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
+        """Widen all parts of a matrix; those of a rank are adjacent, the ranks' may lie apart."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WireKernels:
+    """One implementation of each operation."""
+
+    raise_largest: RaiseLargest
+    narrow: Narrow
+    restore: Restore
+
+
+def raise_largest(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
+    if not x_N.numel():
+        return
+    # Without its sign, a number's bits order as it does, with NaN above all, which no maximum of floats promises.
+    runs = x_N.view(1, -1) if columns is None else x_N.view(-1, RUN)
+    bits = runs.abs().amax(dim=1).to(torch.float32).abs().view(torch.int32)
+    at = _scales_of_runs(bits, amax_T.numel(), begin=begin, columns=columns)
+    amax_T.view(torch.int32).scatter_reduce_(0, at, bits, "amax")
+
+
+def narrow(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
+    x, out = (x_N, out_N) if columns is None else (x_N.view(-1, RUN), out_N.view(-1, RUN))
+    out.copy_(to_eight_bits(x, _spread(x, scale_T, begin=begin, columns=columns), E4M3))
+
+
+def restore(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
+    runs = values_PN.reshape(-1, RUN) if columns is not None else values_PN
+    wide = runs.to(torch.float32) * _spread(runs, scale_T, begin=0, columns=columns)
+    limit = torch.finfo(out_PN.dtype).max
+    out_PN.copy_(wide.clamp(-limit, limit).view(out_PN.shape))
+
+
+def _spread(runs: Tensor, scale_T: Tensor, *, begin: int, columns: int | None) -> Tensor:
+    """The scales of whole runs, one per row; or the one that all have."""
+    if columns is None:
+        return scale_T
+    return scale_T[_scales_of_runs(runs[:, 0], scale_T.numel(), begin=begin, columns=columns)].unsqueeze(1)
+
+
+def _scales_of_runs(firsts: Tensor, scales: int, *, begin: int, columns: int | None) -> Tensor:
+    """Which scale each run has, given something of each."""
+    runs = torch.arange(firsts.numel(), device=firsts.device)
+    if columns is None:
+        return runs * 0
+    assert begin % RUN == 0 and columns % BLOCK == 0, f"{begin} elements into rows of {columns}"
+    at = begin + runs * RUN
+    square = at // columns // BLOCK * (columns // BLOCK) + at % columns // BLOCK
+    return square.clamp(max=scales - 1)
+
+
+REFERENCE = WireKernels(raise_largest=raise_largest, narrow=narrow, restore=restore)
+"""Plain torch on any device."""

@@ -1,0 +1,84 @@
+"""Token and position embeddings. The gradient of the token table is as large as the table and goes straight to where it is accumulated.
+
+S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (padding included).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from petatron.kernels import embedding_grad as embedding_reference
+from petatron.layers.ops.linear_op import TakesWeightGrads
+from petatron.layers.seam import Seam, same
+from petatron.layers.vocabulary_shard import Vocabulary
+
+
+class EmbeddingKernels(Protocol):
+    """`kernels/embedding_grad.py` or a faster twin."""
+
+    def embedding_grad(self, ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate: bool) -> None: ...
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_BS: Tensor, elsewhere_BS: Tensor | None, weight: Tensor, table: TokenEmbedding
+    ) -> Tensor:
+        ctx.save_for_backward(rows_BS)
+        ctx.weight, ctx.table = weight, table
+        if elsewhere_BS is None:
+            return F.embedding(rows_BS, weight)
+        return F.embedding(rows_BS.clamp(min=0), weight).masked_fill_(elsewhere_BS.unsqueeze(-1), 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None, None]:
+        (rows_BS,) = ctx.saved_tensors
+        # Tokens that lie elsewhere come along: the kernel passes over their row, -1.
+        ids_T, grad_TD = rows_BS.flatten(), grads[0].contiguous().flatten(0, 1)
+        taker, kernels = ctx.table.weight_grads, ctx.table.kernels
+        if taker is None:
+            out = torch.empty_like(ctx.weight, dtype=torch.promote_types(ctx.weight.dtype, torch.float32))
+            kernels.embedding_grad(ids_T, grad_TD, out, accumulate=False)
+            return None, None, out.to(ctx.weight.dtype), None
+        taker.take(
+            ctx.weight,
+            lambda out, accumulate: kernels.embedding_grad(ids_T, grad_TD, out, accumulate=accumulate),
+            now=True,
+        )
+        return None, None, None, None
+
+
+class TokenEmbedding(nn.Module):
+    """Rows of a table, one per token id: [B, S] to [S, B, D], sequences one after the other in memory."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.vocabulary = Vocabulary(vocab_size, 0, vocab_size)
+        self.leave: Seam = same
+        self.weight_grads: TakesWeightGrads | None = None
+        self.kernels: EmbeddingKernels = embedding_reference
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        rows_BS, elsewhere_BS = self.vocabulary.local(ids_BS)
+        found: Tensor = _Lookup.apply(rows_BS, elsewhere_BS, self.weight, self)  # pyright: ignore[reportAssignmentType]
+        return self.leave(found.transpose(0, 1))
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector per position, to be added to the tokens: [S] or [B, S] to [S, 1 or B, D]."""
+
+    def __init__(self, num_positions: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_positions, hidden_size))
+        self.leave: Seam = same
+
+    def forward(self, positions: Tensor) -> Tensor:
+        rows = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
+        return self.leave(F.embedding(rows, self.weight))

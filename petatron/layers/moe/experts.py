@@ -1,0 +1,110 @@
+"""The experts of a layer: as many MLPs as there are, each product done for all of them at once.
+
+The router's weight of a row may be applied in the middle, W (w a) instead of w (W a), where it costs nothing: see
+`kernels/moe/permute.py`.
+
+R rows in the order of their experts, D width, O output width, E experts, as many as lie on this device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig, MoEConfig
+from petatron.kernels.gemm import Multiplication
+from petatron.kernels.moe.grouped_gemm import Counts, GroupedMultiplication
+from petatron.kernels.moe.permute import REFERENCE, RowKernels
+from petatron.layers.mlp import Activation
+from petatron.layers.ops.linear_op import Multiply, TakesWeightGrads
+from petatron.layers.ops.recompute_output import MaybeTensors, Remade, Tensors, make, remade
+
+
+class GroupedLinear(nn.Module):
+    """x W^T + b with a W and b per expert; `multiplication` and `weight_grads` are slots.
+
+    `bias_share` is what the bias is multiplied by: 0 on all but one of the ranks whose outputs are summands of one result.
+    """
+
+    def __init__(self, experts: int, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(experts, out_features)) if bias else None
+        self.bias_share = 1.0
+        self.multiplication: Callable[[Counts], Multiplication] = GroupedMultiplication
+        self.weight_grads: TakesWeightGrads | None = None
+
+    def forward(self, x_RD: Tensor | Remade, counts: Counts) -> Tensor:
+        y_RO = Multiply(self.multiplication(counts), self.weight_grads)(remade(x_RD), self.weight)
+        if self.bias is None:
+            return y_RO
+        bias = self.bias if self.bias_share == 1.0 else self.bias * self.bias_share
+        if isinstance(counts, int):
+            return (y_RO.unflatten(0, (-1, counts)) + bias[:, None]).flatten(0, 1)
+        rows = y_RO.shape[0]
+        # Rows of no expert get a bias of their own: their gradients may be anything.
+        each = torch.cat([counts, rows - counts.sum(0, keepdim=True)])
+        return y_RO + F.pad(bias, (0, 0, 0, 1)).repeat_interleave(each, dim=0, output_size=rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _MakeWeighted:
+    """(inner, weight of each row) to the weighted activation."""
+
+    kernels: RowKernels
+    name: str
+
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
+        inner, weight = inputs
+        assert inner is not None and weight is not None
+        return (self.again((inner, weight)),), (inner, weight)
+
+    def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
+        (inner, weight), (grad,) = kept, grads
+        assert grad is not None
+        inner_grad, weight_grad, made = self.kernels.weighted_activation_backward(
+            grad.contiguous(), inner, weight, self.name, again=again
+        )
+        return (inner_grad, weight_grad), made
+
+    def again(self, kept: Tensors) -> Tensor:
+        inner, weight = kept
+        return self.kernels.weighted_activation(inner, weight, self.name)
+
+
+class RoutedExperts(nn.Module):
+    """down(act(up(x))) of every row's expert; for a gated activation gate and up are one product, `gate_up`.
+
+    The slot `kernels` has what runs over rows, in here and on their way here and back.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, width: int) -> None:
+        super().__init__()
+        experts, inner, bias = moe.num_experts, moe.moe_ffn_hidden_size, config.add_bias_linear
+        assert experts is not None and inner is not None, "the config is not derived"
+        self.act = Activation(config.activation)
+        self.kernels: RowKernels = REFERENCE
+        gated = config.activation in GATED_ACTIVATIONS
+        self.first = "gate_up" if gated else "up"
+        self.add_module(self.first, GroupedLinear(experts, width, 2 * inner if gated else inner, bias=bias))
+        self.down = GroupedLinear(experts, inner, width, bias=bias)
+        if not moe.moe_grouped_gemm:
+            for product in (self.get_submodule(self.first), self.down):
+                product.multiplication = partial(GroupedMultiplication, looped=True)
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the weight of a row may be applied inside; a bias of the last product would escape it."""
+        return self.down.bias is None
+
+    def forward(self, x_RD: Tensor, counts: Counts, weight_R: Tensor | None = None) -> Tensor:
+        inner = self.get_submodule(self.first)(x_RD, counts)
+        if weight_R is None:
+            return self.down(self.act(inner), counts)
+        (value,), source = make(_MakeWeighted(self.kernels, self.act.name), inner, weight_R)
+        return self.down(Remade(value, source), counts)

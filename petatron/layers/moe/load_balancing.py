@@ -1,0 +1,183 @@
+"""Keeping the load of the experts even, and saying how even it is.
+
+Every definition is over a whole micro-batch, whichever ranks hold its tokens, so that no layout changes what is trained. A
+rank computes only the share of a loss that its own tokens have; the shares, and so their gradients, add up to the loss.
+
+With f_i the share of all choices that went to expert i, P_i the mean score of expert i, and E experts:
+
+    aux_loss          E sum_i f_i P_i            over the tokens of a micro-batch (Switch Transformer, GShard)
+    seq_aux_loss      the same of every sequence, mean over the sequences (DeepSeek-V2)
+    global_aux_loss   f over the micro-batches that all data-parallel ranks have at the same time, P over a micro-batch (Qwen)
+    z-loss            mean of (log sum_i exp logit_i)^2 (ST-MoE)
+
+Each is 1 (z-loss: small) when the load is even. f counts, so gradients flow through P alone. What expert capacity drops still
+counts in f: it is what the router asked for.
+
+S positions and B sequences of this rank, T = S x B tokens in any order, K choices per token, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petatron.config.schema.model import MoEConfig
+from petatron.layers.seam import Seam, same
+
+_SINKHORN_TOLERANCE = 1e-4
+_SINKHORN_ROUNDS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Ranks whose tokens are looked at together: how many there are, and how a small tensor is summed over them, in place."""
+
+    ranks: int = 1
+    sum: Seam = same
+
+
+ALONE = Together()
+
+
+def choices_BE(chosen_SBK: Tensor, *, num_experts: int) -> Tensor:
+    """How often each sequence chose each expert."""
+    chosen_SBE = torch.zeros(*chosen_SBK.shape[:2], num_experts, dtype=torch.bool, device=chosen_SBK.device)
+    return chosen_SBE.scatter_(2, chosen_SBK, True).sum(0)
+
+
+def balance_loss(
+    moe: MoEConfig, scores_SBE: Tensor, counts_BE: Tensor, *, sequence: Together, stage: Together
+) -> Tensor | None:
+    """This rank's share of the balancing loss of a micro-batch, coefficient included; None when there is none."""
+    kind = moe.moe_router_load_balancing_type
+    if moe.moe_aux_loss_coeff == 0.0 or kind in ("none", "sinkhorn"):
+        return None
+    tokens, experts = scores_SBE[..., 0].numel(), scores_SBE.shape[-1]
+    sums_GE = scores_SBE.sum(0)
+    counts_GE = counts_BE
+    if kind != "seq_aux_loss":
+        sums_GE, counts_GE = sums_GE.sum(0, keepdim=True), counts_BE.sum(0, keepdim=True)
+    groups = counts_GE.shape[0]
+    counted = stage if kind == "global_aux_loss" else sequence
+    share_GE = (
+        counted.sum(counts_GE.clone()).to(scores_SBE.dtype) * groups / (tokens * counted.ranks * moe.moe_router_topk)
+    )
+    mean_GE = sums_GE * groups / (tokens * sequence.ranks)
+    return moe.moe_aux_loss_coeff * experts * (share_GE * mean_GE).sum() / groups
+
+
+def z_loss(moe: MoEConfig, z_T: Tensor, *, sequence: Together) -> Tensor | None:
+    """This rank's share of the z-loss of a micro-batch; `z_T` is the log-sum-exp of every token's logits."""
+    if not moe.moe_z_loss_coeff:
+        return None
+    return moe.moe_z_loss_coeff * z_T.square().sum() / (z_T.numel() * sequence.ranks)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = (loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.loss
+        return grads[0], torch.ones((), dtype=dtype, device=device)
+
+
+def attach(x: Tensor, loss: Tensor) -> Tensor:
+    """`x` itself; when its gradient is computed, so is that of the scalar `loss`, as if it were added to the final one."""
+    return _Attach.apply(x, loss)  # pyright: ignore[reportReturnType]
+
+
+@torch.no_grad()
+def sinkhorn(logits_TE: Tensor, sequence: Together) -> Tensor:
+    """exp(logits) with rows and columns scaled in turn until every token has the same weight, and so has every expert.
+
+    Only the sums over tokens cross ranks. The number of rounds depends on them alone, so that it is equal on all ranks.
+    """
+    tokens, experts = logits_TE.shape
+    cost = (logits_TE - logits_TE.amax(dim=1, keepdim=True)).exp()  # a factor per row is taken out again by `row`
+    column = torch.ones(experts, dtype=cost.dtype, device=cost.device)
+    row = torch.ones(tokens, 1, dtype=cost.dtype, device=cost.device)
+    for _ in range(_SINKHORN_ROUNDS):
+        row = 1.0 / ((cost * column).sum(1, keepdim=True) * tokens * sequence.ranks)
+        before, column = column, 1.0 / (sequence.sum((cost * row).sum(0)) * experts)
+        if float((before - column).abs().mean()) <= _SINKHORN_TOLERANCE:
+            break
+    return row * cost * column
+
+
+def expert_bias_update(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+    """The bias after a step: one `rate` up for experts chosen less often than the mean, one down for the others (DeepSeek-V3).
+
+    `counts_E` are the choices of the whole step, over all ranks and micro-batches.
+    """
+    counts = counts_E.to(torch.float64)
+    return bias_E + rate * (counts.mean() - counts).sign().to(bias_E.dtype)
+
+
+_EXTRAS = ("dropped", "entropy", "z", "extra_loss", "tokens", "micro_batches")
+
+
+@torch.no_grad()
+def router_report(
+    scores_TE: Tensor, z_T: Tensor, counts_E: Tensor, *, dropped: Tensor, extra_loss: Tensor | None, ranks: int
+) -> Tensor:
+    """What a router did with its tokens, as a float64 vector of sums: reports of micro-batches and ranks may be added.
+
+    First how often each expert was chosen; then dropped choices, the sums of the scores' entropy and of z^2, this rank's
+    share of the extra loss, tokens, and which share of a micro-batch they are (one of `ranks`).
+    """
+    wide = scores_TE.to(torch.float64)
+    entropy = -(wide * wide.clamp(min=1e-30).log()).sum()
+    zero = torch.zeros((), dtype=torch.float64, device=wide.device)
+    loss = zero if extra_loss is None else extra_loss.detach().to(torch.float64)
+    extras = [dropped.to(torch.float64), entropy, z_T.to(torch.float64).square().sum(), loss]
+    extras += [zero + scores_TE.shape[0], zero + 1.0 / ranks]
+    return torch.cat([counts_E.to(torch.float64), torch.stack(extras)])
+
+
+def report_length(num_experts: int) -> int:
+    """Numbers in a report."""
+    return num_experts + len(_EXTRAS)
+
+
+def expert_counts(report: Tensor) -> Tensor:
+    """How often each expert was chosen, of a report or a sum of reports."""
+    return report[: -len(_EXTRAS)]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterHealth:
+    """Of the tokens that a sum of reports is about.
+
+    load_max_over_mean: choices of the busiest expert over the mean; 1 is even, the number of experts the worst.
+    entropy: mean entropy of the scores in nats; 0 is certain, log(experts) undecided.
+    dropped: share of the choices that did not fit an expert's capacity.
+    z: mean square of the log-sum-exp of the logits; growing means logits drift.
+    extra_loss: mean over micro-batches of the balancing and z-losses, with their coefficients.
+    """
+
+    load_max_over_mean: float
+    entropy: float
+    dropped: float
+    z: float
+    extra_loss: float
+
+
+def router_health(report: Tensor) -> RouterHealth:
+    """The facts in a sum of reports; reads them back from the device."""
+    counts = expert_counts(report).tolist()
+    dropped, entropy, z, loss, tokens, micro_batches = report[-len(_EXTRAS) :].tolist()
+    chosen = max(sum(counts), 1.0)
+    return RouterHealth(
+        load_max_over_mean=max(counts) * len(counts) / chosen,
+        entropy=entropy / max(tokens, 1.0),
+        dropped=dropped / chosen,
+        z=z / max(tokens, 1.0),
+        extra_loss=loss / micro_batches if micro_batches else 0.0,
+    )

@@ -1,0 +1,139 @@
+"""A mixture of experts in the place of the MLP: each token goes through the few experts that a router picks for it.
+
+    y = sum over the chosen experts of weight x expert(x)  [+ gate(x) x shared(x)]
+
+Tokens reach their experts through the slot `dispatcher`, which on one device only sorts them; `parallel/expert_parallel.py` fills it with
+communication, and may run the two halves of the shared expert while tokens are in flight. All else here works on each token
+alone, so it does not matter which tokens of the batch are on this device; the router's losses, which look at all of them, are in
+`load_balancing.py`. With a latent size the routed experts work in a narrower space, which saves most of the communication.
+
+S sequence, B batch, D hidden, T = S x B tokens in the order in which they lie in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.kernels.moe.grouped_gemm import Counts
+from petatron.kernels.moe.permute import RowKernels, combine, take, weight_of_rows
+from petatron.layers.forward_context import Pass
+from petatron.layers.linear import Linear
+from petatron.layers.mlp import MLP, GatedMLP, build_mlp
+from petatron.layers.moe.experts import RoutedExperts
+from petatron.layers.moe.load_balancing import attach
+from petatron.layers.moe.router import Router, Routing
+from petatron.layers.ops.recompute_output import Remade, remade
+from petatron.layers.token_layout import batch_first, from_rows, to_rows
+
+
+class RunExperts(Protocol):
+    """Rows in the order of the experts held here, and how many each has, to what the experts make of them.
+
+    Where it `takes_weights`, the router's weight of each row may be given too. Rows are made and summed with its `kernels`.
+    """
+
+    @property
+    def kernels(self) -> RowKernels: ...
+
+    @property
+    def takes_weights(self) -> bool: ...
+
+    def __call__(self, x_RD: Tensor, counts: Counts, weight_R: Tensor | None = None, /) -> Tensor: ...
+
+
+class SharedHalves(Protocol):
+    """The shared expert in two halves, which a dispatcher may run while it communicates: in this order, each once."""
+
+    def first_half(self) -> None: ...
+
+    def second_half(self) -> None: ...
+
+
+class Dispatcher(Protocol):
+    """Take tokens [T, D] to their experts, and bring back the weighted sum of what each token's experts make of it.
+
+    `shared` is what may be computed meanwhile; what a dispatcher leaves of it is computed afterwards.
+    """
+
+    def __call__(
+        self, x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None, /
+    ) -> Tensor: ...
+
+
+def dispatch_here(x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None) -> Tensor:
+    """All experts are on this device: sort, compute, put back."""
+    arrangement, kernels = routing.arranged(), experts.kernels
+    rows = take(x_TD, arrangement, kernels=kernels)
+    if not experts.takes_weights:
+        return combine(experts(rows, arrangement.counts), routing.weights_TK, arrangement, kernels=kernels)
+    weight_R = weight_of_rows(routing.weights_TK, arrangement)
+    return combine(experts(rows, arrangement.counts, weight_R), None, arrangement, kernels=kernels)
+
+
+class _SharedRun:
+    """One forward pass of the shared expert, a half at a time: the first GEMM and activation, then the second and the gate."""
+
+    __slots__ = ("_expert", "_inner", "_layer", "_output", "_x")
+
+    def __init__(self, layer: MoE, expert: MLP | GatedMLP, x: Remade) -> None:
+        self._layer, self._expert, self._x = layer, expert, x
+        self._inner: Tensor | Remade | None = None
+        self._output: Tensor | None = None
+
+    def first_half(self) -> None:
+        assert self._inner is None
+        self._inner = (self._expert.inner if self._layer.shared_in_halves else self._expert)(self._x)
+
+    def second_half(self) -> None:
+        assert self._inner is not None and self._output is None
+        y = self._inner if isinstance(self._inner, Tensor) else self._expert.down(self._inner)
+        gate = self._layer.shared_gate
+        self._output = y if gate is None else gate(self._x).sigmoid() * y
+
+    def output(self) -> Tensor:
+        """The shared expert's output; computes what has not run yet."""
+        if self._inner is None:
+            self.first_half()
+        if self._output is None:
+            self.second_half()
+        assert self._output is not None
+        return self._output
+
+
+class MoE(nn.Module):
+    """Routed experts, and a shared one that every token passes. `number` is the layer's, for its reports."""
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, *, number: int) -> None:
+        super().__init__()
+        hidden, latent, shared = config.hidden_size, moe.moe_latent_size, moe.moe_shared_expert_intermediate_size
+        self.number = number
+        self.router = Router(hidden, moe)
+        self.experts = RoutedExperts(config, moe, latent or hidden)
+        self.latent_down = Linear(hidden, (latent,), bias=config.add_bias_linear) if latent else None
+        self.latent_up = Linear(latent, (hidden,), bias=config.add_bias_linear) if latent else None
+        self.shared = build_mlp(config, shared) if shared else None
+        self.shared_gate = Linear(hidden, (1,), bias=False) if shared and moe.moe_shared_expert_gate else None
+        self.shared_in_halves = True
+        """False where the shared expert can only run as a whole, in its first half: it is recomputed as one region."""
+        self.dispatcher: Dispatcher = dispatch_here
+
+    def forward(self, x: Tensor | Remade, passing: Pass) -> Tensor:
+        normal = remade(x)
+        x_SBD = normal.value
+        routing, extra_loss, report = self.router(x_SBD, with_loss=passing.extra_loss_scale is not None)
+        passing.reports[self.number] = report
+        inner = x_SBD if self.latent_down is None else self.latent_down(normal)
+        by_batch = batch_first(x_SBD)
+        shared = None if self.shared is None else _SharedRun(self, self.shared, normal)
+        y_TD = self.dispatcher(to_rows(inner, by_batch=by_batch), routing, self.experts, shared)
+        y_SBD = from_rows(y_TD, x_SBD, by_batch=by_batch)
+        if self.latent_up is not None:
+            y_SBD = self.latent_up(y_SBD)
+        if shared is not None:
+            y_SBD = y_SBD + shared.output()
+        if extra_loss is None or passing.extra_loss_scale is None:
+            return y_SBD
+        return attach(y_SBD, extra_loss * passing.extra_loss_scale.to(extra_loss.dtype))

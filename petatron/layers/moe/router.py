@@ -1,0 +1,210 @@
+"""Which experts each token goes to, and with what weight.
+
+Scores come from logits W x by a softmax or by sigmoids. The K best are chosen, possibly only among the best groups of
+experts (DeepSeek), possibly with a bias per expert that evens the load. The bias decides who is chosen and never enters the
+weights, so it changes no gradient.
+
+    softmax               weights = softmax over the chosen logits
+    softmax, pre-softmax  weights = the chosen entries of the softmax over all experts; they add up to less than 1
+    sigmoid               weights = the chosen sigmoids, divided by their sum if there are several
+    sinkhorn              in training the chosen are the best of the logits made doubly even; weights = entries of the
+                          softmax over all, or the sigmoid for K = 1
+
+With a capacity, an expert takes at most ceil(capacity factor x T K / E) of this rank's T tokens; what is beyond is dropped and
+gets no output from it. T depends on the layout, so what is dropped does too. Tokens claim room by their weights, or position by
+position of all sequences together; among equals the earlier position comes first, then the earlier sequence. Everything else
+takes tokens in the order in which they lie in memory, whichever that is.
+
+S sequence, B batch, T = S x B tokens in the order of memory, D hidden, E experts, K choices per token, G groups of experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petatron.config.schema.model import MoEConfig
+from petatron.kernels.moe.permute import Arrangement, arrange, sort_by_expert
+from petatron.layers.moe.load_balancing import (
+    ALONE,
+    Together,
+    balance_loss,
+    choices_BE,
+    router_report,
+    sinkhorn,
+    z_loss,
+)
+from petatron.layers.token_layout import batch_first, from_rows, to_rows
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where tokens go: all that is needed to take them there and back.
+
+    experts_TK: the experts of each token; `num_experts` stands for nowhere, where a choice was dropped.
+    weights_TK: what their outputs are multiplied by.
+    incomplete: whether choices may have been dropped.
+    capacity: how many of these tokens an expert takes at most; None means all.
+    padded: whether every expert's input is padded to the capacity.
+    """
+
+    experts_TK: Tensor
+    weights_TK: Tensor
+    num_experts: int
+    incomplete: bool = False
+    capacity: int | None = None
+    padded: bool = False
+
+    def arranged(self) -> Arrangement:
+        """The choices in the order of the experts. Where some may be missing, only a capacity spares looking how many there are."""
+        room = None if self.capacity is None else self.num_experts * self.capacity
+        return arrange(
+            self.experts_TK,
+            self.num_experts,
+            incomplete=self.incomplete,
+            capacity=self.capacity if self.padded else None,
+            room=room,
+        )
+
+
+class Router(nn.Module):
+    """Chooses experts, and knows its own losses. `sequence` and `stage` are the ranks that it must be balanced with."""
+
+    def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
+        super().__init__()
+        assert moe.num_experts is not None
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
+        self.expert_bias: Tensor | None
+        bias = torch.zeros(moe.num_experts, dtype=torch.float32) if moe.moe_router_enable_expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.sequence: Together = ALONE
+        self.stage: Together = ALONE
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """The bias stays in float32, where small steps add up, and is zero when it first gets memory."""
+        unborn = self.expert_bias is not None and self.expert_bias.is_meta
+        super()._apply(fn, recurse)
+        if self.expert_bias is not None:
+            bias = self.expert_bias.to(torch.float32)
+            self.expert_bias = torch.zeros_like(bias) if unborn and not bias.is_meta else bias
+        return self
+
+    def forward(self, x_SBD: Tensor, *, with_loss: bool) -> tuple[Routing, Tensor | None, Tensor]:
+        """The routing, this rank's share of the router's losses if wanted, and the report of `balance.router_report`."""
+        moe, experts = self.moe, self.weight.shape[0]
+        by_batch = batch_first(x_SBD)
+        logits_TE = self._logits(to_rows(x_SBD, by_batch=by_batch))
+        scores_TE = self._scores(logits_TE)
+        chosen_TK, weights_TK = self._choose(logits_TE, scores_TE)
+        z_T = logits_TE.logsumexp(dim=-1)
+        counts_BE = choices_BE(from_rows(chosen_TK, x_SBD, by_batch=by_batch), num_experts=experts)
+        routing = Routing(chosen_TK, weights_TK, experts)
+        if moe.moe_expert_capacity_factor is not None:
+            routing = self._limit(routing, moe.moe_expert_capacity_factor, x_SBD)
+        loss = None
+        if with_loss:
+            scores_SBE = from_rows(scores_TE, x_SBD, by_batch=by_batch)
+            balance = balance_loss(moe, scores_SBE, counts_BE, sequence=self.sequence, stage=self.stage)
+            parts = [part for part in (balance, z_loss(moe, z_T, sequence=self.sequence)) if part is not None]
+            loss = torch.stack(parts).sum() if parts else None
+        report = router_report(
+            scores_TE,
+            z_T,
+            counts_BE.sum(0),
+            dropped=(routing.experts_TK == experts).sum(),
+            extra_loss=loss,
+            ranks=self.sequence.ranks,
+        )
+        return routing, loss, report
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        """In the precision asked for; what follows is in at least float32."""
+        moe, dtype = self.moe, x_TD.dtype
+        if moe.moe_router_dtype is not None:
+            dtype = torch.promote_types(dtype, _DTYPES[moe.moe_router_dtype])
+        x_TD = x_TD.to(dtype)
+        if self.training and moe.moe_input_jitter_eps:
+            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - moe.moe_input_jitter_eps, 1 + moe.moe_input_jitter_eps)
+        logits = F.linear(x_TD, self.weight.to(dtype))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if moe.moe_router_force_load_balancing:
+            # Random values, but the gradient still flows, so that the backward pass costs what it always does.
+            logits = torch.randn_like(logits) + (logits - logits.detach())
+        return logits
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        """Scores over all experts that add up to 1, for balance and reports."""
+        if self.moe.moe_router_score_function == "softmax":
+            return logits_TE.softmax(dim=-1)
+        sigmoid = logits_TE.sigmoid()
+        return sigmoid / (sigmoid.sum(dim=-1, keepdim=True) + 1e-20)
+
+    def _choose(self, logits_TE: Tensor, softmax_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Chosen experts [T, K] and the weights of their outputs."""
+        moe, k = self.moe, self.moe.moe_router_topk
+        if moe.moe_router_load_balancing_type == "sinkhorn":
+            every = logits_TE.sigmoid() if k == 1 else logits_TE.softmax(dim=-1)
+            chosen = (sinkhorn(logits_TE, self.sequence) if self.training else every).topk(k, dim=-1).indices
+            weights = every.gather(1, chosen)
+        elif moe.moe_router_score_function == "sigmoid":
+            every = logits_TE.sigmoid()
+            chosen = self._best(every)
+            weights = every.gather(1, chosen)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if k > 1 else weights
+        elif moe.moe_router_pre_softmax:
+            chosen = self._best(softmax_TE)
+            weights = softmax_TE.gather(1, chosen)
+        else:
+            chosen = self._best(logits_TE)
+            weights = logits_TE.gather(1, chosen).softmax(dim=-1)
+        factor = moe.moe_router_topk_scaling_factor
+        return chosen, weights if factor is None else weights * factor
+
+    @torch.no_grad()
+    def _best(self, ranking_TE: Tensor) -> Tensor:
+        """The K best experts of each token, bias included, among its best groups where there are groups."""
+        moe, k = self.moe, self.moe.moe_router_topk
+        if self.expert_bias is not None:
+            ranking_TE = ranking_TE + self.expert_bias
+        if moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None:
+            groups_TGE = ranking_TE.unflatten(-1, (moe.moe_router_num_groups, -1))
+            # A group is as good as the experts that would be taken from it if the choices were spread evenly.
+            each = max(1, k // moe.moe_router_group_topk)
+            best = groups_TGE.topk(each, dim=-1).values.sum(-1).topk(moe.moe_router_group_topk, dim=-1).indices
+            open_TG = torch.zeros_like(groups_TGE[..., 0], dtype=torch.bool).scatter_(1, best, True)
+            ranking_TE = groups_TGE.masked_fill(~open_TG[..., None], float("-inf")).flatten(1)
+        return ranking_TE.topk(k, dim=-1).indices
+
+    def _limit(self, routing: Routing, factor: float, x_SBD: Tensor) -> Routing:
+        """Drop what an expert has no room for: the choices with the lowest weights, or the last ones.
+
+        Who comes first must not depend on how tokens lie in memory, so the few numbers that decide it are put in order.
+        """
+        moe, experts, by_batch = self.moe, routing.num_experts, batch_first(x_SBD)
+        tokens, k = routing.experts_TK.shape
+        # No token chooses an expert twice, so more room than there are tokens is never used.
+        capacity = min(tokens, max(1, math.ceil(tokens * k * factor / experts)))
+
+        def in_order(of_TK: Tensor) -> Tensor:
+            return to_rows(from_rows(of_TK, x_SBD, by_batch=by_batch), by_batch=False)
+
+        liked = in_order(routing.weights_TK.detach()) if moe.moe_token_drop_policy == "probs" else None
+        late = sort_by_expert(in_order(routing.experts_TK), experts, preference=liked).place_TK >= capacity
+        late_TK = to_rows(from_rows(late, x_SBD, by_batch=False), by_batch=by_batch)
+        return Routing(
+            routing.experts_TK.masked_fill(late_TK, experts),
+            routing.weights_TK,
+            experts,
+            incomplete=True,
+            capacity=capacity,
+            padded=moe.moe_pad_expert_input_to_capacity,
+        )

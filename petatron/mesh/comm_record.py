@@ -1,0 +1,168 @@
+"""The record of communication: every collective of a rank, in order, in a ring buffer.
+
+Volume tests, the hang report, traces and the planner's calibration all read this one record. An event holds the bytes of
+the full (unsharded) side of the operation: the buffer of an all-reduce, the output of a gather, the input of a scatter.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import FrameType
+from typing import NamedTuple, Protocol
+
+import torch
+
+_TORCH = torch.__path__[0]
+# Files that only pass a call on: what asked for it stands above them.
+_DOOR = (
+    "mesh/collectives.py",
+    "mesh/overlapped_all_to_all.py",
+    "mesh/comm_record.py",
+    "layers/ops/linear_op.py",
+    "layers/ops/recompute_output.py",
+    "parallel/tensor_parallel.py",
+    "parallel/data/fsdp_collectives.py",
+)
+
+
+CPU_ONLY = ("control", "background_control")
+"""Axes over gloo in every run; the second is a thread's own, which talks while training does."""
+
+
+class Communicator(NamedTuple):
+    """The ranks that an operation runs over, and the axis that has a communicator of its own there ("" is the one they share)."""
+
+    owner: str
+    ranks: tuple[int, ...]
+
+
+class RecordedAxis(Protocol):
+    """What the record wants to know of an axis."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def communicator(self) -> Communicator: ...
+
+
+# Two ranks of an axis start the same collectives, but not the same transfers.
+_TRANSFERS = ("send", "receive")
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """One operation, numbered from the start of the run; sends and receives have a `peer` (its rank in the world).
+
+    Those that are started together have the same `batch`. Not frozen: that would double the time it takes to make one, and there is
+    one for every call.
+    """
+
+    number: int
+    axis: str
+    op: str
+    elements: int
+    bytes: int
+    dtype: torch.dtype
+    caller: str
+    begun_s: float
+    """When it was started, on the monotonic clock."""
+    communicator: Communicator
+    peer: int | None = None
+    batch: int | None = None
+    inside: bool = False
+    """Whether the host is in the call now, or waits for its end."""
+
+    def __str__(self) -> str:
+        kind = f"{self.op} of {self.elements} {str(self.dtype).removeprefix('torch.')} over {self.axis}"
+        return f"{kind} at {self.caller.partition(' ')[0]}"
+
+
+class Record:
+    """Ring buffer of the latest events of a rank, and what its axes are.
+
+    Threads may add events, and look at them at any time.
+    """
+
+    def __init__(self, capacity: int = 8192, *, rank: int = 0) -> None:
+        self.rank = rank
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._count = 0
+        self._lock = threading.Lock()  # a save in the background communicates beside training
+        self._collectives: dict[str, int] = {}
+        self._axes: dict[str, tuple[tuple[int, ...], float]] = {}
+
+    def add(
+        self,
+        axis: RecordedAxis,
+        op: str,
+        *,
+        elements: int,
+        dtype: torch.dtype,
+        peer: int | None = None,
+        batch: int | None = None,
+    ) -> Event:
+        size, caller, where, name = elements * dtype.itemsize, _caller(), axis.communicator, axis.name
+        with self._lock:
+            self._count += 1
+            if op not in _TRANSFERS:
+                self._collectives[name] = self._collectives.get(name, 0) + 1
+            event = Event(self._count, name, op, elements, size, dtype, caller, time.monotonic(), where, peer, batch)
+            self._events.append(event)
+        return event
+
+    def know(self, axis: str, ranks: tuple[int, ...], *, timeout_s: float) -> None:
+        """Note the ranks of an axis and how long an operation over it may take."""
+        self._axes[axis] = ranks, timeout_s
+
+    def ranks_of(self, axis: str) -> tuple[int, ...]:
+        return self._axes[axis][0] if axis in self._axes else ()
+
+    def timeout_of(self, axis: str) -> float:
+        """How many seconds an operation over an axis may take."""
+        return self._axes[axis][1] if axis in self._axes else float("inf")
+
+    @property
+    def has_peers(self) -> bool:
+        return any(len(ranks) > 1 for ranks, _ in self._axes.values())
+
+    def collectives(self) -> dict[str, int]:
+        """How many collectives this rank has started over each axis."""
+        return dict(self._collectives)
+
+    def latest(self) -> Event | None:
+        return self._events[-1] if self._events else None
+
+    def events(self, *, since: int = 0) -> list[Event]:
+        """The events still in the buffer with a number above `since`."""
+        return [event for event in list(self._events) if event.number > since]  # a copy: another thread may add to it
+
+    @property
+    def count(self) -> int:
+        """How many events there have been; pass it as `since` later to see what came after."""
+        return self._count
+
+
+def _caller() -> str:
+    """The code that asked for communication, as file:line function.
+
+    That is the first frame outside the communication files and outside torch, whose autograd and module machinery stands
+    between a layer and what it calls.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _passes_on(frame.f_code.co_filename):
+        frame = frame.f_back
+    return place_of(frame)
+
+
+def place_of(frame: FrameType) -> str:
+    """A frame as file:line function."""
+    code = frame.f_code
+    return f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno} {code.co_name}"
+
+
+def _passes_on(file: str) -> bool:
+    return file.endswith(_DOOR) or file.startswith(_TORCH)

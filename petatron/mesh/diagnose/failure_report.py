@@ -1,0 +1,219 @@
+"""The report of a communication failure: which ranks, which operation, over which axis, since when.
+
+When a rank dies, or never arrives, its peers fail inside whatever communication they were in, with an error of the backend that
+names a socket at best. The record of communication (`mesh/comm_record.py`) knows more. Three things happen with it:
+
+- A call that breaks raises `CommunicationError`, which says where this rank was and keeps the backend's words.
+- A rank that hangs says so before the backend's own watchdog ends the process without a word (`watchdog.py`).
+- Whoever launched the ranks puts their reports side by side: who was waiting where, and who is behind (`together`).
+
+A report is a table of JSON values, since it passes through the error file of a rank. Nothing here imports torch: the launcher
+reads reports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from petatron.base.errors import TrainError
+
+if TYPE_CHECKING:
+    from petatron.mesh.comm_record import Event, Record
+
+Report = Mapping[str, Any]
+_SHOWN_BEFORE = 5
+_AHEAD = ("idle", "device")
+"""States of a rank whose last operation may be over."""
+_SHOWN_PLACES = 8
+REQUEST = "report-now"
+"""A file of this name beside the error files of its ranks is how a launcher asks all of them where they are."""
+
+
+class CommunicationError(TrainError):
+    """A collective or transfer broke, nearly always because another rank failed or did not arrive."""
+
+    def __init__(self, report: Report, cause: str) -> None:
+        self.report = report
+        super().__init__("\n".join([f"{sentence(report)} It broke with:", f"  {cause}", *before(report)]))
+
+
+def failed(error: BaseException, event: Event, record: Record) -> CommunicationError:
+    """What to raise in the place of a backend's error."""
+    cause = next((line for line in str(error).splitlines() if line.strip()), "") or type(error).__name__
+    return CommunicationError(report_of(record, event, state="failed"), cause)
+
+
+def report_of(record: Record, event: Event | None, *, state: str, at: str | None = None) -> Report:
+    """Where a rank is. `state` is failed or waiting (in `event`); or `event` is the last that it started, and it is idle or waits for
+    its device.
+
+    `at` is where its main thread is.
+    """
+    events = record.events()
+    latest = [other for other in events if event is None or other.number < event.number][-_SHOWN_BEFORE:]
+    place = {} if event is None else _place(event, record)
+    return {
+        "rank": record.rank,
+        "state": state,
+        "at": at,
+        **place,
+        "before": [_place(other, record) for other in latest],
+        "counts": {axis: [list(record.ranks_of(axis)), count] for axis, count in record.collectives().items()},
+    }
+
+
+def _place(event: Event, record: Record) -> dict[str, Any]:
+    return {
+        "number": event.number,
+        "op": event.op,
+        "axis": event.axis,
+        "ranks": list(record.ranks_of(event.axis)),
+        "caller": event.caller,
+        "bytes": event.bytes,
+        "for_s": round(time.monotonic() - event.begun_s, 3),
+    }
+
+
+def sentence(report: Report) -> str:
+    """Where one rank is, in words."""
+    who = f"Rank {report['rank']}"
+    if "op" not in report:
+        return f"{who} has started no communication yet{_stack(report)}."
+    what = f"{report['op']} over {report['axis']} (ranks {rank_list(report['ranks'])}), called at {report['caller']}"
+    what = f"{what}, operation {report['number']:,}"
+    since = _seconds(report["for_s"])
+    if report["state"] == "device":
+        return f"{who} waited {since} for its device, with nothing started since {what}{_stack(report)}."
+    if report["state"] == "idle":
+        return f"{who} has started no communication for {since} since {what}{_stack(report)}."
+    return f"{who} waited {since} in {what}."
+
+
+def _stack(report: Report) -> str:
+    return f"; its main thread is at {report['at']}" if report.get("at") else ""
+
+
+def before(report: Report) -> list[str]:
+    """The operations before it, as lines."""
+    if not report["before"]:
+        return []
+    rows = [
+        f"  {one['number']:>8,}  {_seconds(one['for_s']):>8} ago  {one['op']} over {one['axis']}, {one['bytes']:,} bytes, "
+        f"at {one['caller']}"
+        for one in report["before"]
+    ]
+    return ["The last operations before it:", *rows]
+
+
+def together(reports: Sequence[Report], *, failed_rank: int | None = None) -> list[str]:
+    """The story of several ranks: where those that survived were, and who did not arrive at what the others waited for.
+
+    `failed_rank` is the rank that is known to have failed first, of which nothing needs to be said.
+    """
+    others = [report for report in reports if report["rank"] != failed_rank and "op" in report]
+    places: dict[tuple[Any, ...], list[Report]] = {}
+    for report in others:
+        key = (
+            report["state"] in _AHEAD and report["state"],
+            report["op"],
+            report["axis"],
+            report["caller"],
+            report.get("at"),
+        )
+        places.setdefault(key, []).append(report)
+    lines = [_where(same) for same in places.values()]
+    more = len(lines) - _SHOWN_PLACES
+    return [
+        *absent(reports),
+        *lines[:_SHOWN_PLACES],
+        *([f"Other ranks were at {more} more places."] if more > 0 else []),
+    ]
+
+
+def _where(same: Sequence[Report]) -> str:
+    first = same[0]
+    ranks = sorted(report["rank"] for report in same)
+    who = f"Rank {ranks[0]} was" if len(ranks) == 1 else f"Ranks {rank_list(ranks)} were"
+    numbers = {report["number"] for report in same}
+    number = f", operation {first['number']:,}" if len(numbers) == 1 else ""
+    groups = {tuple(report["ranks"]) for report in same}
+    over = f"{first['axis']} (ranks {rank_list(first['ranks'])})" if len(groups) == 1 else first["axis"]
+    what = f"{first['op']} over {over} at {first['caller']}{number}"
+    longest = _seconds(max(report["for_s"] for report in same))
+    if first["state"] not in _AHEAD:
+        return f"{who} waiting in {what}, for up to {longest}."
+    if first["state"] == "device":
+        at = f"; the main thread is at {first['at']}" if first.get("at") else ""
+        return f"{who} waiting for the device, for up to {longest}, with nothing started since {what}{at}."
+    stack = f", and {'is' if len(ranks) == 1 else 'are'} at {first['at']}" if first.get("at") else ""
+    return f"{who} in no communication since {what}{stack}."
+
+
+def absent(reports: Sequence[Report]) -> list[str]:
+    """Who has started fewer collectives over an axis than the ranks that wait there; transfers have no such order.
+
+    A rank that waits for its device may wait for any of its axes. Of ranks that all do, none is blamed while another does not: how far
+    each had run ahead says nothing.
+    """
+    lines: dict[str, None] = {}
+    by_rank = {report["rank"]: report for report in reports}
+    stuck = {report["rank"] for report in reports if report["state"] == "device"}
+    for report in reports:
+        for axis, what in _waited_for(report).items():
+            ranks = report["counts"][axis][0]
+            started = {
+                rank: by_rank[rank]["counts"].get(axis, [ranks, 0])[1]
+                for rank in ranks
+                if rank in by_rank and by_rank[rank]["counts"].get(axis, [ranks, 0])[0] == ranks
+            }
+            most = max(started.values(), default=0)
+            late = [rank for rank, count in started.items() if count < most]
+            late = [rank for rank in late if rank not in stuck] or late
+            if late:
+                there = [rank for rank in started if started[rank] == most]
+                fewest = min(started[rank] for rank in late)
+                lines[
+                    f"{_ranks(late)} did not arrive at {what} over {axis} (ranks {rank_list(ranks)}): {fewest:,} collectives "
+                    f"started there, {most:,} by {_ranks(there).lower()}."
+                ] = None
+    return list(lines)
+
+
+def _waited_for(report: Report) -> dict[str, str]:
+    """Axis -> collective that a rank may be waiting for."""
+    if report["state"] == "device":
+        return {axis: "a collective" for axis, (ranks, _) in report["counts"].items() if len(ranks) > 1}
+    if report["state"] == "idle" or report.get("axis") not in report["counts"]:
+        return {}
+    return {report["axis"]: report["op"]}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {rank_list(ranks)}"
+
+
+def request(error_file: str | Path) -> Path:
+    """The file whose presence asks the rank with this error file for a report."""
+    return Path(error_file).parent / REQUEST
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Ranks in few words.
+
+    >>> rank_list([0, 1, 2, 4, 6, 7])
+    '0-2, 4, 6-7'
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f} s" if value >= 10 else f"{value:.1f} s"

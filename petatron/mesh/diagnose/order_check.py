@@ -1,0 +1,131 @@
+"""The global order of communication: what ranks recorded is held against what NCCL needs, which is more than gloo does.
+
+gloo buffers and runs every operation on threads of its own. NCCL does neither. A communication kernel waits on the device until its
+partners run theirs, so it keeps its place there; connecting a communicator blocks the host; and a device runs only so many
+kernels side by side. So two ranks that issue operations on two communicators in opposite orders can wait for each other for
+ever, where gloo goes on. NCCL's own rule is that operations on different communicators be issued in an order that all ranks agree on.
+
+Two rules are checked, on the record of every rank:
+
+1. On each communicator all members issue the same collectives in the same order: operation, dtype and number of elements (of an
+   all-to-all each rank may send as many as it likes). The sends from one rank to another and the receives of the other are equal in
+   number, and in order of the same size.
+2. There is one order of all operations of which every rank's is a part, where the sends and receives of a batch have one place
+   together. That is: all of it would end if every rank ran one operation at a time, in the order of issue, each until its partners have
+   come to it (`mesh/diagnose/nccl_program.py` with one queue). Whatever runs side by side in truth, then nothing can wait in a circle.
+
+Rule 2 says nothing about two operations that no chain of other ones connects: stages of a pipeline reduce their gradients at
+different places between their transfers, and that is no finding, since no rank takes part in two stages' reductions. It does
+forbid that replicas of one stage reduce at different places between transfers with the same pipelines, and circles through three
+and more ranks, no two of which share two communicators.
+
+The one exception is by design: the thread of an async save talks over a communicator of its own, gloo's, in no order with training.
+Rule 1 holds there too. An operation that is started and waited for later counts where it is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, zip_longest
+
+from petatron.mesh.comm_record import Communicator, Event
+from petatron.mesh.diagnose.nccl_program import RECEIVE, SEND, Call, Operation, Program, Wait, play
+
+CONCURRENT = ("background_control",)
+"""Axes that a thread beside training talks over."""
+_EACH_ITS_OWN_SIZE = ("all_to_all",)
+
+
+def order_findings(records: Sequence[Sequence[Event]]) -> list[str]:
+    """What NCCL could hang at, from the events of all ranks in the order of issue; empty if it cannot.
+
+    Operations without partners come first: while there are any, nothing is said about orders.
+    """
+    return list(_mismatches(records)) or list(_circles(records))
+
+
+def _mismatches(records: Sequence[Sequence[Event]]) -> Iterator[str]:
+    collectives: dict[Communicator, dict[int, list[Event]]] = {}
+    messages: dict[tuple[Communicator, int, int], tuple[list[Event], list[Event]]] = {}
+    for rank, events in enumerate(records):
+        for event in events:
+            if event.peer is None:
+                members = collectives.setdefault(event.communicator, {one: [] for one in event.communicator.ranks})
+                members[rank].append(event)
+            else:
+                ends = (rank, event.peer) if event.op == SEND else (event.peer, rank)
+                messages.setdefault((event.communicator, *ends), ([], []))[event.op == RECEIVE].append(event)
+    for members in collectives.values():
+        first, *others = members
+        for other in others:
+            yield from _first_difference(first, members[first], other, members[other], "operation")
+    for (_, source, destination), (sent, received) in messages.items():
+        yield from _first_difference(source, sent, destination, received, "message")
+
+
+def _first_difference(one: int, events: Sequence[Event], two: int, others: Sequence[Event], noun: str) -> Iterator[str]:
+    for number, (ours, theirs) in enumerate(zip_longest(events, others), start=1):
+        if ours is None or theirs is None or _signature(ours) != _signature(theirs):
+            there = (f"on rank {rank} {_quoted(event)}" for rank, event in ((one, ours), (two, theirs)))
+            yield f"ranks {one} and {two}: {noun} {number} of a communicator is {' and '.join(there)}"
+            return
+
+
+def _signature(event: Event) -> tuple[object, ...]:
+    op = "message" if event.peer is not None else event.op
+    return op, event.dtype, -1 if event.op in _EACH_ITS_OWN_SIZE else event.elements
+
+
+def _quoted(event: Event | None) -> str:
+    return "missing" if event is None else f'"{event}"'
+
+
+def _circles(records: Sequence[Sequence[Event]]) -> Iterator[str]:
+    batches = [_batches(events) for events in records]
+    calls = tuple([_call(batch) for batch in own] for own in batches)
+    communicators = {event.communicator: event.communicator.ranks for own in records for event in own}
+    heads: dict[int, Wait] = {}  # what each rank that waits is at; in one queue that is one call
+    for wait in play(Program(calls, communicators), one_queue=True).waits:
+        heads.setdefault(wait.rank, wait)
+    seen: set[int] = set()
+    for start in heads:
+        path: list[int] = []
+        rank = start
+        while rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = heads[rank].partners[0]
+        if rank in path:
+            circle = path[path.index(rank) :]
+            yield _described([(rank, _event(batches[rank], heads[rank])) for rank in circle])
+
+
+def _described(circle: list[tuple[int, Event]]) -> str:
+    """Each rank of a circle is at an operation that the next one comes to after its own."""
+    (one, first), (two, second), *others = circle
+    if not others:
+        return f'ranks {one} and {two}: "{first}" before "{second}" on rank {one}, after it on rank {two}'
+    waits = (f'rank {rank} is at "{event}"' for rank, event in circle)
+    ranks = ", ".join(str(rank) for rank, _ in circle)
+    return f"ranks {ranks} wait in a circle, each for the next: {'; '.join(waits)}"
+
+
+def _event(batches: list[list[Event]], wait: Wait) -> Event:
+    """The operation that a rank waits in."""
+    assert wait.operation is not None
+    place = wait.call.operations.index(wait.operation)
+    return batches[wait.position][place]
+
+
+def _batches(events: Sequence[Event]) -> list[list[Event]]:
+    """Collectives alone, and sends and receives that were started together on one communicator; not those of other threads."""
+    ordered = (event for event in events if event.axis not in CONCURRENT)
+    together = groupby(
+        ordered, key=lambda event: (event.communicator, event.number if event.batch is None else -1 - event.batch)
+    )
+    return [list(batch) for _, batch in together]
+
+
+def _call(batch: list[Event]) -> Call:
+    operations = tuple(Operation(event.op, -1 if event.peer is None else event.peer) for event in batch)
+    return Call(batch[0].communicator, operations)

@@ -1,0 +1,379 @@
+"""Who this process is among the ranks, and how ranks find each other: the one place that reads the environment.
+
+Three launchers start the same program. `petatron train --nproc-per-node` and torchrun describe a rank with torchrun's
+six variables; `srun` describes it with SLURM's. Without either, the process is alone and needs no process group.
+
+SLURM needs care. A batch script, an `salloc` shell and an interactive step all carry SLURM variables although only one
+process runs there: believing SLURM_NTASKS=8 in such a shell would wait for seven ranks nobody starts. So SLURM counts
+only inside a step that `srun` made, which is a step id below the reserved ones (interactive, batch, extern ...).
+Inside a step the step's own variables win over the job's, because a step may use a part of the job.
+
+When a rank fails it writes what happened to the file named by TORCHELASTIC_ERROR_FILE, in torch elastic's format, and
+says nothing itself: whoever launched it (torchrun, or `mesh/launch/local_launcher.py`) shows one report instead of N interleaved
+tracebacks. Its peers then fail too, because their connections break. Such echoes are marked and dated two seconds
+later, since torchrun compares whole seconds and would otherwise pick any of them as the first cause.
+
+torch is imported inside the functions that need it: the launcher shares this module and has to start ranks at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from petatron.base.errors import ConfigError, LaunchError, PetatronError
+from petatron.base.log import get_logger
+from petatron.base.safe_files import publish
+from petatron.mesh.launch.shared_secret import VARIABLE as SECRET
+from petatron.mesh.launch.shared_secret import check_secret
+
+logger = get_logger(__name__)
+
+Origin = Literal["torchrun", "slurm", "single"]
+Backend = Literal["gloo", "nccl", "fake"]
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+STORE_FILE, SECRET_NAME = "PETATRON_STORE_FILE", "PETATRON_SECRET_NAME"
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Step ids from here up are not made by srun: 0xfffffffa is an interactive step, then come batch, extern and pending.
+FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
+ECHO_DELAY_S = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """This process's place among all ranks, and where rank 0 can be reached."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    origin: Origin
+    store_file: str | None = None
+    """Where ranks meet that our launcher started on one machine, in the place of an address."""
+    secret: str | None = field(default=None, repr=False)
+    """What ranks of several machines prove by that they belong together (`shared_secret.py`)."""
+    secret_name: str | None = None
+    """Where nothing passed the secret on: the name under which rank 0 leaves it for the others."""
+    agent_attempt: int | None = None
+    """Where torchrun's agent hosts the store: how often it has started the ranks again."""
+
+
+SINGLE = Environment(
+    rank=0, local_rank=0, world_size=1, local_world_size=1, master_addr="127.0.0.1", master_port=0, origin="single"
+)
+
+
+def read_environment(env: Mapping[str, str] = os.environ) -> Environment:
+    """Ask torchrun's variables, then SLURM's; neither means a single process."""
+    if "RANK" in env or "LOCAL_RANK" in env:
+        found = _from_torchrun(env)
+    elif _inside_slurm_step(env):
+        found = _from_slurm(env)
+    elif env.get("WORLD_SIZE", "1") != "1":
+        found = _from_torchrun(env)
+    else:
+        return SINGLE
+    _check(found)
+    return found
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Environment:
+    _require(env, TORCHRUN_VARIABLES, who="torchrun's variables")
+    return Environment(
+        rank=_integer(env, "RANK"),
+        local_rank=_integer(env, "LOCAL_RANK"),
+        world_size=_integer(env, "WORLD_SIZE"),
+        local_world_size=_integer(env, "LOCAL_WORLD_SIZE"),
+        master_addr=env["MASTER_ADDR"],
+        master_port=_integer(env, "MASTER_PORT"),
+        origin="torchrun",
+        store_file=env.get(STORE_FILE),
+        secret=given_secret(env),
+        secret_name=env.get(SECRET_NAME),
+        agent_attempt=_agent_attempt(env),
+    )
+
+
+def given_secret(env: Mapping[str, str] = os.environ) -> str | None:
+    """The secret of the run, where somebody has passed it on."""
+    return check_secret(env[SECRET]) if SECRET in env else None
+
+
+def _agent_attempt(env: Mapping[str, str]) -> int | None:
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return _integer(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
+
+
+def _inside_slurm_step(env: Mapping[str, str]) -> bool:
+    step = env.get("SLURM_STEP_ID", "")
+    return "SLURM_PROCID" in env and step.isdecimal() and int(step) < FIRST_RESERVED_SLURM_STEP
+
+
+def _from_slurm(env: Mapping[str, str]) -> Environment:
+    tasks = _first_present(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes = _first_present(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    _require(env, ("SLURM_PROCID", "SLURM_LOCALID", tasks, nodes, "SLURM_JOB_ID"), who="SLURM's variables")
+    hosts = expand_hosts(env[nodes])
+    world_size = _integer(env, tasks)
+    port = 10_000 + (_integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 20_000
+    return Environment(
+        rank=_integer(env, "SLURM_PROCID"),
+        local_rank=_integer(env, "SLURM_LOCALID"),
+        world_size=world_size,
+        local_world_size=_slurm_local_world_size(env, num_nodes=len(hosts), world_size=world_size),
+        master_addr=env.get("MASTER_ADDR", hosts[0]),
+        master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else port,
+        origin="slurm",
+        secret=given_secret(env),
+        secret_name=f"slurm-{env['SLURM_JOB_ID']}-{env['SLURM_STEP_ID']}",
+    )
+
+
+def _slurm_local_world_size(env: Mapping[str, str], *, num_nodes: int, world_size: int) -> int:
+    """Tasks on this node: SLURM writes `4(x2),3` for nodes with 4, 4 and 3 tasks."""
+    name = _first_present(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if name not in env:
+        if world_size % num_nodes:
+            raise LaunchError(
+                f"SLURM runs {world_size} tasks on {num_nodes} nodes, and SLURM_TASKS_PER_NODE, which would say how "
+                "many are here, is not set. Start the ranks with srun --ntasks-per-node=N."
+            )
+        return world_size // num_nodes
+    counts: list[int] = []
+    for part in env[name].split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise LaunchError(f"{name}={env[name]} is not a list of task counts such as 4(x2),3. Start with srun.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _integer(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    if node >= len(counts):
+        raise LaunchError(f"SLURM_NODEID={node} is outside {name}={env[name]} ({len(counts)} nodes). Start with srun.")
+    return counts[node]
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """All names in a SLURM host list, in its order: `gpu[003-004,12],login` is gpu003, gpu004, gpu12, login."""
+    hosts: list[str] = []
+    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodelist):
+        pieces = [_expand_piece(piece, nodelist) for piece in re.split(r"(\[[^\]]*\])", item.strip()) if piece]
+        hosts += ["".join(parts) for parts in itertools.product(*pieces)] if pieces else []
+    if not hosts:
+        raise LaunchError(f"SLURM's node list {nodelist!r} names no host. Start the ranks with srun inside a job.")
+    return hosts
+
+
+def _expand_piece(piece: str, nodelist: str) -> list[str]:
+    if not piece.startswith("["):
+        return [piece]
+    names: list[str] = []
+    for span in piece[1:-1].split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", span.strip())
+        if match is None:
+            raise LaunchError(
+                f"Cannot read {span!r} in SLURM's node list {nodelist!r}: expected a number or a range such as "
+                "003-010. Set MASTER_ADDR to the first host to go on without it."
+            )
+        first, last = match[1], match[2] or match[1]
+        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return names
+
+
+def _first_present(env: Mapping[str, str], preferred: str, fallback: str) -> str:
+    return preferred if preferred in env else fallback
+
+
+def _require(env: Mapping[str, str], names: tuple[str, ...], *, who: str) -> None:
+    missing = [name for name in names if not env.get(name)]
+    if missing:
+        present = [name for name in names if env.get(name)]
+        raise LaunchError(
+            f"{who} are incomplete: {', '.join(present)} set, {', '.join(missing)} not. Start the ranks with "
+            "`petatron train --nproc-per-node N`, torchrun or srun, or unset these variables to run one process."
+        )
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise LaunchError(f"{name}={env[name]!r} is not a whole number. Whatever launched this rank set it.") from None
+
+
+def _check(found: Environment) -> None:
+    wrong: list[str] = []
+    if not 0 <= found.rank < found.world_size:
+        wrong.append(f"rank {found.rank} is not below the world size {found.world_size}")
+    if not 0 <= found.local_rank < found.local_world_size:
+        wrong.append(f"local rank {found.local_rank} is not below the local world size {found.local_world_size}")
+    if found.local_world_size > found.world_size:
+        wrong.append(f"the local world size {found.local_world_size} exceeds the world size {found.world_size}")
+    if not 0 < found.master_port < 65_536:
+        wrong.append(f"port {found.master_port} is not between 1 and 65535")
+    if wrong:
+        names = ", ".join(TORCHRUN_VARIABLES) if found.origin == "torchrun" else "SLURM_PROCID, SLURM_NTASKS, ..."
+        raise LaunchError(
+            f"The {found.origin} variables ({names}) contradict each other: {'; '.join(wrong)}. Left-over exports in "
+            "the shell are the usual cause; unset them."
+        )
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity mask, cut by a container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2 here, or the quota is the word "max"
+        return cores
+
+
+def rank_environment(
+    environment: Environment, *, error_file: str | None = None, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """All variables of a rank that we start ourselves; what the user set for threads and interfaces stays."""
+    env = dict(base)
+    env.update(
+        RANK=str(environment.rank),
+        LOCAL_RANK=str(environment.local_rank),
+        WORLD_SIZE=str(environment.world_size),
+        LOCAL_WORLD_SIZE=str(environment.local_world_size),
+        MASTER_ADDR=environment.master_addr,
+        MASTER_PORT=str(environment.master_port),
+    )
+    # A launcher started below torchrun must not make its ranks wait for that torchrun's store.
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", ERROR_FILE, STORE_FILE, SECRET, SECRET_NAME):
+        env.pop(name, None)
+    own = {ERROR_FILE: error_file, STORE_FILE: environment.store_file}
+    own |= {SECRET: environment.secret, SECRET_NAME: environment.secret_name}
+    env.update({name: value for name, value in own.items() if value is not None})
+    env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // environment.local_world_size)))
+    if environment.local_world_size == environment.world_size and sys.platform == "linux":
+        # Nothing has to be reached from outside; and gloo would resolve the host name, which is slow where DNS is broken.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return env
+
+
+def set_variables(wanted: Mapping[str, str]) -> None:
+    """Set variables of libraries that read them later; what the user has set stays."""
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def guard(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> int:
+    """Run a rank's main to the end of its process; on failure leave a report for the launcher.
+
+    A rank with peers, or with a launcher that reads the error file, ends here without running destructors. After a
+    failure, leaving a process group whose peers are gone can wait for minutes; after success, a communication thread
+    that still lets go of a tensor while the interpreter goes down would abort the process. Alone, main's result or
+    exception goes on.
+    """
+    alone = env.get("WORLD_SIZE", "1") == "1" and not _inside_slurm_step(env)
+    error_file = env.get(ERROR_FILE)
+    try:
+        code = main()
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if alone and not error_file:
+            raise
+        _end_now(130 if isinstance(stop, KeyboardInterrupt) else _exit_code(stop))
+    except Exception as error:
+        failed = 2 if isinstance(error, ConfigError) else 1  # as the command line says it without other ranks
+        written = error_file is not None and _write_error_file(error, error_file)
+        if alone and not written:
+            raise
+        if not written:
+            logger.error("rank %s failed: %s", env.get("RANK", env.get("SLURM_PROCID", "?")), _text(error))
+        if not alone and not is_echo(error):
+            _tell_peers(_text(error), env)
+        _end_now(failed)
+    if not alone:
+        _end_now(code)
+    return code
+
+
+def _tell_peers(text: str, env: Mapping[str, str]) -> None:
+    """Let ranks know that no launcher of this machine would end."""
+    try:
+        environment = read_environment(env)
+    except LaunchError:  # who this rank is may be what is wrong
+        return
+    if environment.store_file is None:
+        from petatron.mesh.launch.rendezvous import tell_peers
+
+        tell_peers(environment, text)
+
+
+def _write_error_file(error: Exception, path: str) -> bool:
+    message, report = f"{type(error).__name__}: {error}", getattr(error, "report", None)
+    return write_error_file(path, message=message, text=_text(error), echo=is_echo(error), report=report)
+
+
+def write_error_file(
+    path: str, *, message: str, text: str, echo: bool, report: Mapping[str, object] | None = None
+) -> bool:
+    """Leave a report for the launcher in torch elastic's format, whole or not at all; `report` is of `mesh/diagnose/failure_report.py`."""
+    now = time.time()
+    details = {
+        "py_callstack": text,
+        "timestamp": str(int(now) + (ECHO_DELAY_S if echo else 0)),
+        "time": now,
+        "echo": echo,
+        "communication": report,
+    }
+    try:
+        publish(Path(path), json.dumps({"message": {"message": message, "extraInfo": details}}))
+    except OSError:
+        return False
+    return True
+
+
+def error_file(env: Mapping[str, str] = os.environ) -> str | None:
+    """Where this rank reports a failure, if its launcher reads that."""
+    return env.get(ERROR_FILE)
+
+
+def _text(error: Exception) -> str:
+    """What a person needs to see: an error of theirs without our stack, anything else with it."""
+    if isinstance(error, PetatronError):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether a communication call broke, which nearly always means that another rank failed first."""
+    if getattr(error, "echo", False):
+        return True
+    if error.__cause__ is not None and is_echo(error.__cause__):
+        return True
+    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and re.search(r"/gloo/|by peer|Broken pipe", str(error)) is not None
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """The code Python itself would end with: a message goes to stderr and counts as 1."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+def _end_now(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)

@@ -1,0 +1,371 @@
+"""Start the ranks of one machine, watch them, and tell one story when one of them fails.
+
+Why not torch's elastic agent: it gives the surviving ranks 30 s before it kills them and mixes every rank's traceback.
+Here the first failure ends the run within `grace_s` plus a moment, and the user reads the first cause once.
+
+Signals. Ranks run in a session of their own, so Ctrl-C in a terminal reaches only this process, which passes it on
+exactly once: a rank that took it as "save and exit" is not hit again while saving, and may take as long as it needs.
+A second Ctrl-C means "now", and kills. SIGHUP (a closed terminal) is passed on as SIGTERM. A run that a signal ended before its
+ranks could end by themselves has the exit code 128 + that signal, whichever way its ranks died.
+
+Orphans. If this process is killed in a way nothing can catch, the kernel kills the ranks (PR_SET_PDEATHSIG, Linux);
+ranks that train on with no one to stop them would hold the devices for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from petatron.base.errors import LaunchError
+from petatron.base.terminal_escape import escaped_output, unescaped
+from petatron.mesh.diagnose import failure_report
+from petatron.mesh.launch.environment import Environment, given_secret, rank_environment
+
+POLL_S = 0.05
+TERMINATE_S = 2.0
+PR_SET_PDEATHSIG = 1
+
+
+def run_ranks(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str = "127.0.0.1",
+    master_port: int | None = None,
+    grace_s: float = 3.0,
+) -> int:
+    """Run `command` once per local rank and return the exit code: 0, the first failure's, or 128 + the signal that ended it."""
+    environments = _local_ranks(
+        nproc=nproc, nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, master_port=master_port
+    )
+    with tempfile.TemporaryDirectory(prefix="petatron-ranks-") as folder:  # nobody else may look into it
+        if nnodes == 1:
+            environments = [replace(one, store_file=str(Path(folder) / "store")) for one in environments]
+        else:
+            given = given_secret()
+            name = None if given else _secret_name(environments[0])  # rank 0 leaves one there, and the others find it
+            environments = [replace(one, secret=given, secret_name=name) for one in environments]
+        ranks: list[Rank] = []
+        with _forwarding(ranks) as received:
+            try:
+                for environment in environments:
+                    ranks.append(_start(command, environment, Path(folder) / f"rank-{environment.rank}.json"))
+                first = _wait(ranks, grace_s=grace_s)
+            finally:
+                _stop(ranks)
+        if nnodes > 1 and first is not None:
+            _tell_other_machines(first, environments)
+        with escaped_output():  # what failed ranks report may hold words of others
+            return _conclude(ranks, first, received, world_size=environments[0].world_size)
+
+
+@dataclass(slots=True)
+class Rank:
+    """One child process and where it reports an error."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    error_file: Path
+    ended_at: float | None = None
+    """When we first saw that it had ended (unix time)."""
+    stopped: bool = False
+    """Whether we ended it because another rank failed."""
+
+    def running(self) -> bool:
+        if self.ended_at is None and self.process.poll() is not None:
+            self.ended_at = time.time()
+        return self.ended_at is None
+
+
+@dataclass(slots=True)
+class Received:
+    """Signals this process got while the ranks ran."""
+
+    signals: list[signal.Signals] = field(default_factory=list)
+
+    @property
+    def killing(self) -> bool:
+        """Whether a second Ctrl-C has killed the ranks."""
+        return self.signals.count(signal.SIGINT) > 1
+
+    def ended(self, code: int) -> bool:
+        """Whether a rank with this exit code died of what was passed on, which needs no error report.
+
+        Ranks die of it in many ways: by the signal itself, as Python ends on Ctrl-C, or because their peers did. Only the
+        kernel's SIGKILL is never an answer to a signal that can be caught.
+        """
+        if not self.signals:
+            return False
+        if code == -signal.SIGKILL:
+            return self.killing
+        return code < 0 or code in {128 + number for number in self.signals}
+
+    @property
+    def code(self) -> int:
+        """What a shell says of a program that such a signal ended: the one that killed, or the one that was passed on."""
+        return 128 + (signal.SIGINT if self.killing else self.signals[0])
+
+
+def _local_ranks(
+    *, nproc: int, nnodes: int, node_rank: int, master_addr: str, master_port: int | None
+) -> list[Environment]:
+    if nproc < 1:
+        raise LaunchError(f"--nproc-per-node {nproc} starts no rank. Give at least 1.")
+    if not 0 <= node_rank < nnodes:
+        raise LaunchError(f"--node-rank {node_rank} is not below --nnodes {nnodes}. Machines count from 0.")
+    if master_port is None and nnodes > 1:
+        raise LaunchError(f"--nnodes {nnodes} needs --master-port: all machines must agree on it. Try 29500.")
+    if nnodes > 1 and master_addr in ("127.0.0.1", "localhost", "::1"):
+        raise LaunchError(
+            f"--nnodes {nnodes} needs --master-addr: {master_addr} means a different machine on each of them. "
+            "Give the name or address of the machine with --node-rank 0."
+        )
+    port = master_port if master_port is not None else _free_port()
+    return [
+        Environment(
+            rank=node_rank * nproc + local_rank,
+            local_rank=local_rank,
+            world_size=nnodes * nproc,
+            local_world_size=nproc,
+            master_addr=master_addr,
+            master_port=port,
+            origin="torchrun",
+        )
+        for local_rank in range(nproc)
+    ]
+
+
+def _secret_name(environment: Environment) -> str:
+    return f"{environment.master_addr}-{environment.master_port}".replace("/", "_")
+
+
+def _tell_other_machines(first: Rank, environments: Sequence[Environment]) -> None:
+    """A rank that was killed could not say so itself; where rank 0 is gone, so is the store, which its peers notice."""
+    place = next(one for one in environments if one.rank == first.number)
+    if first.process.returncode >= 0 or first.number == 0 or place.secret is None:
+        return
+    from petatron.mesh.launch import rendezvous
+
+    rendezvous.tell_peers(place, f"It was ended by {signal.Signals(-first.process.returncode).name}.")
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start(command: Sequence[str], environment: Environment, error_file: Path) -> Rank:
+    try:
+        process = subprocess.Popen(
+            list(command),
+            env=rank_environment(environment, error_file=str(error_file)),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),
+        )
+    except OSError as error:
+        raise LaunchError(f"Cannot start rank {environment.rank} with {command[0]!r}: {error}.") from error
+    return Rank(number=environment.rank, process=process, error_file=error_file)
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """A hook for the child, between fork and exec: have the kernel kill it when this process is gone."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)  # loaded here: between fork and exec as little as possible should happen
+    parent = os.getpid()
+
+    def hook() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above took effect
+            os._exit(1)
+
+    return hook
+
+
+@contextlib.contextmanager
+def _forwarding(ranks: list[Rank]) -> Iterator[Received]:
+    """While open, pass SIGINT, SIGTERM and SIGHUP on to the ranks; the second SIGINT kills them."""
+    received = Received()
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread may install handlers
+        return
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        already = bool(received.signals)
+        received.signals.append(signal.Signals(number))
+        if received.killing:
+            _signal_all(ranks, signal.SIGKILL)
+        elif not already:
+            _signal_all(ranks, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_ours(number)]
+    before = {number: signal.signal(number, handle) for number in wanted}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_ours(number: signal.Signals) -> bool:
+    # nohup, and shells that start background jobs, ignore signals on purpose.
+    return signal.getsignal(number) is not signal.SIG_IGN
+
+
+def _signal_all(ranks: Sequence[Rank], number: signal.Signals) -> None:
+    for rank in ranks:
+        if rank.running():
+            rank.process.send_signal(number)
+
+
+def _wait(ranks: Sequence[Rank], *, grace_s: float) -> Rank | None:
+    """Until all ranks ended well (None), or one failed and the others had `grace_s` to end by themselves."""
+    first: Rank | None = None
+    deadline = float("inf")
+    while _running(ranks) and time.monotonic() < deadline:
+        if first is None:
+            first = _first_failed(ranks)
+            if first is not None:
+                deadline = time.monotonic() + grace_s
+                failure_report.request(first.error_file).touch()
+        time.sleep(POLL_S)
+    return first or _first_failed(ranks)
+
+
+def _running(ranks: Sequence[Rank]) -> int:
+    return sum(rank.running() for rank in ranks)  # a sum, not any(): it looks at every rank
+
+
+def _first_failed(ranks: Sequence[Rank]) -> Rank | None:
+    failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
+    return min(failed, key=lambda rank: rank.ended_at or 0.0, default=None)
+
+
+def _stop(ranks: Sequence[Rank]) -> None:
+    """SIGTERM, a moment, SIGKILL, and no zombie; a rank that has ended is left alone."""
+    for rank in ranks:
+        rank.stopped = rank.running()
+    _signal_all(ranks, signal.SIGTERM)
+    deadline = time.monotonic() + TERMINATE_S
+    while _running(ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    _signal_all(ranks, signal.SIGKILL)
+    for rank in ranks:
+        rank.process.wait()
+
+
+def _conclude(ranks: Sequence[Rank], first: Rank | None, received: Received, *, world_size: int) -> int:
+    """The exit code of the whole, after telling what happened if it was not a success."""
+    if first is None:
+        return 0
+    if sys.stderr.isatty():
+        unescaped(sys.stderr).write("\x1b[?25h")  # a rank that was killed may have left the cursor hidden
+    if received.ended(first.process.returncode):
+        names = " and ".join(dict.fromkeys(number.name for number in received.signals))
+        _say(f"Stopped by {names} before the run could end by itself.")
+        return received.code
+    culprit, report, gave_up = _first_cause(ranks)
+    if report and all((own := _read_report(rank.error_file)) and own.text == report for rank in ranks):
+        _say(report)  # every rank found the same fault: it is the input's, not a rank's
+        return _code(culprit)
+    stopped = sum(rank.stopped for rank in ranks)
+    followed = sum(rank.process.returncode != 0 and not rank.stopped for rank in ranks) - 1
+    verb = "gave up" if gave_up else "failed"
+    _say(f"\nRank {culprit.number} of {world_size} {verb} first{_how(culprit)}")
+    if report:
+        _say(f"\n{report}\n")
+    for line in failure_report.together(_communication(ranks), failed_rank=culprit.number):
+        _say(line)
+    others = [f"{stopped} stopped"] * bool(stopped) + [f"{followed} failed after it"] * bool(followed)
+    if others:
+        _say(f"Other ranks on this machine: {', '.join(others)}.")
+    return _code(culprit)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def _first_cause(ranks: Sequence[Rank]) -> tuple[Rank, str, bool]:
+    """The rank that started it, its text, and whether all that it did was to give up waiting for another.
+
+    An error of its own beats a death without report, because NCCL's watchdog aborts ranks whose peer failed; both beat
+    a report of a broken connection. Within a class the earliest wins.
+    """
+    causes: list[tuple[int, float, Rank, str]] = []
+    for rank in ranks:
+        if rank.stopped or rank.process.returncode == 0:
+            continue
+        report = _read_report(rank.error_file)
+        if report is None or (report.waiting and rank.process.returncode not in (1, -signal.SIGABRT)):
+            causes.append((1, rank.ended_at or 0.0, rank, ""))
+        else:
+            causes.append((2 if report.echo else 0, report.time, rank, report.text))
+    kind, _, culprit, text = min(causes, key=lambda cause: cause[:2])
+    return culprit, text, kind == 2
+
+
+def _communication(ranks: Sequence[Rank]) -> list[failure_report.Report]:
+    """Where each rank of this machine was that could tell."""
+    reports = [_read_report(rank.error_file) for rank in ranks]
+    return [report.communication for report in reports if report is not None and report.communication is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a failed rank wrote, or one that waits for it."""
+
+    text: str
+    time: float
+    echo: bool
+    communication: failure_report.Report | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it was written from outside the rank's main thread, which may have met its end later."""
+        return self.communication is not None and self.communication["state"] != "failed"
+
+
+def _read_report(path: Path) -> Report | None:
+    try:
+        details = json.loads(path.read_text())["message"]["extraInfo"]
+        time_s = float(details.get("time", details["timestamp"]))
+        return Report(
+            text=details["py_callstack"],
+            time=time_s,
+            echo=bool(details.get("echo")),
+            communication=details.get("communication"),
+        )
+    except (OSError, ValueError, KeyError, TypeError):  # it died while writing, or never wrote
+        return None
+
+
+def _how(rank: Rank) -> str:
+    code = rank.process.returncode
+    if code >= 0:
+        return ":" if rank.error_file.exists() else f", with exit code {code} and no report."
+    hint = " The kernel does that when memory runs out." if -code == signal.SIGKILL else ""
+    return f": it was ended by {signal.Signals(-code).name}.{hint}"
+
+
+def _code(rank: Rank) -> int:
+    code = rank.process.returncode
+    return 128 - code if code < 0 else code

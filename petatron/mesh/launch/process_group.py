@@ -1,0 +1,165 @@
+"""Joining the other ranks and leaving them: device, variables, store, default process group.
+
+The order matters. The device is bound before anything touches CUDA, variables are set before the library that reads them starts,
+and the default group is gloo's with either backend: it connects nobody until two ranks communicate, so a world of any size starts at
+once. `ParallelMesh` makes the groups that move device memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the fake backend; nothing public does
+
+from petatron.base.errors import LaunchError
+from petatron.base.log import get_logger
+from petatron.mesh.launch.environment import Backend, Environment, set_variables
+from petatron.mesh.launch.nccl_options import as_environment, variables
+from petatron.mesh.launch.rendezvous import Rendezvous
+
+_log = get_logger(__name__)
+_DESCRIPTORS = 65_536
+"""How many open files a rank asks for; sockets count as such."""
+
+
+def start_process_group(
+    environment: Environment,
+    *,
+    backend: Backend | None = None,
+    timeout_minutes: float = 10.0,
+    device_kind: Literal["cpu", "cuda"] = "cpu",
+    deterministic: bool = False,
+    ranks_per_device: int = 1,
+) -> Backend:
+    """Join all ranks and return the backend of the device's memory; a world of one joins nobody.
+
+    `fake` pretends to have joined (for planning). `deterministic` lets torch use only deterministic kernels; cuBLAS needs to be
+    told before CUDA starts.
+    """
+    backend = backend or ("nccl" if device_kind == "cuda" else "gloo")
+    if deterministic:
+        set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+        torch.use_deterministic_algorithms(True)
+    if backend == "nccl" and (device_kind != "cuda" or not dist.is_nccl_available()):
+        raise LaunchError(
+            f"--distributed-backend nccl needs CUDA devices and a torch built with NCCL; here the device is "
+            f"{device_kind} and NCCL is {'' if dist.is_nccl_available() else 'not '}available. Use gloo."
+        )
+    wanted = variables(nccl=backend == "nccl", shared_by=ranks_per_device, rank=environment.rank)
+    set_variables(as_environment(wanted))
+    if device_kind == "cuda":
+        _bind_device(local_device_index(environment.local_rank, torch.cuda.device_count(), ranks_per_device))
+    if environment.world_size == 1:
+        return backend
+    if backend == "fake":
+        dist.init_process_group("fake", store=FakeStore(), rank=environment.rank, world_size=environment.world_size)
+        return backend
+    _raise_descriptor_limit(environment)
+    store = _join(environment, timedelta(minutes=timeout_minutes))
+    if backend == "nccl":
+        _claim_device(store, environment, ranks_per_device)
+    return backend
+
+
+def _join(environment: Environment, timeout: timedelta) -> dist.Store:
+    meeting = Rendezvous(environment, timeout=timeout)
+    meeting.roll_call(timeout)
+    # gloo also under NCCL. And no device: one bound to this group would make NCCL split every later group from the world,
+    # which all ranks would have to join, while ours are made by their members alone.
+    dist.init_process_group(
+        "gloo", store=meeting.groups_store(), rank=environment.rank, world_size=environment.world_size, timeout=timeout
+    )
+    return meeting.store
+
+
+def new_group(
+    name: str,
+    ranks: tuple[int, ...],
+    *,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device | None = None,
+    options: object = None,
+) -> dist.ProcessGroup:
+    """A process group that its members alone make; they find each other by name and ranks.
+
+    `dist.new_group` would put the number of groups that this process has into the name, so that ranks with different numbers of
+    groups (the ends of a pipeline have more) never meet. With a device the communicator is connected here and now, not by the
+    first collective.
+    """
+    taken = set(c10d._world.pg_names.values())
+    label = f"{name}:{','.join(map(str, ranks))}"
+    fresh = next(text for again in itertools.count() if (text := f"{label}#{again}") not in taken)
+    arguments = (
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        c10d._get_default_store(),
+    )
+    group, _ = c10d._new_process_group_helper(
+        *arguments, c10d.GroupName(fresh), options, timeout=timeout, device_id=device, group_desc=name
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+def _bind_device(index: int) -> None:
+    """Make a device this process's own, also for the thread in which autograd runs: its first call may be cuBLAS's."""
+    torch.cuda.set_device(index)
+    x = torch.zeros(1, device=torch.device("cuda", index), requires_grad=True)
+    (x + x).sum().backward()
+
+
+def local_device_index(local_rank: int, num_visible: int, ranks_per_device: int = 1) -> int:
+    """The CUDA device of a local rank. With one visible device the launcher has bound each rank to its own, or they share it."""
+    if num_visible == 1:
+        return 0
+    index = local_rank // ranks_per_device
+    if index >= num_visible:
+        most = num_visible * ranks_per_device
+        raise LaunchError(
+            f"Local rank {local_rank} has no CUDA device: {num_visible} are visible. Start at most {most} ranks per machine "
+            "(--nproc-per-node), let several share one with --ranks-per-device, or use --device cpu."
+        )
+    return index
+
+
+def _claim_device(store: dist.Store, environment: Environment, ranks_per_device: int) -> None:
+    """Refuse a device that more ranks use than were meant to; NCCL would refuse it with less of a reason, or hang."""
+    index = torch.cuda.current_device()
+    unique = str(torch.cuda.get_device_properties(index).uuid)
+    if (count := store.add(f"device/{unique}", 1)) > ranks_per_device:
+        raise LaunchError(
+            f"Rank {environment.rank} is number {count} on CUDA device {index} ({unique}), which "
+            f"{ranks_per_device} may use. Start one rank per GPU; to try a layout on fewer GPUs, say --ranks-per-device N, where "
+            "speed means nothing."
+        )
+
+
+def _raise_descriptor_limit(environment: Environment) -> None:
+    """Every connection is a descriptor, and the usual soft limit of 1,024 is soon reached; raising it needs no privilege."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    # The store of rank 0 has a connection to every rank and to its watchdog; groups and files come on top.
+    needed = 3 * environment.world_size + 256 if environment.rank == 0 else 256
+    if max(soft, most) < needed:
+        raise LaunchError(
+            f"Rank {environment.rank} may open {max(soft, most):,} files and needs about {needed:,} for the connections of "
+            f"{environment.world_size:,} ranks. Raise the hard limit (ulimit -Hn, or LimitNOFILE of the job's service)."
+        )
+
+
+def stop_process_group() -> None:
+    """Leave all groups, if there are any."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

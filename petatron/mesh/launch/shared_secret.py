@@ -1,0 +1,94 @@
+"""The secret that ranks of several machines share, by which each proves that it belongs to the run.
+
+It comes from PETATRON_SECRET where that is set. Otherwise rank 0 writes one into a file of the user's home that nobody else may read, and
+the others wait for it there. It is never an argument of a command, which every user of a machine can list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from pathlib import Path
+
+from petatron.base.errors import LaunchError
+from petatron.base.log import get_logger
+from petatron.base.private_dir import private_folder
+from petatron.base.safe_files import is_private
+
+_log = get_logger(__name__)
+VARIABLE = "PETATRON_SECRET"
+_SHORTEST = 16
+_POLL_S, _NOTICE_S = 0.2, 30.0
+
+
+def secret_folder() -> Path:
+    """Where ranks of several machines leave and find it."""
+    folder = private_folder("rendezvous")
+    if folder is None:
+        raise LaunchError(
+            "There is no folder ~/.petatron/rendezvous that only you can open, where ranks would leave their secret. Make it with "
+            f"mode 700, or export {VARIABLE} with one random value for all ranks."
+        )
+    return folder
+
+
+def check_secret(text: str) -> str:
+    """The user's own, if it is long enough not to be guessed."""
+    if len(text) < _SHORTEST:
+        raise LaunchError(
+            f"{VARIABLE} has {len(text)} characters; give at least {_SHORTEST} random ones, the same for all ranks, "
+            "for instance from `openssl rand -hex 16`."
+        )
+    return text
+
+
+def leave_secret(name: str, folder: Path) -> str:
+    """Write a new secret for the others to find, in the place of one that an earlier run left."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(folder)
+    text, draft = secrets.token_hex(16), folder / f".{name}.{secrets.token_hex(4)}"
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    draft.replace(folder / name)
+    return text
+
+
+def find_secret(name: str, folder: Path, *, timeout_s: float) -> str:
+    """Wait for what `leave_secret` writes on another machine."""
+    path, started, noticed = folder / name, time.monotonic(), False
+    while not path.is_file():
+        waited = time.monotonic() - started
+        if waited > timeout_s:
+            raise LaunchError(
+                f"There is no secret of this run at {path} after {waited:.0f} s; rank 0 leaves it there. "
+                f"Where machines do not share home folders, export {VARIABLE} with one random value for all."
+            )
+        if waited > _NOTICE_S and not noticed:
+            noticed = True
+            _log.info("waiting for the secret of this run at %s", path)
+        time.sleep(_POLL_S)
+    _check_private(folder)
+    return path.read_text()
+
+
+def _check_private(folder: Path) -> None:
+    if not is_private(folder):
+        raise LaunchError(f"{folder} holds secrets and is open to other users. Make it yours alone: chmod 700 {folder}")
+
+
+def proof(secret: str, *words: object) -> str:
+    """What only someone with the secret can say of these words.
+
+    >>> proof("s" * 16, "rank", 3) == proof("s" * 16, "rank", 3), proof("t" * 16, "rank", 3) == proof("s" * 16, "rank", 3)
+    (True, False)
+    """
+    return hmac.new(secret.encode(), "\0".join(map(str, words)).encode(), hashlib.sha256).hexdigest()
+
+
+def proves(said: str, secret: str, *words: object) -> bool:
+    """Whether someone with the secret has said it."""
+    return hmac.compare_digest(said, proof(secret, *words))

@@ -1,0 +1,71 @@
+"""The config.json of a model folder: that of the Hugging Face family, or our own where no family can express the model.
+
+Ours has the `model_type` "petatron" and holds the values of `ModelConfig` and `MoEConfig` under "model" and "moe", defaults
+included, so that a later default changes no saved model. What a run chooses for itself, such as the length of its samples or
+how its experts are computed, is no part of the model and not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.model_identity import RUN_CHOICES
+from petatron.models.hf.config_json import family_or_none, from_hf_config, to_hf_config
+from petatron.models.hf.moe_config_json import layer_pattern
+
+OWN_TYPE = "petatron"
+_OWN_ARCHITECTURE = "PetatronForCausalLM"
+_FIX = "Take config.json from the folder as it was saved, or use a newer Petatron."
+
+
+def model_config_json(
+    model: ModelConfig, moe: MoEConfig | None, experts_in: Sequence[bool], dtype: torch.dtype | str
+) -> dict[str, Any]:
+    """The content of config.json for a folder of `folder_entries`, whose tensors are of a dtype.
+
+    >>> without_positions = ModelConfig(num_attention_heads=1, position_embedding_type="none")
+    >>> model_config_json(without_positions, None, (), "bfloat16")["model_type"]
+    'petatron'
+    """
+    name = str(dtype).removeprefix("torch.")
+    stored = {"dtype": name, "torch_dtype": name}  # the second is how readers older than transformers 5 call it
+    if family_or_none(model, moe, experts_in) is not None:
+        return to_hf_config(model, moe, experts_in) | stored
+    content: dict[str, Any] = {"model_type": OWN_TYPE, "architectures": [_OWN_ARCHITECTURE], **stored}
+    content["model"] = _kept(asdict(model))
+    if moe is not None and any(experts_in):
+        content["moe"] = _kept(asdict(moe)) | {"moe_layer_freq": layer_pattern(experts_in)}
+    return content
+
+
+def read_config_json(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ModelConfig and MoEConfig values from a config.json of either kind; the second are none for a dense model."""
+    if content.get("model_type") != OWN_TYPE:
+        return from_hf_config(content)
+    problems = [
+        *_own_problems("model", content.get("model"), {field.name for field in fields(ModelConfig)}),
+        *_own_problems("moe", content.get("moe", {}), {field.name for field in fields(MoEConfig)}),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return dict(content["model"]), dict(content.get("moe", {}))
+
+
+def _own_problems(section: str, values: Any, known: Collection[str]) -> list[Problem]:
+    if not isinstance(values, Mapping):
+        return [Problem(section, "", "is missing, and a petatron config.json needs it as a table of settings", _FIX)]
+    return [
+        Problem(f"{section}.{name}", str(values[name]), "is not a setting this version has", _FIX)
+        for name in values
+        if name not in known or name in RUN_CHOICES
+    ]
+
+
+def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in RUN_CHOICES}

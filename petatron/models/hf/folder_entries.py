@@ -1,0 +1,146 @@
+"""The tensors of a model folder, and which boxes of which logical tensors each of them is made of.
+
+A folder holds *entries*: tensors under the names of a Hugging Face family, or, for a model that no family can express,
+under our own. An entry is completely covered by its regions, and the regions of all entries cover every logical tensor once.
+Three things keep an entry from being simply a logical tensor: several may be fused into one (GPT-2's q, k and v), a matrix may
+be stored transposed (GPT-2), and an expert may be an entry of its own although a logical tensor holds all of a layer's experts.
+
+Which tensors a model has is never written down here. The decoder, built without memory, says it; a family's rows only say
+what they are called. So a bias that a model lacks is no entry, and one that it has must be named by the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from petatron.base.errors import CheckpointError
+from petatron.base.text import some
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.models.decoder import Decoder, shards
+from petatron.models.hf.config_json import family_or_none
+from petatron.models.hf.family import Family, Row
+from petatron.sharding.shard_spec import Shape, TensorSplit, find, place
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The box (`start`, `shape`) of the logical tensor `name`, which stands at `at` in an entry.
+
+    `at` is in the entry's own dimensions: leading dimensions of size 1 that the entry does not have are dropped (an expert),
+    and with `transposed` the entry holds the last two dimensions swapped.
+    """
+
+    name: str
+    start: Shape
+    shape: Shape
+    at: Shape
+    transposed: bool = False
+
+    @property
+    def extent(self) -> Shape:
+        """The size of the box in the entry's dimensions."""
+        kept = self.shape[len(self.shape) - len(self.at) :]
+        return (*kept[:-2], kept[-1], kept[-2]) if self.transposed else kept
+
+    def logical_slices(self) -> tuple[slice, ...]:
+        return tuple(slice(at, at + size) for at, size in zip(self.start, self.shape))
+
+    def entry_slices(self) -> tuple[slice, ...]:
+        return tuple(slice(at, at + size) for at, size in zip(self.at, self.extent))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a model folder, completely covered by its regions."""
+
+    name: str
+    shape: Shape
+    regions: tuple[Region, ...]
+
+
+def logical_shapes(
+    model: ModelConfig, moe: MoEConfig | None = None, experts_in: Sequence[bool] = ()
+) -> dict[str, Shape]:
+    """Name and shape of every logical tensor of a decoder.
+
+    >>> shapes = logical_shapes(ModelConfig(
+    ...     num_layers=1, hidden_size=8, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=2, kv_channels=4,
+    ...     vocab_size=50, max_position_embeddings=16))
+    >>> shapes["embedding.weight"], shapes["layers.0.attention.q.bias"]
+    ((50, 8), (8,))
+    """
+    mixed = moe if any(experts_in) else None
+    with torch.device("meta"):
+        decoder = Decoder(model, mixed, experts_in=experts_in)
+    table = shards(model, mixed)
+    return {
+        piece.name: piece.logical_shape
+        for name, parameter in decoder.named_parameters()
+        for piece in place(name, tuple(parameter.shape), find(table, name), TensorSplit()).pieces
+    }
+
+
+def folder_entries(model: ModelConfig, moe: MoEConfig | None, experts_in: Sequence[bool]) -> tuple[Entry, ...]:
+    """Every tensor of the model's folder: in the family's names where a family can express the model, else in ours."""
+    shapes = logical_shapes(model, moe, experts_in)
+    family = family_or_none(model, moe, experts_in)
+    if family is None:
+        return tuple(
+            Entry(name, shape, (Region(name, (0,) * len(shape), shape, (0,) * len(shape)),))
+            for name, shape in shapes.items()
+        )
+    return family_entries(family, family.rows, shapes)
+
+
+def family_entries(family: Family, rows: Sequence[Row], shapes: Mapping[str, Shape]) -> tuple[Entry, ...]:
+    """The rows written out for the tensors of a model; `CheckpointError` if one of these has no name in the family."""
+    layers = 1 + max((int(name.split(".")[1]) for name in shapes if name.startswith("layers.")), default=-1)
+    entries: list[Entry] = []
+    for row in rows:
+        for layer in range(layers) if "*" in row.hf else range(1):
+            for leaf in ("weight",) if row.bare else ("weight", "bias"):
+                entries += _row_entries(row, layer, leaf, shapes)
+    unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}
+    if unnamed:
+        raise CheckpointError(
+            f"This model has tensors for which the Hugging Face family {family.name} has no name: {some(unnamed)}. "
+            "Ask petatron.models.hf.to_hf_config which setting does not fit."
+        )
+    return tuple(entries)
+
+
+def _row_entries(row: Row, layer: int, leaf: str, shapes: Mapping[str, Shape]) -> list[Entry]:
+    names = [f"{module.replace('*', str(layer))}.{leaf}" for module in row.logical]
+    if names[0] not in shapes:
+        return []
+    hf = row.hf.replace("*", str(layer)) + ("" if row.bare else f".{leaf}")
+    parts = {name: shapes[name] for name in names}
+    transposed = row.transposed and leaf == "weight"
+    if "#" not in row.hf:
+        return [_entry(hf, parts, fused=int(".experts." in names[0]), expert=None, transposed=transposed)]
+    return [
+        _entry(hf.replace("#", str(expert)), parts, fused=1, expert=expert, transposed=transposed)
+        for expert in range(shapes[names[0]][0])
+    ]
+
+
+def _entry(name: str, parts: Mapping[str, Shape], *, fused: int, expert: int | None, transposed: bool) -> Entry:
+    """Logical tensors, or one expert of each, one after the other along the logical dimension `fused`."""
+    regions, done, size = [], 0, ()
+    for logical, shape in parts.items():
+        start = (expert or 0, *(0 for _ in shape[1:]))
+        box = shape if expert is None else (1, *shape[1:])
+        size = tuple(done + rows if dim == fused else rows for dim, rows in enumerate(box))
+        at = tuple(done if dim == fused else 0 for dim in range(len(box)))
+        at, size = (at, size) if expert is None else (at[1:], size[1:])
+        at, size = (_swapped(at), _swapped(size)) if transposed else (at, size)
+        regions.append(Region(logical, start, box, at, transposed))
+        done += shape[fused]
+    return Entry(name, size, tuple(regions))
+
+
+def _swapped(shape: Shape) -> Shape:
+    return (*shape[:-2], shape[-1], shape[-2])

@@ -1,0 +1,58 @@
+"""How many layers and experts a file claims, held against what is stored before anything is made for each of them.
+
+A few bytes can say `num_layers: 1000000000`. Every layer has tensors of its own, so a model has no more layers than tensors; where every
+expert is a tensor of its own, no more experts either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import PetatronError
+from petatron.base.untrusted_files import is_count
+from petatron.config.schema.moe_layer_freq import PatternError, parse_pattern
+
+MOST_LAYERS = MOST_EXPERTS = 100_000
+MOST_WIDTH = 1 << 24
+"""Far above any model."""
+
+
+def check_counts(
+    path: Path,
+    refuse: Callable[[Path, str], PetatronError],
+    model: Mapping[str, Any],
+    moe: Mapping[str, Any],
+    *,
+    num_tensors: int,
+    experts_apart: bool,
+) -> None:
+    """Raises what `refuse` makes if the settings of a file (ModelConfig and MoEConfig values) claim more than is stored.
+
+    experts_apart: whether each expert has tensors of its own.
+    """
+    for name in ("hidden_size", "kv_channels"):
+        width = model.get(name)
+        if width is not None and (not is_count(width) or width > MOST_WIDTH):
+            raise refuse(path, f"says {_shown(width)} for {name}")
+    layers, experts = model.get("num_layers", 1), moe.get("num_experts") or 1
+    if not is_count(layers) or not is_count(experts):
+        raise refuse(path, f"says {_shown(layers)} layers and {_shown(experts)} experts")
+    if layers > min(MOST_LAYERS, num_tensors):
+        raise refuse(path, f"says {_shown(layers)} layers, and {num_tensors:,} tensors are stored")
+    apart = experts * _mixed_layers(moe, layers) if experts_apart and moe else 0
+    if experts > MOST_EXPERTS or apart > num_tensors:
+        raise refuse(path, f"says {_shown(experts)} experts, and {num_tensors:,} tensors are stored")
+
+
+def _mixed_layers(moe: Mapping[str, Any], layers: int) -> int:
+    try:
+        pattern = parse_pattern(str(moe.get("moe_layer_freq", "1")))
+    except PatternError:  # whoever makes a config of it will say so
+        return 1
+    return -(-layers // max(pattern, 1)) if isinstance(pattern, int) else sum(bit == 1 for bit in pattern)
+
+
+def _shown(count: object) -> str:
+    return f"{count!r:.40}"

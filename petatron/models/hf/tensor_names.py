@@ -1,0 +1,146 @@
+"""Tensors under Hugging Face's names to logical tensors under ours, and back; whole, in memory, for models that fit there.
+
+What is which is said by `folder_entries.py`. A checkpoint is refused as a whole, with everything that is wrong with it, before
+anything is copied. No layout is involved: logical tensors are whole.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import CheckpointError
+from petatron.base.text import some
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.models.hf.family import Family
+from petatron.models.hf.find_family import family_named
+from petatron.models.hf.folder_entries import Entry, Region, family_entries, logical_shapes
+from petatron.sharding.shard_spec import Shape
+
+_EMBEDDING, _HEAD = "embedding.weight", "head.weight"
+
+
+def to_logical(
+    family: str,
+    hf_tensors: Mapping[str, Tensor],
+    model: ModelConfig,
+    moe: MoEConfig | None = None,
+    experts_in: Sequence[bool] = (),
+) -> dict[str, Tensor]:
+    """Logical tensors from those of a Hugging Face checkpoint or of a model in memory.
+
+    `CheckpointError` names all that do not fit.
+    """
+    table = family_named(family)
+    shapes = logical_shapes(model, moe, experts_in)
+    entries = _entries_of(table, shapes, hf_tensors)
+    stored = full_names(table, hf_tensors, {entry.name for entry in entries})
+    tied_head = stored.pop(head_name(table), None) if _HEAD not in shapes else None
+    problems = _differences(entries, stored)
+    problems += [
+        f"{stored[entry.name]} is {list(hf_tensors[stored[entry.name]].shape)}, "
+        f"but the config makes it {list(entry.shape)}"
+        for entry in entries
+        if entry.name in stored and tuple(hf_tensors[stored[entry.name]].shape) != entry.shape
+    ]
+    logical = {} if problems else _gathered(entries, {full: hf_tensors[name] for full, name in stored.items()}, shapes)
+    if tied_head is not None and not problems and not torch.equal(hf_tensors[tied_head], logical[_EMBEDDING]):
+        problems.append(f"{tied_head} differs from the embedding, but the config ties them")
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise CheckpointError(
+            f"The tensors do not fit a {family} model of this config:\n{lines}\n"
+            "Take config.json and the weights from the same folder, all files of it."
+        )
+    return logical
+
+
+def to_hf(
+    family: str,
+    logical: Mapping[str, Tensor],
+    model: ModelConfig,
+    moe: MoEConfig | None = None,
+    experts_in: Sequence[bool] = (),
+) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face checkpoint from logical ones; a tied head is left out, as transformers saves it."""
+    table = family_named(family)
+    shapes = logical_shapes(model, moe, experts_in)
+    entries = family_entries(table, table.rows, shapes)
+    problems = [f"{name} is missing" for name in shapes if name not in logical]
+    problems += [f"{name} is not a tensor of this model" for name in logical if name not in shapes]
+    problems += [
+        f"{name} is {list(logical[name].shape)}, but the config makes it {list(shape)}"
+        for name, shape in shapes.items()
+        if name in logical and tuple(logical[name].shape) != shape
+    ]
+    if problems:
+        raise CheckpointError(f"These tensors are not those of the model: {some(problems)}. Check the model's config.")
+    return {entry.name: _joined(entry, logical) for entry in entries}
+
+
+def _entries_of(family: Family, shapes: Mapping[str, Shape], found: Mapping[str, Tensor]) -> tuple[Entry, ...]:
+    """The entries of the family's files, or those of a model in memory where more of the names are of that kind."""
+    tables = [family_entries(family, rows, shapes) for rows in (family.rows, family.rows_in_memory) if rows]
+    return max(tables, key=lambda entries: sum(entry.name in found for entry in entries))
+
+
+def _gathered(
+    entries: Sequence[Entry], tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """Logical tensors; one that is a tensor of the checkpoint, or rows of it, shares its memory."""
+    logical: dict[str, Tensor] = {}
+    for entry in entries:
+        for region in entry.regions:
+            part = _box(tensors[entry.name], region)
+            if region.shape == shapes[region.name]:
+                logical[region.name] = part.contiguous()
+                continue
+            if region.name not in logical:
+                logical[region.name] = part.new_empty(shapes[region.name])
+            logical[region.name][region.logical_slices()] = part
+    return logical
+
+
+def _box(tensor: Tensor, region: Region) -> Tensor:
+    """A region of an entry's tensor in the dimensions of the logical tensor."""
+    part = tensor[region.entry_slices()]
+    part = part.transpose(-2, -1) if region.transposed else part
+    return part.reshape(region.shape)
+
+
+def _joined(entry: Entry, logical: Mapping[str, Tensor]) -> Tensor:
+    if len(entry.regions) == 1:
+        return _in_entry(entry.regions[0], logical).contiguous()
+    whole = logical[entry.regions[0].name].new_empty(entry.shape)
+    for region in entry.regions:
+        whole[region.entry_slices()] = _in_entry(region, logical)
+    return whole
+
+
+def _in_entry(region: Region, logical: Mapping[str, Tensor]) -> Tensor:
+    part = logical[region.name][region.logical_slices()]
+    part = part.transpose(-2, -1) if region.transposed else part
+    return part.reshape(region.extent)
+
+
+def head_name(family: Family) -> str:
+    """What the family calls the output head's weight; a checkpoint of a tied model may hold it as a copy of the embedding."""
+    return next(row.hf for row in family.rows if row.logical == ("head",)) + ".weight"
+
+
+def full_names(family: Family, names: Iterable[str], expected: Container[str]) -> dict[str, str]:
+    """Full name to the name as stored, without what is no weight; a bare model's names lack the prefix."""
+    kept = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)]
+    full = [name if name in expected else family.prefix + name for name in kept]
+    return {whole if whole in expected else name: name for whole, name in zip(full, kept)}
+
+
+def _differences(entries: Sequence[Entry], stored: Mapping[str, str]) -> list[str]:
+    expected = {entry.name for entry in entries}
+    missing = [entry.name for entry in entries if entry.name not in stored]
+    unknown = [name for full, name in stored.items() if full not in expected]
+    problems = [f"missing: {some(missing)}"] if missing else []
+    return problems + ([f"not in this model: {some(unknown)}"] if unknown else [])

@@ -1,0 +1,115 @@
+"""Number formats, and the loss scale that keeps float16 gradients inside their range.
+
+float16 gradients below 6e-8 vanish, so the loss is multiplied by a scale before the backward pass and the gradients are
+divided by it before the update. The dynamic scale looks for the largest one that does not overflow. An overflowing step
+spends one unit of patience; without patience left the scale halves, and goes on halving at every further overflow.
+`loss_scale_window` clean steps in a row double the scale and give back the patience (`hysteresis` units). So a rare
+stray overflow costs one step, not half of the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from petatron.config.schema.parallel import PrecisionConfig
+
+
+def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """The dtype of activations and of the weights used in the forward pass."""
+    if precision.fp64:
+        return torch.float64
+    if precision.fp16:
+        return torch.float16
+    return torch.bfloat16 if precision.bf16 else torch.float32
+
+
+class LossScaler(Protocol):
+    """What the loss is multiplied by, and how that changes; its state is plain JSON values."""
+
+    @property
+    def value(self) -> float: ...
+
+    def update(self, overflow: bool) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class ConstantScale:
+    """A loss scale that never changes, so a restored state has nothing to say to it."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    @property
+    def value(self) -> float:
+        return self._value
+
+    def update(self, overflow: bool) -> None:
+        """Nothing adapts."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The value comes from the configuration."""
+
+
+class DynamicScale:
+    """A loss scale that halves after overflows and doubles after clean steps; the rule is at the top of this file.
+
+    >>> scale = DynamicScale(PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=2, loss_scale_window=1))
+    >>> for overflow in (True, True, False):
+    ...     scale.update(overflow)
+    ...     print(scale.value)
+    8.0
+    4.0
+    8.0
+    """
+
+    def __init__(self, precision: PrecisionConfig) -> None:
+        self._minimum = precision.min_loss_scale
+        self._window = precision.loss_scale_window
+        self._hysteresis = precision.hysteresis
+        self._value = precision.initial_loss_scale
+        self._clean_steps = 0
+        self._patience = self._hysteresis
+
+    @property
+    def value(self) -> float:
+        return self._value
+
+    def update(self, overflow: bool) -> None:
+        """Take note of whether a step's gradients overflowed."""
+        if overflow:
+            self._clean_steps = 0
+            self._patience -= 1
+            if self._patience <= 0:
+                self._value = max(self._value / 2, self._minimum)
+            return
+        self._clean_steps += 1
+        if self._clean_steps >= self._window:
+            self._clean_steps = 0
+            self._patience = self._hysteresis
+            self._value *= 2
+
+    def state(self) -> dict[str, Any]:
+        return {"value": self._value, "clean_steps": self._clean_steps, "patience": self._patience}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; an empty one (saved under a constant scale) leaves the initial scale."""
+        if state:
+            self._value = float(state["value"])
+            self._clean_steps = int(state["clean_steps"])
+            self._patience = int(state["patience"])
+
+
+def build_scaler(precision: PrecisionConfig) -> LossScaler:
+    """The loss scale of a run; only float16 has one that is not 1."""
+    if not precision.fp16:
+        return ConstantScale(1.0)
+    return DynamicScale(precision) if precision.loss_scale is None else ConstantScale(precision.loss_scale)

@@ -1,0 +1,137 @@
+"""Learning rate and weight decay as pure functions of progress: nothing to step, nothing to save.
+
+Progress is counted in iterations when the run's length is given in iterations, and in samples when it is given in
+samples, so a batch-size ramp cannot skew an iteration-based schedule. `at(iterations, samples)` takes what the applied
+updates have consumed so far: the first update uses `at(0, 0)`, which with a warm-up is the warm-up's first value. An
+update skipped because of overflow does not count.
+
+With t the progress, W the warm-up, N the decay length and r = (t - W) / (N - W):
+
+    t <= W                 initial + (peak - initial) t / W
+    t > N                  minimum (the constant style keeps the peak)
+    linear                 minimum + (peak - minimum) (1 - r)
+    cosine                 minimum + (peak - minimum) (1 + cos(pi r)) / 2
+    inverse-square-root    peak sqrt(W / t), at least minimum; a warm-up of 0 counts as 1
+    WSD                    peak until D before N; then from peak to minimum over the last D in a shape of its own
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from petatron.config.schema.run import RunConfig
+
+
+def _counts_samples(run: RunConfig) -> bool:
+    return run.train.train_samples is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRateSchedule:
+    """The learning rate at any point of a run; lengths are in samples if `in_samples`, else in iterations.
+
+    >>> schedule = LearningRateSchedule(peak=1.0, style="linear", warmup=10, decay=110)
+    >>> [schedule.at(iterations, 0) for iterations in (0, 5, 10, 60, 110, 200)]
+    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    peak: float
+    style: str
+    decay: int
+    warmup: float = 0
+    minimum: float = 0.0
+    initial: float = 0.0
+    final_decay: int = 0
+    final_style: str = "exponential"
+    in_samples: bool = False
+
+    @classmethod
+    def from_config(cls, run: RunConfig) -> LearningRateSchedule:
+        """The schedule of a derived and checked configuration."""
+        schedule, in_samples = run.schedule, _counts_samples(run)
+        decay = schedule.lr_decay_samples if in_samples else schedule.lr_decay_iters
+        final_decay = schedule.lr_wsd_decay_samples if in_samples else schedule.lr_wsd_decay_iters
+        assert run.optim.lr is not None and decay is not None, "the configuration is not derived"
+        warmup: float = schedule.lr_warmup_samples if in_samples else schedule.lr_warmup_iters
+        if schedule.lr_warmup_fraction is not None:
+            warmup = schedule.lr_warmup_fraction * decay
+        return cls(
+            peak=run.optim.lr,
+            style=schedule.lr_decay_style,
+            decay=decay,
+            warmup=warmup,
+            minimum=schedule.min_lr,
+            initial=schedule.lr_warmup_init,
+            final_decay=final_decay or 0,
+            final_style=schedule.lr_wsd_decay_style,
+            in_samples=in_samples,
+        )
+
+    def at(self, iterations: int, samples: int) -> float:
+        """The learning rate of the next update, after updates that consumed this much."""
+        step = samples if self.in_samples else iterations
+        if self.warmup > 0 and step <= self.warmup:
+            return self.initial + (self.peak - self.initial) * step / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if step > self.decay:
+            return self.minimum
+        if self.style == "inverse-square-root":
+            return max(self.minimum, self.peak * math.sqrt(max(self.warmup, 1) / max(step, 1)))
+        return self.minimum + self._height(step) * (self.peak - self.minimum)
+
+    def _height(self, step: int) -> float:
+        """Where between minimum (0) and peak (1) the decay stands."""
+        if self.style != "WSD":
+            return _fall(self.style, (step - self.warmup) / (self.decay - self.warmup))
+        into_decay = step - (self.decay - self.final_decay)
+        return 1.0 if into_decay <= 0 else _fall(self.final_style, into_decay / self.final_decay)
+
+
+def _fall(style: str, ratio: float) -> float:
+    """From 1 at ratio 0 to 0 at ratio 1."""
+    match style:
+        case "linear":
+            return 1.0 - ratio
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * ratio))
+        case "exponential":  # one halving, stretched so that it ends at 0 instead of 1/2
+            return 2.0 * 0.5**ratio - 1.0
+        case "minus_sqrt":
+            return 1.0 - math.sqrt(ratio)
+    raise AssertionError(f"unknown decay style {style}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDecaySchedule:
+    """Weight decay at any point of a run: from `start` to `end` over `length`, then `end`.
+
+    >>> WeightDecaySchedule(start=0.0, end=0.1, length=100, style="linear").at(50, 0)
+    0.05
+    """
+
+    start: float
+    end: float
+    length: int
+    style: str = "constant"
+    in_samples: bool = False
+
+    @classmethod
+    def from_config(cls, run: RunConfig) -> WeightDecaySchedule:
+        """The schedule of a derived and checked configuration; the increase lasts the whole run."""
+        optim, in_samples = run.optim, _counts_samples(run)
+        length = run.train.train_samples if in_samples else run.train.train_iters
+        assert length is not None, "the configuration is not derived"
+        constant = optim.weight_decay_incr_style == "constant"
+        start = optim.weight_decay if constant else optim.start_weight_decay
+        end = optim.weight_decay if constant else optim.end_weight_decay
+        assert start is not None and end is not None, "a weight-decay schedule needs its start and its end"
+        return cls(start=start, end=end, length=length, style=optim.weight_decay_incr_style, in_samples=in_samples)
+
+    def at(self, iterations: int, samples: int) -> float:
+        """The weight decay of the next update, after updates that consumed this much."""
+        step = samples if self.in_samples else iterations
+        if self.style == "constant" or step >= self.length:
+            return self.end
+        return self.end - _fall(self.style, step / self.length) * (self.end - self.start)

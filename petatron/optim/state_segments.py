@@ -1,0 +1,84 @@
+"""Segments: the parts of a rank's stretches whose optimizer state lies in one place.
+
+Without offload a stretch is one segment. With offload the first part of all elements is cut into short segments, which lie in
+host memory or on disk and visit the device one after the other; the rest stays on the device, one segment per stretch. A
+segment is again a stretch (`sharding/flat_shard.py`), so checkpoints and norms need not know of any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from petatron.sharding.flat_shard import ParameterGroup, Stretch
+
+CHUNK = 1 << 23
+"""Elements of an offloaded segment: 32 MiB of float32. A transfer of that takes far longer than it takes to start it, and page-
+locked memory, which torch hands out in powers of two, has no waste."""
+_ALIGNMENT = 64  # elements; segments begin where vector loads of any dtype may
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements `begin` to `end` of stretch number `index`."""
+
+    index: int
+    begin: int
+    end: int
+    offloaded: bool
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A range with its state; `state` is the moments in the rule's order, behind the master weights where these are apart."""
+
+    range: Range
+    group: ParameterGroup
+    stretch: Stretch
+    master: Tensor
+    moments: tuple[Tensor, ...]
+    apart: bool
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return (self.master, *self.moments) if self.apart else self.moments
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Its elements of a quantity given as one tensor per stretch."""
+        return tensors[self.range.index][self.range.begin : self.range.end]
+
+
+def plan_ranges(lengths: Sequence[int], fraction: float, chunk: int = CHUNK) -> Iterator[Range]:
+    """Cut stretches of these lengths so that the first `fraction` of all elements is offloaded, `chunk` at a time.
+
+    >>> [(r.index, r.begin, r.end, r.offloaded) for r in plan_ranges([100, 900], 0.5, chunk=256)]
+    [(0, 0, 100, True), (1, 0, 256, True), (1, 256, 384, True), (1, 384, 900, False)]
+    """
+    budget = round(fraction * sum(lengths))
+    for index, length in enumerate(lengths):
+        away = length if budget >= length else budget - budget % _ALIGNMENT
+        budget = budget - away if away == length else 0
+        for begin in range(0, away, chunk):
+            yield Range(index, begin, min(begin + chunk, away), True)
+        if away < length:
+            yield Range(index, away, length, False)
+
+
+def cut(stretch: Stretch, begin: int, end: int) -> Stretch:
+    """Elements `begin` to `end` of a stretch as a stretch of their own."""
+    if (begin, end) == (0, stretch.length):
+        return stretch
+    parts = []
+    for part in stretch.parts:
+        low, high = max(part.offset, begin), min(part.offset + part.end - part.begin, end)
+        if low < high:
+            shift = part.begin - part.offset
+            parts.append(replace(part, begin=low + shift, end=high + shift, offset=low - begin))
+    first, last = (min(max(bound, begin), end) - begin for bound in stretch.share)
+    return Stretch(end - begin, tuple(parts), (first, last))

@@ -1,0 +1,136 @@
+"""Update rules: what one step does to some elements, given what the device knows of the step.
+
+A rule is asked once per step (`begin`) and then for every segment of elements. It has no memory per element: moments are
+handed in by whoever keeps them, on the device, in host memory or on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from petatron.config.schema.training import OptimizerConfig
+from petatron.kernels.optimizer.adam import AdamKernel, AdamRates, AdamState, adam_scalars
+from petatron.kernels.optimizer.sgd import SgdRates, sgd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Consecutive elements to update, flat and on one device.
+
+    moments: in the order of the rule's kinds. weight: the model's own in its precision, None where that is the master.
+    start: their place in the stretch they belong to.
+    """
+
+    grad: Tensor
+    master: Tensor
+    moments: tuple[Tensor, ...]
+    weight: Tensor | None
+    start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """One step, as far as it is the same for all elements; `factor` and `skipped` are device scalars.
+
+    factor: what gradients are multiplied by. skipped: 1.0 leaves everything as it is.
+    """
+
+    factor: Tensor
+    skipped: Tensor
+    lr: float
+    weight_decay: float
+
+
+Update = Callable[[Elements, bool], None]
+"""Changes some elements; the flag says whether weight decay touches them."""
+
+
+class UpdateRule(Protocol):
+    @property
+    def moments(self) -> Mapping[str, torch.dtype | None]:
+        """Kind of every moment and its dtype; None means that of the master weights."""
+        ...
+
+    def begin(self, step: StepFacts) -> Update: ...
+
+    def facts(self) -> dict[str, float]:
+        """State that is not a tensor of the model's shape."""
+        ...
+
+    def restore(self, facts: Mapping[str, float]) -> None: ...
+
+
+class AdamRule:
+    """AdamW. How many updates there were is counted on the device, since only the device knows which were left out."""
+
+    def __init__(self, config: OptimizerConfig, kernel: AdamKernel, device: torch.device) -> None:
+        self._config = config
+        self._kernel = kernel
+        self._updates = torch.zeros((), dtype=torch.float32, device=device)
+        self.moments: Mapping[str, torch.dtype | None] = {
+            "exp_avg": _moment_dtype(config.exp_avg_dtype),
+            "exp_avg_sq": _moment_dtype(config.exp_avg_sq_dtype),
+        }
+
+    def begin(self, step: StepFacts) -> Update:
+        config = self._config
+        self._updates += 1.0 - step.skipped
+        beta1, beta2 = config.adam_beta1, config.adam_beta2
+        scalars = adam_scalars(self._updates, step.factor, step.skipped, beta1=beta1, beta2=beta2)
+
+        def update(elements: Elements, decay: bool) -> None:
+            rates = AdamRates(
+                lr=step.lr,
+                weight_decay=step.weight_decay if decay else 0.0,
+                beta1=beta1,
+                beta2=beta2,
+                eps=config.adam_eps,
+            )
+            state = AdamState(elements.master, *elements.moments, weight=elements.weight)
+            self._kernel(elements.grad, state, scalars, rates=rates, start=elements.start)
+
+        return update
+
+    def facts(self) -> dict[str, float]:
+        return {"updates": float(self._updates)}
+
+    def restore(self, facts: Mapping[str, float]) -> None:
+        self._updates.fill_(facts["updates"])
+
+
+class SgdRule:
+    """SGD, with momentum where there is any."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._momentum = config.sgd_momentum
+        self.moments: Mapping[str, torch.dtype | None] = {"momentum_buffer": None} if config.sgd_momentum else {}
+
+    def begin(self, step: StepFacts) -> Update:
+        def update(elements: Elements, decay: bool) -> None:
+            decayed = step.weight_decay if decay else 0.0
+            sgd(
+                elements.grad,
+                elements.master,
+                elements.moments[0] if elements.moments else None,
+                elements.weight,
+                factor=step.factor,
+                skipped=step.skipped,
+                rates=SgdRates(lr=step.lr, weight_decay=decayed, momentum=self._momentum),
+            )
+
+        return update
+
+    def facts(self) -> dict[str, float]:
+        return {}
+
+    def restore(self, facts: Mapping[str, float]) -> None:
+        """Nothing is counted."""
+
+
+def _moment_dtype(name: str) -> torch.dtype | None:
+    return torch.bfloat16 if name == "bf16" else None

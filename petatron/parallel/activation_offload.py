@@ -1,0 +1,321 @@
+"""Activation offload: what some layers keep for the backward pass waits in host memory in the meantime.
+
+Around a stage's layers stand hooks that autograd asks what to store for each tensor it saves. While a layer runs that is
+offloaded, the hook has the tensor's memory copied to the host and stores where it went. In the backward pass the first of a
+layer's tensors that is asked for waits for all of them, and has those of the offloaded layer before it sent back already.
+
+    forward     layer i   | layers between       | layer j   | ...       j: the next offloaded layer
+    to the host           [ what layer i keeps ..........]               must have left when the one after j begins
+    backward    ...       | layer j              | layers between | layer i
+    to the device         [ what layer i keeps, begun when j's backward pass begins ]
+
+- A tensor is moved with all of its memory, each memory once: views come back with the strides they had, so the backward
+  pass runs the same kernels, and its bits are those of a run that moves nothing.
+- Weights, what other layers hold anyway (rotation, a stage's input), and memory below a megabyte stay.
+- Copies run on two streams of their own, one per direction. A layer's memory is let go in the order of the computing stream,
+  which waits for the copies of the layer *before* that: without this a host that runs ahead of the device would fill
+  the device with tensors that are about to leave. If the link is too slow, computing waits there.
+- Memory that comes back is allocated by the computing stream and used by it alone after an event, so that the allocator needs
+  to know of no other stream. Host buffers are page-locked, and kept for the next step.
+- On a CPU the same code copies at once.
+
+Recompute goes first: regions stand inside these hooks, so of what they run nothing arrives here but their arguments. Of a
+layer that is recomputed as a whole its input is seen before the layer begins, and belongs to the layer before.
+
+When it pays: a layer is free while bytes / bandwidth of the link is less than the forward time of the layers up to the next
+offloaded one. See docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.estimate.offload_plan import AT_ONCE, offloaded_layers
+from petatron.layers.forward_context import Pass
+from petatron.models.decoder import Decoder, LayerRunner
+
+SMALLEST_BYTES = 1 << 20
+_SLAB_BYTES = 1 << 28
+
+
+class _Lane:
+    """Copies in one direction, beside the computing stream and in the order they are started."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Starts when everything that has been computed up to here is done."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The end of what has been started."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+
+class HostMemory:
+    """Buffers for what leaves the device, in few sizes, kept when they are free.
+
+    torch's own cache of page-locked memory rounds every tensor up to a power of two. Here only slabs are so large; buffers are
+    cut from them, an eighth larger than asked at most.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._slabs: list[Tensor] = []
+        self._used: list[int] = []
+        self._free: dict[int, list[Tensor]] = {}
+
+    @property
+    def slabs(self) -> Sequence[Tensor]:
+        """All memory there is."""
+        return self._slabs
+
+    def take(self, size: int) -> Tensor:
+        step = 1 << max((size - 1).bit_length() - 4, 9)
+        size = -(-size // step) * step
+        free = self._free.get(size)
+        return free.pop() if free else self._cut(size)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def _cut(self, size: int) -> Tensor:
+        for index, (slab, used) in enumerate(zip(self._slabs, self._used)):
+            if slab.numel() - used >= size:
+                self._used[index] += size
+                return slab[used : used + size]
+        length = max(_SLAB_BYTES, 1 << (size - 1).bit_length()) if self._pinned else size
+        self._slabs.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._pinned))
+        self._used.append(size)
+        return self._slabs[-1][:size]
+
+
+class HostLink:
+    """One device's way to its host and back; the stages of a rank share it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory = HostMemory(pinned=device.type == "cuda")
+        self.out, self.back = _Lane(device), _Lane(device)
+        self.sent_bytes = 0
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Have the computing stream wait."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
+class _Moved:
+    """One memory in a host buffer, and on the device again once it has been fetched."""
+
+    __slots__ = ("__weakref__", "here", "host")
+
+    def __init__(self, host: Tensor, memory: HostMemory, buffer: Tensor) -> None:
+        self.host = host
+        self.here: Tensor | None = None
+        weakref.finalize(self, memory.give_back, buffer).atexit = False
+
+
+class _Group:
+    """What one offloaded layer keeps in one forward pass: it leaves together and comes back together.
+
+    Only the graph holds what was moved: memory on either side is let go with the last node that needs it.
+    """
+
+    def __init__(self, link: HostLink, before: _Group | None) -> None:
+        self._link, self._before = link, before
+        self._moved: list[weakref.ref[_Moved]] = []
+        self._leaving: dict[int, tuple[torch.UntypedStorage, _Moved]] = {}
+        self._sent: torch.cuda.Event | None = None
+        self._fetched: torch.cuda.Event | None = None
+        self._begun = self._arrived = False
+
+    def send(self, memory: torch.UntypedStorage) -> _Moved:
+        """Have a memory copied to the host, unless it is on its way already."""
+        known = self._leaving.get(memory._cdata)
+        if known is not None:
+            return known[1]
+        link, size = self._link, memory.nbytes()
+        buffer = link.memory.take(size)
+        moved = _Moved(buffer[:size], link.memory, buffer)
+        # What the buffer held before may still be on its way back, if nobody has waited for it.
+        link.out.wait(link.back.mark())
+        link.out.copy(moved.host, _bytes_of(memory))
+        link.sent_bytes += size
+        self._leaving[memory._cdata] = memory, moved
+        self._moved.append(weakref.ref(moved))
+        return moved
+
+    def close(self) -> None:
+        """No more will be sent."""
+        self._sent = self._link.out.mark()
+
+    def let_go(self) -> None:
+        """Free the device's memory as soon as all of it has left."""
+        self._link.wait(self._sent)
+        self._leaving.clear()
+
+    def fetch(self) -> None:
+        """Have everything sent back that is still needed, unless that was begun before."""
+        if self._begun:
+            return
+        self._begun = True
+        link = self._link
+        link.back.wait(self._sent)
+        for reference in self._moved:
+            moved = reference()
+            if moved is not None:
+                moved.here = torch.empty(moved.host.shape, dtype=torch.uint8, device=link.device)
+                link.back.copy(moved.here, moved.host)
+        self._fetched = link.back.mark()
+
+    def arrive(self) -> None:
+        """Everything is here for the computing stream; the group before is on its way."""
+        self.fetch()
+        if not self._arrived:
+            self._arrived = True
+            self._link.wait(self._fetched)
+            if self._before is not None:
+                self._before.fetch()
+
+
+def _bytes_of(memory: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What autograd holds in place of a tensor."""
+
+    group: _Group
+    moved: _Moved
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def fetch(self) -> Tensor:
+        self.group.arrive()
+        here = self.moved.here
+        assert here is not None
+        empty = torch.empty(0, dtype=self.dtype, device=here.device)
+        return empty.set_(here.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class _Forward:
+    """One forward pass through a stage's layers."""
+
+    def __init__(self, link: HostLink, smallest_bytes: int, stays: Iterable[Tensor]) -> None:
+        self._link, self._smallest = link, smallest_bytes
+        self._stays = {tensor.untyped_storage()._cdata for tensor in stays}
+        self._open: _Group | None = None
+        self._last: _Group | None = None
+        self._on_device: deque[_Group] = deque()
+
+    def enter(self, layer: nn.Module, *, offloaded: bool) -> None:
+        """What is saved from here on belongs to another layer."""
+        self._close()
+        if not offloaded:
+            return
+        # Sharded weights have no memory of their own; gathered ones are recognised as parameters.
+        self._stays.update(p.untyped_storage()._cdata for p in layer.parameters() if type(p) is nn.Parameter)
+        self._open = self._last = _Group(self._link, self._last)
+        self._on_device.append(self._open)
+        if len(self._on_device) > AT_ONCE:
+            self._on_device.popleft().let_go()
+
+    def finish(self) -> None:
+        self._close()
+        while self._on_device:
+            self._on_device.popleft().let_go()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    @torch.no_grad()
+    def pack(self, saved: Tensor) -> Tensor | _Stored:
+        if self._open is None or not self._moves(saved):
+            return saved.detach()  # a saved output with its graph would be a cycle
+        moved = self._open.send(saved.untyped_storage())
+        return _Stored(self._open, moved, saved.dtype, saved.shape, saved.stride(), saved.storage_offset())
+
+    @staticmethod
+    @torch.no_grad()
+    def unpack(stored: Tensor | _Stored) -> Tensor:
+        return stored if isinstance(stored, Tensor) else stored.fetch()
+
+    def _moves(self, saved: Tensor) -> bool:
+        if type(saved) is not Tensor or saved.layout is not torch.strided or isinstance(saved._base, nn.Parameter):
+            return False
+        memory = saved.untyped_storage()
+        here = saved.device.type == self._link.device.type
+        return here and memory.nbytes() >= self._smallest and memory._cdata not in self._stays
+
+
+class _Offload:
+    """Runs a stage's layers as before, with hooks around them; a hook of every layer says where a pass stands."""
+
+    def __init__(self, run_layers: LayerRunner, link: HostLink, smallest_bytes: int) -> None:
+        self._run_layers, self._link, self._smallest = run_layers, link, smallest_bytes
+        self._forward: _Forward | None = None
+
+    def enter(self, layer: nn.Module, _: Any, *, offloaded: bool) -> None:
+        # In a backward pass a layer may be computed again, which is no pass of ours.
+        if self._forward is not None:
+            self._forward.enter(layer, offloaded=offloaded)
+
+    def __call__(self, blocks: Sequence[nn.Module], x_SBD: Tensor, passing: Pass) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._run_layers(blocks, x_SBD, passing)
+        held = [*(passing.rotation or ()), *([x_SBD] if x_SBD.is_leaf else [])]
+        if passing.documents is not None:
+            held += passing.documents.tensors
+        self._forward = forward = _Forward(self._link, self._smallest, held)
+        try:
+            forward.enter(blocks[0], offloaded=True)  # the first is always among them
+            with saved_tensors_hooks(forward.pack, forward.unpack):
+                return self._run_layers(blocks, x_SBD, passing)
+        finally:
+            self._forward = None
+            forward.finish()
+
+
+def apply_activation_offload(
+    decoder: Decoder, memory: MemoryConfig, link: HostLink, *, smallest_bytes: int = SMALLEST_BYTES
+) -> str | None:
+    """Let `cpu_offloading_num_layers` of a stage's layers keep their activations in host memory; a line for the log, if any do.
+
+    Called once, after recompute, which must stand inside.
+    """
+    layers = list(decoder.layers.values())
+    chosen = offloaded_layers(len(layers), memory.cpu_offloading_num_layers)
+    if not chosen:
+        return None
+    offload = _Offload(decoder.run_layers, link, smallest_bytes)
+    for at, layer in enumerate(layers[1:], start=1):
+        layer.register_forward_pre_hook(partial(offload.enter, offloaded=at in chosen))
+    decoder.run_layers = offload
+    return f"offload: activations of {len(chosen)} of {len(layers)} layers wait in host memory"

@@ -1,0 +1,142 @@
+"""What torch's fully_shard is given to communicate with: our axes as its meshes, our collectives as its own.
+
+fully_shard gathers and scatters through objects that may be replaced. These go through `mesh/collectives.py`, so its
+traffic is recorded like all other, under the axis that state is shared over.
+
+A rank's message is its part of each of a unit's parameters, padded to equal lengths. Of weights that may travel in eight bits
+it has a byte per element, behind all that travels as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from petatron.kernels.fp8.gather_cast import WireKernels
+from petatron.mesh import collectives
+from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.sharding.fp8_gather import Matrix, Owned, agree_on_scales, narrow, restore
+
+_ALIGNMENT = 16
+"""Messages are this many bytes, or a multiple: those of the next rank begin where any number may."""
+
+
+def device_mesh(axis: Axis, mesh: ParallelMesh) -> DeviceMesh:
+    """The ranks of an axis as fully_shard wants them; a rank that is alone there gets a group of its own."""
+    assert dist.is_initialized(), "fully_shard needs a process group, be it of one rank"
+    group = axis.group or mesh.alone()
+    # A mesh on the meta device counts shapes only, which those of any real device are.
+    kind = "cpu" if mesh.device.type == "meta" else mesh.device.type
+    return DeviceMesh.from_group(group, kind, mesh_dim_names=(axis.name,))
+
+
+class _Memory:
+    """Fresh memory for every message."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class RecordedAllGather(_Memory, AllGather):
+    """fully_shard calls this on its own stream, where waiting holds up nothing but that stream."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        collectives.start_all_gather(output_tensor, input_tensor, self._axis).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a rank has of a parameter: so many elements; of a matrix, if it travels in eight bits."""
+
+    length: int
+    matrix: Matrix | None
+
+
+class EightBitAllGather(RecordedAllGather):
+    """Gathers a unit of which some weights travel in eight bits, and fills in what their bytes stand for.
+
+    Scales are found once, and again after `weights_changed`.
+    """
+
+    def __init__(self, axis: Axis, segments: Sequence[Segment], *, itemsize: int, kernels: WireKernels) -> None:
+        """`segments` in the order of a message; `itemsize` is that of its dtype."""
+        super().__init__(axis)
+        self._segments, self._kernels = segments, kernels
+        self._count = sum(segment.matrix.scales for segment in segments if segment.matrix is not None)
+        self._plain_bytes = itemsize * sum(segment.length for segment in segments if segment.matrix is None)
+        num_bytes = self._plain_bytes + sum(segment.length for segment in segments if segment.matrix is not None)
+        self._num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._scales: Tensor | None = None
+
+    def weights_changed(self) -> None:
+        self._scales = None
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        sent = torch.empty(1, self._num_bytes, dtype=torch.uint8, device=input_tensor.device)
+        for matrix, own, message in self._places(input_tensor.view(1, -1), sent):
+            if matrix is None:
+                message.view(own.dtype).copy_(own)
+            else:
+                narrow(self._owned(matrix, own), self._table(input_tensor), message.view(-1), self._kernels)
+        received = sent.new_empty(self._axis.size, self._num_bytes)
+        collectives.start_all_gather(received, sent, self._axis).wait()
+        for matrix, out, message in self._places(output_tensor.view(self._axis.size, -1), received):
+            if matrix is None:
+                out.copy_(message.view(out.dtype))
+            else:
+                restore(matrix, message, self._table(input_tensor), out, self._kernels)
+
+    def _places(self, numbers: Tensor, messages: Tensor) -> Iterator[tuple[Matrix | None, Tensor, Tensor]]:
+        """For each segment, its numbers and its bytes, [ranks, ...] both."""
+        at, plain, eight = 0, 0, self._plain_bytes
+        for segment in self._segments:
+            own = numbers[:, at : at + segment.length]
+            at += segment.length
+            if segment.matrix is None:
+                end = plain + segment.length * numbers.element_size()
+                yield None, own, messages[:, plain:end]
+                plain = end
+            else:
+                yield segment.matrix, own, messages[:, eight : eight + segment.length]
+                eight += segment.length
+        assert at == numbers.shape[1], f"a message of {numbers.shape[1]} elements has a place for {at}"
+
+    def _owned(self, matrix: Matrix, own: Tensor) -> Owned:
+        return Owned(matrix, self._axis.rank * own.numel(), own.view(-1))
+
+    def _table(self, input_tensor: Tensor) -> Tensor:
+        if self._scales is None:
+            at, parts = 0, []
+            for segment in self._segments:
+                if segment.matrix is not None:
+                    parts.append(self._owned(segment.matrix, input_tensor[at : at + segment.length]))
+                at += segment.length
+            self._scales = agree_on_scales(parts, self._count, self._axis, self._kernels, input_tensor.device)
+        return self._scales
+
+
+class RecordedReduceScatter(_Memory, ReduceScatter):
+    """Always a sum: losses are divided by the global token count before the backward pass."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        collectives.start_reduce_scatter(output_tensor, input_tensor, self._axis).wait()

@@ -1,0 +1,44 @@
+"""Waiting for weights that are still being gathered, as late as possible: before the layer that computes with them.
+
+Layers wait as wholes, since not all that computes with a weight is a module's own call: products take a norm along, and the
+head computes losses. What stands behind the last layer is waited for with its norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+from torch import nn
+
+from petatron.models.decoder import Decoder
+from petatron.sharding.flat_buffer import FlatGroup
+
+
+def wait_before_use(stages: Sequence[Decoder], groups: Sequence[FlatGroup]) -> None:
+    """Make every layer, and what stands before and behind them, wait for the buckets its parameters lie in."""
+    where: dict[nn.Parameter, tuple[FlatGroup, int]] = {}
+    for group in groups:
+        for index, bucket in enumerate(group.buckets):
+            where |= {slot.parameter: (group, index) for slot in bucket.slots}
+    for stage in stages:
+        for module, parameters in _users(stage):
+            needed: dict[int, tuple[FlatGroup, set[int]]] = {}
+            for parameter in parameters:
+                group, index = where[parameter]
+                needed.setdefault(id(group), (group, set()))[1].add(index)
+            for group, indices in needed.values():
+                module.register_forward_pre_hook(partial(_wait, group=group, indices=sorted(indices)))
+
+
+def _users(stage: Decoder) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]]]:
+    """Modules that are called as such, each with all parameters that are computed with before the next one is called."""
+    for module in (stage.embedding, stage.position, *stage.layers.values()):
+        if module is not None:
+            yield module, module.parameters()
+    if stage.norm is not None and stage.head is not None:
+        yield stage.norm, (*stage.norm.parameters(), *stage.head.parameters())
+
+
+def _wait(module: nn.Module, args: object, *, group: FlatGroup, indices: list[int]) -> None:
+    group.wait(indices)

@@ -1,0 +1,139 @@
+"""A forward and a backward pass of two micro-batches, combined: each computes while the other communicates.
+
+The all-to-all of experts is in the middle of a layer, and what comes next in the same pass needs its result. Another
+micro-batch's pass does not. So in the steady state of a pipeline the forward of one micro-batch and the backward of another run
+as one action (`schedule/orders.py` says which), and take turns on the host: where one has started an all-to-all and is about
+to wait for it, it hands over to the other, which runs up to its own next wait (`mesh/overlapped_all_to_all.py` calls `hand_over` there).
+
+    forward pass    attention, router |                     | experts |              | attention, ...
+      in flight                       [ dispatch .......... ]         [ combine .... ]
+    backward pass                     | attention, combine  |         | experts      |
+      in flight                                             [ combine ]              [ dispatch ...
+
+Autograd's backward pass cannot be suspended by its caller, so it gets a thread of its own. Only one of the two threads
+runs at any time, and who runs changes at those waits alone. What follows from that:
+
+- The order of all host operations, and so of all collectives on every communicator, is a function of the two passes'
+  sequence of waits. Ranks that share a communicator run the same layers and the same schedule, so they issue their
+  collectives in the same order, which NCCL needs.
+- On a GPU both threads launch their kernels on one stream, in the order of the turns, and communication has streams of its own:
+  a wait holds back the stream, not the host. No memory is used by two computing streams.
+- Neither order changes: forwards come micro-batch by micro-batch, and so do backwards. Every sum of gradients and every draw of
+  a random number (dropout, the router's noise) is the one of a run without, to the last bit.
+- What one pass changes for the other would be felt in the middle of a layer. Nothing does that but what the config refuses
+  (`config/checks/moe_overlap.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from enum import Enum
+
+import torch
+
+
+class _Pass(Enum):
+    FORWARD = 0
+    BACKWARD = 1
+
+    @property
+    def other(self) -> _Pass:
+        return _Pass(1 - self.value)
+
+
+class _Stopped(Exception):
+    """Ends a pass because the other one has failed."""
+
+
+class CombinedPasses:
+    """Runs a forward and a backward pass in turns. One object serves all layers and the pipeline of a rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._turns: _Turns | None = None
+
+    def hand_over(self) -> None:
+        """Lets the other pass run up to its next wait; returns at once where there is no other."""
+        if self._turns is not None:
+            self._turns.hand_over()
+
+    def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+        """Runs both passes to their end, the forward pass first; raises what either of them raises."""
+        assert self._turns is None, "two passes are combined already"
+        self._turns = turns = _Turns()
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+        def run_backward() -> None:
+            with ExitStack() as here:  # device and stream belong to a thread
+                if stream is not None:
+                    here.enter_context(torch.cuda.device(self._device))
+                    here.enter_context(torch.cuda.stream(stream))
+                turns.run(_Pass.BACKWARD, backward)
+
+        thread = threading.Thread(target=run_backward, name="backward", daemon=True)
+        thread.start()
+        try:
+            turns.run(_Pass.FORWARD, forward)
+            turns.wait_for_both()
+        finally:
+            turns.stop()
+            thread.join()
+            self._turns = None
+        if turns.error is not None:
+            raise turns.error
+
+
+class _Turns:
+    """Whose turn it is. The thread that makes this object runs the forward pass; the backward pass has every other thread:
+    autograd runs it in threads of its own where the tensors are on a GPU."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._forward_thread = threading.get_ident()
+        self._turn = _Pass.FORWARD
+        self._done: set[_Pass] = set()
+        self._stopped = False
+        self.error: BaseException | None = None
+
+    def run(self, own: _Pass, work: Callable[[], None]) -> None:
+        """Runs one of the passes, once it is its turn."""
+        try:
+            self._wait_for_turn(own)
+            work()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self.error = error if self.error is None else self.error
+            self._stopped = True
+        finally:
+            with self._changed:
+                self._done.add(own)
+                self._turn = own.other
+                self._changed.notify_all()
+
+    def hand_over(self) -> None:
+        own = _Pass.FORWARD if threading.get_ident() == self._forward_thread else _Pass.BACKWARD
+        with self._changed:
+            if own.other not in self._done:
+                self._turn = own.other
+                self._changed.notify_all()
+        self._wait_for_turn(own)
+
+    def _wait_for_turn(self, own: _Pass) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn is own or own.other in self._done)
+            if self._stopped:
+                raise _Stopped
+
+    def wait_for_both(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._done) == len(_Pass))
+
+    def stop(self) -> None:
+        """Ends what still runs, at its next wait."""
+        with self._changed:
+            self._stopped = True
+            self._turn = _Pass.BACKWARD
+            self._changed.notify_all()

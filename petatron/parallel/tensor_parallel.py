@@ -1,0 +1,309 @@
+"""Tensor and sequence parallelism: give each layer its part of the weights, and fill its seams with communication.
+
+What to do with a layer follows from its row in the model's Shard table. A matrix split along its output (column) takes the
+whole input on every rank and needs nothing after it; one split along its input (row) needs its partial products added up.
+So each half of a block costs one exchange forward and one backward (Shoeybi et al., Megatron-LM):
+
+    whole sequence on every rank       copy -> column ... row -> reduce
+    sequence split between the halves  gather -> column ... row -> scatter      (Korthikanti et al.)
+
+The second moves the same bytes but keeps norms, dropout and the residual stream split. Nobody keeps what was gathered: for the
+weight's gradient it is gathered once more, beside the product that makes the input's (`layers/ops/linear_op.py` says how), so the
+backward pass moves half as much again, beside products. The sum that a copied input's gradient needs runs beside the product
+of the weight's. The vocabulary is split too, and the loss is computed where the logits are.
+
+In the forward pass a GEMM waits for its all-gather, and its reduce-scatter for it. `--tp-comm-overlap` cuts both into n chunks of
+rows, so that one chunk is communicated while another is multiplied. A chunk has the same slice of every rank's part of the sequence:
+
+    column    communication   gather 0 | gather 1 | ...                    (all begun at once)
+              computing       own part | chunk 0  | chunk 1 | ...          (a rank's own rows wait for nothing)
+    row       computing       chunk 0  | chunk 1  | ...
+              communication              scatter 0 | scatter 1 | ...
+
+With x seen as [tp, part, ...], a chunk is x[:, start:stop]: tp blocks of rows, spread in memory on one side of the GEMM and adjacent
+on the other, which is what a collective wants. A strided batched GEMM reads and writes both without a copy. The same bytes are
+communicated; the last reduce-scatter, 1 / n of a row linear's communication, stays exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from petatron.kernels.gemm import ChunkedMultiplication, Multiplication, Tensors
+from petatron.layers.dropout import Dropout
+from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
+from petatron.layers.linear import Linear
+from petatron.layers.moe.experts import GroupedLinear
+from petatron.layers.norm import LayerNorm, RMSNorm
+from petatron.layers.ops.linear_op import MULTIPLY, Arrival, Multiplied, Multiply, TakesWeightGrads
+from petatron.layers.ops.recompute_output import Remade, remade
+from petatron.layers.output_head import OutputHead
+from petatron.layers.seam import Seam
+from petatron.layers.token_layout import batch_first, from_rows, to_rows
+from petatron.layers.vocabulary_shard import Vocabulary
+from petatron.mesh import collectives
+from petatron.mesh.collectives import Handle
+from petatron.mesh.mesh import Axis
+from petatron.sharding.shard_spec import Placement, Shard, TensorSplit, find, place
+
+
+def split_weights(model: nn.Module, shards: Mapping[str, Shard], split: TensorSplit) -> dict[str, Placement]:
+    """Replace every parameter by an empty one of this rank's shape (on the meta device still), and say what lies where."""
+    placements: dict[str, Placement] = {}
+    for name, parameter in list(model.named_parameters()):
+        module_name, _, leaf = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        placement = place(name, tuple(parameter.shape), find(shards, name), split)
+        placements[name] = placement
+        setattr(
+            module, leaf, nn.Parameter(torch.empty(placement.shape, dtype=parameter.dtype, device=parameter.device))
+        )
+        if isinstance(module, Linear) and leaf == "weight" and find(shards, name).tp == 0:
+            module.sections = placement.section_rows
+    return placements
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredSequence:
+    """The entrance of a product that needs the whole sequence, of which every rank of an axis has a part."""
+
+    axis: Axis
+
+    def enter(self, x: Tensor) -> Tensor:
+        return collectives.all_gather(x, self.axis)
+
+    def start_enter(self, x: Tensor) -> Arrival:
+        part, whole = x.contiguous(), x.new_empty((x.shape[0] * self.axis.size, *x.shape[1:]))
+        return partial(_arrived, collectives.start_all_gather(whole, part, self.axis), whole, part)
+
+    def start_leave(self, grad: Tensor) -> Arrival:
+        whole, part = grad.contiguous(), grad.new_empty((grad.shape[0] // self.axis.size, *grad.shape[1:]))
+        return partial(_arrived, collectives.start_reduce_scatter(part, whole, self.axis), part, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSequence:
+    """The entrance of a product for which every rank of an axis has the whole sequence, and a summand of its gradient."""
+
+    axis: Axis
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def start_enter(self, x: Tensor) -> Arrival:
+        return lambda: x
+
+    def start_leave(self, grad: Tensor) -> Arrival:
+        by_batch = batch_first(grad)
+        rows = to_rows(grad, by_batch=by_batch)
+        whole = from_rows(rows, grad, by_batch=by_batch)
+        return partial(_arrived, collectives.start_all_reduce(rows, self.axis), whole, rows)
+
+
+def _arrived(handle: Handle, received: Tensor, sent: Tensor) -> Tensor:
+    """`sent` must live until it has gone, so it is among the arguments."""
+    handle.wait()
+    return received
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOverlap:
+    """All-gathers the sequence in chunks, each overlapped with the GEMM of the rows that are there already."""
+
+    axis: Axis
+    num_chunks: int
+
+    def forward(self, x: Tensor, weight: Tensor, multiplication: Multiplication) -> Multiplied:
+        assert isinstance(multiplication, ChunkedMultiplication)
+        ranks, rank, part = self.axis.size, self.axis.rank, x.contiguous()
+        slices = _slices(part.shape[0], self.num_chunks)
+        gathered = [x.new_empty((ranks, stop - start, *x.shape[1:])) for start, stop in slices]
+        handles = [
+            collectives.start_all_gather(chunk.flatten(0, 1), part[start:stop], self.axis)
+            for chunk, (start, stop) in zip(gathered, slices)
+        ]
+        y = x.new_empty((ranks, *x.shape[:-1], weight.shape[0]))
+        multiplication.forward_into(_blocks(part.unsqueeze(0)), weight, _blocks(y[rank : rank + 1]))
+        others = [block for block in (slice(0, rank), slice(rank + 1, ranks)) if block.start < block.stop]
+        for chunk, handle, (start, stop) in zip(gathered, handles, slices):
+            handle.wait()
+            for block in others:
+                multiplication.forward_into(_blocks(chunk[block]), weight, _blocks(y[block, start:stop]))
+        return Multiplied(y.flatten(0, 1), tuple(gathered))
+
+    def input_rows(self, rows: Tensors) -> Tensor:
+        return torch.cat(rows, dim=1).flatten(0, -2)
+
+    def output_grad(self, grad: Tensor) -> Tensor:
+        return grad
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterOverlap:
+    """Reduce-scatters the output in chunks, each overlapped with the GEMM of the next."""
+
+    axis: Axis
+    num_chunks: int
+
+    def forward(self, x: Tensor, weight: Tensor, multiplication: Multiplication) -> Multiplied:
+        assert isinstance(multiplication, ChunkedMultiplication)
+        ranks, width = self.axis.size, weight.shape[0]
+        parts = x.unflatten(0, (ranks, -1))
+        y = x.new_empty((*parts.shape[1:-1], width))
+        begun: list[tuple[Handle, Tensor]] = []  # what is sent must live until it has gone
+        for start, stop in _slices(parts.shape[1], self.num_chunks):
+            sent = x.new_empty((ranks, stop - start, *x.shape[1:-1], width))
+            multiplication.forward_into(_blocks(parts[:, start:stop]), weight, _blocks(sent))
+            begun.append((collectives.start_reduce_scatter(y[start:stop], sent.flatten(0, 1), self.axis), sent))
+        for handle, _ in begun:
+            handle.wait()
+        by_batch = batch_first(x)
+        return Multiplied(y, (to_rows(x, by_batch=by_batch),), by_batch=by_batch)
+
+    def input_rows(self, rows: Tensors) -> Tensor:
+        return rows[0]
+
+    def output_grad(self, grad: Tensor) -> Tensor:
+        return collectives.all_gather(grad, self.axis)
+
+
+def _slices(length: int, num_chunks: int) -> list[tuple[int, int]]:
+    """At most so many consecutive slices (start, stop) of nearly the same length; the longer ones come first.
+
+    >>> _slices(8, 3), _slices(2, 4)
+    ([(0, 3), (3, 6), (6, 8)], [(0, 1), (1, 2)])
+    """
+    count = min(num_chunks, length)
+    stops = [length * number // count + (length * number % count > 0) for number in range(1, count + 1)]
+    return list(zip([0, *stops], stops))
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[N, S, ..., D] as [N, R, D]; a view where the tokens of a block are adjacent in memory, as they always are in outputs."""
+    return x.flatten(1, -2)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnProduct:
+    """A product with a weight split along its output: every rank needs the whole input.
+
+    `regather`: a gathered input is not kept but gathered a second time in the backward pass. (Low precision keeps what it
+    has cast of it, either way.)
+    """
+
+    axis: Axis
+    sequence: bool
+    multiply: Multiply = MULTIPLY
+    regather: bool = True
+    overlap: GatherOverlap | None = None
+
+    def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
+        if self.axis.size == 1:
+            return self.multiply(remade(x), weight)
+        if not self.sequence:
+            return self.multiply(remade(x), weight, entrance=SharedSequence(self.axis))
+        here = remade(x) if self.regather else Remade(x.value if isinstance(x, Remade) else x, None)
+        return self.multiply(here, weight, entrance=GatheredSequence(self.axis), forward=self.overlap)
+
+
+@dataclass(frozen=True, slots=True)
+class RowProduct:
+    """A product with a weight split along its input: the ranks' results are summands."""
+
+    axis: Axis
+    sequence: bool
+    multiply: Multiply = MULTIPLY
+    overlap: ScatterOverlap | None = None
+
+    def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
+        if self.overlap is not None:
+            return self.multiply(remade(x), weight, forward=self.overlap)
+        return self.after(self.multiply(remade(x), weight))
+
+    def after(self, partial_sum: Tensor) -> Tensor:
+        together = collectives.scatter if self.sequence else collectives.reduce
+        return together(partial_sum, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeProduct:
+    """A product with a weight that is whole on every rank."""
+
+    multiply: Multiply = MULTIPLY
+
+    def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
+        return self.multiply(remade(x), weight)
+
+
+def connect(
+    model: nn.Module,
+    shards: Mapping[str, Shard],
+    axis: Axis,
+    *,
+    sequence: bool,
+    shared: torch.Generator | None,
+    overlap_chunks: int | None = None,
+) -> None:
+    """Fill the seams. `sequence` splits activations between the matrices; `shared` is the dropout stream of the axis.
+
+    `overlap_chunks`: linears overlap the communication of their forward pass in so many chunks; the output head does not, since
+    its loss already works block by block on what it has gathered.
+    """
+    column, row = ColumnProduct(axis, sequence), RowProduct(axis, sequence)
+    column_linear, row_linear = column, row
+    if overlap_chunks is not None:
+        assert sequence and axis.size > 1
+        column_linear = replace(column, overlap=GatherOverlap(axis, overlap_chunks))
+        row_linear = replace(row, overlap=ScatterOverlap(axis, overlap_chunks))
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            tp = find(shards, name + ".weight").tp
+            module.product = WholeProduct() if tp is None else column_linear if tp == 0 else row_linear
+        elif isinstance(module, TokenEmbedding):
+            module.leave = row.after
+        elif isinstance(module, OutputHead):
+            module.product = column
+            module.enter = partial(collectives.gather if sequence else collectives.copy, axis=axis)
+        elif isinstance(module, PositionEmbedding) and sequence:
+            module.leave = partial(collectives.local_part, axis=axis)
+        elif isinstance(module, Dropout) and not sequence and axis.size > 1:
+            module.generator = shared
+
+
+def take_weight_gradients(model: nn.Module, taker: TakesWeightGrads) -> None:
+    """Let every product, the embedding and norms give their weight gradients to a taker instead of autograd.
+
+    Comes after `connect`, whose products keep their communication, and before recompute, which wraps what it finds.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear | OutputHead):
+            product = module.product
+            assert isinstance(product, ColumnProduct | RowProduct | WholeProduct)
+            module.product = replace(product, multiply=replace(product.multiply, weight_grads=taker))
+        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | RMSNorm | LayerNorm):
+            module.weight_grads = taker
+
+
+def split_vocabulary(model: nn.Module, shards: Mapping[str, Shard], axis: Axis) -> None:
+    """Tell both ends of the model which part of the vocabulary this rank holds; a part may be all padding."""
+    split = TensorSplit(tp_size=axis.size, tp_rank=axis.rank)
+    for name, end in model.named_modules():
+        if isinstance(end, TokenEmbedding | OutputHead):
+            size = end.vocabulary.size
+            pieces = place(name, (size,), find(shards, name + ".weight"), split).pieces
+            end.vocabulary = Vocabulary(
+                size=size,
+                first=pieces[0].start[0] if pieces else size,
+                rows=pieces[0].shape[0] if pieces else 0,
+                ranks=_combine(axis) if axis.size > 1 else None,
+                join=partial(collectives.all_gather, axis=axis),
+            )
+
+
+def _combine(axis: Axis) -> tuple[Seam, Seam]:
+    return partial(collectives.all_reduce, axis=axis, op="max"), partial(collectives.all_reduce, axis=axis)

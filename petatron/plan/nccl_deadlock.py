@@ -1,0 +1,179 @@
+"""Pipeline schedules under NCCL's rules (`mesh/diagnose/nccl_program.py`): can their transfers deadlock, and what do communicators cost?
+
+Which communicator a transfer uses is a policy. A schedule says which transfers a rank starts at one moment; a policy makes calls on
+communicators of them:
+
+lone_unbatched   A transfer that is alone at its moment goes over a communicator of the two ranks, several go as one batch over that of
+                 the pipeline. Deadlocks: where one end is alone and the other is not, they are on different communicators.
+group_batch      One batch over the pipeline's communicator. Never deadlocks, as long as both ends of all transfers of a moment
+                 are in one batch each: a schedule's lists are parts of one common order of moments. But a rank's transfers wait for each
+                 other, also those with different partners.
+pair             A batch over a communicator per pair of ranks.
+pair_direction   Each transfer alone over a communicator per ordered pair of ranks. Only transfers between the same two ranks in
+                 the same direction wait for each other.
+alone            Each transfer alone over a communicator per pair of ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from petatron.mesh.diagnose.nccl_program import RECEIVE, SEND, Call, Compute, Item, Operation, Program
+from petatron.plan.pipeline_simulator import Costs, message_of
+from petatron.schedule import Schedule
+from petatron.schedule.actions import COMPUTE, SENDS, Action, Kind, Product, needed_by, produced_by
+
+
+class Transfer(NamedTuple):
+    """A message between two ranks, seen from one of them."""
+
+    source: int
+    destination: int
+    product: Product
+
+
+class Communicator(NamedTuple):
+    """Ranks that can talk, and in which direction if only in one."""
+
+    members: tuple[int, ...]
+    arrow: str = "-"
+
+    def __str__(self) -> str:
+        return f"communicator {self.arrow.join(map(str, self.members))}"
+
+
+Policy = Callable[[int, Sequence[Transfer]], list[tuple[Communicator, Sequence[Transfer]]]]
+"""(ranks of the pipeline, transfers of one moment) -> calls, in the order in which they are issued."""
+
+
+@cache
+def _group(ranks: int) -> Communicator:
+    return Communicator(tuple(range(ranks)))
+
+
+@cache
+def _pair(one: int, two: int) -> Communicator:
+    return Communicator((min(one, two), max(one, two)))
+
+
+@cache
+def _direction(source: int, destination: int) -> Communicator:
+    return Communicator((source, destination), "->")
+
+
+def lone_unbatched(ranks: int, transfers: Sequence[Transfer]) -> list[tuple[Communicator, Sequence[Transfer]]]:
+    return alone(ranks, transfers) if len(transfers) == 1 else group_batch(ranks, transfers)
+
+
+def group_batch(ranks: int, transfers: Sequence[Transfer]) -> list[tuple[Communicator, Sequence[Transfer]]]:
+    return [(_group(ranks), transfers)]
+
+
+def pair(ranks: int, transfers: Sequence[Transfer]) -> list[tuple[Communicator, Sequence[Transfer]]]:
+    calls: dict[Communicator, list[Transfer]] = {}
+    for transfer in transfers:
+        calls.setdefault(_pair(transfer.source, transfer.destination), []).append(transfer)
+    return list(calls.items())
+
+
+def pair_direction(ranks: int, transfers: Sequence[Transfer]) -> list[tuple[Communicator, Sequence[Transfer]]]:
+    return [(_direction(transfer.source, transfer.destination), (transfer,)) for transfer in transfers]
+
+
+def alone(ranks: int, transfers: Sequence[Transfer]) -> list[tuple[Communicator, Sequence[Transfer]]]:
+    return [(_pair(transfer.source, transfer.destination), (transfer,)) for transfer in transfers]
+
+
+POLICIES: dict[str, Policy] = {
+    "lone_unbatched": lone_unbatched,
+    "group_batch": group_batch,
+    "pair": pair,
+    "pair_direction": pair_direction,
+    "alone": alone,
+}
+
+
+@cache
+def _operation(kind: str, peer: int) -> Operation:
+    return Operation(kind, peer)
+
+
+def pipeline_program(schedule: Schedule, policy: Policy, costs: Costs, *, noise: float = 0.0, seed: int = 0) -> Program:
+    """A schedule as a program; each computation's cost is multiplied by a random factor between 1 - noise and 1 + noise."""
+    times = _Times(schedule, costs, noise=noise, seed=seed)
+    communicators: dict[Communicator, tuple[int, ...]] = {}
+    transfer_cost = costs.of(Kind.SEND_FORWARD, 0)
+    lists: list[list[Item]] = []
+    for rank, batches in enumerate(schedule.batches):
+        items: list[Item] = []
+        received: dict[Product, int] = {}
+        for batch in batches:
+            if batch[0].kind in COMPUTE:
+                needed = needed_by(batch[0], stages=schedule.stages)
+                needs = tuple(received[product] for product in needed if product in received)
+                items.append(Compute(batch[0], needs, times.of(batch[0])))
+                continue
+            transfers = [_transfer(schedule, rank, action) for action in batch]
+            for communicator, together in policy(schedule.ranks, transfers):
+                communicators[communicator] = communicator.members
+                received |= {transfer.product: len(items) for transfer in together if transfer.destination == rank}
+                operations = tuple(
+                    _operation(SEND, to) if source == rank else _operation(RECEIVE, source)
+                    for source, to, _ in together
+                )
+                items.append(Call(communicator, operations, transfer_cost))
+        lists.append(items)
+    return Program(tuple(lists), communicators)
+
+
+def unordered_makespan(schedule: Schedule, costs: Costs, *, noise: float = 0.0, seed: int = 0) -> float:
+    """How long a schedule takes if a message travels as soon as it is made, whatever else does and whether or not it is awaited."""
+    times = _Times(schedule, costs, noise=noise, seed=seed)
+    transfer_cost = costs.of(Kind.SEND_FORWARD, 0)
+    computations = [[action for action in actions if action.kind in COMPUTE] for actions in schedule.actions]
+    made: dict[Product, tuple[int, float]] = {}
+    free, at = [0.0] * schedule.ranks, [0] * schedule.ranks
+    awaited: dict[Product, int] = {}
+    ready = list(range(schedule.ranks))
+    while ready:
+        rank = ready.pop()
+        while at[rank] < len(computations[rank]):
+            action = computations[rank][at[rank]]
+            needed = needed_by(action, stages=schedule.stages)
+            missing = next((product for product in needed if product not in made), None)
+            if missing is not None:
+                awaited[missing] = rank
+                break
+            arrivals = (end + (transfer_cost if maker != rank else 0.0) for maker, end in map(made.__getitem__, needed))
+            free[rank] = max(free[rank], *arrivals, 0.0) + times.of(action)
+            at[rank] += 1
+            product = produced_by(action)
+            if product is not None:
+                made[product] = (rank, free[rank])
+                if product in awaited:
+                    ready.append(awaited.pop(product))
+    assert all(done == len(own) for done, own in zip(at, computations)), "this schedule never ends"
+    return max(free)
+
+
+class _Times:
+    """What computations take: the same for a computation, seed and noise wherever it is asked for."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, *, noise: float, seed: int) -> None:
+        self._times = {(kind, stage): costs.of(kind, stage) for kind in COMPUTE for stage in range(schedule.stages)}
+        self._factors: dict[Action, float] = {}
+        if noise:
+            draw = random.Random(seed)
+            computations = (action for actions in schedule.actions for action in actions if action.kind in COMPUTE)
+            self._factors = {action: draw.uniform(1.0 - noise, 1.0 + noise) for action in computations}
+
+    def of(self, action: Action) -> float:
+        return self._times[action.kind, action.stage] * self._factors.get(action, 1.0)
+
+
+def _transfer(schedule: Schedule, rank: int, action: Action) -> Transfer:
+    peer, product = message_of(schedule, action)
+    return Transfer(rank, peer, product) if action.kind in SENDS else Transfer(peer, rank, product)

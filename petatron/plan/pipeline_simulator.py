@@ -1,0 +1,250 @@
+"""How long a pipeline schedule takes when each action has a given cost, and what it keeps in memory.
+
+The model of time: a rank computes one thing at a time, in the order of its list. A transfer is posted when the rank comes to it in
+its list and takes none of the rank's time. A message travels when both its ends have posted it, takes the transfer cost, and
+the messages between two ranks start in the order of their lists; those in the same direction come one after the other, those
+in opposite directions pass each other. A computation waits for the messages it needs.
+
+Activations are counted in micro-batches of one stage (`most_held`); how many are kept depends on the order alone, not on the costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from petatron.schedule import Schedule
+from petatron.schedule.actions import (
+    COMPUTE,
+    SENDS,
+    Action,
+    Kind,
+    Product,
+    TimedAction,
+    most_held,
+    needed_by,
+    produced_by,
+)
+
+Cost = float | Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Time of each kind of action, the same for all stages or a function of the stage.
+
+    A whole backward is its two halves together unless it is given.
+    """
+
+    forward: Cost = 1.0
+    backward: Cost | None = None
+    input_grad: Cost = 1.0
+    weight_grad: Cost = 1.0
+    transfer: Cost = 0.0
+
+    def of(self, kind: Kind, stage: int) -> float:
+        """The time of a computation, or of a message sent by `stage`."""
+        if kind is Kind.BACKWARD and self.backward is None:
+            return self.of(Kind.INPUT_GRAD, stage) + self.of(Kind.WEIGHT_GRAD, stage)
+        by_kind: dict[Kind, Cost | None] = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.INPUT_GRAD: self.input_grad,
+            Kind.WEIGHT_GRAD: self.weight_grad,
+        }
+        cost = by_kind.get(kind, self.transfer)
+        assert cost is not None
+        return cost(stage) if callable(cost) else cost
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What came of a schedule. `events` are each rank's computations in order."""
+
+    makespan: float
+    busy: tuple[float, ...]
+    peak_activations: tuple[int, ...]
+    events: tuple[tuple[TimedAction, ...], ...]
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they do not compute."""
+        return bubble_fraction(self.events)
+
+
+def bubble_fraction(events: tuple[tuple[TimedAction, ...], ...]) -> float:
+    """1 - (time spent computing) / (ranks x time from the first start to the last end)."""
+    timed = [event for rank in events for event in rank if event.action.kind in COMPUTE]
+    if not timed:
+        return 0.0
+    span = max(event.end for event in timed) - min(event.start for event in timed)
+    busy = sum(event.end - event.start for event in timed)
+    return 1.0 - busy / (len(events) * span) if span > 0 else 0.0
+
+
+def theoretical_bubble(name: str, *, ranks: int, virtual: int, micro_batches: int) -> float | None:
+    """The bubble that theory promises for stages of equal cost, F = I = W (B = 2F) and no transfer time.
+
+    It is (p-1) / (k m + p-1), where k says how many times shorter than a micro-batch's work on a rank the waiting is that each rank
+    of the pipeline adds: that work itself in gpipe and 1f1b, one stage's part of it in interleaved, one forward of one stage
+    where the backward is split. gpipe and 1f1b keep the promise always, zb-v from (3p-1)/2 micro-batches, the others from p; None
+    where there is no promise.
+    """
+    shorter = {"gpipe": 1, "1f1b": 1, "interleaved": virtual, "zb-h1": 3, "zb-v": 6}[name]
+    fewest = {
+        "gpipe": 1,
+        "1f1b": 1,
+        "interleaved": ranks if virtual > 1 else 1,
+        "zb-h1": ranks,
+        "zb-v": 3 * ranks // 2,
+    }[name]
+    if micro_batches < fewest:
+        return None
+    return (ranks - 1) / (shorter * micro_batches + ranks - 1)
+
+
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+    """The most micro-batches of one stage each rank holds at a time."""
+    return tuple(most_held(actions) for actions in schedule.actions)
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+    """Play a schedule through; ValueError, with what each rank waits for, if it never ends."""
+    clock = _Clock(schedule, costs)
+    clock.run()
+    events = tuple(tuple(events) for events in clock.events)
+    timed = [event for rank in events for event in rank]
+    return Simulation(
+        makespan=max(event.end for event in timed),
+        busy=tuple(sum(event.end - event.start for event in rank) for rank in events),
+        peak_activations=peak_activations(schedule),
+        events=events,
+    )
+
+
+def pair_messages(schedule: Schedule, rank: int) -> dict[int, list[Product]]:
+    """For each other rank, the messages between the two in the order of this rank's list, in both directions."""
+    messages: dict[int, list[Product]] = {}
+    for action in schedule.actions[rank]:
+        if action.kind not in COMPUTE:
+            peer, product = message_of(schedule, action)
+            messages.setdefault(peer, []).append(product)
+    return messages
+
+
+def message_of(schedule: Schedule, transfer: Action) -> tuple[int, Product]:
+    """The rank at the other end of a transfer, and what it carries."""
+    forward = transfer.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    onward = transfer.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
+    other = transfer.stage + (1 if onward else -1)
+    source = transfer.stage if transfer.kind in SENDS else other
+    return schedule.rank_of(other), (
+        Kind.FORWARD if forward else Kind.INPUT_GRAD,
+        source,
+        transfer.micro_batch,
+    )
+
+
+class _Channel:
+    """The messages between two ranks: which comes next, when each end posted, when each arrived."""
+
+    def __init__(self, messages: list[Product]) -> None:
+        self.messages = messages
+        self.posted: dict[tuple[Product, int], float] = {}
+        self._next = 0
+        self._last_start = 0.0
+        self._free: dict[Kind | int, float] = {}
+
+    def move(
+        self, ranks: tuple[int, int], source_of: Callable[[Product], int], costs: Costs
+    ) -> list[tuple[Product, float]]:
+        """Start every message whose turn has come and whose ends are both there; answers them with when they arrive."""
+        arrived: list[tuple[Product, float]] = []
+        while self._next < len(self.messages):
+            product = self.messages[self._next]
+            ends = [self.posted.get((product, rank)) for rank in ranks]
+            if ends[0] is None or ends[1] is None:
+                break
+            source = source_of(product)
+            start = max(ends[0], ends[1], self._last_start, self._free.get(source, 0.0))
+            end = start + costs.of(Kind.SEND_FORWARD, product[1])
+            self._last_start, self._free[source] = start, end
+            self._next += 1
+            arrived.append((product, end))
+        return arrived
+
+
+class _Clock:
+    """Times of everything in a schedule, found by going through the lists as far as each can go, again and again."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
+        self._times = {(kind, stage): costs.of(kind, stage) for kind in COMPUTE for stage in range(schedule.stages)}
+        self.events: list[list[TimedAction]] = [[] for _ in schedule.actions]
+        self._next = [0] * schedule.ranks
+        self._free = [0.0] * schedule.ranks
+        self._here: list[dict[Product, float]] = [{} for _ in schedule.actions]
+        self._channels: dict[tuple[int, int], _Channel] = {}
+        lists = [pair_messages(schedule, rank) for rank in range(schedule.ranks)]
+        for rank, peers in enumerate(lists):
+            for peer, messages in peers.items():
+                other = lists[peer].get(rank, [])
+                if any(one != two for one, two in zip(messages, other)):
+                    first, second = sorted((rank, peer))
+                    raise ValueError(f"ranks {first} and {second} list their messages in different orders")
+                self._channels[min(rank, peer), max(rank, peer)] = _Channel(max(messages, other, key=len))
+
+    def run(self) -> None:
+        ready = list(range(self._schedule.ranks))
+        while ready:
+            ready = [woken for rank in dict.fromkeys(ready) for woken in self._go(rank)]
+        stuck = [
+            f"rank {rank} waits for {actions[at]}"
+            for rank, (actions, at) in enumerate(zip(self._schedule.actions, self._next))
+            if at < len(actions)
+        ]
+        if stuck:
+            raise ValueError(f"this schedule never ends: {'; '.join(stuck)}")
+
+    def _go(self, rank: int) -> list[int]:
+        """Take a rank through its list until it must wait; answers the ranks that something arrived at meanwhile."""
+        actions, woken = self._schedule.actions[rank], []
+        while self._next[rank] < len(actions):
+            action = actions[self._next[rank]]
+            if action.kind not in COMPUTE:
+                woken += self._post(rank, action)
+            elif not self._compute(rank, action):
+                break
+            self._next[rank] += 1
+        return woken
+
+    def _compute(self, rank: int, action: Action) -> bool:
+        here = self._here[rank]
+        needs = needed_by(action, stages=self._schedule.stages)
+        if any(product not in here for product in needs):
+            return False
+        start = max([self._free[rank], *(here[product] for product in needs)])
+        end = start + self._times[action.kind, action.stage]
+        self._free[rank] = end
+        self.events[rank].append(TimedAction(action, start, end))
+        product = produced_by(action)
+        if product is not None:
+            here[product] = end
+        return True
+
+    def _post(self, rank: int, transfer: Action) -> list[int]:
+        peer, product = message_of(self._schedule, transfer)
+        if transfer.kind in SENDS and product not in self._here[rank]:
+            raise ValueError(f"rank {rank} sends before it has anything to send: {transfer}")
+        pair = (min(rank, peer), max(rank, peer))
+        channel = self._channels[pair]
+        channel.posted[product, rank] = self._free[rank]
+        woken: list[int] = []
+        for moved, end in channel.move(pair, lambda product: self._rank_of[product[1]], self._costs):
+            source = self._rank_of[moved[1]]
+            receiver = pair[0] if source == pair[1] else pair[1]
+            self._here[receiver][moved] = end
+            woken.append(receiver)
+        return woken

@@ -1,0 +1,95 @@
+"""The order of computations on each rank, for the schedules that keep the backward pass whole.
+
+GPipe: all forwards, then all backwards. Idle (p-1)/(m+p-1) of the time, activations of all m micro-batches alive.
+
+1F1B (Narayanan et al. 2019, 2021): rank r runs p-1-r forwards ahead, then one forward, one backward in turn. As idle as GPipe,
+but no more than p-r micro-batches alive.
+
+Interleaved (Narayanan et al. 2021): each rank holds v stages, p apart, so that filling and draining the pipeline takes v times
+less: idle (p-1)/(vm+p-1). Micro-batches go in groups; a group passes through a rank's first stage, then its second, and so on.
+Rank r runs (v-1)g + 2(p-1-r) forwards ahead, g the size of a group.
+
+A group must be no smaller than p, or its first micro-batch comes back to rank 0 after its last has left, and the pipeline waits;
+and no group may be larger than the first, because the last stage's first backward of a group comes (v-1)g forwards after the
+group began, and the number run ahead is fixed by the first. So when p does not divide m, we make m // p groups as equal as can
+be, the larger ones first.
+
+Combined 1F1B: in the steady state a rank runs each forward together with the backward that follows it, so that one computes
+while the other communicates (`parallel/pipeline/combined_forward_backward.py`). Both begin when both have their inputs and end together,
+so every rank runs further ahead: by one forward more, because on the last stage the two must be of different micro-batches, and in 1F1B
+by two more for every rank behind it instead of one, because a pair's forward is of use to the next rank only after the pair, and so is
+its backward to the rank before. In 1F1B up to 2(p-r) micro-batches are then alive; interleaved runs that far ahead anyway.
+
+Orders are made rank by rank, so that whoever needs those of all ranks need not hold them all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from petatron.schedule.actions import Action, Batch, Kind
+
+Order = list[Action | Batch]
+
+
+def gpipe(*, ranks: int, micro_batches: int) -> Iterator[Order]:
+    forwards = [(Kind.FORWARD, m) for m in range(micro_batches)]
+    backwards = [(Kind.BACKWARD, m) for m in range(micro_batches)]
+    for rank in range(ranks):
+        yield [Action(kind, rank, m) for kind, m in forwards + backwards]
+
+
+def one_forward_one_backward(*, ranks: int, micro_batches: int, combined: bool = False) -> Iterator[Order]:
+    for rank in range(ranks):
+        forwards = [Action(Kind.FORWARD, rank, m) for m in range(micro_batches)]
+        backwards = [Action(Kind.BACKWARD, rank, m) for m in range(micro_batches)]
+        behind = ranks - 1 - rank
+        yield _alternate(forwards, backwards, ahead=2 * behind + 1 if combined else behind, combined=combined)
+
+
+def interleaved(
+    *, ranks: int, virtual: int, micro_batches: int, group_size: int, combined: bool = False
+) -> Iterator[Order]:
+    groups = micro_batch_groups(micro_batches, ranks=ranks, group_size=group_size)
+    ahead = (virtual - 1) * len(groups[0]) + combined
+    for rank in range(ranks):
+        held = range(rank, ranks * virtual, ranks)
+        forwards = [Action(Kind.FORWARD, stage, m) for group in groups for stage in held for m in group]
+        backwards = [Action(Kind.BACKWARD, stage, m) for group in groups for stage in reversed(held) for m in group]
+        yield _alternate(forwards, backwards, ahead=ahead + 2 * (ranks - 1 - rank), combined=combined)
+
+
+def one_rank(*, stages: int, micro_batches: int, combined: bool = False) -> list[Order]:
+    """Each micro-batch forward and at once backward, so that one is alive at a time; two where they are combined."""
+    if combined:
+        forwards = [Action(Kind.FORWARD, stage, m) for m in range(micro_batches) for stage in range(stages)]
+        backwards = [Action(Kind.BACKWARD, stage, m) for m in range(micro_batches) for stage in reversed(range(stages))]
+        return [_alternate(forwards, backwards, ahead=stages, combined=True)]
+    order: Order = []
+    for m in range(micro_batches):
+        order += [Action(Kind.FORWARD, stage, m) for stage in range(stages)]
+        order += [Action(Kind.BACKWARD, stage, m) for stage in reversed(range(stages))]
+    return [order]
+
+
+def micro_batch_groups(micro_batches: int, *, ranks: int, group_size: int) -> list[range]:
+    """Consecutive micro-batches that pass through a rank's stages together; see the module docstring for the sizes."""
+    count, rest = divmod(micro_batches, group_size)
+    if count == 0:
+        sizes = [micro_batches]
+    elif rest == 0 or rest >= ranks:
+        sizes = [group_size] * count + [rest] * (rest > 0)
+    else:
+        even, larger = divmod(micro_batches, count)
+        sizes = [even + 1] * larger + [even] * (count - larger)
+    return [range(end - size, end) for end, size in zip(accumulate(sizes), sizes)]
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int, combined: bool) -> Order:
+    """`ahead` forwards, then one forward and one backward in turn or combined, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    order: Order = [*forwards[:ahead]]
+    for forward, backward in zip(forwards[ahead:], backwards):
+        order += [(forward, backward)] if combined else [forward, backward]
+    return order + backwards[len(forwards) - ahead :]

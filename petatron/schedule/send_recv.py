@@ -1,0 +1,255 @@
+"""Puts sends and receives between the computations of a schedule.
+
+Point-to-point calls between two ranks may run in the order in which they were made (NCCL), so two ranks that list the messages
+between them in different orders can wait for each other for ever. Here the computations are played through once, on unit
+costs, and each message is written into both its ends' lists at the moment it is made. Every rank's list is then a part of one
+common order of events, so no set of ranks can wait in a circle, even if every send waited for its receive.
+
+A receive stands where its message is made, not where it is needed: before the computation its rank is busy with at that moment,
+so it is posted first and the message travels meanwhile. In the play messages take a little time for the same reason: were
+they there at once, a rank's next message would be made just when it ends a computation, and posted too late to overlap it.
+
+Only transfers of one moment are made as one batch. A backend may complete a batch as a whole, so a larger one would hold back
+what is there for what another rank has yet to compute.
+
+The play needs the computations of all ranks, and gives two numbers for each: when its output and the gradient of its input are made.
+A rank's list follows from those of its own stages and their neighbours alone (`RankActions`), so a rank that executes a schedule keeps
+one list, as arrays, and nothing of the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from petatron.schedule.actions import Action, Batch, Kind
+
+_KINDS = tuple(Kind)
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_FORWARD, _WEIGHT_GRAD = _CODES[Kind.FORWARD], _CODES[Kind.WEIGHT_GRAD]
+_COSTS = [20 if kind is Kind.BACKWARD else 10 for kind in _KINDS]  # by code
+_LATENCY = 1
+_NEVER = -1
+
+
+def with_transfers(orders: Iterable[Sequence[Action | Batch]], rank_of: Sequence[int]) -> tuple[tuple[Batch, ...], ...]:
+    """The computations of each rank, with transfers; `rank_of[stage]` is the rank that holds a stage.
+
+    A computation stands alone, or as a batch with the one it is combined with: both begin when both have their inputs, and
+    end together. Transfers of one moment stand together. Raises ValueError, with what each rank waits for,
+    if the orders wait for each other in a circle.
+    """
+    play = Play(orders, rank_of)
+    return tuple(tuple(play.actions(rank).batches()) for rank in range(play.ranks))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankActions:
+    """One rank's actions in order, a few bytes each; `first` marks those that begin a batch."""
+
+    kinds: NDArray[np.uint8]
+    stages: NDArray[np.int32]
+    micro_batches: NDArray[np.int32]
+    first: NDArray[np.bool_]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in (self.kinds, self.stages, self.micro_batches, self.first))
+
+    def batches(self) -> Iterator[Batch]:
+        """One computation, two that are combined, or transfers that are started together, at a time."""
+        together: list[Action] = []
+        columns = (self.kinds, self.stages, self.micro_batches, self.first)
+        for kind, stage, micro_batch, first in zip(*(column.tolist() for column in columns)):
+            if first and together:
+                yield tuple(together)
+                together = []
+            together.append(Action(_KINDS[kind], stage, micro_batch))
+        if together:
+            yield tuple(together)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The computations of one rank: the code of each one's kind, its stage and its micro-batch.
+
+    `follows` are the places of those that are combined with the one before them.
+    """
+
+    kinds: list[int]
+    stages: list[int]
+    micro_batches: list[int]
+    follows: frozenset[int]
+
+    @classmethod
+    def of(cls, order: Sequence[Action | Batch]) -> _Order:
+        actions: list[Action] = []
+        follows: list[int] = []
+        for step in order:
+            batch = (step,) if isinstance(step, Action) else step
+            follows += range(len(actions) + 1, len(actions) + len(batch))
+            actions += batch
+        return cls(
+            [_CODES[action.kind] for action in actions],
+            [action.stage for action in actions],
+            [action.micro_batch for action in actions],
+            frozenset(follows),
+        )
+
+    def action(self, at: int) -> Action:
+        return Action(_KINDS[self.kinds[at]], self.stages[at], self.micro_batches[at])
+
+
+class Play:
+    """Plays the computations of all ranks through: when each ends, and when its product is made."""
+
+    def __init__(self, orders: Iterable[Sequence[Action | Batch]], rank_of: Sequence[int]) -> None:
+        # Millions of objects would be slow to make and to collect; three plain lists per rank are not.
+        self._orders = [_Order.of(order) for order in orders]
+        self._rank_of = rank_of
+        self.ranks = len(self._orders)
+        micro_batches = 1 + max((max(order.micro_batches, default=-1) for order in self._orders), default=-1)
+        self._outputs = [[_NEVER] * micro_batches for _ in rank_of]  # when a stage's output is made
+        self._input_grads = [[_NEVER] * micro_batches for _ in rank_of]  # when the gradient of its input is
+        self._ends: list[list[int]] = [[] for _ in self._orders]
+        self._awaited: list[tuple[list[int], int] | None] = [None] * self.ranks  # product each rank waits for
+        self._ready = deque(range(self.ranks))
+        while self._ready:
+            self._walk(self._ready.popleft())
+        waiting = [
+            f"rank {rank} waits for {order.action(len(ends))}"
+            for rank, (order, ends) in enumerate(zip(self._orders, self._ends))
+            if len(ends) < len(order.kinds)
+        ]
+        if waiting:
+            raise ValueError(f"this order of computations never ends: {'; '.join(waiting)}")
+
+    def _walk(self, rank: int) -> None:
+        """Takes a rank through its order until it must wait for another."""
+        order, ends = self._orders[rank], self._ends[rank]
+        now = ends[-1] if ends else 0
+        while (at := len(ends)) < len(order.kinds):
+            step = (at, at + 1) if at + 1 in order.follows else (at,)  # two that are combined begin and end together
+            for one in step:
+                ready = self._ready_at(rank, order.kinds[one], order.stages[one], order.micro_batches[one])
+                if ready is None:
+                    return
+                now = max(now, ready)
+            now += sum(_COSTS[order.kinds[one]] for one in step)
+            for one in step:
+                ends.append(now)
+                self._made(order.kinds[one], order.stages[one], order.micro_batches[one], now)
+
+    def _ready_at(self, rank: int, kind: int, stage: int, micro_batch: int) -> int | None:
+        """When what a computation needs is on its rank; None, and noted, if it has not been made yet."""
+        if kind == _FORWARD:
+            needed, source = self._outputs, stage - 1
+        elif kind == _WEIGHT_GRAD:
+            needed, source = self._input_grads, stage
+        else:
+            if self._outputs[stage][micro_batch] == _NEVER:
+                return None  # its own forward comes later in the order, so it waits for ever
+            needed, source = self._input_grads, stage + 1
+        if not 0 <= source < len(self._rank_of):
+            return 0
+        made = needed[source][micro_batch]
+        if made == _NEVER:
+            self._awaited[rank] = (needed[source], micro_batch)
+            return None
+        return made if self._rank_of[source] == rank else made + _LATENCY
+
+    def _made(self, kind: int, stage: int, micro_batch: int, now: int) -> None:
+        """Notes a computation's product, and wakes who waits for it."""
+        if kind == _WEIGHT_GRAD:
+            return
+        products, taker = (
+            (self._outputs[stage], stage + 1) if kind == _FORWARD else (self._input_grads[stage], stage - 1)
+        )
+        products[micro_batch] = now
+        if 0 <= taker < len(self._rank_of):
+            self._wake(self._rank_of[taker], products, micro_batch)
+
+    def _wake(self, rank: int, products: list[int], micro_batch: int) -> None:
+        awaited = self._awaited[rank]
+        if awaited is not None and awaited[0] is products and awaited[1] == micro_batch:
+            self._awaited[rank] = None
+            self._ready.append(rank)
+
+    def actions(self, rank: int) -> RankActions:
+        """A rank's computations and, at the moments at which messages are made, its transfers."""
+        order = self._orders[rank]
+        parts = [
+            _Part(
+                np.array(self._ends[rank], np.int64),
+                np.array(order.kinds, np.uint8),
+                np.array(order.stages, np.int32),
+                np.array(order.micro_batches, np.int32),
+                turn=_COMPUTED,
+            ),
+            *self._transfers(rank),
+        ]
+        times, kinds, stages, micro_batches = (
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("times", "kinds", "stages", "micro_batches")
+        )
+        turns = np.concatenate([np.full(len(part.times), part.turn, np.int64) for part in parts])
+        by_time = np.lexsort((turns, times))
+        times, turns = times[by_time], turns[by_time]
+        first = np.ones(len(times), bool)
+        # Two computations that end together are combined, since each takes time.
+        first[1:] = (times[1:] != times[:-1]) | ((turns[1:] == _COMPUTED) != (turns[:-1] == _COMPUTED))
+        return RankActions(kinds[by_time], stages[by_time], micro_batches[by_time], first)
+
+    def _transfers(self, rank: int) -> Iterator[_Part]:
+        """The messages from and to a rank's stages, one part for each stage, neighbour and direction."""
+        last = len(self._rank_of) - 1
+        for stage in (stage for stage, holder in enumerate(self._rank_of) if holder == rank):
+            for other, ends in ((stage - 1, self._before), (stage + 1, self._after)):
+                if 0 <= other <= last and self._rank_of[other] != rank:
+                    yield from ends(stage)
+
+    def _before(self, stage: int) -> Iterator[_Part]:
+        yield _Part.of(Kind.RECEIVE_FORWARD, stage, self._outputs[stage - 1], turn=_forward_turn(stage - 1))
+        yield _Part.of(Kind.SEND_BACKWARD, stage, self._input_grads[stage], turn=_backward_turn(stage))
+
+    def _after(self, stage: int) -> Iterator[_Part]:
+        yield _Part.of(Kind.SEND_FORWARD, stage, self._outputs[stage], turn=_forward_turn(stage))
+        yield _Part.of(Kind.RECEIVE_BACKWARD, stage, self._input_grads[stage + 1], turn=_backward_turn(stage + 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Actions with the moments they are written down at; `turn` orders those of one moment."""
+
+    times: NDArray[np.int64]
+    kinds: NDArray[np.uint8]
+    stages: NDArray[np.int32]
+    micro_batches: NDArray[np.int32]
+    turn: int
+
+    @classmethod
+    def of(cls, kind: Kind, stage: int, made: Sequence[int], *, turn: int) -> _Part:
+        """One kind of transfer of a stage; a forward-only schedule has no gradients to send."""
+        times = np.array(made, np.int64)
+        micro_batches = np.flatnonzero(times != _NEVER).astype(np.int32)
+        count = len(micro_batches)
+        codes, stages = np.full(count, _CODES[kind], np.uint8), np.full(count, stage, np.int32)
+        return cls(times[micro_batches], codes, stages, micro_batches, turn)
+
+
+# At one moment: what has been computed, then messages, in an order in which a rank sends its own before it receives another's as
+# far as that can be: forward ones from the last stage to the first, then backward ones from the first stage to the last.
+_FORWARD_MESSAGES = 1 << 32
+_COMPUTED = 0
+
+
+def _forward_turn(source: int) -> int:
+    return _FORWARD_MESSAGES - source
+
+
+def _backward_turn(source: int) -> int:
+    return _FORWARD_MESSAGES + 1 + source

@@ -1,0 +1,89 @@
+"""The global batch size over a run, and the exact exchange between iterations and samples that it implies.
+
+`--rampup-batch-size START INCREMENT SAMPLES` cuts SAMPLES into n = (final - START) / INCREMENT equal spans; during
+span k the batch holds START + k x INCREMENT samples, afterwards the final size. A batch has the size that holds where
+it begins. The size is therefore constant on each of n + 1 spans, and counting needs one division per span, not a loop
+over iterations. All of it is integer arithmetic: span k begins at the smallest c with c x n >= k x SAMPLES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from petatron.config.schema.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSchedule:
+    """Samples per optimizer step as a function of the samples consumed before it.
+
+    >>> schedule = BatchSchedule(final=8, start=4, increment=2, ramp_samples=16)
+    >>> [schedule.at(consumed) for consumed in (0, 7, 8, 15, 16, 1000)]
+    [4, 4, 6, 6, 8, 8]
+    >>> schedule.samples_after(5)  # 4 + 4 + 6 + 6 + 8
+    28
+    >>> schedule.iterations_for(28), schedule.iterations_for(27)
+    (5, 4)
+    """
+
+    final: int
+    start: int
+    increment: int = 1
+    ramp_samples: int = 0
+
+    @classmethod
+    def from_config(cls, run: RunConfig) -> BatchSchedule:
+        """The schedule of a derived and checked configuration."""
+        final = run.train.global_batch_size
+        assert final is not None, "the configuration is not derived"
+        if not run.train.rampup_batch_size:
+            return cls(final=final, start=final)
+        start, increment, samples = run.train.rampup_batch_size
+        return cls(final=final, start=start, increment=increment, ramp_samples=samples)
+
+    def __post_init__(self) -> None:
+        assert 0 < self.start <= self.final and self.increment > 0 and self.ramp_samples >= 0
+        assert (self.final - self.start) % self.increment == 0, "the increments do not end at the final batch size"
+
+    @property
+    def _increments(self) -> int:
+        return (self.final - self.start) // self.increment
+
+    def at(self, consumed_samples: int) -> int:
+        """The size of the batch that begins after this many samples."""
+        if consumed_samples >= self.ramp_samples:
+            return self.final
+        return self.start + consumed_samples * self._increments // self.ramp_samples * self.increment
+
+    def samples_after(self, iterations: int, consumed: int = 0) -> int:
+        """Samples consumed in all once this many more iterations have run."""
+        for batch, batches in self._runs(consumed):
+            taken = iterations if batches is None else min(iterations, batches)
+            consumed += taken * batch
+            iterations -= taken
+            if not iterations:
+                break
+        return consumed
+
+    def iterations_for(self, samples: int, consumed: int = 0) -> int:
+        """Whole batches that fit into a budget of samples from a position on; a last partial one is left out."""
+        iterations = 0
+        for batch, batches in self._runs(consumed):
+            fitting = samples // batch
+            taken = fitting if batches is None else min(fitting, batches)
+            iterations += taken
+            samples -= taken * batch
+            if taken == fitting:  # the rest does not hold one more batch of this size, nor of a larger one
+                break
+        return iterations
+
+    def _runs(self, consumed: int) -> Iterator[tuple[int, int | None]]:
+        """(batch size, number of batches of that size in a row) from a position on; None: for ever."""
+        while (batch := self.at(consumed)) < self.final:
+            next_span = (batch - self.start) // self.increment + 1
+            span_end = -(-next_span * self.ramp_samples // self._increments)
+            batches = -(-(span_end - consumed) // batch)
+            yield batch, batches
+            consumed += batches * batch
+        yield self.final, None

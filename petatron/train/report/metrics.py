@@ -1,0 +1,314 @@
+"""From steps to a log record: sums stay on the device, and the host looks once per log point.
+
+Reading one number from a GPU waits for everything queued before it, so a loop that reads the loss of every step runs
+host and device in turns. `IntervalMeter.update` therefore only queues additions to a small vector on the loss's device,
+and `report` reads that vector, together with the last step's norms, in one transfer.
+
+The log line keeps the field names, order and number formats that scripts written for Megatron-LM parse, and adds
+tokens/s/device, MFU, memory and the time left behind them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from petatron.layers.moe.load_balancing import router_health
+
+Record = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Receives records (`kind` is train, valid or event) and cannot call back."""
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What one optimizer step says about itself; numbers that live on the device stay there."""
+
+    iteration: int
+    consumed_samples: int
+    tokens: int
+    """Tokens of this step over all ranks."""
+    loss: Tensor | float
+    lr: float
+    global_batch_size: int
+    grad_norm: Tensor | float | None = None
+    loss_scale: Tensor | float = 1.0
+    skipped: Tensor | bool = False
+    """The update was left out because a gradient overflowed."""
+    nan: Tensor | bool = False
+    """The loss of this step was not a number."""
+    params_norm: Tensor | float | None = None
+    num_zeros: Tensor | int | None = None
+    routers: Tensor | None = None
+    """What the routers of all layers did in this step: one row of `layers.balance.router_report` per layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRecord:
+    """One log point: means over the interval since the last one, or the last step's value, as plain numbers."""
+
+    time: float
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    consumed_tokens: int
+    elapsed_ms_per_iteration: float
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    tflops_per_device: float
+    mfu: float | None
+    lr: float
+    global_batch_size: int
+    lm_loss: float | None
+    """Mean over the steps that were not skipped; None when all were."""
+    loss_scale: float
+    grad_norm: float | None
+    params_norm: float | None
+    num_zeros: int | None
+    skipped: int
+    nan: int
+    memory_bytes: int
+    eta_s: float | None
+    router_health: Mapping[str, Mapping[str, float]] | None = None
+    """By layer number: load, entropy, dropped share, z and balance loss of its router, over the interval."""
+
+    def as_record(self) -> dict[str, Any]:
+        return {"kind": "train", **{field.name: getattr(self, field.name) for field in fields(self)}}
+
+    @classmethod
+    def from_record(cls, record: Record) -> LogRecord:
+        return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
+
+
+class IntervalMeter:
+    """Accumulates steps between two log points."""
+
+    def __init__(
+        self,
+        *,
+        train_iters: int,
+        num_devices: int,
+        flops_per_token: float,
+        peak_flops: float | None = None,
+        train_samples: int | None = None,
+        consumed_tokens: int = 0,
+        memory: Callable[[], int] = lambda: 0,
+        router_layers: Sequence[int] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._train_iters = train_iters
+        self._train_samples = train_samples
+        self._num_devices = num_devices
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._consumed_tokens = consumed_tokens
+        self._memory = memory
+        self._router_layers = router_layers
+        self._clock = clock
+        self._last: StepMetrics | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sums: Tensor | None = None
+        self._routers: Tensor | None = None
+        self._steps = 0
+        self._tokens = 0
+        self._samples = 0
+        self._elapsed_s = 0.0
+        self._since: float | None = self._clock()
+
+    def pause(self) -> None:
+        """Stop the clock, for work that is not training (evaluation, saving)."""
+        if self._since is not None:
+            self._elapsed_s += self._clock() - self._since
+            self._since = None
+
+    def resume(self) -> None:
+        if self._since is None:
+            self._since = self._clock()
+
+    def update(self, step: StepMetrics) -> None:
+        """Add a step without waiting for the device."""
+        device = torch.device("cpu") if isinstance(step.loss, int | float) else step.loss.device
+        loss, skipped, nan = (_on_device(value, device) for value in (step.loss, step.skipped, step.nan))
+        counted = 1.0 - skipped
+        # where, not a product: the loss of a skipped step may be inf or nan, and 0 x nan is nan.
+        added = torch.stack([torch.where(counted > 0, loss, torch.zeros_like(loss)), counted, skipped, nan])
+        self._sums = added if self._sums is None else self._sums + added
+        if step.routers is not None:
+            self._routers = step.routers if self._routers is None else self._routers + step.routers
+        self._last = step
+        self._steps += 1
+        self._tokens += step.tokens
+        self._samples += step.global_batch_size
+        self._consumed_tokens += step.tokens
+
+    def report(self) -> LogRecord:
+        """Read the device once, and start the next interval."""
+        step, sums = self._last, self._sums
+        assert step is not None and sums is not None, "report() needs a step since the last report"
+        last = [step.grad_norm, step.loss_scale, step.params_norm, step.num_zeros]
+        on_device = [_on_device(math.nan if value is None else value, sums.device) for value in last]
+        values = torch.cat([sums, torch.stack(on_device)]).tolist()  # the one wait
+        loss_sum, counted, skipped, nan, grad_norm, loss_scale, params_norm, num_zeros = values
+        self.pause()
+        elapsed_s = max(self._elapsed_s, 1e-9)
+        tokens_per_second = self._tokens / elapsed_s
+        flops_per_device = tokens_per_second * self._flops_per_token / self._num_devices
+        record = LogRecord(
+            time=time.time(),
+            iteration=step.iteration,
+            train_iters=self._train_iters,
+            consumed_samples=step.consumed_samples,
+            consumed_tokens=self._consumed_tokens,
+            elapsed_ms_per_iteration=elapsed_s * 1000 / self._steps,
+            tokens_per_second=tokens_per_second,
+            tokens_per_second_per_device=tokens_per_second / self._num_devices,
+            tflops_per_device=flops_per_device / 1e12,
+            mfu=flops_per_device / self._peak_flops if self._peak_flops else None,
+            lr=step.lr,
+            global_batch_size=step.global_batch_size,
+            lm_loss=loss_sum / counted if counted else None,
+            loss_scale=loss_scale,
+            grad_norm=None if step.grad_norm is None else grad_norm,
+            params_norm=None if step.params_norm is None else params_norm,
+            num_zeros=None if step.num_zeros is None else int(num_zeros),
+            skipped=int(skipped),
+            nan=int(nan),
+            memory_bytes=self._memory(),
+            eta_s=self._time_left(step, elapsed_s),
+            router_health=self._router_health(),
+        )
+        self._reset()
+        return record
+
+    def _router_health(self) -> dict[str, dict[str, float]] | None:
+        if self._routers is None:
+            return None
+        rows = self._routers.cpu()
+        return {str(layer): asdict(router_health(row)) for layer, row in zip(self._router_layers, rows, strict=True)}
+
+    def _time_left(self, step: StepMetrics, elapsed_s: float) -> float:
+        """By samples where the run is measured in samples: with a growing batch, iterations get longer."""
+        if self._train_samples is not None:
+            return max(0, self._train_samples - step.consumed_samples) * elapsed_s / max(1, self._samples)
+        return max(0, self._train_iters - step.iteration) * elapsed_s / self._steps
+
+
+def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(value, int | float):
+        # full() is a kernel with a constant; tensor() would copy from the host and wait for it.
+        return torch.full((), float(value), dtype=torch.float64, device=device)
+    return value.detach().to(device=device, dtype=torch.float64, non_blocking=True).reshape(())
+
+
+def megatron_line(record: LogRecord, *, throughput: bool = True) -> str:
+    """The iteration line: Megatron's fields, then ours."""
+    now = datetime.fromtimestamp(record.time).strftime("%Y-%m-%d %H:%M:%S.%f")
+    parts = [
+        f" [{now}] iteration {record.iteration:8d}/{record.train_iters:8d}",
+        f" consumed samples: {record.consumed_samples:12d}",
+        f" elapsed time per iteration (ms): {record.elapsed_ms_per_iteration:.1f}",
+    ]
+    if throughput:
+        parts.append(f" throughput per GPU (TFLOP/s/GPU): {record.tflops_per_device:.1f}")
+    parts += [f" learning rate: {record.lr:.6E}", f" global batch size: {record.global_batch_size:5d}"]
+    if record.lm_loss is not None:
+        parts.append(f" lm loss: {record.lm_loss:.6E}")
+    parts.append(f" loss scale: {record.loss_scale:.1f}")
+    if record.grad_norm is not None:
+        parts.append(f" grad norm: {record.grad_norm:.3f}")
+    if record.num_zeros is not None:
+        parts.append(f" num zeros: {record.num_zeros}")
+    if record.params_norm is not None:
+        parts.append(f" params norm: {record.params_norm:.3f}")
+    if record.router_health:
+        parts += _router_parts(list(record.router_health.values()))
+    parts += [
+        f" number of skipped iterations: {record.skipped:3d}",
+        f" number of nan iterations: {record.nan:3d}",
+        f" tokens/s/device: {record.tokens_per_second_per_device:.1f}",
+        f" MFU: {percent(record.mfu)}",
+        f" memory (GB): {record.memory_bytes / 1e9:.2f}",
+        f" ETA: {duration(record.eta_s)}",
+    ]
+    return " |".join(parts) + " |"
+
+
+def _router_parts(layers: Sequence[Mapping[str, float]]) -> list[str]:
+    """One summary over all layers; every layer by itself is in the other sinks."""
+
+    def mean(name: str) -> float:
+        return sum(layer[name] for layer in layers) / len(layers)
+
+    return [
+        f" load balancing loss: {mean('extra_loss'):.6E}",
+        f" expert load max/mean: {max(layer['load_max_over_mean'] for layer in layers):.2f}",
+        f" router entropy: {mean('entropy'):.3f}",
+        f" router z: {mean('z'):.3f}",
+        f" dropped tokens: {percent(mean('dropped'))}",
+    ]
+
+
+def percent(fraction: float | None) -> str:
+    return "n/a" if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def duration(seconds: float | None) -> str:
+    """H:MM:SS, with days in front where there are any."""
+    return "n/a" if seconds is None or not math.isfinite(seconds) else str(timedelta(seconds=round(seconds)))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), capped at exp(20) as Megatron does, so that an untrained model prints a number."""
+    return math.exp(min(20.0, loss))
+
+
+def validation_record(
+    *, iteration: int, lm_loss: float, consumed_samples: int, split: Literal["valid", "test"] = "valid"
+) -> dict[str, Any]:
+    """An evaluation, ready for the sinks."""
+    return {
+        "kind": "valid",
+        "time": time.time(),
+        "split": split,
+        "iteration": iteration,
+        "consumed_samples": consumed_samples,
+        "lm_loss": lm_loss,
+        "lm_loss_ppl": perplexity(lm_loss),
+    }
+
+
+def event_record(message: str, *, iteration: int, **facts: Any) -> dict[str, Any]:
+    """Something that happened once: resumed, saved, stopped by a signal."""
+    return {"kind": "event", "time": time.time(), "iteration": iteration, "message": message, **facts}
+
+
+def validation_line(*, iteration: int, lm_loss: float, split: str = "valid") -> str:
+    """Three lines: the result framed by dashes, as Megatron prints it."""
+    where = f"iteration {iteration}" + (" on test set" if split == "test" else "")
+    line = f" validation loss at {where} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity(lm_loss):.6E} | "
+    frame = "-" * (len(line) + 1)
+    return f"{frame}\n{line}\n{frame}"
+
+
+def as_text(record: Record, *, throughput: bool = True) -> str:
+    """What a console shows for a record."""
+    if record["kind"] == "train":
+        return megatron_line(LogRecord.from_record(record), throughput=throughput)
+    if record["kind"] == "valid":
+        return validation_line(iteration=record["iteration"], lm_loss=record["lm_loss"], split=record["split"])
+    return str(record["message"])

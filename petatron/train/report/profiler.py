@@ -1,0 +1,132 @@
+"""`--profile`: a Chrome trace of some iterations, written by the ranks that were asked for one.
+
+The profiler runs only between `--profile-step-start` and `--profile-step-end`, so the rest of the run costs nothing. It waits
+for the device at both ends: work queued by an earlier iteration is not in the trace, and the last iteration is in it whole.
+A run that ends or fails in between leaves what was traced so far.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.base.log import get_logger
+from petatron.base.safe_files import make_folder
+from petatron.config.schema.run import RunConfig
+
+_log = get_logger(__name__)
+
+
+def profile_directory(run: RunConfig) -> Path:
+    """Where traces go: the same folder on every rank, so no part of it may depend on the time."""
+    log = run.log
+    if log.profile_dir is not None:
+        return Path(log.profile_dir)
+    return Path(log.tensorboard_dir or log.log_dir or run.checkpoint.save or "runs") / "profile"
+
+
+class StepProfile:
+    """Traces the chosen iterations of one rank; does nothing on the others, and nothing without `--profile`.
+
+    Used as a context around the loop, with `begin` and `end` called around every iteration.
+    """
+
+    def __init__(
+        self, run: RunConfig, *, rank: int, iterations: int, device: torch.device, tell: Callable[[str], None]
+    ) -> None:
+        """`tell` hears, on rank 0, where traces will go and where its own was written. The run has so many iterations."""
+        log = run.log
+        self._wanted = log.profile and rank in log.profile_ranks
+        self._untold = log.profile and rank == 0
+        self._ranks = ", ".join(str(rank) for rank in log.profile_ranks)
+        self._first, self._stop = log.profile_step_start, min(log.profile_step_end, iterations + 1)
+        self._rank, self._device, self._tell = rank, device, tell
+        self._folder = profile_directory(run)
+        self._running: profile | None = None
+        self._last = 0
+        if self._wanted:
+            _make(self._folder, given=log.profile_dir is not None)
+
+    def __enter__(self) -> StepProfile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._finish()
+
+    def begin(self, iteration: int) -> None:
+        """Called before an iteration; a resumed run may begin between first and stop."""
+        if self._untold:
+            self._untold = False
+            self._tell(self._plan(iteration))
+        if not self._wanted or self._running is not None or not self._first <= iteration < self._stop:
+            return
+        self._wait()
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+        profiler = profile(activities=activities)
+        profiler.start()
+        self._running, self._first, self._last = profiler, iteration, iteration
+
+    def end(self, iteration: int) -> None:
+        """Called after an iteration."""
+        self._last = iteration
+        if iteration >= self._stop - 1:
+            self._finish()
+
+    def _plan(self, iteration: int) -> str:
+        """What a run that is at this iteration will trace."""
+        first, last = max(self._first, iteration), self._stop - 1
+        if iteration > last:
+            return (
+                f"nothing will be traced: the run is at iteration {iteration}, and --profile-step-end is {self._stop}"
+            )
+        if first > last:
+            return f"nothing will be traced: --profile-step-start is {first}, and the run ends with iteration {last}"
+        which = _iterations(first, last)
+        whose = f"rank {self._ranks}" if "," not in self._ranks else f"ranks {self._ranks}"
+        return f"--profile: will trace {which} on {whose} into {self._folder}"
+
+    def _finish(self) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        self._wanted = False
+        try:
+            self._wait()
+        finally:  # a profiler that is left running spoils every later one of this process
+            running.stop()
+        path = self._folder / f"iterations-{self._first}-{self._last}-rank-{self._rank}.json.gz"
+        try:
+            with tempfile.TemporaryDirectory(dir=self._folder) as draft:
+                running.export_chrome_trace(str(Path(draft) / path.name))
+                (Path(draft) / path.name).replace(path)
+        except OSError as error:
+            # Only rank 0 has somewhere to tell things, but of the others errors are shown.
+            warn = self._tell if self._rank == 0 else _log.error
+            warn(f"WARNING: the trace could not be written to {path}: {error.strerror or error}")
+        else:
+            self._tell(f"wrote the trace of {_iterations(self._first, self._last)} to {path}")
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _iterations(first: int, last: int) -> str:
+    return f"iteration {first}" if first == last else f"iterations {first} to {last}"
+
+
+def _make(folder: Path, *, given: bool) -> None:
+    """A folder that the user names may be a link; in a run's own folder, one may have come from others."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True) if given else make_folder(folder)
+    except OSError as error:
+        rule = f"cannot be made: {error.strerror or error}"
+        raise ConfigError(
+            [Problem("--profile-dir", str(folder), rule, "Give a folder that can be written.")]
+        ) from error

@@ -1,0 +1,174 @@
+"""Where a run's records go: always `metrics.jsonl`, always a console, TensorBoard and W&B when asked, all at once.
+
+`metrics.jsonl` is append-only. Each record is one line, handed to the kernel in one write as soon as it exists, so a
+killed process loses nothing it has reported. A resumed run repeats iterations that were logged but not saved; it says
+so with an event ("resumed at iteration N"), and a reader that wants one curve drops earlier lines with a larger
+iteration. Nothing is ever rewritten, since rewriting is how histories get lost.
+
+The tags in TensorBoard and W&B are Megatron's, so that runs of both can be laid over each other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import ConfigError, Problem, TrainError
+from petatron.base.safe_files import reopen
+from petatron.base.terminal_escape import drawn_output
+from petatron.config.schema.training import LogConfig
+from petatron.train.report.console import choose_console
+from petatron.train.report.metrics import Record, Sink
+
+METRICS_FILE = "metrics.jsonl"
+SCHEMA_VERSION = 1
+
+_TRAIN_TAGS = {
+    "lm_loss": "lm loss",
+    "lr": "learning-rate",
+    "global_batch_size": "batch-size",
+    "loss_scale": "loss-scale",
+    "grad_norm": "grad-norm",
+    "params_norm": "params-norm",
+    "num_zeros": "num-zeros",
+    "tflops_per_device": "throughput",
+    "tokens_per_second_per_device": "tokens-per-second-per-device",
+    "mfu": "mfu",
+    "memory_bytes": "memory-bytes",
+    "skipped": "skipped-iterations",
+    "nan": "nan-iterations",
+    "consumed_samples": "consumed-samples",
+    "consumed_tokens": "consumed-tokens",
+}
+
+
+def build_sinks(
+    config: LogConfig, directory: Path, rank: int, *, run_facts: Mapping[str, Any] | None = None
+) -> list[Sink]:
+    """All sinks of this rank: rank 0 speaks for the run, the others have none.
+
+    `run_facts` is the resolved configuration, which W&B keeps beside the curves.
+    """
+    if rank != 0:
+        return []
+    sinks: list[Sink] = [JsonlSink(directory / METRICS_FILE)]
+    if config.tensorboard_dir is not None:
+        sinks.append(TensorBoardSink(config.tensorboard_dir))
+    if config.wandb_project is not None:
+        sinks.append(
+            WandbSink(config.wandb_project, name=config.wandb_exp_name, directory=directory, run_facts=run_facts)
+        )
+    # Last: a live view takes the terminal, and an error of the others should still be readable there.
+    sinks.append(choose_console(config.live, throughput=config.log_throughput))
+    return sinks
+
+
+class JsonlSink:
+    """One JSON object per line; numbers JSON cannot hold become the strings "nan", "inf" and "-inf"."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = reopen(path, os.O_APPEND)
+        except OSError as error:
+            raise TrainError(
+                f"Cannot write {path}: {error.strerror}. Metrics are always kept; remove it if it is a link, or choose a writable "
+                "--log-dir."
+            ) from error
+        self._end_torn_line()
+
+    def _end_torn_line(self) -> None:
+        # After a power cut the last line may be half there; the next record must not be glued to it.
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
+
+    def write(self, record: Record) -> None:
+        line = json.dumps(_plain({"schema": SCHEMA_VERSION, **record}), allow_nan=False) + "\n"
+        try:
+            os.write(self._file, line.encode())
+        except OSError as error:
+            raise TrainError(f"Cannot write metrics: {error.strerror}. Make room in the --log-dir folder.") from error
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.fsync(self._file)
+            os.close(self._file)
+            self._file = -1
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record under Megatron's tags; values that are unknown are left out."""
+    if record["kind"] == "train":
+        found = {tag: record.get(name) for name, tag in _TRAIN_TAGS.items()}
+        found["iteration-time"] = record["elapsed_ms_per_iteration"] / 1000  # seconds, as in Megatron
+        for layer, health in (record.get("router_health") or {}).items():
+            found |= {f"moe/layer_{layer}/{name}": value for name, value in health.items()}
+        return {tag: float(value) for tag, value in found.items() if value is not None}
+    if record["kind"] == "valid":
+        name = "lm loss test" if record["split"] == "test" else "lm loss validation"
+        return {name: float(record["lm_loss"]), f"{name} ppl": float(record["lm_loss_ppl"])}
+    return {}
+
+
+class TensorBoardSink:
+    """Scalars by iteration, and events as text."""
+
+    def __init__(self, directory: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("--tensorboard-dir", directory, "tensorboard") from error
+        self._writer = SummaryWriter(log_dir=directory)
+
+    def write(self, record: Record) -> None:
+        iteration = record["iteration"]
+        for tag, value in scalars(record).items():
+            self._writer.add_scalar(tag, value, iteration)
+        if record["kind"] == "event":
+            self._writer.add_text("event", str(record["message"]), iteration)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A W&B run; steps are iterations."""
+
+    def __init__(
+        self, project: str, *, name: str | None, directory: Path, run_facts: Mapping[str, Any] | None = None
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("--wandb-project", project, "wandb") from error
+        with drawn_output():
+            self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(run_facts or {}))
+
+    def write(self, record: Record) -> None:
+        values = scalars(record)
+        if values:
+            self._run.log(values, step=record["iteration"])
+
+    def close(self) -> None:
+        with drawn_output():
+            self._run.finish()
+
+
+def _missing(flag: str, value: str, library: str) -> ConfigError:
+    rule = f"needs {library}, which is not installed"
+    return ConfigError([Problem(flag, value, rule, "Install it: pip install 'petatron[log]'.")])

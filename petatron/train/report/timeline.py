@@ -1,0 +1,31 @@
+"""The measured timeline of one step: what every rank of the first pipeline did when, written as one file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from petatron.base.errors import DataError
+from petatron.base.log import get_logger
+from petatron.mesh import collectives
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.schedule.actions import COMPUTE, TimedAction
+from petatron.schedule.measured_timeline import from_record, to_record, write_measured
+
+_log = get_logger(__name__)
+
+
+def write_timeline(path: Path, model: ParallelModel, timed: Sequence[TimedAction]) -> None:
+    """Every rank calls it; the pipeline drawn is that of the run's first rank."""
+    computed = [to_record(t) for t in timed if t.action.kind in COMPUTE]
+    found = collectives.gather_objects_to_first(computed, model.mesh.control)
+    if found is not None:
+        ranks = [[from_record(record) for record in found[rank]] for rank in model.mesh.pp.ranks]
+        start = min(t.start for rank in ranks for t in rank)
+        from_zero = [[TimedAction(t.action, t.start - start, t.end - start) for t in rank] for rank in ranks]
+        try:
+            write_measured(path, model.plan.name, from_zero)
+        except DataError as error:  # a picture is no reason to lose a run
+            _log.warning("no timeline: %s", error)
+        else:
+            _log.info("wrote the measured timeline of one step to %s", path)

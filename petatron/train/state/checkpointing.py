@@ -1,0 +1,318 @@
+"""Saving and loading the state of a model and its optimizer, for the loop here and for loops of your own.
+
+A checkpoint holds, by logical tensor, the weights in the model's precision (as a Hugging Face folder), the same weights in the
+optimizer's precision where it has them apart, and the moments: the same for every layout. Random states and the histories of
+FP8's delayed scaling belong to a rank, so they come back only in the layout that saved them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import CheckpointError
+from petatron.base.untrusted_files import reading
+from petatron.checkpoint.convert.hf_folder import folder_manifest, is_model_folder
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.state import MASTERS, ROUTERS, WEIGHTS, Chunk
+from petatron.data.tokenizer import Tokenizer
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rng import stable_seed
+from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.sharding.flat_shard import ParameterGroup, group_pieces
+from petatron.sharding.shard_spec import Piece
+from petatron.train.state.hf_folder import Companions, model_folder
+
+_UPDATES = "optimizer"
+_HISTORIES = "fp8/"
+
+
+def save_checkpoint(
+    folder: str,
+    *,
+    step: int,
+    model: ParallelModel,
+    optimizer: MasterOptimizer | None = None,
+    moments: bool = True,
+    facts: Mapping[str, Any] | None = None,
+    random_states: bool = True,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Publish a checkpoint; every rank calls it. Without an optimizer or `moments` it can only be finetuned from.
+
+    `facts` are JSON values. The weights stand in `folder/step-N/model`, which transformers opens as it is; with a tokenizer,
+    its files are there too.
+
+    >>> import petatron, tempfile
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> model = petatron.build_model(run, petatron.launch(run))
+    >>> folder = tempfile.mkdtemp()
+    >>> petatron.save_checkpoint(folder, step=7, model=model, facts={"note": "first"})
+    >>> petatron.load_checkpoint(folder, model=model)
+    {'note': 'first'}
+    """
+    mesh = model.mesh
+    manager = CheckpointManager(folder, mesh.control, world=mesh.world, device=mesh.device)
+    save_into(
+        manager,
+        step=step,
+        model=model,
+        optimizer=optimizer,
+        moments=moments,
+        facts=facts,
+        random_states=random_states,
+        tokenizer=tokenizer,
+    )
+
+
+def save_into(
+    manager: CheckpointManager,
+    *,
+    step: int,
+    model: ParallelModel,
+    optimizer: MasterOptimizer | None,
+    moments: bool,
+    facts: Mapping[str, Any] | None,
+    random_states: bool,
+    tokenizer: Tokenizer | Companions | None,
+    wait: bool = True,
+) -> None:
+    """`save_checkpoint` with a manager that may write in the background."""
+    updates = optimizer.facts() if optimizer is not None and moments else None
+    local = model.streams.state() if random_states else {}
+    if updates is not None:
+        local |= {f"{_HISTORIES}{name}": histories for name, histories in model.eight_bits.state().items()}
+    manager.save(
+        step,
+        list(chunks(model, optimizer, moments=moments)),
+        facts={_UPDATES: updates, "facts": dict(facts or {})},
+        same_layout_key=model.layout_key,
+        local=local,
+        model=model_folder(model.architecture, _weight_dtype(model), tokenizer),
+        wait=wait,
+    )
+
+
+def load_checkpoint(
+    folder: str,
+    *,
+    model: ParallelModel,
+    optimizer: MasterOptimizer | None = None,
+    moments: bool = True,
+    step: int | None = None,
+    random_states: bool = True,
+    fallback: bool = False,
+) -> dict[str, Any] | None:
+    """Fill the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and return its facts.
+
+    None when the folder holds no checkpoint. `step` None means the newest. Without `moments` the optimizer takes the
+    weights alone; then `folder` may also be the folder of a Hugging Face model. With `fallback` a damaged step gives way to
+    the newest sound one before it.
+
+    >>> import petatron, tempfile
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> petatron.load_checkpoint(tempfile.mkdtemp(), model=petatron.build_model(run, petatron.launch(run))) is None
+    True
+    """
+    loaded = load_state(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        moments=moments,
+        step=step,
+        random_states=random_states,
+        fallback=fallback,
+    )
+    return None if loaded is None else loaded.facts
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """The facts of a checkpoint, whether its random states went on, and why its FP8 histories did not if the run needs some."""
+
+    facts: dict[str, Any]
+    random_states: bool
+    no_histories: str | None
+
+
+def load_state(
+    folder: str,
+    *,
+    model: ParallelModel,
+    optimizer: MasterOptimizer | None,
+    moments: bool,
+    step: int | None,
+    random_states: bool,
+    fallback: bool,
+    approve: Callable[[Mapping[str, Any]], None] | None = None,
+) -> LoadedState | None:
+    """`load_checkpoint`, with word of what was found. `approve` sees the facts before anything is changed, and may raise."""
+    path, mesh = Path(folder), model.mesh
+    manager = CheckpointManager(path, mesh.control, world=mesh.world, device=mesh.device)
+    whole = optimizer is not None and moments
+    wanted = [*_wanted_weights(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
+
+    def check(facts: Mapping[str, Any]) -> None:
+        if whole and facts[_UPDATES] is None:
+            raise CheckpointError(
+                f"The checkpoint in {folder} was saved without optimizer state. Use --finetune to start a new run from its "
+                "weights, or --no-load-optim to go on without moments."
+            )
+        if approve is not None:
+            approve(facts["facts"])
+
+    held = manager.from_first(lambda: _held(path))
+    if held is None:
+        if step is None:
+            return None
+        raise CheckpointError(
+            f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
+        )
+    if held == "model":
+        _check_no_routers(folder, model)
+        found = manager.fill(path, partial(folder_manifest, path, model.architecture), wanted)
+        updates, facts = None, {}
+    else:
+        found = manager.load(
+            step,
+            [*wanted, *_router_chunks(model)],
+            same_layout_key=model.layout_key,
+            leaves=_nothing if whole else _not_weights,
+            approve=check,
+            fallback=fallback,
+        )
+        with reading(path, step_folder.damage):
+            updates, facts = found.facts[_UPDATES], dict(found.facts["facts"])
+    if optimizer is not None:
+        optimizer.write_back()
+    else:
+        model.publish()
+    kept = found.local or {}
+    streams = {name: state for name, state in kept.items() if not name.startswith(_HISTORIES) and random_states}
+    histories = {
+        name.removeprefix(_HISTORIES): state for name, state in kept.items() if whole and name.startswith(_HISTORIES)
+    }
+    assert not whole or updates is not None, "only weights can come from a model's folder"
+    with reading(path, step_folder.damage):
+        if optimizer is not None and updates is not None and moments:
+            optimizer.restore_facts(updates)
+        if streams:
+            model.streams.restore(streams)
+        went_on = model.eight_bits.load_state(histories, model.mesh.device)
+    anew = None if went_on else _why_anew(histories, same_layout=found.local is not None)
+    return LoadedState(facts, random_states=bool(streams), no_histories=anew)
+
+
+def holds_weights(folder: str, mesh: ParallelMesh) -> bool:
+    """Whether a load of this folder would fill a model; every rank calls it, and all hear what the first one sees.
+
+    A load fills every weight or raises, so the first weights of a model that is loaded right away need not be drawn.
+
+    >>> import tempfile
+    >>> holds_weights(tempfile.mkdtemp(), ParallelMesh.single())
+    False
+    """
+    path = Path(folder)
+    manager = CheckpointManager(path, mesh.control, world=mesh.world, device=mesh.device)
+    return manager.from_first(lambda: _held(path)) is not None
+
+
+def _held(path: Path) -> Literal["checkpoint", "model"] | None:
+    """What there is to load in a folder, as this rank sees it."""
+    if step_folder.own_step(path) is not None or step_folder.steps(path):
+        return "checkpoint"
+    return "model" if is_model_folder(path) else None
+
+
+def _why_anew(histories: Mapping[str, Tensor], *, same_layout: bool) -> str:
+    """Why a rank cannot go on with a checkpoint's FP8 histories."""
+    if not same_layout:
+        return "the checkpoint has none for this layout, where a rank sees other parts of the tensors"
+    if not histories:
+        return "the checkpoint has none"
+    return "those in the checkpoint are of other products, another format or another --fp8-amax-history-len"
+
+
+def _check_no_routers(folder: str, model: ParallelModel) -> None:
+    """A model whose experts are chosen with a bias is another one without it, and a model's folder has no place for it."""
+    moe = model.architecture.moe
+    if moe is not None and moe.moe_router_enable_expert_bias:
+        raise CheckpointError(
+            f"This model chooses its experts with biases (--moe-router-enable-expert-bias), which {folder} cannot hold. Load the "
+            "checkpoint that the folder came from, or start without the biases."
+        )
+
+
+def _nothing(kind: str) -> bool:
+    """A run that goes on takes everything."""
+    return False
+
+
+def _not_weights(kind: str) -> bool:
+    """A run that starts from weights leaves the optimizer's state, whatever it is, but nothing that the model needs."""
+    return f"{kind}/" not in (WEIGHTS, MASTERS, ROUTERS)
+
+
+def _weight_dtype(model: ParallelModel) -> torch.dtype:
+    """What the weights are kept in; fully sharded ones in fp32, since they are the optimizer's own."""
+    return next((weight.dtype for group in model.groups for weight in group.weights()), model.dtype)
+
+
+def chunks(model: ParallelModel, optimizer: MasterOptimizer | None, *, moments: bool = True) -> Iterator[Chunk]:
+    """Everything this rank has that a checkpoint keeps, as boxes of logical tensors."""
+    yield from _weight_chunks(model)
+    yield from _optimizer_chunks(optimizer, moments=moments)
+    yield from _router_chunks(model)
+
+
+def _weight_chunks(model: ParallelModel) -> Iterator[Chunk]:
+    """Every box of the weights that this rank owns, in the model's precision."""
+    for group in model.groups:
+        for piece, view in group_pieces(group, group.weights()):
+            yield _chunk(WEIGHTS, group, piece, view)
+
+
+def _optimizer_chunks(optimizer: MasterOptimizer | None, *, moments: bool) -> Iterator[Chunk]:
+    """What the optimizer has apart from the model: its own weights and, if wanted, the moments."""
+    if optimizer is None or not moments:
+        return
+    if optimizer.weights_apart:
+        for group, piece, view in optimizer.weights():
+            yield _chunk(MASTERS, group, piece, view)
+    yield from _moment_chunks(optimizer)
+
+
+def _moment_chunks(optimizer: MasterOptimizer | None) -> Iterator[Chunk]:
+    if optimizer is not None:
+        for kind, group, piece, view in optimizer.moments():
+            yield _chunk(f"{kind}/", group, piece, view)
+
+
+def _wanted_weights(model: ParallelModel, optimizer: MasterOptimizer | None) -> Iterator[Chunk]:
+    """The weights to load: the optimizer's, from which the model's follow, or the model's own."""
+    if optimizer is None:
+        yield from _weight_chunks(model)
+        return
+    for group, piece, view in optimizer.weights():
+        yield _chunk(MASTERS if optimizer.weights_apart else WEIGHTS, group, piece, view)
+
+
+def _router_chunks(model: ParallelModel) -> Iterator[Chunk]:
+    """What routers have learnt beside their weights."""
+    for name, state in model.routers.state():
+        yield Chunk(f"{ROUTERS}{name}", tuple(state.shape), (0,) * state.dim(), state, model.mesh["stage"].rank == 0)
+
+
+def _chunk(kind: str, group: ParameterGroup, piece: Piece, view: Tensor) -> Chunk:
+    """Copies share the writing: which of them saves a box follows from its name."""
+    copies = group.copies
+    primary = piece.primary and copies.rank == stable_seed(kind, piece.name, piece.start) % copies.size
+    return Chunk(f"{kind}{piece.name}", piece.logical_shape, piece.start, view, primary)

@@ -1,0 +1,168 @@
+"""Models that exist already: a Hugging Face folder, a checkpoint, or a transformers model in memory, on any mesh.
+
+The settings come from the model's own config.json, through the same door as a user's config file; flags add the layout and
+whatever else a run wants, and win over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from petatron.base.companion_files import read_companion
+from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.untrusted_files import reading
+from petatron.checkpoint.convert.formats import companions, config_sections, configured, detect, refuse_pickled
+from petatron.checkpoint.convert.hf_folder import (
+    CONFIG,
+    check_stored_counts,
+    check_stored_size,
+    not_usable,
+    read_model_config,
+    read_model_settings,
+)
+from petatron.checkpoint.files import step_folder
+from petatron.config import RunConfig
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
+from petatron.models.hf import family_of, read_config_json, to_logical
+from petatron.sharding.flat_shard import group_pieces
+from petatron.train.build import architecture_of, build_model, launch
+from petatron.train.state.checkpointing import load_checkpoint
+from petatron.train.state.hf_folder import Companions
+from petatron.train.state.run_model import Model
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
+_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "num_distributed_optimizer_instances": "dp_outer",
+}
+_EXPERT_SIZES = {"expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp"}
+
+
+class _Settings(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class InMemory(Protocol):
+    """What is asked of a transformers model."""
+
+    @property
+    def config(self) -> _Settings: ...
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+
+def from_pretrained(
+    source: str | Path | InMemory,
+    mesh: ParallelMesh | None = None,
+    *,
+    flags: Sequence[str] = (),
+    dtype: torch.dtype | str | None = None,
+) -> Model:
+    """The model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
+
+    The folder is that of a Hugging Face model, of checkpoints, or of one checkpoint. Without a mesh one is made, for the layout
+    that the flags say. `dtype` is one of torch's, or its name (bfloat16 or bf16 and so on); None takes what the flags say, else
+    the dtype of the weights. What lies beside the weights (tokenizer, token ids) is kept for `save_pretrained`.
+
+    >>> import petatron, tempfile
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> model = petatron.build_model(run, petatron.launch(run))
+    >>> folder = tempfile.mkdtemp()
+    >>> model.save_pretrained(folder)
+    >>> again = petatron.from_pretrained(folder)
+    >>> bool((again.module.norm.weight == model.module.norm.weight).all())
+    True
+    """
+    precision = None if dtype is None else _precision(dtype)
+    if isinstance(source, str | Path):
+        folder = _model_folder(Path(source))
+        content, settings = read_model_config(folder), read_model_settings(folder)
+        stored = content.get("dtype") or content.get("torch_dtype")
+        beside = {name: read_companion(path, CheckpointError) for name, path in companions(folder).items()}
+        with reading(folder / CONFIG, not_usable):
+            check_stored_counts(folder, *settings)
+            run = _run_config(settings, mesh, flags, precision, stored=stored)
+            check_stored_size(folder, architecture_of(run))
+        model = build_model(run, mesh or launch(run), draw=False)
+        found = load_checkpoint(str(source), model=model, random_states=False)
+        assert found is not None, "a folder without a model was opened as one"
+        model.companions = Companions.of(content, beside)
+        return model
+    content, tensors = source.config.to_dict(), source.state_dict()
+    stored = next(iter(tensors.values())).dtype
+    run = _run_config(read_config_json(content), mesh, flags, precision, stored=stored)
+    model = build_model(run, mesh or launch(run), draw=False)
+    _fill(model, content, tensors)
+    model.companions = Companions.of(content, {})
+    return model
+
+
+def _precision(dtype: torch.dtype | str) -> str:
+    """What the flags call a dtype."""
+    name = str(dtype).removeprefix("torch.")
+    found = name if name in _PRECISIONS.values() else _PRECISIONS.get(name)
+    if found is None:
+        rule = "is not a dtype that a model can be computed in"
+        raise ConfigError([Problem("dtype", str(dtype), rule, f"Use one of torch's {', '.join(_PRECISIONS)}.")])
+    return found
+
+
+def _model_folder(path: Path) -> Path:
+    """The folder of a model's config.json, which is what was saved."""
+    kind = detect(path)
+    if kind == "megatron":
+        raise CheckpointError(
+            f"{path} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {path} NEW_FOLDER --to petatron"
+        )
+    if kind == "huggingface":
+        refuse_pickled(path)
+        return path
+    step = step_folder.choose(path, None)
+    step_folder.check_documents(step, step_folder.read_head(step))
+    return step / step_folder.MODEL
+
+
+def _run_config(
+    settings: tuple[Mapping[str, Any], Mapping[str, Any]],
+    mesh: ParallelMesh | None,
+    flags: Sequence[str],
+    precision: str | None,
+    *,
+    stored: torch.dtype | str | None,
+) -> RunConfig:
+    """The settings of a config.json, the layout of the mesh, then the flags."""
+    sections = config_sections(*settings)
+    said = any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in flags)
+    if precision is not None or not said:
+        name = precision or _PRECISIONS.get(str(stored).removeprefix("torch."), "fp32")
+        sections["precision"] = {name: True} if name != "fp32" else {}
+    if mesh is None:
+        return configured(sections, flags, world_size=read_environment().world_size).config
+    sizes = {**_SIZES, **_EXPERT_SIZES} if "moe" in sections else _SIZES
+    sections["parallel"] = {name: getattr(mesh.layout, axis) for name, axis in sizes.items()}
+    run = configured(sections, flags, world_size=mesh.layout.world_size).config
+    asked = Layout.from_config(run.parallel)
+    if any(getattr(asked, axis) != getattr(mesh.layout, axis) for axis in sizes.values()):
+        rule = f"say another layout than the mesh has, which is {mesh.describe()}"
+        raise ConfigError([Problem("flags", " ".join(flags), rule, "Leave the sizes out of the flags, or the mesh.")])
+    return run
+
+
+@torch.no_grad()
+def _fill(model: Model, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Every rank takes its boxes of whole tensors."""
+    architecture = model.architecture
+    logical = to_logical(family_of(content), tensors, architecture.model, architecture.moe, architecture.experts_in)
+    for group in model.groups:
+        for piece, view in group_pieces(group, group.weights()):
+            view.copy_(logical[piece.name][piece.logical_slices()])
+    model.publish()

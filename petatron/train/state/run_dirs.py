@@ -1,0 +1,142 @@
+"""The folders of a run: `--load` must hold what is asked for, and `--save` must belong to this run alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from petatron.base.errors import CheckpointError
+from petatron.base.log import get_logger
+from petatron.base.safe_files import reopen
+from petatron.checkpoint.convert.formats import is_megatron, refuse_inside_step, refuse_pickled
+from petatron.checkpoint.convert.hf_folder import CONFIG, is_model_folder
+from petatron.checkpoint.files.disk import check_writable
+from petatron.checkpoint.files.step_folder import MANIFEST, own_step, steps
+from petatron.config import CheckpointConfig
+
+_log = get_logger(__name__)
+
+
+def check_folders(config: CheckpointConfig) -> None:
+    """Raise for a checkpoint that is not there, and for a folder that holds another run's checkpoints.
+
+    One command line may serve the first start and every restart: a folder that is both saved to and loaded from may be
+    empty. A folder that is only loaded from may not.
+    """
+    continues = config.load is not None and config.save is not None and _same(config.load, config.save)
+    if config.load is not None:
+        check_load(Path(config.load), config, may_be_empty=continues)
+    if config.pretrained_checkpoint is not None and not (config.load is not None and steps(Path(config.load))):
+        _refuse_foreign(Path(config.pretrained_checkpoint), "--pretrained-checkpoint")
+    if config.save is not None:
+        refuse_inside_step(Path(config.save), f"--save {config.save}")
+        if is_model_folder(Path(config.save)):
+            raise CheckpointError(
+                f"--save {config.save} is the folder of a model. Give checkpoints a folder of their own."
+            )
+        check_writable(config.save)
+        found = steps(Path(config.save))
+        if found and not (continues and not config.finetune):
+            raise CheckpointError(
+                f"--save {config.save} already holds checkpoints (the newest of step {max(found)}), and this run would start "
+                f"at another place. Continue it with --load {config.save}, or choose another folder."
+            )
+
+
+def check_load(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -> None:
+    """Raise if a folder holds nothing that `--load` can take."""
+    if (folder / MANIFEST).is_file():
+        step = folder.name.rpartition("-")[2].lstrip("0") or "0"
+        raise CheckpointError(
+            f"--load {folder} is one checkpoint. Give the folder that holds it: --load {folder.parent} --ckpt-step {step}."
+        )
+    if folder.is_file():
+        raise CheckpointError(f"--load {folder} is a file. Give the folder that --save wrote to.")
+    if steps(folder):
+        return
+    if is_model_folder(folder):
+        _check_model_load(folder, config)
+        return
+    _refuse_foreign(folder, "--load")
+    broken = (
+        sorted(path.name for path in folder.glob("step-*") if not path.name.endswith(".tmp")) if folder.is_dir() else []
+    )
+    if broken:
+        raise CheckpointError(
+            f"--load {folder}: {', '.join(broken)} have no {MANIFEST}, so they are not complete checkpoints. Restore them from "
+            "a copy, or remove them to start from the beginning."
+        )
+    asked = [
+        flag
+        for flag, given in (
+            ("--finetune", config.finetune),
+            ("--no-load-optim", config.no_load_optim),
+            ("--ckpt-step", config.ckpt_step is not None),
+            ("--exit-on-missing-checkpoint", config.exit_on_missing_checkpoint),
+            ("--use-checkpoint-args", config.use_checkpoint_args),
+        )
+        if given
+    ]
+    if asked or not may_be_empty:
+        because = f", and {' and '.join(asked)} needs one" if asked else ""
+        raise CheckpointError(
+            f"--load {folder} holds no checkpoint{because}. Give a folder that --save wrote to. (A run that loads from the "
+            "folder it saves to may start with an empty one.)"
+        )
+
+
+def _refuse_foreign(folder: Path, flag: str) -> None:
+    """Raise for what other programs saved and only a conversion can read."""
+    if own_step(folder) is not None or steps(folder):
+        return
+    if is_megatron(folder):
+        raise CheckpointError(
+            f"{flag} {folder} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {folder} NEW_FOLDER --to "
+            "petatron"
+        )
+    if (folder / CONFIG).is_file():
+        refuse_pickled(folder)
+
+
+def _check_model_load(folder: Path, config: CheckpointConfig) -> None:
+    """A model has weights and nothing else that a run could go on from."""
+    if not config.finetune:
+        raise CheckpointError(
+            f"--load {folder} is the folder of a model: there are weights, but no run to go on with. Add --finetune to start a "
+            "run from them."
+        )
+    if config.ckpt_step is not None:
+        raise CheckpointError(f"--load {folder} is the folder of a model, which has no steps. Leave --ckpt-step out.")
+
+
+def _same(a: str, b: str) -> bool:
+    return Path(a).resolve() == Path(b).resolve()
+
+
+@contextmanager
+def claimed(folder: str | None, *, rank: int) -> Iterator[None]:
+    """Hold a lock on the save folder while the run lasts, so that two runs cannot write over each other."""
+    if folder is None or rank != 0:
+        yield
+        return
+    path = Path(folder) / ".lock"
+    try:
+        descriptor = reopen(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be opened, and nothing is written without that lock: {error.strerror or error}. Remove it, or make the "
+            "folder writable."
+        ) from error
+    with os.fdopen(descriptor, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"Another run is writing to --save {folder}. Wait until it ends, or choose another folder."
+            ) from None
+        except OSError as error:
+            _log.warning("--save %s cannot be locked (%s); make sure that no other run writes there", folder, error)
+        yield

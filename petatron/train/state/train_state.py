@@ -1,0 +1,274 @@
+"""`TrainState`: everything a run carries from step to step, and how it is found again after a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import CheckpointError
+from petatron.base.log import get_logger
+from petatron.base.untrusted_files import is_count, reading
+from petatron.checkpoint.files.signature import open_signer
+from petatron.checkpoint.files.step_folder import damage
+from petatron.checkpoint.manager import CheckpointManager, Retention
+from petatron.config import CheckpointConfig, RunConfig
+from petatron.config.schema.fields import by_name
+from petatron.config.schema.model_identity import identity
+from petatron.data.tokenizer import Tokenizer
+from petatron.mesh.mesh import ParallelMesh
+from petatron.optim.loss_scaler import LossScaler, build_scaler
+from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
+from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.train.build import RunLength, build_model, build_optimizer
+from petatron.train.global_batch_size import BatchSchedule
+from petatron.train.state.checkpointing import LoadedState, holds_weights, load_checkpoint, load_state, save_into
+from petatron.train.state.resume_diff import changes, plain
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is. Updates and their samples exclude steps that fp16 overflow left out; schedules follow them."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    updates: int = 0
+    update_samples: int = 0
+
+
+@dataclass(slots=True)
+class TrainState:
+    """The parts of a run that change, and the pure schedules they follow.
+
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> state = TrainState.build(run, petatron.launch(run))
+    >>> state.progress.iteration
+    0
+    """
+
+    run: RunConfig
+    mesh: ParallelMesh
+    model: ParallelModel
+    optimizer: MasterOptimizer
+    scaler: LossScaler
+    rates: LearningRateSchedule
+    decays: WeightDecaySchedule
+    batch_sizes: BatchSchedule
+    progress: Progress = field(default_factory=Progress)
+    data: str | None = None
+    """Fingerprint of the training data and its order, once it is known."""
+    changes: list[str] = field(default_factory=list)
+    """What differs from the checkpoint that the run was resumed from, and what that means."""
+    tokenizer: Tokenizer | None = None
+    """What is saved with the model so that others can use it."""
+    saver: CheckpointManager | None = None
+    """Where this run's checkpoints go, if anywhere."""
+    drawn: bool = True
+    """Whether the model has its first weights, so that training may begin without a load."""
+
+    @classmethod
+    def build(
+        cls,
+        run: RunConfig,
+        mesh: ParallelMesh,
+        tokenizer: Tokenizer | None = None,
+        *,
+        model: ParallelModel | None = None,
+        draw: bool = True,
+    ) -> TrainState:
+        """A run at iteration 0, of a model with its first weights or one that is given.
+
+        Without `draw` the weights are zero, for a caller that loads them next: drawing those of a large model takes minutes.
+        """
+        model = model or build_model(run, mesh, draw=draw)
+        return cls(
+            run=run,
+            mesh=mesh,
+            model=model,
+            optimizer=build_optimizer(run, model),
+            scaler=build_scaler(run.precision),
+            rates=LearningRateSchedule.from_config(run),
+            decays=WeightDecaySchedule.from_config(run),
+            batch_sizes=BatchSchedule.from_config(run),
+            tokenizer=tokenizer,
+            saver=_build_saver(run.checkpoint, mesh),
+            drawn=draw,
+        )
+
+    @classmethod
+    def start(cls, run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> TrainState:
+        """A run at iteration 0 that `load` or `take_weights` may follow; first weights are drawn only if neither will."""
+        config = run.checkpoint
+        loads = config.load is not None and holds_weights(config.load, mesh)
+        return cls.build(run, mesh, tokenizer, draw=not loads and config.pretrained_checkpoint is None)
+
+    def length(self) -> RunLength:
+        """How long the run is, seen from where it stands."""
+        progress = self.progress
+        return RunLength.of(self.run, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+
+    def note_data(self, fingerprint: str) -> list[str]:
+        """Remember which data, in which order, this run trains on; a warning if it is not what the run began with."""
+        changed = self.data is not None and self.data != fingerprint
+        self.data = fingerprint
+        if not changed:
+            return []
+        return [
+            f"WARNING: the training data or its order differs from the checkpoint's (files, split, blend, sequence length, "
+            f"seed, or another number of epochs). The run goes on at sample {self.progress.consumed_samples:,} of the new "
+            "order, so some samples may be seen again and others not at all."
+        ]
+
+    def save(self, *, wait: bool = True) -> None:
+        """Publish a checkpoint of this iteration; every rank calls it. Without `wait` it is written in the background."""
+        config = self.run.checkpoint
+        assert self.saver is not None, "this run saves nothing"
+        save_into(
+            self.saver,
+            step=self.progress.iteration,
+            model=self.model,
+            optimizer=self.optimizer,
+            moments=not config.no_save_optim,
+            facts={
+                "progress": asdict(self.progress),
+                "data": self.data,
+                "model": identity(self.run.model, self.run.moe),
+                "scaler": self.scaler.state(),
+                "schedule": self._schedule_facts(),
+                "config": plain(self.run),
+            },
+            random_states=not config.no_save_rng,
+            tokenizer=self.tokenizer,
+            wait=wait,
+        )
+
+    def load(self, folder: str) -> bool:
+        """Continue from a folder's checkpoint; False when it holds none and the run may start from scratch."""
+        config = self.run.checkpoint
+        differing: list[str] = []
+
+        def approve(facts: Mapping[str, Any]) -> None:
+            if config.finetune:
+                differing.extend(self._model_changes(facts["model"]) if "model" in facts else ())
+            else:
+                self._check(facts, folder)
+
+        try:
+            loaded = load_state(
+                folder,
+                model=self.model,
+                optimizer=self.optimizer,
+                moments=not (config.finetune or config.no_load_optim),
+                step=config.ckpt_step,
+                random_states=not (config.finetune or config.no_load_rng),
+                fallback=config.load_fallback,
+                approve=approve,
+            )
+        except CheckpointError as error:
+            if not differing:
+                raise
+            raise type(error)(f"{error}\nSettings of the model that differ: {'; '.join(differing)}.") from error
+        if loaded is None:
+            if not self.drawn and config.pretrained_checkpoint is None:
+                raise CheckpointError(
+                    f"The checkpoint in {folder} disappeared while the run started. Start it again: it takes what is there then."
+                )
+            _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", folder)
+            return False
+        self.changes = [f"{setting}: the weights are used in another model" for setting in differing]
+        if not config.finetune:
+            with reading(Path(folder), damage):
+                self._continue(loaded)
+        return True
+
+    def take_weights(self, folder: str) -> None:
+        """Start from the weights of a folder's newest checkpoint, or of a Hugging Face model, and nothing else of it."""
+        found = load_checkpoint(folder, model=self.model, optimizer=self.optimizer, moments=False, random_states=False)
+        if found is None:
+            raise CheckpointError(
+                f"--pretrained-checkpoint {folder} holds no checkpoint. Give a folder that --save wrote to, or the folder of a "
+                "Hugging Face model."
+            )
+
+    def _check(self, facts: Mapping[str, Any], folder: str) -> None:
+        """Refuse a checkpoint that this run does not continue."""
+        missing = {"progress", "scaler", "schedule", "model", "data", "config"} - facts.keys()
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint in {folder} was not saved by a training run (it lacks its {', '.join(sorted(missing))}). "
+                "Use --finetune to start a run from its weights."
+            )
+        changed = self._model_changes(facts["model"])
+        if changed:
+            raise CheckpointError(
+                f"The checkpoint in {folder} is of another model ({'; '.join(changed)}). Restore those values; or, if all "
+                "weights have the same shapes in the changed model, start a new run of it from them with --finetune."
+            )
+        changed = _differences(facts["schedule"], self._schedule_facts())
+        if changed and not self.run.checkpoint.override_opt_param_scheduler:
+            raise CheckpointError(
+                f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}). Restore those "
+                "values, or say --override-opt-param-scheduler to go on with the new ones."
+            )
+
+    def _model_changes(self, saved: Mapping[str, Any]) -> list[str]:
+        now = identity(self.run.model, self.run.moe)
+        # A setting that came later than the checkpoint had its default then.
+        then = {**{name: by_name()[name].default for name in now}, **saved}
+        return _differences(then, now)
+
+    def _continue(self, loaded: LoadedState) -> None:
+        facts = loaded.facts
+        known = {field.name for field in fields(Progress)}
+        saved = {name: value for name, value in facts["progress"].items() if name in known}
+        if not all(map(is_count, saved.values())):
+            raise ValueError(f"its progress is {saved}")
+        self.progress = progress = Progress(**saved)
+        self.changes = changes(
+            facts["config"], self.run, iteration=progress.iteration, samples=progress.consumed_samples
+        )
+        self.data = facts["data"]
+        self.scaler.restore(facts["scaler"])
+        self._note_random_states(loaded)
+        if loaded.no_histories is not None:
+            why = "--no-load-optim" if self.run.checkpoint.no_load_optim else loaded.no_histories
+            self.changes.append(f"FP8 histories start anew, and the next step scales by its own tensors: {why}")
+
+    def _note_random_states(self, loaded: LoadedState) -> None:
+        """Say that random states start anew, unless another layout says so already."""
+        if loaded.random_states or any("random states" in change for change in self.changes):
+            return
+        why = "--no-load-rng" if self.run.checkpoint.no_load_rng else "the checkpoint has none"
+        self.changes.append(f"random states (dropout) start anew: {why}")
+
+    def _schedule_facts(self) -> dict[str, Any]:
+        """What would change the course of a run if it changed on resume."""
+        rates, decays = asdict(self.rates), asdict(self.decays)
+        if self.decays.start == self.decays.end:  # the length of a ramp that is none does not matter
+            del decays["length"]
+        return {**{f"lr.{k}": v for k, v in rates.items()}, **{f"weight_decay.{k}": v for k, v in decays.items()}}
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+    return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in names]
+
+
+def _build_saver(config: CheckpointConfig, mesh: ParallelMesh) -> CheckpointManager | None:
+    if config.save is None:
+        return None
+    return CheckpointManager(
+        config.save,
+        mesh.control,
+        world=mesh.world,
+        device=mesh.device,
+        background=mesh.another_control() if config.async_save else None,
+        retention=Retention(config.save_total_limit, config.save_retain_interval),
+        sign=open_signer(Path(config.sign_key)) if config.sign_key is not None else None,
+    )

@@ -1,0 +1,61 @@
+"""One optimizer step, as a straight line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from petatron.models.batch import Batch
+from petatron.optim.loss_scaler import DynamicScale
+from petatron.schedule.actions import TimedAction
+from petatron.train.report.metrics import StepMetrics
+from petatron.train.report.timeline import write_timeline
+from petatron.train.state.train_state import TrainState
+
+
+def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
+    """Forward, backward, reduction, clipping, update; advances the state's progress.
+
+    Nothing here waits for the device, but for one number per step under dynamic loss scaling, which has to know.
+    """
+    run, progress, scale = state.run, state.progress, state.scaler.value
+    size = sum(batch.tokens.shape[0] for batch in batches) * state.mesh.dp.size
+    loss = state.model.train_step(batches, loss_scale=scale, timeline=_timeline(state))
+    zeros = state.optimizer.zero_grad_elements() if run.log.log_num_zeros_in_grad else None
+    lr = state.rates.at(progress.updates, progress.update_samples)
+    decay = state.decays.at(progress.updates, progress.update_samples)
+    result = state.optimizer.step(lr=lr, weight_decay=decay, loss_scale=scale)
+
+    dynamic = isinstance(state.scaler, DynamicScale)
+    overflow = dynamic and bool(result.skipped)
+    state.scaler.update(overflow)
+    progress.iteration += 1
+    progress.consumed_samples += size
+    progress.consumed_tokens += size * run.model.seq_length
+    if not overflow:
+        progress.updates += 1
+        progress.update_samples += size
+    return StepMetrics(
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
+        tokens=size * run.model.seq_length,
+        loss=loss,
+        lr=lr,
+        global_batch_size=size,
+        grad_norm=result.grad_norm,
+        loss_scale=scale,
+        skipped=result.skipped,
+        nan=~loss.isfinite() if dynamic else ~loss.isfinite() | result.skipped.bool(),
+        params_norm=state.optimizer.weight_norm() if run.log.log_params_norm else None,
+        num_zeros=zeros,
+        routers=state.model.routers.totals,
+    )
+
+
+def _timeline(state: TrainState) -> Callable[[list[TimedAction]], None] | None:
+    """Where this step's measured timeline goes, if this is the step to be measured."""
+    log, next_iteration = state.run.log, state.progress.iteration + 1
+    if log.pipeline_timeline is None or next_iteration != log.pipeline_timeline_step:
+        return None
+    return partial(write_timeline, Path(log.pipeline_timeline), state.model)

@@ -1,0 +1,105 @@
+"""Does communication between these ranks work: bandwidth and results of every collective, and two steps of training.
+
+Run by `petatron doctor --nccl` on every rank. The layout gives each axis two ranks where it can, so that every kind of communicator is
+tried; the model is trained in it and, by the first rank, alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from petatron.config import load_config
+from petatron.mesh import collectives
+from petatron.mesh.diagnose.bandwidth import Measured, measure_axis, measure_channels
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
+from petatron.verify.trace import record_steps
+
+_STEPS = 2
+_BOUND = 1e-9
+_MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 96 --seq-length 64 --vocab-size 131 --mock-data "
+    "--make-vocab-size-divisible-by 8 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    f"--hidden-dropout 0 --attention-dropout 0 --num-workers 0 --lr 1e-3 --eval-iters 0 --train-iters {_STEPS} --fp64"
+)
+_SIZES = (1 << 18, 1 << 24, 1 << 28)
+_SIZES_SHARED = (1 << 16, 1 << 20, 1 << 24)
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a rank saw; `losses` are of the layout and of one process, which only the first rank trains."""
+
+    layout: str
+    connect_s: float
+    measured: list[Measured] = field(default_factory=list)
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def wrong(self) -> list[str]:
+        """Everything that is not as it should be, in words."""
+        found = [
+            f"{one.op} over {one.axis} ({one.ranks} ranks, {one.bytes:,} bytes) gave wrong values"
+            for one in self.measured
+            if not one.correct
+        ]
+        for step, (own, alone) in enumerate(self.losses, start=1):
+            if abs(own - alone) > _BOUND * abs(alone):
+                found.append(f"step {step} of {self.layout} has loss {own:.12f}, one process {alone:.12f}")
+        return found
+
+
+def layout_flags(ranks: int) -> str:
+    """Two ranks for pp and two for tp where they divide, the rest for dp with a sharded optimizer.
+
+    >>> layout_flags(8)
+    '--pp 2 --tp 2 --sequence-parallel --dp 2 --use-distributed-optimizer --overlap-param-gather'
+    """
+    pp = 2 if ranks % 2 == 0 else 1
+    tp = 2 if ranks // pp % 2 == 0 else 1
+    words = [f"--pp {pp}"] * (pp > 1) + [f"--tp {tp} --sequence-parallel"] * (tp > 1)
+    dp = ranks // pp // tp
+    words += [f"--dp {dp}"] + ["--use-distributed-optimizer --overlap-param-gather"] * (dp > 1)
+    return " ".join(words)
+
+
+def check_communication(
+    make_mesh: Callable[[Layout], ParallelMesh], *, ranks: int, shared: bool, tell: Callable[[str], None]
+) -> Findings:
+    """On every rank of the world; `tell` hears of progress on the first."""
+    started = time.monotonic()
+    flags = layout_flags(ranks)
+    config = load_config(f"{_MODEL} {flags} --global-batch-size {4 * ranks}".split(), world_size=ranks).config
+    mesh = make_mesh(Layout.from_config(config.parallel))
+    run = replace(config, train=replace(config.train, device=mesh.device.type))
+    names = [name for name in ("tp", "pp", "dp_cp", "world") if mesh[name].size > 1]
+    mesh.connect(names)
+    findings = Findings(flags, time.monotonic() - started)
+    tell(f"{mesh.describe()}: connected in {findings.connect_s:.1f} s")
+    sizes = _SIZES_SHARED if shared or mesh.device.type == "cpu" else _SIZES
+    for name in names:
+        tell(f"measuring {name} ({mesh[name].size} ranks)")
+        findings.measured += measure_axis(mesh[name], sizes, mesh.device)
+        if name == "pp":
+            findings.measured += measure_channels(mesh.pp, sizes, mesh.device)
+    tell(f"training {_STEPS} steps in {flags} and in one process")
+    own = [step.loss for step in record_steps(run, mesh, keep=lambda step: False)]
+    alone = own
+    if mesh.rank == 0:
+        words = f"{_MODEL} --global-batch-size {4 * ranks} --device {mesh.device.type}".split()
+        single = load_config(words, world_size=1).config
+        alone = [step.loss for step in record_steps(single, ParallelMesh.single(mesh.device), keep=lambda step: False)]
+    findings.losses = list(zip(own, alone, strict=True))
+    collectives.barrier(mesh.control)
+    findings.seconds = time.monotonic() - started
+    return findings
+
+
+def device_of(kind: str) -> torch.device:
+    """The device this rank is bound to."""
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")

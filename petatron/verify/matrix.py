@@ -1,0 +1,214 @@
+"""The proof matrix as data: which layouts must train the same model as one process.
+
+A layout's name says what it is, and its flags follow from the name. Parts are joined by dots; a part is an axis with its
+size and, after dashes, how that axis is to work: `tp2-sp.pp2-vpp2.dp2-zero1` is tensor parallel 2 with sequence parallel,
+two pipeline ranks of two virtual stages each, and two data-parallel ranks that share the optimizer's state. Before the
+colon stands the model: `moe:dp4.ep2`. Experts live on the ranks of the other axes (ep and etp fold over tp x cp x dp), so
+ep and etp never add ranks.
+
+What is in it:
+
+  - every axis alone at 2 and at 4 ranks, in every form it has (schedules, ways to exchange keys and values, dispatchers,
+    what data-parallel ranks share);
+  - every pair of {tp with sequence parallel, pp, virtual stages, cp, ep, dp with a sharded optimizer, fully sharded}. Two of
+    these are no pairs of layouts: virtual stages exist only inside a pipeline, so `pp x vpp` is vpp itself; and a sharded
+    optimizer and fully_shard are two answers to one question;
+  - products of three and more, most of them on 8 ranks.
+
+Each entry trains the global batch and the micro-batch *size* of its reference: the balancing loss of a mixture of experts
+is defined over a micro-batch.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.verify.compare_traces import Bounds
+
+BOUNDS = {
+    "float32": Bounds(loss=1e-5, gradient=1e-4, parameter=1e-4),
+    "float64": Bounds(loss=1e-9, gradient=1e-9, parameter=1e-7),
+}
+"""What counts as equal here: tighter than what `petatron verify` asks of models of any size."""
+
+TRAINING = (
+    "--mock-data --num-workers 0 --device cpu --lr 2e-3 --weight-decay 0.1 --init-method-std 0.1 --ddp-bucket-size 3000"
+)
+"""How every model of the matrix is trained. Buckets are small, so that there are several even in a small model."""
+_BATCH = "--global-batch-size 16 --micro-batch-size 2"
+
+_LLAMA = (
+    "--hidden-size 32 --num-attention-heads 8 --num-query-groups 4 --ffn-hidden-size 48 --seq-length 16 --vocab-size 131 "
+    "--make-vocab-size-divisible-by 8 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+)
+# Rotary over the whole head: what a bias of keys adds without rotation is the same for all scores of a query, so its gradient
+# is zero in exact arithmetic. In float32 that is noise: over the comparison's floor for such tensors it comes out at 1e-4, the very
+# bound, and with a part of the head rotated Adam makes full steps of it in the other part of the same tensor.
+# The small base keeps the slowest rotation away from none.
+_GPT = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16 --vocab-size 67 "
+    "--make-vocab-size-divisible-by 2 --position-embedding-type rope --rotary-base 100 --activation gelu_tanh "
+    "--untie-embeddings-and-output-weights --add-qkv-bias --qk-layernorm --window-size 9 "
+    "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+)
+_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 1e-3 "
+    "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 16 --moe-layer-freq [0,1,1,1]"
+)
+MODELS = {
+    "dense": f"--num-layers 4 {_LLAMA}",
+    "deep": f"--num-layers 8 {_LLAMA} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
+    "gpt": _GPT,
+    "moe": f"--num-layers 4 {_LLAMA} --untie-embeddings-and-output-weights {_EXPERTS}",
+}
+"""Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
+(biases, LayerNorm, norms of queries and keys, a window, packed documents); and a mixture of experts."""
+
+_FORMS = {
+    # Three chunks do not divide a rank's part of the sequence, so they are of different lengths.
+    "tp": {"sp": "--sequence-parallel", "overlap": "--tp-comm-overlap --tp-comm-overlap-chunks 3"},
+    "pp": {
+        "gpipe": "--pipeline-schedule gpipe",
+        "zbh1": "--pipeline-schedule zb-h1",
+        "zbv": "--pipeline-schedule zb-v",
+        "vpp2": "--num-virtual-stages-per-pipeline-rank 2",
+        "chunk1": "--num-layers-per-virtual-pipeline-stage 1",
+        "uneven": "--decoder-first-pipeline-num-layers 1",
+    },
+    "cp": {
+        "gather": "--cp-comm-type all_gather",
+        "a2a": "--cp-comm-type a2a",
+        "both": "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+    },
+    "dp": {
+        "zero1": "--use-distributed-optimizer --overlap-param-gather",
+        "zero2": "--data-parallel-sharding-strategy optim_grads",
+        "fsdp": "--data-parallel-sharding-strategy optim_grads_params",
+        "copies2": "--num-distributed-optimizer-instances 2",
+    },
+    "ep": {
+        "gather": "--moe-token-dispatcher-type allgather",
+        "apart": "--no-moe-shared-expert-overlap",
+        "overlap": "--overlap-moe-expert-parallel-comm",
+    },
+    "etp": {},
+    "recompute": {
+        "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "selective": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
+        "experts": "--recompute-granularity selective --recompute-modules core_attn moe_act shared_experts",
+    },
+}
+_PART = re.compile(r"(?P<axis>[a-z]+)(?P<size>\d*)(?P<forms>(?:-[a-z0-9]+)*)")
+_ADDS_RANKS = ("tp", "pp", "cp", "dp")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One layout of one model."""
+
+    name: str
+    model: str
+    flags: str
+    world_size: int
+
+    @property
+    def model_flags(self) -> str:
+        return f"{MODELS[self.model]} {TRAINING} {_BATCH}"
+
+
+def entry(name: str) -> Entry:
+    """`dense:tp2-sp.dp2` in flags.
+
+    >>> entry("dense:tp2-sp.dp2-zero1")
+    Entry(name='dense:tp2-sp.dp2-zero1', model='dense', flags='--tp 2 --sequence-parallel --dp 2 --use-distributed-optimizer \
+--overlap-param-gather', world_size=4)
+    """
+    model, _, layout = name.partition(":")
+    assert model in MODELS, f"{name}: no model {model}"
+    words: list[str] = []
+    sizes: list[int] = []
+    for part in layout.split("."):
+        match = _PART.fullmatch(part)
+        assert match is not None and match["axis"] in _FORMS, f"{name}: cannot read {part!r}"
+        if match["size"]:
+            words.append(f"--{match['axis']} {match['size']}")
+        if match["axis"] in _ADDS_RANKS:
+            sizes.append(int(match["size"]))
+        words += [_FORMS[match["axis"]][form] for form in match["forms"].split("-")[1:]]
+    return Entry(name, model, " ".join(words), prod(sizes))
+
+
+_ALONE = """
+dense:tp2 dense:tp4 dense:tp2-sp dense:tp4-sp gpt:tp2 gpt:tp4-sp
+dense:tp2-sp-overlap dense:tp4-sp-overlap gpt:tp2-sp-overlap gpt:tp4-sp-overlap deep:tp2-sp-overlap
+dense:pp2 dense:pp4 dense:pp2-gpipe dense:pp4-gpipe dense:pp2-uneven gpt:pp4
+dense:pp2-vpp2 deep:pp4-vpp2 deep:pp2-chunk1 gpt:pp2-chunk1
+dense:pp2-zbh1 dense:pp4-zbh1 dense:pp2-zbv deep:pp4-zbv gpt:pp2-zbv
+dense:cp2 dense:cp4 dense:cp2-gather dense:cp4-gather dense:cp2-a2a dense:cp4-a2a dense:cp4-both gpt:cp2 gpt:cp4-both
+deep:cp2 deep:tp2-sp
+dense:dp2 dense:dp4 dense:dp2-zero1 dense:dp4-zero1 dense:dp4-zero1-copies2 gpt:dp4-zero1
+dense:dp2-zero2 dense:dp4-zero2 dense:dp2-fsdp dense:dp4-fsdp dense:dp4-fsdp-copies2 dense:dp4-zero2-copies2 gpt:dp2-fsdp
+moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
+moe:dp2.ep2-apart moe:dp2.ep2-overlap moe:dp4.ep4-overlap
+"""
+_PAIRS = """
+dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
+dense:pp2.cp2 dense:pp2.dp2-zero1 dense:pp2.dp2-fsdp dense:pp2-zbh1.dp2-zero1 dense:pp2-zbv.tp2-sp
+dense:pp2-vpp2.cp2 dense:pp2-vpp2.dp2-zero1 dense:pp2-vpp2.dp2-fsdp
+dense:cp2.dp2-zero1 dense:cp2.dp2-fsdp gpt:tp2-sp.pp2 gpt:cp2.dp2-zero1 gpt:pp2-vpp2.dp2-fsdp
+moe:tp2-sp.ep2.etp1 moe:tp2-sp.dp2.ep2 moe:tp2-sp.dp2.ep2-gather.etp1 moe:pp2.dp2.ep2 moe:pp2-vpp2.dp2.ep2
+moe:cp2.ep2 moe:dp4-zero1.ep2 moe:dp4-fsdp.ep2 moe:pp2-zbh1.dp2.ep2 moe:pp2-zbv.tp2-sp
+dense:tp2-sp.pp2.recompute-full dense:dp2-fsdp.recompute-selective moe:dp2.ep2.recompute-experts
+dense:pp2-zbh1.recompute-full moe:pp2-vpp2.dp2.ep2.recompute-full
+dense:tp2-sp-overlap.recompute-full dense:tp4-sp-overlap.recompute-selective dense:tp2-sp-overlap.pp2
+dense:tp2-sp-overlap.pp2-zbh1 dense:tp2-sp-overlap.pp2-zbh1.recompute-full dense:tp2-sp-overlap.pp2-zbv
+dense:tp2-sp-overlap.cp2 dense:tp2-sp-overlap.dp2-zero1
+dense:tp2-sp-overlap.dp2-fsdp moe:tp2-sp-overlap.dp2.ep2 moe:tp4-sp-overlap.ep2.etp1.recompute-experts
+moe:tp2-sp.dp2.ep2-overlap.etp1 moe:pp2.dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-overlap moe:cp2.ep2-overlap
+moe:dp4-zero1.ep2-overlap moe:dp2.ep2-overlap.recompute-experts
+"""
+_PRODUCTS = """
+dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
+dense:pp2-zbv.cp2.dp2-zero1 dense:pp2-vpp2.cp2-gather.dp2-zero1 dense:tp2-sp.pp2-zbh1.dp2 dense:tp2-sp.dp4-zero1-copies2
+dense:tp2-sp.dp4-fsdp-copies2 deep:tp2-sp.pp4-vpp2 dense:cp4-both.dp2-zero1 gpt:tp2-sp.pp2-vpp2.cp2
+moe:pp2.dp4.ep2 moe:cp2.dp4.ep2 moe:pp2.dp4-fsdp.ep2 moe:tp2-sp.dp4.ep4.etp2 moe:tp2-sp.dp4.ep4.etp1
+moe:tp2-sp.cp2.dp2-fsdp.ep2 moe:tp2-sp.pp2-vpp2.dp2.ep2 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
+dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
+moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
+moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
+"""
+MATRIX = tuple(entry(name) for names in (_ALONE, _PAIRS, _PRODUCTS) for name in names.split())
+
+
+def select(
+    *, pattern: str | None = None, sample: int | None = None, seed: int = 1234, max_ranks: int = 8
+) -> tuple[Entry, ...]:
+    """Entries of at most `max_ranks` by name, and of these a random sample.
+
+    A name means that entry alone, any other word every entry with the word in its name; *, ? and [] are as in a shell.
+    """
+    named = [found for found in MATRIX if pattern is None or _fits(found.name, pattern)]
+    chosen = [found for found in named if found.world_size <= max_ranks]
+    if not named:
+        names = ", ".join(found.name for found in random.Random(seed).sample(MATRIX, 3))
+        rule = "fits no layout of the matrix"
+        raise ConfigError([Problem("--only", pattern or "", rule, f"Names look like {names}; * stands for anything")])
+    if not chosen:
+        rule = f"is too few for {named[0].name if len(named) == 1 else f'any of the {len(named)} layouts chosen'}"
+        fix = f"Use {min(found.world_size for found in named)} or more"
+        raise ConfigError([Problem("--nproc", str(max_ranks), rule, fix)])
+    if sample is None or sample >= len(chosen):
+        return tuple(chosen)
+    kept = set(random.Random(seed).sample(range(len(chosen)), sample))
+    return tuple(found for index, found in enumerate(chosen) if index in kept)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    if any(found.name == pattern for found in MATRIX):
+        return name == pattern
+    return fnmatchcase(name, pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*")

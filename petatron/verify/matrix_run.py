@@ -1,0 +1,212 @@
+"""Run many layouts on one set of local ranks, and hold each against one process.
+
+Starting eight Python processes takes longer than training a tiny model in most layouts, so the ranks are started once and
+loop over the cases; for a case of n ranks the first n form a process group of their own. Rank 0 trains the references, each
+once, and compares. What the ranks tell the command that started them lies in a folder:
+
+    cases.json                 what to run
+    begun                      the ranks have met and are at work
+    outcome-00007.json         the verdict on case 7
+    error-00007-00002.json     why rank 2 failed in case 7
+    case-00007/rank-00002/     the steps of rank 2, until they have been compared
+    reference-.../rank-00000/  the steps of one process
+
+A rank that fails ends, and the launcher ends its peers: after a failed collective nobody can say what state a peer is in. The
+command then starts fresh ranks, which go on with the first case that has neither a verdict nor an error. So neither a crash
+nor a hang takes other cases with it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from petatron.base.errors import PetatronError
+from petatron.base.safe_files import publish, remove
+from petatron.config import load_config
+from petatron.mesh.launch.environment import Environment, is_echo
+from petatron.mesh.launch.rendezvous import Rendezvous
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
+from petatron.train.build import open_tokenizer
+from petatron.verify.compare_traces import Verdict, compare
+from petatron.verify.matrix import BOUNDS, Entry
+from petatron.verify.trace import Injection, StoredSteps, record_steps, write_step
+from petatron.verify.verify import parse_injection, plan
+
+TIMEOUT_MINUTES = 1.5
+"""How long ranks wait for each other; a step of these models takes a fraction of a second."""
+BEGUN = "begun"
+"""The file without which a failure of the ranks is no case's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One layout to be run, as words of the two command lines."""
+
+    name: str
+    model_flags: str
+    layout_flags: str
+    argv: tuple[str, ...]
+    reference_argv: tuple[str, ...]
+    world_size: int
+    dtype: str
+    steps: int
+    inject: str | None = None
+    """A fault to plant (see `verify.parse_injection`), for testing the check itself."""
+
+    @property
+    def command(self) -> str:
+        """The same comparison by itself."""
+        inject = f" --inject {self.inject}" if self.inject else ""
+        return (
+            f"petatron verify {self.model_flags} {self.layout_flags} --steps {self.steps} --dtype {self.dtype}{inject}"
+        )
+
+    @property
+    def reference_name(self) -> str:
+        """Cases of one model share a reference."""
+        return f"reference-{sha256(' '.join(self.reference_argv).encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a case: the largest relative differences over all steps, and what departed first or went wrong."""
+
+    name: str
+    loss: float | None = None
+    gradient: float | None = None
+    parameter: float | None = None
+    departure: str | None = None
+    error: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        return self.departure is None and self.error is None
+
+
+def make_case(entry: Entry, *, model_flags: str, steps: int, dtype: str, inject: str | None = None) -> Case:
+    """The case of an entry; ConfigError if the layout does not fit the model, or the fault names no tensor of it."""
+    model, layout = model_flags.split(), entry.flags.split()
+    both = plan([*model, *layout], steps=steps, dtype=dtype)
+    assert both.candidate.config.parallel.world_size == entry.world_size, entry.name
+    if inject is not None:
+        parse_injection(inject, both.candidate.config)
+    fixed = both.candidate_argv[len(model) + len(layout) :]
+    words = tuple(both.candidate_argv), (*model, *fixed)
+    return Case(entry.name, model_flags, entry.flags, *words, entry.world_size, dtype, steps, inject)
+
+
+def write_cases(cases: Sequence[Case], folder: Path) -> None:
+    publish(folder / "cases.json", json.dumps([asdict(case) for case in cases]))
+
+
+def read_cases(folder: Path) -> list[Case]:
+    found: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
+    return [
+        Case(**{**case, "argv": tuple(case["argv"]), "reference_argv": tuple(case["reference_argv"])}) for case in found
+    ]
+
+
+def read_outcome(folder: Path, number: int) -> Outcome | None:
+    """The verdict on a case, or the error that kept it from one; None while it has not been run."""
+    path = folder / f"outcome-{number:05d}.json"
+    if path.exists():
+        return Outcome(**json.loads(path.read_text()))
+    errors = [json.loads(file.read_text()) for file in sorted(folder.glob(f"error-{number:05d}-*.json"))]
+    if not errors:
+        return None
+    first = min(errors, key=lambda error: (error["echo"], error["time"]))  # a broken connection is not the cause
+    return Outcome(first["name"], error=f"rank {first['rank']}: {first['text']}", seconds=first["seconds"])
+
+
+def fail(folder: Path, number: int, name: str, text: str) -> Outcome:
+    """Note that a case ended without a word from any rank."""
+    return _publish(folder, number, Outcome(name, error=text))
+
+
+def run_cases(folder: Path, environment: Environment, tell: Callable[[Case, Outcome], None]) -> None:
+    """On every rank: run all cases that have no outcome; rank 0 hands each verdict to `tell`."""
+    torch.set_num_threads(1)
+    meeting = Rendezvous(environment)
+    cases = read_cases(folder)
+    (folder / BEGUN).touch()
+    todo = [number for number in range(len(cases)) if read_outcome(folder, number) is None]
+    for number in todo:
+        case, started = cases[number], time.monotonic()
+        if environment.rank >= case.world_size:
+            continue
+        try:
+            verdict = _run_case(case, number, folder, meeting)
+        except Exception as error:
+            _leave_error(error, case, number, folder, environment.rank, seconds=time.monotonic() - started)
+            raise
+        if verdict is not None:
+            tell(case, _publish(folder, number, _outcome(case, verdict, time.monotonic() - started)))
+    meeting.close()
+
+
+def _run_case(case: Case, number: int, folder: Path, meeting: Rendezvous) -> Verdict | None:
+    """The verdict on rank 0, None on the others."""
+    own = folder / f"case-{number:05d}"
+    reference = folder / case.reference_name
+    with meeting.group(f"case-{number}", case.world_size, timeout_minutes=TIMEOUT_MINUTES):
+        injection = parse_injection(case.inject) if case.inject else None
+        _record(case.argv, own, rank=meeting.rank, world_size=case.world_size, injection=injection)
+    if meeting.rank:
+        return None
+    if not reference.exists():
+        partial = folder / "reference-partial"
+        remove(partial)
+        _record(case.reference_argv, partial, rank=0, world_size=1)
+        partial.rename(reference)
+    ranks = [[StoredSteps(rank) for rank in sorted(run.glob("rank-*"))] for run in (reference, own)]
+    verdict = compare(ranks[0], ranks[1], BOUNDS[case.dtype])
+    remove(own)
+    return verdict
+
+
+def _record(
+    argv: Sequence[str], folder: Path, *, rank: int, world_size: int, injection: Injection | None = None
+) -> None:
+    loaded, _ = open_tokenizer(load_config(argv, world_size=world_size))
+    mesh = ParallelMesh(Layout.from_config(loaded.config.parallel), rank, timeout_minutes=TIMEOUT_MINUTES)
+    own = folder / f"rank-{rank:05d}"
+    own.mkdir(parents=True)
+    for number, step in enumerate(record_steps(loaded.config, mesh, injection=injection), start=1):
+        write_step(step, own / f"step-{number:06d}.safetensors")
+
+
+def _outcome(case: Case, verdict: Verdict, seconds: float) -> Outcome:
+    worst = {
+        kind: max((w.difference for step in verdict.steps for w in step.worst if w.kind == kind), default=0.0)
+        for kind in ("gradient", "parameter")
+    }
+    loss = verdict.largest_loss_difference
+    return Outcome(case.name, loss, worst["gradient"], worst["parameter"], verdict.first_departure, None, seconds)
+
+
+def _publish(folder: Path, number: int, outcome: Outcome) -> Outcome:
+    _write_whole(folder / f"outcome-{number:05d}.json", asdict(outcome))
+    return outcome
+
+
+def _leave_error(error: Exception, case: Case, number: int, folder: Path, rank: int, *, seconds: float) -> None:
+    plain = isinstance(error, PetatronError)
+    text = str(error) if plain else "".join(traceback.format_exception(error)).rstrip()
+    facts = {"name": case.name, "rank": rank, "text": text, "echo": is_echo(error)}
+    _write_whole(folder / f"error-{number:05d}-{rank:05d}.json", {**facts, "time": time.time(), "seconds": seconds})
+
+
+def _write_whole(path: Path, facts: dict[str, object]) -> None:
+    """Under its name only when complete: the process may be ended at any moment."""
+    publish(path, json.dumps(facts))

@@ -1,0 +1,96 @@
+"""Small models of odd shape, drawn so that a layout can split them: what nobody thought of testing.
+
+A model is drawn blindly and offered to the config with the layout; what its rules refuse is drawn again. So every rule about
+divisibility is tested from both sides: what it lets through must train.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from petatron.base.errors import ConfigError
+from petatron.config import load_config
+from petatron.verify.matrix import TRAINING, Entry
+
+_TRIES = 2000
+_NOT_THE_MODELS = "--hidden-dropout 0 --attention-dropout 0 --train-iters 1"
+
+
+def random_model(entry: Entry, *, seed: int) -> str:
+    """The flags of a model that fits the entry's layout; the same for the same entry and seed."""
+    random = Random(f"{seed}:{entry.name}")
+    last: ConfigError | None = None
+    for _ in range(_TRIES):
+        flags = " ".join(_draw(random, experts=entry.model == "moe"))
+        try:
+            load_config(f"{flags} {_NOT_THE_MODELS} {entry.flags}".split(), world_size=entry.world_size)
+        except ConfigError as error:
+            last = error
+        else:
+            return flags
+    raise AssertionError(f"no model of {_TRIES} fits {entry.name}: {last}")
+
+
+def _draw(random: Random, *, experts: bool) -> list[str]:
+    return [*_shape(random), *_parts(random), *(_experts(random) if experts else []), *_training(random)]
+
+
+def _shape(random: Random) -> list[str]:
+    groups = random.choice((1, 2, 4, 6))
+    heads = groups * random.choice((1, 1, 2, 3))
+    length = 4 * random.randint(2, 8)
+    words = [
+        f"--num-layers {random.choice((2, 3, 4, 4, 5, 6, 8))}",
+        f"--hidden-size {random.choice((12, 20, 28, 32, 36))}",
+        f"--num-attention-heads {heads} --num-query-groups {groups} --kv-channels {random.choice((4, 5, 6, 10))}",
+        f"--ffn-hidden-size {4 * random.randint(3, 12)} --seq-length {length}",
+        f"--vocab-size {random.randint(11, 150)} --make-vocab-size-divisible-by {random.choice((1, 3, 8))}",
+    ]
+    words += [f"--window-size {random.randint(1, length)}"] * (random.random() < 0.3)
+    return words
+
+
+def _parts(random: Random) -> list[str]:
+    positions = random.choice(("rope", "rope", "learned_absolute", "none"))
+    activation = random.choice(("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "squared_relu", "silu"))
+    words = [
+        f"--position-embedding-type {positions} --activation {activation}",
+        f"--normalization {random.choice(('LayerNorm', 'RMSNorm'))}",
+    ]
+    for flag, chance in (
+        ("--disable-bias-linear", 0.5),
+        ("--add-qkv-bias", 0.3),
+        ("--qk-layernorm", 0.3),
+        ("--untie-embeddings-and-output-weights", 0.5),
+        ("--reset-attention-mask", 0.3),
+        ("--reset-position-ids", 0.3),
+        ("--eod-mask-loss", 0.3),
+    ):
+        words += [flag] * (random.random() < chance)
+    return words
+
+
+def _experts(random: Random) -> list[str]:
+    """Not drawn: what is defined by the layout (a global balancing loss), and noise in the router."""
+    score = random.choice(("softmax", "sigmoid"))
+    balance = random.choice(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
+    words = [
+        f"--num-experts {random.choice((4, 6, 8, 12))} --moe-router-topk {random.randint(1, 3)}",
+        f"--moe-ffn-hidden-size {4 * random.randint(2, 8)} --moe-router-score-function {score}",
+        f"--moe-router-load-balancing-type {balance}",
+        f"--moe-layer-freq {random.choice(('1', '1', '2'))}",
+    ]
+    words += ["--moe-aux-loss-coeff 0.02"] * (balance.endswith("aux_loss"))
+    words += ["--moe-router-pre-softmax"] * (score == "softmax" and random.random() < 0.5)
+    words += ["--moe-router-enable-expert-bias"] * (score == "sigmoid" and random.random() < 0.5)
+    words += ["--moe-z-loss-coeff 1e-3"] * (random.random() < 0.5)
+    words += [f"--moe-shared-expert-intermediate-size {4 * random.randint(2, 6)}"] * (random.random() < 0.5)
+    words += [f"--moe-latent-size {random.choice((8, 14))}"] * (random.random() < 0.3)
+    words += ["--moe-grouped-gemm"] * (random.random() < 0.5)
+    dispatcher = random.choice(("allgather", "alltoall"))
+    return [*words, f"--moe-token-dispatcher-type {dispatcher}"]
+
+
+def _training(random: Random) -> list[str]:
+    micro = random.choice((1, 2, 3))
+    return [TRAINING, f"--micro-batch-size {micro} --global-batch-size {8 * micro}"]

@@ -1,0 +1,125 @@
+"""Two runs that differ in nothing but their layout: what each is told, what each writes down, and what counts as equal."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config import Loaded, RunConfig, load_config, resolve_config
+from petatron.config.schema.fields import by_path, flatten
+from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.estimate.flops import parameter_count
+from petatron.mesh.launch.environment import read_environment
+from petatron.models.hf import logical_shapes
+from petatron.optim.loss_scaler import compute_dtype
+from petatron.train.build import launch, open_tokenizer
+from petatron.verify.compare_traces import BOUNDS, Verdict, compare
+from petatron.verify.trace import Injection, StoredSteps, record_steps, write_step
+
+ONE_PROCESS = (
+    "--tp 1 --pp 1 --cp 1 --ep 1 --etp 1 --dp 1 --no-sequence-parallel --pipeline-schedule none "
+    "--num-virtual-stages-per-pipeline-rank none --num-layers-per-virtual-pipeline-stage none "
+    "--microbatch-group-size-per-virtual-pipeline-stage none --decoder-first-pipeline-num-layers none "
+    "--decoder-last-pipeline-num-layers none --pipeline-model-parallel-layout none --no-use-distributed-optimizer "
+    "--no-overlap-param-gather --data-parallel-sharding-strategy none --num-distributed-optimizer-instances 1 "
+    "--no-fp8-param-gather --no-tp-comm-overlap --tp-comm-overlap-chunks none --no-overlap-moe-expert-parallel-comm"
+)
+# Dropout differs between layouts by design. A schedule made for thousands of steps says nothing about a few, and warm-up
+# from zero would make the first of them idle.
+_FIXED = (
+    "--hidden-dropout 0 --attention-dropout 0 --no-bf16 --no-fp16 --eval-iters 0 --save none --load none --save-interval none "
+    "--train-samples none --lr-decay-style constant --min-lr 0 --lr-warmup-iters 0 --lr-warmup-samples 0 "
+    "--lr-warmup-fraction none --lr-decay-iters none --lr-decay-samples none"
+)
+_NUMBER_FORMATS = ("bf16", "fp16", "fp64")
+# Gradients and weights of every step are written to disk; beyond this, only those of the first and last step.
+_TRACE_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The two command lines, and the configs they load to."""
+
+    candidate_argv: list[str]
+    reference_argv: list[str]
+    candidate: Loaded
+    reference: Loaded
+    left_out: tuple[str, ...]
+    """Settings that were asked for and are no part of the comparison, as the user would write them."""
+
+    @property
+    def every_step(self) -> bool:
+        """Whether tensors of every step are compared, or only of the first and the last."""
+        config = self.candidate.config
+        replicas = config.parallel.data_parallel_size or 1
+        parameters = parameter_count(config.model, config.moe, experts_in=moe_layers(config))
+        step_bytes = 2 * parameters * compute_dtype(config.precision).itemsize * replicas
+        return step_bytes * (config.train.train_iters or 0) <= _TRACE_BYTES
+
+
+def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PROCESS) -> Comparison:
+    """Both runs, with what does not belong to the question taken out (see `_FIXED`)."""
+    asked = resolve_config(argv, require_training=False)[0]
+    given = asked.config
+    if dtype == "float64" and given.precision.fp8_format is not None:
+        rule = f"leaves no room for --fp8-format {given.precision.fp8_format}, whose products are summed in float32"
+        fix = "Use --dtype float32, or leave FP8 out: a layout is the same with and without it."
+        raise ConfigError([Problem("--dtype", dtype, rule, fix)])
+    fixed = [f"--train-iters={steps}", *_FIXED.split(), "--fp64" if dtype == "float64" else "--no-fp64"]
+    if not (given.data.data_path or given.data.train_data_path or given.data.data_args_path):
+        fixed += ["--mock-data"]
+    if given.optim.lr is None:
+        fixed += ["--lr", "1e-3"]
+    candidate_argv = [*argv, *fixed]
+    candidate, _ = open_tokenizer(load_config(candidate_argv))
+    size = candidate.config.train.global_batch_size
+    reference_argv = [*candidate_argv, "--world-size", "none", "--nproc-per-node", "none", *reference.split()]
+    reference_argv += ["--global-batch-size", str(size)]
+    left_out = tuple(_left_out(asked, candidate.config, dtype))
+    return Comparison(candidate_argv, reference_argv, candidate, load_config(reference_argv), left_out)
+
+
+def _left_out(asked: Loaded, compared: RunConfig, dtype: str) -> Iterator[str]:
+    """What someone asked for that both runs do without, as it was written, and for a number format why."""
+    kept = flatten(compared)
+    for path, value in flatten(asked.config).items():
+        if asked.origins[path].kind in ("flag", "file") and kept[path] != value:
+            info = by_path()[path]
+            typed = f"{info.flag} {value}" if info.kind != "bool" else info.flag if value else f"--no-{info.flag[2:]}"
+            why = f" (both runs are in {dtype}, since bounds for rounding are those of --dtype)"
+            yield typed + (why if info.name in _NUMBER_FORMATS else "")
+
+
+def record(argv: Sequence[str], folder: Path, *, every_step: bool, injection: Injection | None) -> None:
+    """Run on every rank of one of the two runs: train, and write each step into the folder."""
+    environment = read_environment()
+    loaded, _ = open_tokenizer(load_config(argv, world_size=environment.world_size))
+    ends = (1, loaded.config.train.train_iters)
+    mesh = launch(loaded.config)
+    own = folder / f"rank-{environment.rank:05d}"
+    own.mkdir(parents=True, exist_ok=True)
+    steps = record_steps(loaded.config, mesh, keep=lambda step: every_step or step in ends, injection=injection)
+    for number, step in enumerate(steps, start=1):
+        write_step(step, own / f"step-{number:06d}.safetensors")
+
+
+def compare_folders(reference: Path, candidate: Path, dtype: str) -> Verdict:
+    """Hold what two runs wrote against each other."""
+    ranks = [[StoredSteps(own) for own in sorted(folder.glob("rank-*"))] for folder in (reference, candidate)]
+    return compare(ranks[0], ranks[1], BOUNDS[dtype])
+
+
+def parse_injection(text: str, run: RunConfig | None = None) -> Injection:
+    """`layers.0.attention.q.weight@3` spoils that tensor's gradient at step 3; without a step, at step 1."""
+    name, _, step = text.partition("@")
+    if run is not None and name not in (known := logical_shapes(run.model, run.moe, moe_layers(run))):
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"Did you mean {' or '.join(close)}?" if close else f"One is {next(iter(known))}."
+        raise ConfigError([Problem("--inject", name, "names no tensor of this model", hint)])
+    if step and not step.isdecimal():
+        rule = "is not a tensor name with an optional @STEP"
+        raise ConfigError([Problem("--inject", text, rule, "Write for example layers.0.mlp.down.weight@2")])
+    return Injection(name, int(step or 1))
