@@ -33,7 +33,7 @@ def train(
 
 
 def weights(model: petatron.Model) -> torch.Tensor:
-    return torch.cat([weight.double() for group in model.groups for weight in group.weights()])
+    return torch.cat([weight.double() for group in model.param_groups for weight in group.weights()])
 
 
 def main() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from petatron.kernels.moe.permute import RowKernels
+from petatron.kernels.moe.permute import MoEKernels
 
 
-def counted(kernels: RowKernels) -> tuple[RowKernels, Counter[str]]:
+def counted(kernels: MoEKernels) -> tuple[MoEKernels, Counter[str]]:
     """The same kernels, and the calls of each by name from now on."""
     calls: Counter[str] = Counter()
 
@@ -21,4 +21,4 @@ def counted(kernels: RowKernels) -> tuple[RowKernels, Counter[str]]:
 
         return call
 
-    return RowKernels(**{field.name: counting(field.name) for field in fields(RowKernels)}), calls
+    return MoEKernels(**{field.name: counting(field.name) for field in fields(MoEKernels)}), calls

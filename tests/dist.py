@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from petatron.mesh.comm_record import Record
-from petatron.mesh.launch.nccl_options import variables
+from petatron.mesh.comm_record import CommRecord
+from petatron.mesh.launch.nccl_options import env_variables
 
 _GRACE_S = 4.0
 
@@ -75,7 +75,7 @@ def _serve(rank: int, connection: Connection, port: int, stack_file: str, nccl: 
 def _use_a_gpu(rank: int, nccl: int) -> None:
     """Ranks of a pool of `nccl` spread over the GPUs, and share them where there are fewer."""
     devices = torch.cuda.device_count()
-    wanted = variables(nccl=True, shared_by=-(-nccl // devices), rank=rank)
+    wanted = env_variables(nccl=True, ranks_per_device=-(-nccl // devices), rank=rank)
     os.environ.update({variable.name: variable.value for variable in wanted})
     os.environ["NCCL_BUFFSIZE"] = str(1 << 18)  # so that no message of a MB fits into NCCL's buffers
     torch.cuda.set_device(rank % devices)
@@ -86,7 +86,7 @@ def _tell_last_operations(stack_file: Path) -> None:
     ask, answer = stack_file.with_suffix(".ask"), stack_file.with_suffix(".record")
     while not ask.exists():
         time.sleep(0.5)
-    records = [thing for thing in gc.get_objects() if isinstance(thing, Record)]
+    records = [thing for thing in gc.get_objects() if isinstance(thing, CommRecord)]
     answer.write_text("\n".join(str(event) for record in records for event in record.events()[-6:]))
 
 

@@ -127,6 +127,20 @@ def test_no_folder_is_two_rooms():
     assert not crowded, f"which two rooms are these? {crowded}"
 
 
+def test_the_design_lists_the_files_that_exist():
+    text = (ROOT / "docs" / "design.md").read_text()
+    tree = text[text.index("```\npetatron/\n") :].split("```")[1]
+    listed, room = set(), ""
+    for line in tree.splitlines()[2:]:
+        first, *rest = line.split()
+        room, files = (first, rest) if first.endswith("/") else (room, [first, *rest])
+        listed |= {room + file for file in files}
+    exist = {path.relative_to(PACKAGE).as_posix() for path in SOURCES if len(path.relative_to(PACKAGE).parts) > 1}
+    named = {name for name in exist if not name.endswith("/__init__.py")}
+    assert named - listed == set(), "files that docs/design.md does not list"
+    assert listed - exist == set(), "files of docs/design.md that do not exist"
+
+
 def test_every_module_imports_with_the_core_alone():
     """And every operation has an implementation then."""
     sources = [path for path in SOURCES if path.name != "__main__.py" and not path.is_relative_to(TRITON)]
@@ -139,10 +153,10 @@ for name in ("rich", "tensorboard", "wandb", "transformers", "zstandard", "trito
 for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))
 import torch
-from petatron.kernels.registry import OPERATIONS, Situation, survey
-here = Situation.of(torch.device("cpu"), torch.bfloat16, compiles=True)
-for situation in (here, Situation("cuda", (9, 0), torch.bfloat16, True, here.tools)):
-    choices = survey(situation)
+from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kernels
+here = KernelContext.of(torch.device("cpu"), torch.bfloat16, allow_compile=True)
+for context in (here, KernelContext("cuda", (9, 0), torch.bfloat16, True, here.missing_tools)):
+    choices = choose_all_kernels(context)
     assert [choice.operation for choice in choices] == list(OPERATIONS)
     assert {{choice.name for choice in choices}} == {{"reference", "emulation", "torch fused"}}, choices
 """
@@ -217,20 +231,20 @@ def link_problems(tree: ast.AST, relative: str) -> list[str]:
             any(keyword.arg == "followlinks" for keyword in node.keywords) or ast.unparse(node.func) == "shutil.move"
         )
         if relative != FILES and (name in REMOVES_TREES or follows):
-            found.append(f"{relative}:{node.lineno} {name}: petatron.base.safe_files.remove follows no links")
+            found.append(f"{relative}:{node.lineno} {name}: petatron.base.safe_files.remove_tree follows no links")
         if relative.startswith(("petatron/cli/", "petatron/bench/")):
             continue
         modes = [word[1:-1] for word in words if word[0] in "\"'"]
         writes = name in WRITES or (name == "open" and any(set(mode) & set("wax+") for mode in modes if len(mode) < 4))
         if relative not in WRITES_BY_NAME and writes:
             found.append(
-                f"{relative}:{node.lineno} {name}: petatron.base.safe_files.create and publish follow no links"
+                f"{relative}:{node.lineno} {name}: petatron.base.safe_files.create_file and write_atomic follow no links"
             )
         if any("O_CREAT" in word and "O_NOFOLLOW" not in word for word in words):
             found.append(f"{relative}:{node.lineno} opens without O_NOFOLLOW")
         if name == "getpid" and relative not in ASKS_WHO_IT_IS:
             found.append(
-                f"{relative}:{node.lineno} a process id in a name can be guessed: petatron.base.safe_files.draft_of"
+                f"{relative}:{node.lineno} a process id in a name can be guessed: petatron.base.safe_files.tmp_path_for"
             )
     return found
 
@@ -257,5 +271,5 @@ def test_no_link_is_followed(path: Path):
 def test_following_a_link_is_noticed(line: str):
     assert link_problems(ast.parse(line), "petatron/train/new.py")
     assert not link_problems(
-        ast.parse("path.open('rb'); open(path); path.unlink(); files.remove(path)"), "petatron/train/new.py"
+        ast.parse("path.open('rb'); open(path); path.unlink(); safe_files.remove_tree(path)"), "petatron/train/new.py"
     )

@@ -13,46 +13,48 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import PetatronError
-from petatron.base.safe_files import outside
-from petatron.base.untrusted_files import read_bytes, reading
+from petatron.base.safe_files import symlink_target_outside
+from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 
-_MOST_BYTES = 1 << 28
-NAMES_OF_CODE = ("auto_map", "trust_remote_code", "custom_pipelines", "attn_implementation", "_attn_implementation")
+_MAX_BYTES = 1 << 28
+REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines", "attn_implementation", "_attn_implementation")
 """Settings that say which code reads a model, the last two because they may name a repository of kernels."""
 
 
-def find_companions(folder: Path, names: Iterable[str], error: type[PetatronError]) -> dict[str, Path]:
+def find_companion_files(folder: Path, names: Iterable[str], error_class: type[PetatronError]) -> dict[str, Path]:
     """Those of these files that a folder has; an error that names all that are links out of it."""
     found = {name: folder / name for name in names if (folder / name).is_file()}
-    strange = [f"{name} -> {to}" for name, path in found.items() if (to := outside(path, folder)) is not None]
+    strange = [
+        f"{name} -> {to}" for name, path in found.items() if (to := symlink_target_outside(path, folder)) is not None
+    ]
     if strange:
-        raise error(
+        raise error_class(
             f"{folder} has links to files elsewhere, which would be copied into the new model: {', '.join(strange)}. Put the files "
             "themselves there if they belong to the model, or remove the links."
         )
     return found
 
 
-def read_companion(path: Path, error: type[PetatronError]) -> bytes:
+def read_companion_file(path: Path, error_class: type[PetatronError]) -> bytes:
     """The content of one of them; a config without the settings that name code, and else byte for byte."""
-    with reading(path, lambda file, why: error(f"{file} {why}. Copy it again, or remove it.")):
-        content = read_bytes(path, _MOST_BYTES)
+    with reading_untrusted(path, lambda file, why: error_class(f"{file} {why}. Copy it again, or remove it.")):
+        content = read_limited_bytes(path, _MAX_BYTES)
     if not path.name.endswith("config.json"):
         return content
     try:
         settings = json.loads(content)
-        kept = without_code(settings)
+        kept = strip_remote_code(settings)
     except (ValueError, RecursionError) as cause:
-        raise error(f"{path} is not valid JSON: {cause}. Copy it again, or remove it.") from cause
+        raise error_class(f"{path} is not valid JSON: {cause}. Copy it again, or remove it.") from cause
     return content if kept == settings else (json.dumps(kept, indent=2) + "\n").encode()
 
 
-def without_code(value: Any) -> Any:
+def strip_remote_code(value: Any) -> Any:
     """Settings without those that name code, at any depth.
 
-    >>> without_code({"model_type": "llama", "auto_map": {"AutoModel": "a.B"}, "text_config": {"trust_remote_code": True}})
+    >>> strip_remote_code({"model_type": "llama", "auto_map": {"AutoModel": "a.B"}, "text_config": {"trust_remote_code": True}})
     {'model_type': 'llama', 'text_config': {}}
     """
     if isinstance(value, Mapping):
-        return {key: without_code(item) for key, item in value.items() if key not in NAMES_OF_CODE}
-    return [without_code(item) for item in value] if isinstance(value, list) else value
+        return {key: strip_remote_code(item) for key, item in value.items() if key not in REMOTE_CODE_KEYS}
+    return [strip_remote_code(item) for item in value] if isinstance(value, list) else value

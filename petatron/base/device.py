@@ -56,7 +56,7 @@ _WITHOUT_BFLOAT16 = re.compile(r"\b(V100|T4)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFacts:
+class DeviceInfo:
     """One device: what it is, how much memory it has, its published peak, and why it was chosen."""
 
     kind: DeviceKind
@@ -83,14 +83,14 @@ def peak_flops(name: str) -> dict[str, float] | None:
     return None
 
 
-def detect(kind: Literal["auto", "cpu", "cuda"] = "auto", *, local_rank: int = 0) -> DeviceFacts:
+def detect_device(kind: Literal["auto", "cpu", "cuda"] = "auto", *, local_rank: int = 0) -> DeviceInfo:
     """The device this rank will use; `auto` takes CUDA when there is one."""
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and num_cuda == 0:
         raise ConfigError([Problem("--device", "cuda", "needs a CUDA device and none is visible", "Use --device cpu.")])
     if kind == "cpu" or num_cuda == 0:
         why = "--device cpu" if kind == "cpu" else "no CUDA device is visible"
-        return DeviceFacts(
+        return DeviceInfo(
             kind="cpu", name=_cpu_name(), memory_bytes=_host_memory_bytes(), peak_flops=None, reason=f"{why}; no MFU"
         )
     index = 0 if num_cuda == 1 else local_rank
@@ -100,7 +100,7 @@ def detect(kind: Literal["auto", "cpu", "cuda"] = "auto", *, local_rank: int = 0
     properties = torch.cuda.get_device_properties(index)
     peaks = peak_flops(properties.name)
     why = f"CUDA device {index} of {num_cuda}"
-    return DeviceFacts(
+    return DeviceInfo(
         kind="cuda",
         name=properties.name,
         memory_bytes=properties.total_memory,
@@ -109,7 +109,7 @@ def detect(kind: Literal["auto", "cpu", "cuda"] = "auto", *, local_rank: int = 0
     )
 
 
-def memory_in_use(kind: DeviceKind) -> int:
+def peak_memory_bytes(kind: DeviceKind) -> int:
     """Most bytes this process has held so far: allocated CUDA memory, or resident memory on a CPU."""
     if kind == "cuda":
         return torch.cuda.max_memory_allocated()

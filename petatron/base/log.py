@@ -1,6 +1,6 @@
 """Logging: one stdlib logger tree named `petatron`, quiet on every rank but the one that speaks for the run.
 
-Library code asks for `get_logger(__name__)` and never prints; the command line calls `configure` once.
+Library code asks for `get_logger(__name__)` and never prints; the command line calls `configure_logging` once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EscapedFormatter(logging.Formatter):
         return printable_lines(super().format(record))
 
 
-def configure(*, rank: int = 0, verbose: bool = False) -> None:
+def configure_logging(*, rank: int = 0, verbose: bool = False) -> None:
     """Send info and above of rank 0 to stderr, and errors of the other ranks with their rank; leave out torch's false alarms."""
     root = logging.getLogger("petatron")
     handler = logging.StreamHandler(sys.stderr)

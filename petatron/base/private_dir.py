@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from petatron.base.safe_files import is_private
+from petatron.base.safe_files import is_private_folder
 
 
 def private_folder(name: str) -> Path | None:
@@ -12,6 +12,6 @@ def private_folder(name: str) -> Path | None:
     try:
         folder = Path.home() / ".petatron" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder if is_private(folder) else None
+        return folder if is_private_folder(folder) else None
     except (OSError, RuntimeError):  # RuntimeError: nobody knows where home is
         return None

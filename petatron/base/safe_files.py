@@ -19,38 +19,38 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-_REOPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # the last: a pipe would wait for another reader
-_ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+_REOPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # the last: a pipe would wait for another reader
+_OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _IS_A_LINK = "a symbolic link, and links are not followed"
-_DEEPEST = 100
+_MAX_DEPTH = 100
 """Folders in folders that are removed; deeper ones are not ours, and would take all descriptors of the process."""
 
 
-def create(path: Path, *, buffering: int = 0) -> BinaryIO:
+def create_file(path: Path, *, buffering: int = 0) -> BinaryIO:
     """Opens a new file for writing and reading; a file or link that has its name is unlinked first.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> _ = (folder / "theirs").write_text("kept")
     >>> (folder / "ours").symlink_to(folder / "theirs")
-    >>> with create(folder / "ours") as file:
+    >>> with create_file(folder / "ours") as file:
     ...     _ = file.write(b"new")
     >>> (folder / "theirs").read_text(), (folder / "ours").read_text()
     ('kept', 'new')
     """
     try:
-        descriptor = os.open(path, _CREATE, 0o666)
+        descriptor = os.open(path, _CREATE_FLAGS, 0o666)
     except FileExistsError:
         path.unlink(missing_ok=True)
-        descriptor = os.open(path, _CREATE, 0o666)
+        descriptor = os.open(path, _CREATE_FLAGS, 0o666)
     return open(descriptor, "w+b", buffering=buffering)
 
 
-def reopen(path: Path, flags: int = 0) -> int:
+def reopen_file(path: Path, flags: int = 0) -> int:
     """The descriptor of a file that stays from run to run, made if it is missing; OSError if it is anything but a file."""
     try:
-        descriptor = os.open(path, _REOPEN | flags, 0o666)
+        descriptor = os.open(path, _REOPEN_FLAGS | flags, 0o666)
     except OSError as error:
         if path.is_symlink():
             raise OSError(errno.ELOOP, _IS_A_LINK, str(path)) from error
@@ -61,20 +61,20 @@ def reopen(path: Path, flags: int = 0) -> int:
     return descriptor
 
 
-def draft_of(path: Path) -> Path:
+def tmp_path_for(path: Path) -> Path:
     """A new name beside a path, for what will take its place."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
 @contextmanager
-def replacing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+def open_atomic(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A file that has its name once it is complete, in the place of a file or link that had it.
 
     sync: also through a power cut; without it, a reader must be able to tell half a file.
     """
-    draft = draft_of(path)
+    draft = tmp_path_for(path)
     try:
-        with create(draft, buffering=1 << 16) as file:
+        with create_file(draft, buffering=1 << 16) as file:
             yield file
             file.flush()
             if sync:
@@ -85,13 +85,13 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
         raise
 
 
-def publish(path: Path, content: str | bytes) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a whole file, seen by others as it was or as it is to be.
 
     >>> import tempfile
-    >>> publish(Path(tempfile.mkdtemp()) / "config.yaml", "model: {}")
+    >>> write_atomic(Path(tempfile.mkdtemp()) / "config.yaml", "model: {}")
     """
-    with replacing(path) as file:
+    with open_atomic(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
@@ -106,53 +106,53 @@ def make_folder(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, why, str(path)) from None
 
 
-def remove(path: Path, removed: Callable[[Path], None] = lambda path: None) -> None:
+def remove_tree(path: Path, on_removed: Callable[[Path], None] = lambda path: None) -> None:
     """Removes a file, a link, or a folder with all that is in it, but never what a link points to; it may be missing.
 
-    removed: is told of every entry that is gone, a folder's before the folder itself.
+    on_removed: is told of every entry that is gone, a folder's before the folder itself.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> (folder / "theirs").mkdir()
     >>> (folder / "ours" / "model").mkdir(parents=True)
     >>> (folder / "ours" / "link").symlink_to(folder / "theirs")
-    >>> remove(folder / "ours")
+    >>> remove_tree(folder / "ours")
     >>> [path.name for path in folder.iterdir()]
     ['theirs']
     """
-    _remove(str(path), None, path, removed, depth=0)
+    _remove_entry(str(path), None, path, on_removed, depth=0)
 
 
-def _remove(name: str, parent: int | None, path: Path, removed: Callable[[Path], None], depth: int) -> None:
+def _remove_entry(name: str, parent: int | None, path: Path, on_removed: Callable[[Path], None], depth: int) -> None:
     """`name` is the entry as seen from the open folder `parent`, `path` the same for people."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-            if depth > _DEEPEST:
-                raise OSError(errno.EINVAL, f"nested more than {_DEEPEST} folders deep", str(path))
-            folder = os.open(name, _ENTER, dir_fd=parent)
+            if depth > _MAX_DEPTH:
+                raise OSError(errno.EINVAL, f"nested more than {_MAX_DEPTH} folders deep", str(path))
+            folder = os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=parent)
             try:
                 for child in sorted(os.listdir(folder)):
-                    _remove(child, folder, path / child, removed, depth + 1)
+                    _remove_entry(child, folder, path / child, on_removed, depth + 1)
             finally:
                 os.close(folder)
             os.rmdir(name, dir_fd=parent)
         else:
             os.unlink(name, dir_fd=parent)
-    removed(path)
+    on_removed(path)
 
 
-def is_private(folder: Path) -> bool:
+def is_private_folder(folder: Path) -> bool:
     """Whether a folder belongs to this user, and nobody else may look into it.
 
     >>> import tempfile
-    >>> is_private(Path(tempfile.mkdtemp())), is_private(Path("/"))
+    >>> is_private_folder(Path(tempfile.mkdtemp())), is_private_folder(Path("/"))
     (True, False)
     """
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def link_target(path: Path, folder: Path) -> Path | None:
+def symlink_target(path: Path, folder: Path) -> Path | None:
     """Where a link leads; None for what is no link, and for the links of which the hub's cache of models consists.
 
     The cache keeps files in `models--NAME/blobs`, and `models--NAME/snapshots/REVISION/...` are links to them. `folder` is such a
@@ -161,23 +161,23 @@ def link_target(path: Path, folder: Path) -> Path | None:
     if not path.is_symlink():
         return None
     target = Path(os.path.realpath(path))
-    return None if target.parent in _blobs(folder) else target
+    return None if target.parent in _hub_blob_folders(folder) else target
 
 
-def outside(path: Path, folder: Path) -> Path | None:
+def symlink_target_outside(path: Path, folder: Path) -> Path | None:
     """Where a link leads if that is neither inside its folder nor in the hub's cache; None for all else.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> (folder / "tokenizer.json").symlink_to("/etc/passwd")
-    >>> str(outside(folder / "tokenizer.json", folder)), outside(folder / "config.json", folder)
+    >>> str(symlink_target_outside(folder / "tokenizer.json", folder)), symlink_target_outside(folder / "config.json", folder)
     ('/etc/passwd', None)
     """
-    target = link_target(path, folder)
+    target = symlink_target(path, folder)
     return None if target is None or target.is_relative_to(os.path.realpath(folder)) else target
 
 
-def _blobs(folder: Path) -> list[Path]:
+def _hub_blob_folders(folder: Path) -> list[Path]:
     """The folder of blobs that belongs to a revision, or to a folder in one."""
     whole = Path(os.path.realpath(folder))
     return [

@@ -4,7 +4,7 @@ A key of a JSON file, the name of a tensor or of a file, and the text of a docum
 characters as commands: to set its title or answer back, to move the cursor and write over what stood there, to read from right to
 left. So the rule stands at the door and not where each message is made: all that a command prints goes through `EscapedStream`, and
 all that is logged through `base/log.py`, which escape every control character but tabs and the ends of lines. Whoever draws on the
-terminal (colours, a bar that moves) asks for the stream behind it with `unescaped`, and escapes foreign words itself.
+terminal (colours, a bar that moves) asks for the stream behind it with `raw_stream`, and escapes foreign words itself.
 
 An escape is written as JSON, YAML and Python write it, so that printed JSON stays the same JSON. It is not escaped twice.
 """
@@ -24,13 +24,13 @@ _CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u
 _IN_LINES, _IN_WORDS = re.compile(f"[{_CONTROLS}]"), re.compile(f"[{_CONTROLS}{_LINE_BREAKS}]")
 
 
-def printable(text: str, *, most: int | None = None) -> str:
-    r"""A foreign word inside a sentence: also tabs and ends of lines are escaped; `most` characters are shown.
+def printable(text: str, *, max_chars: int | None = None) -> str:
+    r"""A foreign word inside a sentence: also tabs and ends of lines are escaped; `max_chars` characters are shown.
 
-    >>> print(printable("a\x1b[2Jb\nc"), printable("\u202egnp.exe"), printable("long story", most=4))
+    >>> print(printable("a\x1b[2Jb\nc"), printable("\u202egnp.exe"), printable("long story", max_chars=4))
     a\u001b[2Jb\u000ac \u202egnp.exe long...
     """
-    shown = text if most is None or len(text) <= most else f"{text[:most]}..."
+    shown = text if max_chars is None or len(text) <= max_chars else f"{text[:max_chars]}..."
     return _IN_WORDS.sub(_escape, shown)
 
 
@@ -51,11 +51,11 @@ def _escape(found: re.Match[str]) -> str:
 class EscapedStream:
     """A text stream that shows control characters instead of sending them; in all else the stream behind it."""
 
-    def __init__(self, behind: TextIO) -> None:
-        self.behind = behind
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
 
     def write(self, text: str) -> int:
-        self.behind.write(printable_lines(text))
+        self.stream.write(printable_lines(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -63,36 +63,36 @@ class EscapedStream:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.behind, name)
+        return getattr(self.stream, name)
 
 
-def escaped(stream: TextIO) -> TextIO:
+def escaped_stream(stream: TextIO) -> TextIO:
     return stream if isinstance(stream, EscapedStream) else cast(TextIO, EscapedStream(stream))
 
 
-def unescaped(stream: TextIO) -> TextIO:
+def raw_stream(stream: TextIO) -> TextIO:
     """The stream to draw on; foreign words written to it must be `printable`."""
-    return stream.behind if isinstance(stream, EscapedStream) else stream
+    return stream.stream if isinstance(stream, EscapedStream) else stream
 
 
 @contextlib.contextmanager
 def escaped_output() -> Iterator[None]:
     """While open, what is printed is escaped."""
-    with _streams(escaped):
+    with _replaced_streams(escaped_stream):
         yield
 
 
 @contextlib.contextmanager
-def drawn_output() -> Iterator[None]:
+def raw_output() -> Iterator[None]:
     """While open, what is printed goes out as it is: for a library that draws on the terminal by itself."""
-    with _streams(unescaped):
+    with _replaced_streams(raw_stream):
         yield
 
 
 @contextlib.contextmanager
-def _streams(change: Any) -> Iterator[None]:
+def _replaced_streams(wrap: Any) -> Iterator[None]:
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(change, before)
+    sys.stdout, sys.stderr = map(wrap, before)
     try:
         yield
     finally:

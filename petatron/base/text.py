@@ -8,19 +8,19 @@ from collections.abc import Set as AbstractSet
 _MOST_SHOWN = 12
 
 
-def counted(number: int, noun: str, ending: str = "s") -> str:
+def count_with_noun(number: int, noun: str, plural_ending: str = "s") -> str:
     """A number and its noun, which takes the ending of its plural unless the number is 1.
 
-    >>> counted(1, "rank"), counted(4096, "rank"), counted(2, "batch", "es")
+    >>> count_with_noun(1, "rank"), count_with_noun(4096, "rank"), count_with_noun(2, "batch", "es")
     ('1 rank', '4,096 ranks', '2 batches')
     """
-    return f"{number:,} {noun}{'' if number == 1 else ending}"
+    return f"{number:,} {noun}{'' if number == 1 else plural_ending}"
 
 
-def some(names: Sequence[str] | AbstractSet[str]) -> str:
+def abbreviate_names(names: Sequence[str] | AbstractSet[str]) -> str:
     """Up to a dozen names.
 
-    >>> some(["a", "b"])
+    >>> abbreviate_names(["a", "b"])
     'a, b'
     """
     shown = list(names) if isinstance(names, Sequence) else sorted(names)

@@ -2,7 +2,7 @@
 
 A parser that meets bytes it was not made for may raise nearly anything: an index that is not there, a number that does not fit, a
 recursion without end, a panic of a Rust library. To the user all of these mean one thing, that the file cannot be used. So every
-importer has a door, `reading`, and behind it the code says what it expects without guarding each line.
+importer has a door, `reading_untrusted`, and behind it the code says what it expects without guarding each line.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any, BinaryIO
 
 from petatron.base.errors import PetatronError
 
-MOST_NUMBER = (1 << 63) - 1
+MAX_INT64 = (1 << 63) - 1
 """The largest size or place in a file that is believed; beyond it, arithmetic would wrap or take for ever."""
-_LONGEST_REASON = 200
+_MAX_REASON_CHARS = 200
 
 
 @contextmanager
-def reading(path: Path, refuse: Callable[[Path, str], PetatronError]) -> Iterator[None]:
-    """Turns whatever goes wrong inside into one error, which `refuse` makes from the file and the rest of a sentence about it.
+def reading_untrusted(path: Path, make_error: Callable[[Path, str], PetatronError]) -> Iterator[None]:
+    """Turns whatever goes wrong inside into one error, which `make_error` makes from the file and the rest of a sentence about it.
 
     Our own errors pass, and so do interrupts and exits.
 
     >>> from petatron.base.errors import CheckpointError
-    >>> with reading(Path("config.json"), lambda path, why: CheckpointError(f"{path} {why}.")):
+    >>> with reading_untrusted(Path("config.json"), lambda path, why: CheckpointError(f"{path} {why}.")):
     ...     {}["hidden_size"]
     Traceback (most recent call last):
     petatron.base.errors.CheckpointError: config.json cannot be understood (KeyError: 'hidden_size').
@@ -40,11 +40,11 @@ def reading(path: Path, refuse: Callable[[Path, str], PetatronError]) -> Iterato
     except PetatronError:
         raise
     except OSError as error:
-        raise refuse(path, f"cannot be read: {error.strerror or error}") from error
+        raise make_error(path, f"cannot be read: {error.strerror or error}") from error
     except BaseException as error:
         if not (isinstance(error, Exception) or _is_panic(error)):
             raise
-        raise refuse(path, f"cannot be understood ({_reason(error)})") from error
+        raise make_error(path, f"cannot be understood ({_reason(error)})") from error
 
 
 def _is_panic(error: BaseException) -> bool:
@@ -58,19 +58,19 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "it needs more memory than there is"
     lines = str(error).strip().splitlines()
-    said = lines[0][:_LONGEST_REASON] if lines else ""
+    said = lines[0][:_MAX_REASON_CHARS] if lines else ""
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-def open_file(path: Path, *, buffering: int = -1) -> BinaryIO:
+def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
     """Opens a regular file; OSError for anything else, where opening a FIFO would wait and opening a device might do something.
 
-    >>> open_file(Path("/dev/null"))
+    >>> open_regular_file(Path("/dev/null"))
     Traceback (most recent call last):
     OSError: [Errno 22] it is not a regular file: '/dev/null'
     """
     _check_regular(os.stat(path), path)
-    file: Any = open(path, "rb", buffering=buffering, opener=_open_without_waiting)  # noqa: SIM115
+    file: Any = open(path, "rb", buffering=buffering, opener=_open_nonblocking)  # noqa: SIM115
     try:
         _check_regular(os.fstat(file.fileno()), path)
     except BaseException:
@@ -79,39 +79,39 @@ def open_file(path: Path, *, buffering: int = -1) -> BinaryIO:
     return file
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     """The name may have become another thing since it was looked at."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def _check_regular(facts: os.stat_result, path: Path) -> None:
-    if stat.S_ISDIR(facts.st_mode):
+def _check_regular(status: os.stat_result, path: Path) -> None:
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(facts.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
-def read_bytes(path: Path, most_bytes: int) -> bytes:
+def read_limited_bytes(path: Path, max_bytes: int) -> bytes:
     """All of a file that is not larger than such files are; OSError otherwise."""
-    with open_file(path) as file:
+    with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most_bytes:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and such a file at most {most_bytes:,}", str(path))
+        if size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and such a file at most {max_bytes:,}", str(path))
         content = file.read(size + 1)
     if len(content) != size:
         raise OSError(errno.EIO, "its size changes while it is read", str(path))
     return content
 
 
-def read_json(path: Path, most_bytes: int) -> Any:
+def read_limited_json(path: Path, max_bytes: int) -> Any:
     """The values of a JSON file in UTF-8; OSError or ValueError (RecursionError) otherwise."""
-    return json.loads(read_bytes(path, most_bytes).decode())
+    return json.loads(read_limited_bytes(path, max_bytes).decode())
 
 
-def is_count(value: object, least: int = 0) -> bool:
+def is_count(value: object, minimum: int = 0) -> bool:
     """Whether a value of a file is a whole number that can be a size, a place or a number of things.
 
     >>> is_count(7), is_count(-1), is_count(True), is_count(7.0), is_count(1 << 64)
     (True, False, False, False, False)
     """
-    return type(value) is int and least <= value <= MOST_NUMBER
+    return type(value) is int and minimum <= value <= MAX_INT64

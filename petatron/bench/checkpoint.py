@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.log import get_logger
-from petatron.base.safe_files import remove
-from petatron.bench.measure.arguments import not_positive, too_small
+from petatron.base.safe_files import remove_tree
+from petatron.bench.measure.arguments import minimum_problems, positive_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> BenchResult:
     """All rounds, and what they say."""
-    wrong = [*not_positive({"--gigabytes": args.gigabytes}), *too_small({"--repeat": (args.repeat, 1)})]
+    wrong = [*positive_problems({"--gigabytes": args.gigabytes}), *minimum_problems({"--repeat": (args.repeat, 1)})]
     if wrong:
         raise ConfigError(wrong)
     folder = Path(args.folder or ".")
@@ -83,18 +83,18 @@ class _Bench:
     model: ModelFolder
     times: Times
     extra_bytes: dict[str, list[int]]
-    cold: bool = False
+    page_cache_dropped: bool = False
 
     @classmethod
     def build(cls, folder: Path, gigabytes: float) -> _Bench:
         from petatron.checkpoint.manager import CheckpointManager
         from petatron.checkpoint.state import ModelFolder
         from petatron.mesh.mesh import ParallelMesh
-        from petatron.models.hf.folder_entries import Entry, Region
+        from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 
         shapes = model_shapes(int(gigabytes * 1e9 / _BYTES_PER_WEIGHT))
         entries = tuple(
-            Entry(name, shape, (Region(name, (0,) * len(shape), shape, (0,) * len(shape)),))
+            FolderEntry(name, shape, (EntryRegion(name, (0,) * len(shape), shape, (0,) * len(shape)),))
             for name, shape in shapes.items()
         )
         manager = CheckpointManager(folder / "ours", ParallelMesh.single().world)
@@ -111,7 +111,7 @@ class _Bench:
     def round(self, number: int) -> None:
         """Everything once. Removing files and waiting for the disk are not part of any time."""
         theirs, step = self.folder / f"theirs-{number}.pt", 2 * number + 1
-        _turned([partial(self._save_theirs, theirs), partial(self._save, step)], number)
+        _run_rotated([partial(self._save_theirs, theirs), partial(self._save, step)], number)
         self._loads(step, theirs, number)
         theirs.unlink()
         with self._timed("background"):
@@ -120,7 +120,7 @@ class _Bench:
                     step + 1, self.chunks, facts={}, same_layout_key=_LAYOUT, model=self.model, wait=False
                 )
             self.manager.drain()
-        remove(self.folder / "ours")
+        remove_tree(self.folder / "ours")
 
     def _save(self, step: int) -> None:
         with self._timed("save"):
@@ -150,19 +150,19 @@ class _Bench:
                 chunk.tensor.copy_(loaded[chunk.key])
 
         def cold(name: str, load: Callable[[], None]) -> None:
-            self.cold = _drop_from_cache(self.folder)
+            self.page_cache_dropped = _drop_from_page_cache(self.folder)
             with self._timed(f"{name} cold"):
                 load()
 
         def warm(name: str, load: Callable[[], None]) -> None:
-            with self._timed(f"{name} warm"), self._growth(name):
+            with self._timed(f"{name} warm"), self._memory_growth(name):
                 load()
 
         loads = {"torch.load": torch_load, "torch.load + copy": torch_load_and_copy, "load": ours}
-        _turned([partial(cold, name, load) for name, load in loads.items()], number)
+        _run_rotated([partial(cold, name, load) for name, load in loads.items()], number)
         for path in _files(self.folder):
-            _read_through(path)
-        _turned([partial(warm, name, load) for name, load in loads.items()], number)
+            _read_into_page_cache(path)
+        _run_rotated([partial(warm, name, load) for name, load in loads.items()], number)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -171,8 +171,8 @@ class _Bench:
         self.times.setdefault(name, []).append(time.perf_counter() - started)
 
     @contextmanager
-    def _growth(self, name: str) -> Iterator[None]:
-        before = _restart_peak()
+    def _memory_growth(self, name: str) -> Iterator[None]:
+        before = _reset_peak_memory()
         yield
         if before is not None:
             self.extra_bytes.setdefault(name, []).append(_status_bytes("VmHWM") - before)
@@ -211,7 +211,7 @@ def _chunks(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Chunk]:
             yield Chunk(f"{kind}/{name}", shape, (0,) * len(shape), values)
 
 
-def _turned(actions: Sequence[Callable[[], None]], number: int) -> None:
+def _run_rotated(actions: Sequence[Callable[[], None]], number: int) -> None:
     """Do all of them, each round beginning with another one."""
     first = number % len(actions)
     for action in [*actions[first:], *actions[:first]]:
@@ -222,7 +222,7 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def _drop_from_cache(folder: Path) -> bool:
+def _drop_from_page_cache(folder: Path) -> bool:
     """Let the system forget the files' content, which is on disk already; whether it could be asked to."""
     if not hasattr(os, "posix_fadvise"):
         return False
@@ -232,13 +232,13 @@ def _drop_from_cache(folder: Path) -> bool:
     return True
 
 
-def _read_through(path: Path) -> None:
+def _read_into_page_cache(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         while file.read(8 << 20):
             pass
 
 
-def _restart_peak() -> int | None:
+def _reset_peak_memory() -> int | None:
     """Begin to measure the peak anew; what the process holds now, or None where the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -276,7 +276,7 @@ def _result(bench: _Bench) -> BenchResult:
     }
     stall = statistics.median(ours / theirs for ours, theirs in zip(times["stall"], times["torch.save"]))
     extra = {name: statistics.median(values) for name, values in bench.extra_bytes.items()}
-    state = "files dropped from the page cache" if bench.cold else "page cache cannot be dropped here"
+    state = "files dropped from the page cache" if bench.page_cache_dropped else "page cache cannot be dropped here"
     rows = [
         ("state", f"{size / 1e9:.2f} GB in {len(bench.chunks)} tensors, the largest {largest / 1e6:.0f} MB; {state}"),
         *((name, speed(name)) for name in sorted(times) if name not in ("stall", "background")),
@@ -289,7 +289,7 @@ def _result(bench: _Bench) -> BenchResult:
     values = {
         "bytes": size,
         "largest_tensor_bytes": largest,
-        "page_cache_dropped": bench.cold,
+        "page_cache_dropped": bench.page_cache_dropped,
         "seconds": times,
         "speed_ratio": ratios,
         "stall_ratio": stall,

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import not_positive, too_small
+from petatron.bench.measure.arguments import minimum_problems, positive_problems
 
 if TYPE_CHECKING:
     from petatron.bench.result import BenchResult
 
 BATCH_TEXTS = 64
 TRAINING_BYTES = 2_000_000
-METHODS = ("encode_batch", "encode_batch_fast")
+ENCODE_METHODS = ("encode_batch", "encode_batch_fast")
 _log = get_logger(__name__)
 
 
@@ -56,16 +56,16 @@ def run(args: argparse.Namespace) -> BenchResult:
     """Both measurements."""
     from petatron.bench.result import BenchResult
 
-    wrong = not_positive({"--size-mb": args.size_mb, "--workers": args.workers, "--documents": args.documents})
-    wrong += too_small({"--repeat": (args.repeat, 1)})
+    wrong = positive_problems({"--size-mb": args.size_mb, "--workers": args.workers, "--documents": args.documents})
+    wrong += minimum_problems({"--repeat": (args.repeat, 1)})
     if wrong:
         raise ConfigError(wrong)
-    texts = corpus(int(args.size_mb * 1e6))
+    texts = standard_library_texts(int(args.size_mb * 1e6))
     with tempfile.TemporaryDirectory() as folder:
         times = _preprocess_times(args, texts, Path(folder))
     ratios = {
         method: statistics.median(ours / bare for ours, bare in zip(times["preprocess"], times[method]))
-        for method in METHODS
+        for method in ENCODE_METHODS
     }
     _log.info("building a sample index of %s documents", f"{args.documents:,}")
     index = measure_index(args.documents)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> BenchResult:
     rows = [
         ("corpus", f"{megabytes:.1f} MB of Python source, {len(texts):,} documents"),
         ("workers", f"{args.workers}"),
-        *((f"bare {method}", f"{speed[method]:.2f} MB/s") for method in METHODS),
+        *((f"bare {method}", f"{speed[method]:.2f} MB/s") for method in ENCODE_METHODS),
         ("petatron data preprocess", f"{speed['preprocess']:.2f} MB/s, start to files"),
         *(
             (f"time / bare {method}", f"{ratio:.3f} (median of {len(times[method])})")
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> BenchResult:
     return BenchResult(tuple(rows), values)
 
 
-def corpus(size_bytes: int) -> list[str]:
+def standard_library_texts(size_bytes: int) -> list[str]:
     """Source files of the Python standard library, repeated or cut to about the asked size."""
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     texts: list[str] = []
@@ -118,7 +118,7 @@ def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) 
 
     _log.info("training a tokenizer")
     tokenizer = folder / "tokenizer.json"
-    train_bpe(_at_most(texts, TRAINING_BYTES), args.vocab, tokenizer)
+    train_bpe(_first_texts(texts, TRAINING_BYTES), args.vocab, tokenizer)
     source = folder / "corpus.jsonl"
     with source.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
@@ -129,20 +129,20 @@ def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) 
         append_eod=True,
         workers=args.workers,
     )
-    times: dict[str, list[float]] = {name: [] for name in (*METHODS, "preprocess")}
-    with _bare_workers(tokenizer, texts, args.workers) as pipes:
+    times: dict[str, list[float]] = {name: [] for name in (*ENCODE_METHODS, "preprocess")}
+    with _baseline_workers(tokenizer, texts, args.workers) as pipes:
         rounds = max(3, args.repeat)
         for number in range(rounds):
             _log.info("tokenizing, round %d of %d", number + 1, rounds)
-            for method in METHODS:
-                times[method].append(_bare_seconds(pipes, method))
+            for method in ENCODE_METHODS:
+                times[method].append(_baseline_seconds(pipes, method))
             started = time.perf_counter()
             preprocess(options)
             times["preprocess"].append(time.perf_counter() - started)
     return times
 
 
-def _at_most(texts: Sequence[str], size: int) -> Iterator[str]:
+def _first_texts(texts: Sequence[str], size: int) -> Iterator[str]:
     for text in texts:
         if size <= 0:
             return
@@ -151,7 +151,7 @@ def _at_most(texts: Sequence[str], size: int) -> Iterator[str]:
 
 
 @contextmanager
-def _bare_workers(tokenizer: Path, texts: list[str], workers: int) -> Iterator[list[Connection]]:
+def _baseline_workers(tokenizer: Path, texts: list[str], workers: int) -> Iterator[list[Connection]]:
     """Processes that hold their share of the texts in memory and tokenize it whenever told to."""
     context = get_context("spawn")
     # Largest first, each to the worker with least so far: an uneven share would make the yardstick slower than it is.
@@ -166,7 +166,7 @@ def _bare_workers(tokenizer: Path, texts: list[str], workers: int) -> Iterator[l
     try:
         for share in shares:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_bare_loop, args=(theirs, str(tokenizer), share), daemon=True)
+            process = context.Process(target=_baseline_loop, args=(theirs, str(tokenizer), share), daemon=True)
             process.start()
             pipes.append(ours)
             processes.append(process)
@@ -180,12 +180,12 @@ def _bare_workers(tokenizer: Path, texts: list[str], workers: int) -> Iterator[l
             process.join(10)
 
 
-def _bare_loop(pipe: Connection, path: str, texts: list[str]) -> None:
+def _baseline_loop(pipe: Connection, path: str, texts: list[str]) -> None:
     from tokenizers import Tokenizer
 
-    from petatron.data.preprocess import start_worker
+    from petatron.data.preprocess import init_worker
 
-    start_worker()
+    init_worker()
     tokenizer = Tokenizer.from_file(path)
     batches = [texts[first : first + BATCH_TEXTS] for first in range(0, len(texts), BATCH_TEXTS)]
     pipe.send("ready")
@@ -196,7 +196,7 @@ def _bare_loop(pipe: Connection, path: str, texts: list[str]) -> None:
         pipe.send("done")
 
 
-def _bare_seconds(pipes: Sequence[Connection], method: str) -> float:
+def _baseline_seconds(pipes: Sequence[Connection], method: str) -> float:
     started = time.perf_counter()
     for pipe in pipes:
         pipe.send(method)
@@ -214,15 +214,15 @@ def measure_index(documents: int) -> dict[str, float]:
 def _index_worker(documents: int) -> dict[str, float]:
     import numpy as np
 
-    from petatron.data.sample_index import build_sample_index, plan_epochs
+    from petatron.data.sample_index import build_sample_indices, plan_epochs
 
     numbers = np.arange(documents)
     lengths = np.random.RandomState(0).randint(1, 1500, documents, dtype=np.int32)
     before = _peak_mb()
     started = time.perf_counter()
-    index = build_sample_index(numbers, lengths, plan_epochs(int(lengths.sum(dtype=np.int64)), 2048, None), 1234)
+    index = build_sample_indices(numbers, lengths, plan_epochs(int(lengths.sum(dtype=np.int64)), 2048, None), 1234)
     seconds = time.perf_counter() - started
-    result = sum(array.nbytes for array in (index.documents, index.starts, index.order)) / 1e6
+    result = sum(array.nbytes for array in (index.document_index, index.sample_index, index.shuffle_index)) / 1e6
     return {"documents": documents, "seconds": seconds, "peak_growth_mb": _peak_mb() - before, "result_mb": result}
 
 

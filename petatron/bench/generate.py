@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import too_small
-from petatron.bench.measure.progress import News
+from petatron.bench.measure.arguments import minimum_problems
+from petatron.bench.measure.progress import ProgressLog
 from petatron.bench.peers import OURS
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TAKES_RUN_FLAGS = True
 _log = get_logger(__name__)
-Continue = Callable[[int], Sequence[int]]
+GenerateFn = Callable[[int], Sequence[int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,26 +41,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Alternate, and compare what both wrote: at the same weights it is the same, but for ties."""
-    from petatron.bench.measure.timing import orders, seconds
-    from petatron.bench.peers.bench_model import model_spec
+    from petatron.bench.measure.timing import alternating_orders, elapsed_seconds
+    from petatron.bench.peers.bench_model import bench_spec
     from petatron.bench.result import BenchResult
 
-    spec = model_spec(flags)
+    spec = bench_spec(flags)
     _check(args, spec)
     _log.info("building %s", OURS)
-    sides: dict[str, Continue] = {OURS: _ours(args, spec)}
+    sides: dict[str, GenerateFn] = {OURS: _ours(args, spec)}
     if args.against:
         _log.info("building hf")
         sides["hf"] = _transformers(args, spec)
     texts = {name: list(side(args.new_tokens)) for name, side in sides.items()}  # also warms up
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    rounds, news = list(orders(list(sides), rounds=args.repeat)), News()
+    rounds, news = list(alternating_orders(list(sides), rounds=args.repeat)), ProgressLog()
     _log.info("timing %d rounds of %d tokens of each: %s", len(rounds), args.new_tokens, ", ".join(sides))
     for number, order in enumerate(rounds):
         news(f"timed {number} of {len(rounds)} rounds")
         for name in order:
             # Both sides return tokens to the host, so there is nothing left to wait for.
-            one, all_of_them = (seconds(lambda n=n, name=name: sides[name](n)) for n in (1, args.new_tokens))
+            one, all_of_them = (elapsed_seconds(lambda n=n, name=name: sides[name](n)) for n in (1, args.new_tokens))
             times[name].append((one, (all_of_them - one) / (args.new_tokens - 1)))
     medians = {name: [statistics.median(column) for column in zip(*pairs)] for name, pairs in times.items()}
     rows = [("prompt", f"{args.prompt_tokens} tokens, {args.new_tokens} new ones, greedy, one text at a time")]
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     values["first_token_s"] = {name: first for name, (first, _) in medians.items()}
     values["tokens_per_s"] = {name: 1 / each for name, (_, each) in medians.items()}
     if args.against:
-        ratio, same = medians["hf"][1] / medians[OURS][1], _common(texts[OURS], texts["hf"])
+        ratio, same = medians["hf"][1] / medians[OURS][1], _common_prefix_length(texts[OURS], texts["hf"])
         rows.append(
             ("speed / hf", f"{ratio:.2f}x after the prompt; the first {same} of {args.new_tokens} tokens are the same")
         )
@@ -88,7 +88,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
         "--new-tokens": (args.new_tokens, 2),
         "--repeat": (args.repeat, 1),
     }
-    found = [*too_small(least), *(problems(args.against, spec) if args.against else ())]
+    found = [*minimum_problems(least), *(problems(args.against, spec) if args.against else ())]
     if found:
         raise ConfigError(found)
 
@@ -102,18 +102,18 @@ def _prompt(args: argparse.Namespace, spec: BenchSpec) -> list[int]:
     ).tolist()
 
 
-def _ours(args: argparse.Namespace, spec: BenchSpec) -> Continue:
-    from petatron.bench.peers.ours import fill
+def _ours(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
+    from petatron.bench.peers.ours import load_initial_weights
     from petatron.infer.generate import generate
     from petatron.train.build import build_model, launch
 
-    model = build_model(spec.run, launch(spec.run), draw=False)
-    fill(model)
+    model = build_model(spec.run, launch(spec.run), init_weights=False)
+    load_initial_weights(model)
     prompt = _prompt(args, spec)
     return lambda count: generate(model, prompt, max_new_tokens=count, temperature=0.0)
 
 
-def _transformers(args: argparse.Namespace, spec: BenchSpec) -> Continue:
+def _transformers(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
     import torch
 
     from petatron.bench.peers.huggingface import build_model
@@ -136,10 +136,10 @@ def _transformers(args: argparse.Namespace, spec: BenchSpec) -> Continue:
     return more
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens from the start are the same.
 
-    >>> _common([1, 2, 3], [1, 2, 4])
+    >>> _common_prefix_length([1, 2, 3], [1, 2, 4])
     2
     """
     same = [a == b for a, b in zip(first, second)]

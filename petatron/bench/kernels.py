@@ -14,26 +14,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import add_device, device_of, too_small
-from petatron.bench.measure.units import prefixed
+from petatron.bench.measure.arguments import add_device_argument, minimum_problems, resolve_device
+from petatron.bench.measure.units import format_si
 
 if TYPE_CHECKING:
     import torch
 
-    from petatron.bench.ops.cases import Case, Place
+    from petatron.bench.ops.cases import BenchContext, KernelCase
     from petatron.bench.result import BenchResult
 
-NAMES = ("norm", "activation", "rotary", "loss", "embedding", "product", "fp8", "attention", "moe")
+OPERATION_NAMES = ("norm", "activation", "rotary", "loss", "embedding", "product", "fp8", "attention", "moe")
 _REPEAT, _WARMUP_S = 10, 0.05
 _LAYER_REPEAT, _LAYER_WARMUP_S = 6, 0.5
-_PRODUCT_SIZE = {"cuda": 8192, "cpu": 128}
-_BOUND = {"bfloat16": 1e-2, "float32": 1e-4}
+_GEMM_SIZE = {"cuda": 8192, "cpu": 128}
+_TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 _log = get_logger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"some of: {', '.join(NAMES)}")
-    add_device(parser)
+    parser.add_argument(
+        "--only", nargs="+", choices=OPERATION_NAMES, metavar="NAME", help=f"some of: {', '.join(OPERATION_NAMES)}"
+    )
+    add_device_argument(parser)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument(
         "--repeat", type=int, default=_REPEAT, metavar="N", help=f"rounds, made even (default: {_REPEAT})"
@@ -43,23 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> BenchResult:
     """All that is asked for, one operation and shape after the other."""
     from petatron.bench.measure.machine import choice_row, device_name
-    from petatron.bench.ops.cases import Place
+    from petatron.bench.ops.cases import BenchContext
     from petatron.bench.result import BenchResult
-    from petatron.kernels.registry import survey
+    from petatron.kernels.registry import choose_all_kernels
 
-    device = device_of(args.device, problems=too_small({"--repeat": (args.repeat, 1)}))
-    place = Place.of(device, compiles=not args.no_compile)
-    names = NAMES if args.only is None else [name for name in NAMES if name in args.only]
-    choices = survey(place.situation)
+    device = resolve_device(args.device, problems=minimum_problems({"--repeat": (args.repeat, 1)}))
+    place = BenchContext.from_device(device, allow_compile=not args.no_compile)
+    names = OPERATION_NAMES if args.only is None else [name for name in OPERATION_NAMES if name in args.only]
+    choices = choose_all_kernels(place.kernel_context)
     _log.info("measuring the device: a copy and a product")
-    speed = Speed.measure(place, repeat=args.repeat)
+    speed = DeviceSpeed.measure(place, repeat=args.repeat)
     found, tables = [], []
     for number, name in enumerate(names, start=1):
         _log.info("measuring %s, %d of %d", name, number, len(names))
         if name in ("attention", "moe"):
-            tables += _layer(name, device, repeat=min(args.repeat, _LAYER_REPEAT))
+            tables += _measure_layer(name, device, repeat=min(args.repeat, _LAYER_REPEAT))
         else:
-            found += _operations(name, place, repeat=args.repeat)
+            found += _measure_operation(name, place, repeat=args.repeat)
     rows = [*(choice_row(choice) for choice in choices), ("the device", str(speed))]
     rows += [(one.label, one.describe(speed)) for one in found]
     rows += [*tables, ("adamw", "is measured by `petatron bench optimizer`")]
@@ -67,8 +69,8 @@ def run(args: argparse.Namespace) -> BenchResult:
         "device": device_name(device),
         "dtype": str(place.dtype).removeprefix("torch."),
         "choices": [str(choice) for choice in choices],
-        "copy_tb_per_s": speed.copy,
-        "product_tflops": speed.product,
+        "copy_tb_per_s": speed.copy_tb_per_s,
+        "product_tflops": speed.gemm_tflops,
         "operations": [one.as_json(speed) for one in found],
         "layers": dict(tables),
     }
@@ -76,133 +78,137 @@ def run(args: argparse.Namespace) -> BenchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class DeviceSpeed:
     """What the device does at best: TB/s read and written by a copy, TFLOP/s of a large product."""
 
-    copy: float
-    product: float
+    copy_tb_per_s: float
+    gemm_tflops: float
 
     @classmethod
-    def measure(cls, place: Place, *, repeat: int) -> Speed:
+    def measure(cls, context: BenchContext, *, repeat: int) -> DeviceSpeed:
         from petatron.bench.measure.machine import large_copy
         from petatron.bench.measure.timing import median_ms
 
-        side = _PRODUCT_SIZE[place.device.type]
-        (move, moved), a, b = large_copy(place.device), place.random(side, side), place.random(side, side)
-        copy, product = median_ms([move, lambda: a @ b], place.device, repeat=repeat, warmup_s=_WARMUP_S)
+        side = _GEMM_SIZE[context.device.type]
+        (move, moved), a, b = large_copy(context.device), context.randn(side, side), context.randn(side, side)
+        copy, product = median_ms([move, lambda: a @ b], context.device, repeat=repeat, warmup_s=_WARMUP_S)
         return cls(moved / copy / 1e9, 2 * side**3 / product / 1e9)
 
     def __str__(self) -> str:
-        return f"copies {prefixed(self.copy * 1e12, 'B/s')}, multiplies {prefixed(self.product * 1e12, 'FLOP/s')}"
+        return f"copies {format_si(self.copy_tb_per_s * 1e12, 'B/s')}, multiplies {format_si(self.gemm_tflops * 1e12, 'FLOP/s')}"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What was measured of a case: milliseconds by implementation, ours first; `failed`: what went wrong instead."""
+class KernelMeasurement:
+    """What was measured of a case: milliseconds by implementation, ours first; `failures`: what went wrong instead."""
 
     label: str
     ms: Mapping[str, float]
-    failed: Mapping[str, str]
+    failures: Mapping[str, str]
     error: float | None
-    bound: float
-    bytes: float
+    tolerance: float
+    moved_bytes: float
     flops: float
 
     @property
-    def ours(self) -> float | None:
+    def our_ms(self) -> float | None:
         return next(iter(self.ms.values()), None)
 
-    def rate(self, speed: Speed) -> tuple[float, float, str]:
+    def rate(self, speed: DeviceSpeed) -> tuple[float, float, str]:
         """TB/s or TFLOP/s, its share of the device's, and both in words."""
-        assert self.ours is not None
+        assert self.our_ms is not None
         if self.flops:
-            reached = self.flops / self.ours / 1e9
-            share = reached / speed.product
-            return reached, share, f"{prefixed(reached * 1e12, 'FLOP/s')}, {share:.0%} of a product"
-        reached = self.bytes / self.ours / 1e9
-        share = reached / speed.copy
-        return reached, share, f"{prefixed(reached * 1e12, 'B/s')}, {share:.0%} of a copy"
+            reached = self.flops / self.our_ms / 1e9
+            share = reached / speed.gemm_tflops
+            return reached, share, f"{format_si(reached * 1e12, 'FLOP/s')}, {share:.0%} of a product"
+        reached = self.moved_bytes / self.our_ms / 1e9
+        share = reached / speed.copy_tb_per_s
+        return reached, share, f"{format_si(reached * 1e12, 'B/s')}, {share:.0%} of a copy"
 
-    def describe(self, speed: Speed) -> str:
+    def describe(self, speed: DeviceSpeed) -> str:
         parts = []
-        if self.ours is not None:
+        if self.our_ms is not None:
             (name, ms), *others = self.ms.items()
             parts = [f"{name} {ms:.3f} ms, {self.rate(speed)[2]}"]
             parts += [f"{other} {theirs:.3f} ms: {theirs / ms:.2f}x" for other, theirs in others]
         if self.error is not None:
-            parts.append(f"error {self.error:.1e}" if self.right else f"WRONG: error {self.error:.1e} > {self.bound:g}")
-        return "; ".join([*parts, *(f"{name} failed: {why}" for name, why in self.failed.items())])
+            parts.append(
+                f"error {self.error:.1e}"
+                if self.within_tolerance
+                else f"WRONG: error {self.error:.1e} > {self.tolerance:g}"
+            )
+        return "; ".join([*parts, *(f"{name} failed: {why}" for name, why in self.failures.items())])
 
     @property
-    def right(self) -> bool:
-        return self.error is not None and self.error <= self.bound
+    def within_tolerance(self) -> bool:
+        return self.error is not None and self.error <= self.tolerance
 
-    def as_json(self, speed: Speed) -> dict[str, object]:
-        reached, share = (None, None) if self.ours is None else self.rate(speed)[:2]
+    def as_json(self, speed: DeviceSpeed) -> dict[str, object]:
+        reached, share = (None, None) if self.our_ms is None else self.rate(speed)[:2]
         unit = "tflops" if self.flops else "tb_per_s"
         return {
             "label": self.label,
             "ms": dict(self.ms),
-            "failed": dict(self.failed),
+            "failed": dict(self.failures),
             "error": self.error,
-            "right": self.right,
-            "bytes": self.bytes,
+            "right": self.within_tolerance,
+            "bytes": self.moved_bytes,
             "flops": self.flops,
             unit: reached,
             "share": share,
         }
 
 
-def _operations(name: str, place: Place, *, repeat: int) -> list[Found]:
-    from petatron.bench.measure.timing import release
+def _measure_operation(name: str, context: BenchContext, *, repeat: int) -> list[KernelMeasurement]:
+    from petatron.bench.measure.timing import free_cached_memory
     from petatron.bench.ops.cases import SHAPES, SMALL_SHAPES
     from petatron.bench.ops.operations import CASES
 
     found = []
-    for number, shape in enumerate(SHAPES if place.device.type == "cuda" else SMALL_SHAPES):
-        found += [measure(case, place, repeat=repeat) for case in CASES[name](place, shape, first=number == 0)]
-        release(place.device)
+    for number, shape in enumerate(SHAPES if context.device.type == "cuda" else SMALL_SHAPES):
+        found += [measure_case(case, context, repeat=repeat) for case in CASES[name](context, shape, first=number == 0)]
+        free_cached_memory(context.device)
     return found
 
 
-def measure(case: Case, place: Place, *, repeat: int = 1) -> Found:
+def measure_case(case: KernelCase, context: BenchContext, *, repeat: int = 1) -> KernelMeasurement:
     """Compare with float64, then time whatever runs."""
     from petatron.bench.measure.timing import median_ms
 
-    bound = case.bound or _BOUND[str(place.dtype).removeprefix("torch.")]
+    bound = case.tolerance or _TOLERANCE[str(context.dtype).removeprefix("torch.")]
     failed: dict[str, str] = {}
     error = None
-    for name, way in case.ways.items():
-        first = name == next(iter(case.ways))
+    for name, way in case.implementations.items():
+        first = name == next(iter(case.implementations))
         # An implementation may fail in any way its compiler likes; the others are still worth knowing.
         try:
             if first:
-                error = largest_error((case.once or case.call)(way), case.true())
+                error = largest_error((case.checked_call or case.call)(way), case.reference())
             case.call(way)
         except Exception as problem:
             failed[name] = f"{type(problem).__name__}: {(str(problem).strip() or 'no reason').splitlines()[0][:120]}"
-    working = {name: way for name, way in case.ways.items() if name not in failed}
-    runs = [_bound(case.call, way) for way in working.values()]
-    times = median_ms(runs, place.device, repeat=repeat, warmup_s=_WARMUP_S if place.device.type == "cuda" else 0.0)
+    working = {name: way for name, way in case.implementations.items() if name not in failed}
+    runs = [_bind(case.call, way) for way in working.values()]
+    times = median_ms(runs, context.device, repeat=repeat, warmup_s=_WARMUP_S if context.device.type == "cuda" else 0.0)
     ms = dict(zip(working, times, strict=True))
-    return Found(case.label, ms, failed, error, bound, case.bytes, case.flops)
+    return KernelMeasurement(case.label, ms, failed, error, bound, case.moved_bytes, case.flops)
 
 
-def _bound(call: Callable[[Any], object], way: Any) -> Callable[[], object]:
-    return lambda: call(way)
+def _bind(call: Callable[[Any], object], implementation: Any) -> Callable[[], object]:
+    return lambda: call(implementation)
 
 
-def largest_error(found: Sequence[torch.Tensor | None], true: Sequence[torch.Tensor | None]) -> float:
+def largest_error(found: Sequence[torch.Tensor | None], reference: Sequence[torch.Tensor | None]) -> float:
     """The largest distance of an output from the truth, relative to the norm of that, over its leading rows."""
     errors = []
-    for output, exact in zip(found, true, strict=True):
+    for output, exact in zip(found, reference, strict=True):
         if output is not None and exact is not None:
             distance = output[: exact.shape[0]].double() - exact
             errors.append(float(distance.norm() / exact.norm().clamp(min=1e-30)))
     return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-def _layer(name: str, device: torch.device, *, repeat: int) -> list[tuple[str, str]]:
+def _measure_layer(name: str, device: torch.device, *, repeat: int) -> list[tuple[str, str]]:
     """Whole layers, which have tables of their own."""
     from petatron.bench.ops import attention, moe
 

@@ -24,22 +24,22 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import add_device, device_of, too_small
-from petatron.bench.measure.progress import News
-from petatron.bench.measure.units import prefixed
+from petatron.bench.measure.arguments import add_device_argument, minimum_problems, resolve_device
+from petatron.bench.measure.progress import ProgressLog
+from petatron.bench.measure.units import format_si
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from petatron.bench.result import BenchResult
-    from petatron.kernels.registry import Choice
-    from petatron.optim.mixed_precision import MasterOptimizer
-    from petatron.sharding.flat_buffer import FlatGroup
+    from petatron.kernels.registry import KernelChoice
+    from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+    from petatron.sharding.flat_buffer import FlatParamGroup
 
 _DEFAULTS = {"cuda": 1.24e9, "cpu": 4e6}
-_STEPS = 4  # of each per round
-_RATE = 1e-4
+_STEPS_PER_ROUND = 4  # of each per round
+_LEARNING_RATE = 1e-4
 _log = get_logger(__name__)
 
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeat", type=int, default=10, metavar="N", help="rounds, at least 4, made even (default: 10)"
     )
-    add_device(parser)
+    add_device_argument(parser)
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="format of both (default: fp32)")
     parser.add_argument("--main-grads", choices=("fp32", "bf16"), default="fp32", help="of gradients (default: fp32)")
     parser.add_argument("--offload-fraction", type=float, default=0.0, metavar="F", help="in host memory (default: 0)")
@@ -56,21 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> BenchResult:
     """All rounds, and what they say."""
-    from petatron.bench.measure.timing import orders
+    from petatron.bench.measure.timing import alternating_orders
 
-    problems = too_small({"--repeat": (args.repeat, 1)})
+    problems = minimum_problems({"--repeat": (args.repeat, 1)})
     if args.parameters is not None and not 1e4 <= args.parameters < 1e12:
         rule = "is not between 1e4, which takes long enough to time, and 1e12"
         problems.append(Problem("--parameters", f"{args.parameters:g}", rule, "Use 1e7, for instance."))
     if not 0.0 <= args.offload_fraction <= 1.0:
         found = f"{args.offload_fraction:g}"
         problems.append(Problem("--offload-fraction", found, "is out of range", "Use a number from 0 to 1."))
-    device = device_of(args.device, problems=problems)
+    device = resolve_device(args.device, problems=problems)
     size = int(args.parameters or _DEFAULTS[device.type])
     _log.info("building %s parameters and their optimizer, and warming up", f"{size:,}")
-    bench, news = _Bench.build(args, device, size), News()
-    rounds = list(orders(list(bench.contenders), rounds=max(4, args.repeat)))
-    _log.info("timing %d rounds of %d steps of each: %s", len(rounds), _STEPS, ", ".join(bench.contenders))
+    bench, news = _Bench.build(args, device, size), ProgressLog()
+    rounds = list(alternating_orders(list(bench.contenders), rounds=max(4, args.repeat)))
+    _log.info("timing %d rounds of %d steps of each: %s", len(rounds), _STEPS_PER_ROUND, ", ".join(bench.contenders))
     for number, order in enumerate(rounds):
         news(f"timed {number} of {len(rounds)} rounds")
         bench.round(order)
@@ -85,7 +85,7 @@ class _Bench:
     num_parameters: int
     moved_bytes: dict[str, int]
     contenders: dict[str, Callable[[], object]]
-    choice: Choice
+    kernel_choice: KernelChoice
     offloaded_bytes: float
     times: dict[str, list[float]] = field(default_factory=dict)
 
@@ -96,19 +96,19 @@ class _Bench:
         from petatron.bench.measure.machine import large_copy
         from petatron.config.schema.parallel import MemoryConfig
         from petatron.config.schema.training import OptimizerConfig
-        from petatron.kernels.registry import Situation, choose
+        from petatron.kernels.registry import KernelContext, choose_kernel
         from petatron.mesh.mesh import ParallelMesh
         from petatron.optim.build import OptimizerKernels
-        from petatron.optim.mixed_precision import MasterOptimizer
+        from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 
-        groups = _groups(num_parameters, device, args.main_grads)
+        groups = _flat_groups(num_parameters, device, args.main_grads)
         fraction = args.offload_fraction
-        config = OptimizerConfig(lr=_RATE, exp_avg_dtype=args.moments, exp_avg_sq_dtype=args.moments)
+        config = OptimizerConfig(lr=_LEARNING_RATE, exp_avg_dtype=args.moments, exp_avg_sq_dtype=args.moments)
         memory = MemoryConfig(optimizer_cpu_offload=fraction > 0, optimizer_offload_fraction=fraction)
-        choice = choose("adamw", Situation.of(device, torch.bfloat16, compiles=True))
-        kernels = OptimizerKernels.chosen(choice)
+        choice = choose_kernel("adamw", KernelContext.of(device, torch.bfloat16, allow_compile=True))
+        kernels = OptimizerKernels.from_choice(choice)
         mesh = ParallelMesh.single(device)
-        optimizer = MasterOptimizer(config, groups, mesh, memory=memory, kernels=kernels)
+        optimizer = MixedPrecisionOptimizer(config, groups, mesh, memory=memory, kernels=kernels)
         size = sum(group.flat_weights.numel() for group in groups)
         gradient, moment = (2 if word == "bf16" else 4 for word in (args.main_grads, args.moments))
         norm, update = size * gradient, size * (gradient + 2 * 4 + 4 * moment + 2)
@@ -137,7 +137,7 @@ class _Bench:
         """Milliseconds of one step. State in host memory comes on a stream of its own, so there is no head start."""
         from petatron.bench.measure.timing import mean_ms
 
-        return mean_ms(step, self.device, calls=_STEPS, head_start=False)
+        return mean_ms(step, self.device, calls=_STEPS_PER_ROUND, head_start=False)
 
     def result(self) -> BenchResult:
         from petatron.bench.measure.machine import choice_row, device_name
@@ -145,11 +145,11 @@ class _Bench:
 
         medians = {name: statistics.median(values) for name, values in self.times.items()}
         speeds = {name: size / medians[name] / 1e9 for name, size in self.moved_bytes.items()}  # bytes per ms in TB/s
-        said = {name: prefixed(speed * 1e12, "B/s") for name, speed in speeds.items()}
+        said = {name: format_si(speed * 1e12, "B/s") for name, speed in speeds.items()}
         of_copy = speeds["ours"] / speeds["copy"]
         rows = [
             ("parameters", f"{self.num_parameters:,} on {device_name(self.device)}"),
-            choice_row(self.choice),
+            choice_row(self.kernel_choice),
             ("copy", f"{said['copy']} read and written"),
             ("ours", f"{medians['ours']:.3f} ms, {said['ours']}, {of_copy:.1%} of the copy"),
             ("  of it the norm", f"{medians['norm']:.3f} ms, {said['norm']}"),
@@ -160,13 +160,13 @@ class _Bench:
             rows.append(("torch: fused AdamW, foreach clip, cast", f"{medians['torch']:.3f} ms"))
             rows.append(("speed", f"{ratio:.3f}x"))
         if self.offloaded_bytes:
-            each_way = prefixed(self.offloaded_bytes / medians["ours"] * 1e3, "B/s")
+            each_way = format_si(self.offloaded_bytes / medians["ours"] * 1e3, "B/s")
             rows.append(("state in host memory", f"{self.offloaded_bytes / 1e9:.2f} GB, {each_way} each way"))
-        rows.append(("medians of", f"{len(self.times['ours'])} rounds of {_STEPS} steps"))
+        rows.append(("medians of", f"{len(self.times['ours'])} rounds of {_STEPS_PER_ROUND} steps"))
         values = {
             "parameters": self.num_parameters,
             "device": device_name(self.device),
-            "kernels": str(self.choice),
+            "kernels": str(self.kernel_choice),
             "moved_bytes": self.moved_bytes,
             "offloaded_bytes": self.offloaded_bytes,
             "ms": self.times,
@@ -178,7 +178,7 @@ class _Bench:
         return BenchResult(tuple(rows), values)
 
 
-def _groups(num_parameters: int, device: torch.device, grads_dtype: str) -> list[FlatGroup]:
+def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) -> list[FlatParamGroup]:
     """Flat buffers of a decoder of about this size, with gradients that are not zero."""
     from collections import Counter
 
@@ -187,38 +187,41 @@ def _groups(num_parameters: int, device: torch.device, grads_dtype: str) -> list
 
     from petatron.bench.checkpoint import model_shapes
     from petatron.mesh.mesh import ParallelMesh
-    from petatron.sharding.flat_buffer import FlatOptions, flatten_parameters
-    from petatron.sharding.shard_spec import Shard, TensorSplit, place
+    from petatron.sharding.flat_buffer import FlatBufferOptions, flatten_parameters
+    from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 
     shapes = list(model_shapes(num_parameters).values())
     model = nn.ParameterList(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
     for parameter in model:
         nn.init.normal_(parameter, std=0.02)
-    placements = {name: place(name, tuple(one.shape), Shard(), TensorSplit()) for name, one in model.named_parameters()}
+    placements = {
+        name: compute_placement(name, tuple(one.shape), Shard(), ModelParallelCoordinate())
+        for name, one in model.named_parameters()
+    }
     dtype = torch.bfloat16 if grads_dtype == "bf16" else None
-    options = FlatOptions(bucket_size=1 << 62, grad_dtype=dtype)
+    options = FlatBufferOptions(bucket_size=1 << 62, grad_dtype=dtype)
     mesh, uses = ParallelMesh.single(device), Counter(model.parameters())
-    groups = flatten_parameters([model], placements, lambda name, one: True, mesh, options, uses=uses)
+    groups = flatten_parameters([model], placements, lambda name, one: True, mesh, options, grads_per_micro_batch=uses)
     for group in groups:
         group.flat_grads.normal_(std=1e-3)
     return groups
 
 
-def _torch_step(optimizer: MasterOptimizer, groups: Sequence[FlatGroup]) -> Callable[[], None]:
+def _torch_step(optimizer: MixedPrecisionOptimizer, groups: Sequence[FlatParamGroup]) -> Callable[[], None]:
     """The same update by torch, on the very same memory."""
     import torch
     from torch import nn
 
-    from petatron.sharding.flat_shard import group_pieces
+    from petatron.sharding.flat_shard import group_tensor_shards
 
     parameters: dict[str, nn.Parameter] = {}
-    for _, piece, view in optimizer.weights():
+    for _, piece, view in optimizer.master_weights():
         parameters[piece.name] = nn.Parameter(view, requires_grad=True)
     for group in groups:
-        for piece, view in group_pieces(group, group.grads()):
+        for piece, view in group_tensor_shards(group, group.grads()):
             parameters[piece.name].grad = view
-    narrow = {piece.name: view for group in groups for piece, view in group_pieces(group, group.weights())}
-    adam = torch.optim.AdamW(parameters.values(), lr=_RATE, fused=True)
+    narrow = {piece.name: view for group in groups for piece, view in group_tensor_shards(group, group.weights())}
+    adam = torch.optim.AdamW(parameters.values(), lr=_LEARNING_RATE, fused=True)
     for kind, _, piece, view in optimizer.moments():
         state = adam.state[parameters[piece.name]]
         state[kind] = view

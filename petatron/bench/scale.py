@@ -33,8 +33,11 @@ _START = (*_BUILD, *_LOAD)
 _FIRST_SAVE = ("survey", "messages", "save plan")
 _EVERY_SAVE = ("folder entries", "layout", "table", "manifest")
 _SAVE = (*_FIRST_SAVE, *_EVERY_SAVE)
-_BAR_S, _BAR_RANKS = 10.0, 4096
-_STEEP, _SHORTEST_S = 1.5, 1.0  # an exponent above this is called out, of what takes at least so long: less is noise
+_LIMIT_S, _LIMIT_RANKS = 10.0, 4096
+_MAX_EXPONENT, _MIN_REPORTED_S = (
+    1.5,
+    1.0,
+)  # an exponent above this is called out, of what takes at least so long: less is noise
 Result = TypeVar("Result")
 
 
@@ -50,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(slots=True)
-class Measured:
+class ScaleMeasurement:
     """One world size: seconds by part, the slower of the first and a middle rank, or the busiest one's, and counts."""
 
-    size: int
+    world_size: int
     layout: str
     seconds: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -64,7 +67,7 @@ class Measured:
         self.seconds[name] = max(self.seconds.get(name, 0.0), time.process_time() - start)
         return result
 
-    def total(self, parts: Sequence[str]) -> float:
+    def total_seconds(self, parts: Sequence[str]) -> float:
         return sum(self.seconds.get(part, 0.0) for part in parts)
 
 
@@ -72,8 +75,8 @@ def run(args: argparse.Namespace) -> BenchResult:
     """Every size in turn, and the table."""
     from petatron.bench.result import BenchResult
 
-    sizes = _sizes(args)
-    found: list[Measured] = []
+    sizes = _world_sizes(args)
+    found: list[ScaleMeasurement] = []
     for size in sizes:
         _log.info("%s ranks ...", f"{size:,}")
         found.append(_measure(args, size))
@@ -82,12 +85,12 @@ def run(args: argparse.Namespace) -> BenchResult:
         "model": args.model,
         "sizes": [
             {
-                "ranks": one.size,
+                "ranks": one.world_size,
                 "layout": one.layout,
                 "seconds": {name: round(seconds, 4) for name, seconds in one.seconds.items()},
-                "start_s": round(one.total(_START), 3),
-                "save_s": round(one.total(_SAVE), 3),
-                "later_save_s": round(one.total(_EVERY_SAVE), 3),
+                "start_s": round(one.total_seconds(_START), 3),
+                "save_s": round(one.total_seconds(_SAVE), 3),
+                "later_save_s": round(one.total_seconds(_EVERY_SAVE), 3),
                 **one.counts,
             }
             for one in found
@@ -97,7 +100,7 @@ def run(args: argparse.Namespace) -> BenchResult:
     return BenchResult((*_rows(found), ("verdict", verdict)), values)
 
 
-def _sizes(args: argparse.Namespace) -> list[int]:
+def _world_sizes(args: argparse.Namespace) -> list[int]:
     try:
         sizes = sorted({int(text) for text in args.sizes.split(",")})
     except ValueError:
@@ -122,7 +125,7 @@ def layout_flags(size: int, *, tp: int, pp: int, cp: int) -> list[str]:
     return flags
 
 
-def _configured(args: argparse.Namespace, size: int) -> RunConfig:
+def _run_config(args: argparse.Namespace, size: int) -> RunConfig:
     from petatron.config import load_config
 
     data = "--mock-data --lr 1e-4 --train-iters 1".split()
@@ -140,14 +143,14 @@ def _configured(args: argparse.Namespace, size: int) -> RunConfig:
     return load_config([*flags, *data], preset=args.model, world_size=size).config
 
 
-def _measure(args: argparse.Namespace, size: int) -> Measured:
+def _measure(args: argparse.Namespace, size: int) -> ScaleMeasurement:
     from petatron.bench.scale_checkpoint import measure_checkpoint
     from petatron.mesh.rank_layout import Layout
     from petatron.schedule import in_flight, rank_schedule
     from petatron.schedule.pipeline_plan import pipeline_plan
 
-    found = Measured(size, "")
-    config = found.timed("config", lambda: _configured(args, size))
+    found = ScaleMeasurement(size, "")
+    config = found.timed("config", lambda: _run_config(args, size))
     layout = Layout.from_config(config.parallel)
     named = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
     found.layout = " ".join(f"{name}{number}" for name, number in named.items())
@@ -155,34 +158,34 @@ def _measure(args: argparse.Namespace, size: int) -> Measured:
     for rank in sorted({0, size // 2}):
         in_flight.cache_clear()
         rank_schedule.cache_clear()
-        found.timed("groups", partial(_groups, layout, rank))
+        found.timed("groups", partial(_rank_groups, layout, rank))
         found.timed("in flight", lambda: plan.in_flight(args.microbatches))
         own = layout.group_of("pp", rank).index(rank)
-        schedule = found.timed("schedule", partial(plan.training, args.microbatches, rank=own))
+        schedule = found.timed("schedule", partial(plan.training_schedule, args.microbatches, rank=own))
         found.counts["schedule_bytes"] = schedule.actions.num_bytes
-        _count(found, _build(found, config, layout, rank))
+        _count_peers(found, _build_rank(found, config, layout, rank))
     if not args.without_checkpoint:
         found.counts |= asdict(measure_checkpoint(config, found.timed))
     return found
 
 
-def _groups(layout: Layout, rank: int) -> Mapping[str, tuple[int, ...]]:
+def _rank_groups(layout: Layout, rank: int) -> Mapping[str, tuple[int, ...]]:
     from petatron.mesh.rank_layout import AXES
 
     return {name: layout.group_of(name, rank) for name in AXES}
 
 
-def _build(found: Measured, config: RunConfig, layout: Layout, rank: int) -> list[tuple[int, ...]]:
+def _build_rank(found: ScaleMeasurement, config: RunConfig, layout: Layout, rank: int) -> list[tuple[int, ...]]:
     """Makes one rank's groups and model, without memory; returns the ranks of each group it is in."""
     import torch
 
-    from petatron.mesh.launch.environment import SINGLE
+    from petatron.mesh.launch.environment import SINGLE_PROCESS
     from petatron.mesh.launch.process_group import start_process_group, stop_process_group
     from petatron.mesh.mesh import ParallelMesh
     from petatron.train.build import build_model
 
     world = layout.world_size
-    start_process_group(replace(SINGLE, rank=rank, world_size=world, local_world_size=world), backend="fake")
+    start_process_group(replace(SINGLE_PROCESS, rank=rank, world_size=world, local_world_size=world), backend="fake")
     try:
         mesh = found.timed("mesh", lambda: ParallelMesh(layout, rank, device=torch.device("meta")))
         model = found.timed("model", lambda: build_model(config, mesh))
@@ -194,14 +197,14 @@ def _build(found: Measured, config: RunConfig, layout: Layout, rank: int) -> lis
         stop_process_group()
 
 
-def _count(found: Measured, groups: Sequence[tuple[int, ...]]) -> None:
+def _count_peers(found: ScaleMeasurement, groups: Sequence[tuple[int, ...]]) -> None:
     """Of the rank that is in most groups."""
     counts = found.counts
     counts["communicators"] = max(counts.get("communicators", 0), len(groups))
     counts["communicator_ranks"] = max(counts.get("communicator_ranks", 0), sum(map(len, groups)))
-    smaller = {rank for ranks in groups if len(ranks) < found.size for rank in ranks}
+    smaller = {rank for ranks in groups if len(ranks) < found.world_size for rank in ranks}
     counts["peers"] = max(counts.get("peers", 0), len(smaller) - 1)
-    counts["control_peers"] = control_peers(found.size)
+    counts["control_peers"] = control_peers(found.world_size)
 
 
 def control_peers(size: int) -> int:
@@ -217,16 +220,16 @@ def control_peers(size: int) -> int:
     return len({distance % size for step in steps for distance in (step, -step)})
 
 
-def _rows(found: Sequence[Measured]) -> list[tuple[str, str]]:
+def _rows(found: Sequence[ScaleMeasurement]) -> list[tuple[str, str]]:
     rows = [
-        ("ranks", _line([f"{one.size:,}" for one in found], "growth")),
+        ("ranks", _line([f"{one.world_size:,}" for one in found], "growth")),
         ("layout", _line([o.layout for o in found])),
     ]
     for title, parts in (("start overhead, s", _START), ("first save, s", _SAVE), ("later saves, s", _EVERY_SAVE)):
         measured = [part for part in parts if part in found[0].seconds]
         if not measured:
             continue
-        rows.append((title, _series([one.total(parts) for one in found], found, "{:.2f}")))
+        rows.append((title, _series([one.total_seconds(parts) for one in found], found, "{:.2f}")))
         shown = [part for part in measured if parts is not _SAVE or part in _FIRST_SAVE]
         rows += [(f"  {part}", _series([one.seconds[part] for one in found], found, "{:.3f}")) for part in shown]
     for name in found[0].counts:
@@ -234,8 +237,8 @@ def _rows(found: Sequence[Measured]) -> list[tuple[str, str]]:
     return rows
 
 
-def _series(values: Sequence[float], found: Sequence[Measured], form: str) -> str:
-    exponent = growth(values, [one.size for one in found])
+def _series(values: Sequence[float], found: Sequence[ScaleMeasurement], form: str) -> str:
+    exponent = growth_exponent(values, [one.world_size for one in found])
     return _line([form.format(value) for value in values], "" if exponent is None else f"N^{exponent:.1f}")
 
 
@@ -243,10 +246,10 @@ def _line(cells: Sequence[str], last: str = "") -> str:
     return "".join(f"{cell:>20}" for cell in cells) + f"{last:>10}"
 
 
-def growth(values: Sequence[float], sizes: Sequence[int]) -> float | None:
+def growth_exponent(values: Sequence[float], sizes: Sequence[int]) -> float | None:
     """The power of the number of ranks that a quantity grew with between the last two sizes.
 
-    >>> growth([0.1, 1.0, 4.0], [64, 1024, 4096])
+    >>> growth_exponent([0.1, 1.0, 4.0], [64, 1024, 4096])
     1.0
     """
     if len(values) < 2 or min(values[-2:]) <= 0:
@@ -254,22 +257,22 @@ def growth(values: Sequence[float], sizes: Sequence[int]) -> float | None:
     return math.log(values[-1] / values[-2]) / math.log(sizes[-1] / sizes[-2])
 
 
-def _verdict(found: Sequence[Measured], *, checkpoint: bool) -> str:
+def _verdict(found: Sequence[ScaleMeasurement], *, checkpoint: bool) -> str:
     """Against the bars at 4,096 ranks, and what grows faster than the world."""
-    judged = [one for one in found if one.size <= _BAR_RANKS]
+    judged = [one for one in found if one.world_size <= _LIMIT_RANKS]
     words: list[str] = []
     for title, parts in (("start", _START), ("save", _SAVE))[: 2 if checkpoint else 1]:
-        worst = max(judged, key=lambda one: one.total(parts), default=None)
+        worst = max(judged, key=lambda one: one.total_seconds(parts), default=None)
         if worst is not None:
-            seconds = worst.total(parts)
-            within = "within" if seconds <= _BAR_S else "ABOVE"
-            words.append(f"{title} {seconds:.1f} s at {worst.size:,} ranks, {within} {_BAR_S:.0f} s")
+            seconds = worst.total_seconds(parts)
+            within = "within" if seconds <= _LIMIT_S else "ABOVE"
+            words.append(f"{title} {seconds:.1f} s at {worst.world_size:,} ranks, {within} {_LIMIT_S:.0f} s")
     if not judged:
-        words.append(f"no size up to {_BAR_RANKS:,} ranks, so no bar applies")
-    sizes = [one.size for one in found]
+        words.append(f"no size up to {_LIMIT_RANKS:,} ranks, so no bar applies")
+    sizes = [one.world_size for one in found]
     for part in found[-1].seconds:
         values = [one.seconds[part] for one in found]
-        exponent = growth(values, sizes)
-        if exponent is not None and exponent > _STEEP and values[-1] >= _SHORTEST_S:
+        exponent = growth_exponent(values, sizes)
+        if exponent is not None and exponent > _MAX_EXPONENT and values[-1] >= _MIN_REPORTED_S:
             words.append(f"{part} grows as N^{exponent:.1f}")
     return "; ".join(words)

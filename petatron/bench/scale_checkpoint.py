@@ -25,25 +25,25 @@ from petatron.checkpoint.files.manifest import (
     StoredBox,
     StoredTensor,
     TableFile,
-    from_json,
+    manifest_from_json,
+    manifest_to_json,
     table_digest,
     table_from_json,
     table_to_json,
-    to_json,
 )
-from petatron.checkpoint.files.step_folder import MODEL, rank_file, table_path
-from petatron.checkpoint.load.box_directory import Directory, Row, read_answer, requests_for, table_rows
+from petatron.checkpoint.files.step_folder import MODEL_FOLDER, rank_file_path, table_path
+from petatron.checkpoint.load.box_directory import BoxDirectory, MessageRow, box_requests, parse_answer, table_rows
 from petatron.checkpoint.load.box_reads import plan_reads
-from petatron.checkpoint.save.file_plan import Weight, file_table, plan_files
-from petatron.checkpoint.save.save_plan import SavePlan, Survey, checker_of, layout_of
-from petatron.checkpoint.state import MASTERS, WEIGHTS, Chunk, ModelFolder
+from petatron.checkpoint.save.file_plan import WeightSpec, file_table_entries, plan_files
+from petatron.checkpoint.save.save_plan import SavePlan, SavePlanner, owner_rank, save_plan_key
+from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX, Chunk, ModelFolder
 from petatron.config import RunConfig
 from petatron.mesh.rank_layout import Layout
 from petatron.models.hf.folder_entries import folder_entries, logical_shapes
 from petatron.sharding.boxes import Box, Shape
 from petatron.train.build import architecture_of
 
-_STATE_KINDS = (MASTERS, "exp_avg/", "exp_avg_sq/")
+_STATE_KINDS = (MASTER_PREFIX, "exp_avg/", "exp_avg_sq/")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 Result = TypeVar("Result")
 Timed = Callable[[str, Callable[[], Result]], Result]
@@ -70,20 +70,20 @@ class CheckpointSizes:
 def measure_checkpoint(run: RunConfig, timed: Timed) -> CheckpointSizes:
     """Times a save and a load on the busiest rank, and what rank 0 does for all."""
     architecture = architecture_of(run)
-    parts = architecture.model, architecture.moe, architecture.experts_in
-    boxes = _boxes(logical_shapes(*parts), run)
+    parts = architecture.model, architecture.moe, architecture.moe_layer_mask
+    boxes = _boxes_per_rank(logical_shapes(*parts), run)
     folder = ModelFolder(timed("folder entries", lambda: folder_entries(*parts)), {})
-    world = _World(boxes, folder)
+    world = _SimulatedWorld(boxes, folder)
     mine = _chunks(boxes[world.busiest])
-    timed("layout", lambda: layout_of(mine, {}, folder) == layout_of(mine, {}, folder))
+    timed("layout", lambda: save_plan_key(mine, {}, folder) == save_plan_key(mine, {}, folder))
     sent, received, plan = _plan_save(world, mine, timed)
-    table = RankTable(_files(plan, mine, world.busiest), plan.table, {})
-    content, digest = timed("table", lambda: _table(table))
-    tables = [TableFile(table_path(rank), len(content), digest) for rank in range(world.size)]
-    manifest = timed("manifest", lambda: to_json(1, layout="", facts={}, tables=tables))
-    timed("read manifest", lambda: from_json(manifest))
+    table = RankTable(_written_files(plan, mine, world.busiest), plan.table_entries, {})
+    content, digest = timed("table", lambda: _table_and_digest(table))
+    tables = [TableFile(table_path(rank), len(content), digest) for rank in range(world.world_size)]
+    manifest = timed("manifest", lambda: manifest_to_json(1, layout="", facts={}, tables=tables))
+    timed("read manifest", lambda: manifest_from_json(manifest))
     _plan_load(world, mine, content, timed)
-    peers = {move.peer for moves in plan.transfers.rounds for move in (*moves.sending, *moves.receiving)}
+    peers = {move.peer for moves in plan.transfers.rounds for move in (*moves.sends, *moves.receives)}
     return CheckpointSizes(
         boxes_of_rank=len(mine),
         boxes=(1 + len(_STATE_KINDS)) * sum(map(len, boxes)),
@@ -96,17 +96,17 @@ def measure_checkpoint(run: RunConfig, timed: Timed) -> CheckpointSizes:
 
 
 def _plan_save(
-    world: _World, mine: Sequence[Chunk], timed: Timed
+    world: _SimulatedWorld, mine: Sequence[Chunk], timed: Timed
 ) -> tuple[int, Mapping[int, Mapping[str, list[Any]]], SavePlan]:
     """How many ranks the busiest one sends messages to, the messages that it gets, and its plan."""
     rank = world.busiest
 
-    def survey() -> tuple[Survey, list[int]]:
-        made = Survey(mine, world.folder, rank=rank, world_size=world.size)
-        return made, made.dtype_numbers()
+    def survey() -> tuple[SavePlanner, list[int]]:
+        made = SavePlanner(mine, world.folder, rank=rank, world_size=world.world_size)
+        return made, made.encoded_dtypes()
 
     def messages() -> dict[int, str]:
-        own.agree(world.largest)
+        own.set_agreed_dtypes(world.largest)
         return {to: json.dumps(message) for to, message in own.messages().items()}
 
     own, _ = timed("survey", survey)
@@ -117,54 +117,54 @@ def _plan_save(
     return len(sent), received, plan
 
 
-def _plan_load(world: _World, mine: Sequence[Chunk], content: bytes, timed: Timed) -> None:
+def _plan_load(world: _SimulatedWorld, mine: Sequence[Chunk], content: bytes, timed: Timed) -> None:
     """A load in the layout of the save: the busiest rank asks for its boxes, and answers for the tensors that it checks."""
-    wanted = [chunk for chunk in mine if not chunk.key.startswith(WEIGHTS)]
+    wanted = [chunk for chunk in mine if not chunk.key.startswith(WEIGHT_PREFIX)]
 
-    def questions() -> dict[int, list[Row]]:
+    def questions() -> dict[int, list[MessageRow]]:
         table_digest(content)
-        rows = table_rows(table_from_json(content).entries, world.busiest, world.size)
-        asks = requests_for(wanted, world.size)
+        rows = table_rows(table_from_json(content).entries, world.busiest, world.world_size)
+        asks = box_requests(wanted, world.world_size)
         json.dumps([rows, asks])
         return asks
 
     def answer(text: str) -> str:
         rows, asks = json.loads(text)
-        directory = Directory(Path())
-        directory.add(rows)
-        answers = [directory.answers(asked) for asked in asks]
-        assert not directory.surplus(lambda kind: False), "every tensor is asked for"
+        directory = BoxDirectory(Path())
+        directory.add_rows(rows)
+        answers = [directory.answer_requests(asked) for asked in asks]
+        assert not directory.unexpected_keys(lambda kind: False), "every tensor is asked for"
         return json.dumps(answers)
 
     def reads() -> None:
         found = dict[int, tuple[str, StoredTensor | None]]()
         for row in (row for rows in json.loads(told) for row in rows):
-            number, key, stored, _ = read_answer(row)
+            number, key, stored, _ = parse_answer(row)
             found[number] = key, stored
         plan_reads(Path(), wanted, [found[number] for number in range(len(wanted))], strict=True)
 
     asks = timed("load requests", questions)
     checked = {name for name in world.shapes if world.checker(name) == world.busiest}
-    text = json.dumps([world.rows_of(checked), world.requests_of(checked)])
+    text = json.dumps([world.rows_for_tensors(checked), world.requests_for_tensors(checked)])
     timed("directory", lambda: answer(text))
     names = {chunk.key.partition("/")[2] for chunk in wanted}
-    told = answer(json.dumps([world.rows_of(names), list(asks.values())]))
+    told = answer(json.dumps([world.rows_for_tensors(names), list(asks.values())]))
     timed("load plan", reads)
 
 
-class _World:
+class _SimulatedWorld:
     """What all ranks hold, and what the busiest of them is told."""
 
-    def __init__(self, boxes: Sequence[_Held], folder: ModelFolder) -> None:
-        self.boxes, self.folder, self.size = boxes, folder, len(boxes)
+    def __init__(self, boxes: Sequence[_HeldBoxes], folder: ModelFolder) -> None:
+        self.boxes, self.folder, self.world_size = boxes, folder, len(boxes)
         self.shapes = {name: shape for held in boxes for name, shape, _ in held}
         whole = [(name, shape, Box((0,) * len(shape), shape)) for name, shape in self.shapes.items()]
-        self.largest = Survey(_chunks(whole), folder, rank=0, world_size=self.size).dtype_numbers()
-        self.files = plan_files(folder.entries, dict.fromkeys(self.shapes, torch.bfloat16), self.size)
+        self.largest = SavePlanner(_chunks(whole), folder, rank=0, world_size=self.world_size).encoded_dtypes()
+        self.files = plan_files(folder.entries, dict.fromkeys(self.shapes, torch.bfloat16), self.world_size)
         self.busiest = self._busiest()
 
     def checker(self, name: str) -> int:
-        return checker_of(WEIGHTS + name, self.size)
+        return owner_rank(WEIGHT_PREFIX + name, self.world_size)
 
     def _busiest(self) -> int:
         """The rank that is told of most boxes: of state that it checks, and of weights that it writes."""
@@ -192,72 +192,76 @@ class _World:
             some = [box for box in held if box[0] in writes or self.checker(box[0]) == self.busiest]
             if rank == self.busiest or not some:
                 continue
-            survey = Survey(_chunks(some), self.folder, rank=rank, world_size=self.size)
-            survey.agree(self.largest)
+            survey = SavePlanner(_chunks(some), self.folder, rank=rank, world_size=self.world_size)
+            survey.set_agreed_dtypes(self.largest)
             message = survey.messages().get(self.busiest)
             if message is not None:
                 found[rank] = json.dumps(message)
         return found
 
-    def rows_of(self, names: set[str]) -> list[Row]:
+    def rows_for_tensors(self, names: set[str]) -> list[MessageRow]:
         """What all tables say of these tensors and their optimizer state."""
-        rows: list[Row] = []
+        rows: list[MessageRow] = []
         for rank, held in enumerate(self.boxes):
             entries = [
-                (f"{kind}{name}", _stored(rank_file(rank), f"{kind}{name}", shape, box))
+                (f"{kind}{name}", _stored_tensor(rank_file_path(rank), f"{kind}{name}", shape, box))
                 for name, shape, box in held
                 if name in names
                 for kind in _STATE_KINDS
             ]
-            rows += [row for found in table_rows(entries, rank, self.size).values() for row in found]
-        weights = {name: Weight(shape, torch.bfloat16) for name, shape in self.shapes.items()}
+            rows += [row for found in table_rows(entries, rank, self.world_size).values() for row in found]
+        weights = {name: WeightSpec(shape, torch.bfloat16) for name, shape in self.shapes.items()}
         for file in self.files:
-            entries = file_table(file, weights, f"{MODEL}/{file.name}")
-            entries = [(key, stored) for key, stored in entries if key.removeprefix(WEIGHTS) in names]
-            rows += [row for found in table_rows(entries, file.rank, self.size).values() for row in found]
+            entries = file_table_entries(file, weights, f"{MODEL_FOLDER}/{file.name}")
+            entries = [(key, stored) for key, stored in entries if key.removeprefix(WEIGHT_PREFIX) in names]
+            rows += [row for found in table_rows(entries, file.rank, self.world_size).values() for row in found]
         return rows
 
-    def requests_of(self, names: set[str]) -> list[list[Row]]:
+    def requests_for_tensors(self, names: set[str]) -> list[list[MessageRow]]:
         """What each rank asks about these tensors."""
-        found: list[list[Row]] = []
+        found: list[list[MessageRow]] = []
         for held in self.boxes:
             some = [
                 chunk
                 for chunk in _chunks([box for box in held if box[0] in names])
-                if not chunk.key.startswith(WEIGHTS)
+                if not chunk.key.startswith(WEIGHT_PREFIX)
             ]
-            found += requests_for(some, self.size).values()
+            found += box_requests(some, self.world_size).values()
         return found
 
 
-_Held = list[tuple[str, Shape, Box]]
+_HeldBoxes = list[tuple[str, Shape, Box]]
 
 
-def _boxes(shapes: Mapping[str, Shape], run: RunConfig) -> list[_Held]:
+def _boxes_per_rank(shapes: Mapping[str, Shape], run: RunConfig) -> list[_HeldBoxes]:
     """The boxes of logical tensors that each rank of the world owns, in the order of ranks."""
     layout, bucket_size = Layout.from_config(run.parallel), run.parallel.ddp_bucket_size
     assert bucket_size is not None
-    held: list[_Held] = [[] for _ in range(layout.world_size)]
+    held: list[_HeldBoxes] = [[] for _ in range(layout.world_size)]
     owners = layout.dp * layout.cp
     for stage in range(layout.pp):
-        here = {name: shape for name, shape in shapes.items() if _stage(name, layout.pp, run.model.num_layers) == stage}
+        here = {
+            name: shape
+            for name, shape in shapes.items()
+            if _pipeline_stage(name, layout.pp, run.model.num_layers) == stage
+        }
         for tp_rank in range(layout.tp):
             first = stage * owners * layout.tp + tp_rank
             for bucket in _buckets(here, tp=layout.tp, tp_rank=tp_rank, size=bucket_size):
-                for place, boxes in enumerate(_shares(bucket, owners)):
+                for place, boxes in enumerate(_shard_bucket(bucket, owners)):
                     held[first + place * layout.tp] += boxes
     return held
 
 
-def _stage(name: str, pp: int, num_layers: int) -> int:
+def _pipeline_stage(name: str, pp: int, num_layers: int) -> int:
     layer = _LAYER.match(name)
     return int(layer.group(1)) * pp // num_layers if layer else 0 if name.startswith("embed") else pp - 1
 
 
-def _buckets(shapes: Mapping[str, Shape], *, tp: int, tp_rank: int, size: int) -> Iterator[_Held]:
+def _buckets(shapes: Mapping[str, Shape], *, tp: int, tp_rank: int, size: int) -> Iterator[_HeldBoxes]:
     """What a tensor-parallel rank holds, rows of matrices and whole vectors, filled into buckets of at least `size` elements."""
     for vectors in (False, True):
-        bucket: _Held = []
+        bucket: _HeldBoxes = []
         for name, shape in ((name, shape) for name, shape in shapes.items() if (len(shape) == 1) == vectors):
             split = tp if not vectors else 1
             begin, end = shape[0] * tp_rank // split, shape[0] * (tp_rank + 1) // split
@@ -271,9 +275,9 @@ def _buckets(shapes: Mapping[str, Shape], *, tp: int, tp_rank: int, size: int) -
             yield bucket
 
 
-def _shares(bucket: _Held, owners: int) -> list[_Held]:
+def _shard_bucket(bucket: _HeldBoxes, owners: int) -> list[_HeldBoxes]:
     """A bucket in as many equal ranges as ranks share its state, to whole rows."""
-    shares: list[_Held] = [[] for _ in range(owners)]
+    shares: list[_HeldBoxes] = [[] for _ in range(owners)]
     total, before = sum(math.prod(box.shape) for _, _, box in bucket), 0
     for name, shape, box in bucket:
         width = math.prod(box.shape[1:])
@@ -291,32 +295,34 @@ def _shares(bucket: _Held, owners: int) -> list[_Held]:
     return shares
 
 
-def _chunks(held: _Held) -> list[Chunk]:
+def _chunks(held: _HeldBoxes) -> list[Chunk]:
     """The weights and the optimizer state in these boxes, without memory."""
     return [
         Chunk(f"{kind}{name}", shape, box.start, torch.empty(box.shape, dtype=dtype, device="meta"))
         for name, shape, box in held
-        for kind, dtype in ((WEIGHTS, torch.bfloat16), *((kind, torch.float32) for kind in _STATE_KINDS))
+        for kind, dtype in ((WEIGHT_PREFIX, torch.bfloat16), *((kind, torch.float32) for kind in _STATE_KINDS))
     ]
 
 
-def _stored(path: str, key: str, shape: Shape, box: Box) -> StoredTensor:
+def _stored_tensor(path: str, key: str, shape: Shape, box: Box) -> StoredTensor:
     name = f"{key}@{','.join(map(str, box.start))}"
     return StoredTensor(shape, "F32", (StoredBox(path, name, box, (0,) * len(shape)),))
 
 
-def _table(table: RankTable) -> tuple[bytes, str]:
+def _table_and_digest(table: RankTable) -> tuple[bytes, str]:
     content = table_to_json(table)
     return content, table_digest(content)
 
 
-def _files(plan: SavePlan, mine: Sequence[Chunk], rank: int) -> dict[str, StoredFile]:
+def _written_files(plan: SavePlan, mine: Sequence[Chunk], rank: int) -> dict[str, StoredFile]:
     """The files that a rank has written, with a digest for every block."""
-    written = {rank_file(rank): _file(sum(4 * mine[index].tensor.numel() for _, index in plan.state))}
+    written = {
+        rank_file_path(rank): _stored_file(sum(4 * mine[index].tensor.numel() for _, index in plan.state_entries))
+    }
     for file in (file for file in plan.files if file.rank == rank):
-        written[f"{MODEL}/{file.name}"] = _file(sum(2 * math.prod(entry.shape) for entry in file.entries))
+        written[f"{MODEL_FOLDER}/{file.name}"] = _stored_file(sum(2 * math.prod(entry.shape) for entry in file.entries))
     return written
 
 
-def _file(size: int) -> StoredFile:
+def _stored_file(size: int) -> StoredFile:
     return StoredFile(size, ("00000000",) * -(-size // BLOCK_BYTES))

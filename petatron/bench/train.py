@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.log import get_logger
 from petatron.bench import peers as contenders
-from petatron.bench.measure.arguments import too_small
+from petatron.bench.measure.arguments import minimum_problems
 from petatron.bench.peers import OURS, OWN_BF16, PEERS
 
 if TYPE_CHECKING:
-    from petatron.base.device import DeviceFacts
-    from petatron.bench.measure.report import Findings
-    from petatron.bench.measure.runner import Runner
+    from petatron.base.device import DeviceInfo
+    from petatron.bench.measure.report import TrainMeasurements
+    from petatron.bench.measure.runner import BenchRunner
     from petatron.bench.peers import BenchSpec
     from petatron.bench.result import BenchResult
     from petatron.models.batch import Batch
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 TAKES_RUN_FLAGS = True
 # A peer's activations, as a multiple of ours, and how much of the device can be filled before memory is given back and forth.
 _PEER_ACTIVATIONS = {"torchtitan": 1.6, "hf": 1.6, OWN_BF16: 1.1}
-_USABLE = 0.93
+_USABLE_MEMORY_SHARE = 0.93
 _log = get_logger(__name__)
 
 
@@ -79,21 +79,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--breakdown", action="store_true", help="say where the time of a step goes (CUDA only)")
 
 
-def _peers(texts: Sequence[str]) -> list[str]:
+def _parse_peers(texts: Sequence[str]) -> list[str]:
     """Each peer once, from names with commas between them.
 
     Our own come first: a peer may change what the compiler does from then on, as torchtitan's rowwise FP8 does.
 
-    >>> _peers(["torchtitan,bf16", "torchtitan"])
+    >>> _parse_peers(["torchtitan,bf16", "torchtitan"])
     ['bf16', 'torchtitan']
     """
-    from petatron.config.schema.fields import listing, nearest
+    from petatron.config.schema.fields import closest_matches, join_with_or
 
     found: list[Problem] = []
     names = [(name.strip(), text) for text in texts for name in text.split(",")]
     for name, text in names:
-        close = nearest(name, PEERS, count=1, cutoff=0.6)
-        fix = f"Did you mean {close[0]}?" if close else f"Use {listing(PEERS)}."
+        close = closest_matches(name, PEERS, count=1, cutoff=0.6)
+        fix = f"Did you mean {close[0]}?" if close else f"Use {join_with_or(PEERS)}."
         if not name:
             comma = "," in text
             rule, fix = ("names nobody beside a comma", "Leave the comma out.") if comma else ("names nobody", fix)
@@ -107,35 +107,37 @@ def _peers(texts: Sequence[str]) -> list[str]:
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Measure as asked; `flags` are the run's."""
-    from petatron.base.device import detect
+    from petatron.base.device import detect_device
     from petatron.bench.measure.report import report
-    from petatron.bench.measure.timing import release
+    from petatron.bench.measure.timing import free_cached_memory
 
-    peers = _peers(args.against)
+    peers = _parse_peers(args.against)
     names = [args.only] if args.only else [OURS, *peers]
-    spec = _spec(args, flags, names)
-    device = detect(spec.run.train.device)
+    spec = _bench_spec(args, flags, names)
+    device = detect_device(spec.run.train.device)
     _check(args, spec, names, device)
-    found = None if args.apart else _together(args, spec, names, device)
+    found = None if args.apart else _measure_in_process(args, spec, names, device)
     if found is None:
-        release(spec.device)
-        found = _apart(args, flags, names)
+        free_cached_memory(spec.device)
+        found = _measure_in_subprocesses(args, flags, names)
     return report(spec, device, found)
 
 
-def _spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> BenchSpec:
-    from petatron.bench.peers.bench_model import model_spec
-    from petatron.config.schema.fields import by_name
+def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> BenchSpec:
+    from petatron.bench.peers.bench_model import bench_spec
+    from petatron.config.schema.fields import fields_by_name
 
     words = [*flags]
-    words += ["--no-compile"] if args.no_compile and "compile" in by_name() else []
+    words += ["--no-compile"] if args.no_compile and "compile" in fields_by_name() else []
     if args.fp8_recipe is not None:
         format_given = any(flag.partition("=")[0] in ("--fp8-format", "--fp8-hybrid") for flag in flags)
         words += ([] if format_given else ["--fp8-format", "hybrid"]) + ["--fp8-recipe", args.fp8_recipe]
     if "torchtitan" in names:
-        spec = model_spec(words, unsaid=("--no-compile",))  # it may do nothing for ours, but it does for torchtitan
+        spec = bench_spec(
+            words, silenced_flags=("--no-compile",)
+        )  # it may do nothing for ours, but it does for torchtitan
     else:
-        spec = model_spec(words)
+        spec = bench_spec(words)
         for flag, given in (("--peer-path", args.peer_path), ("--peer-keeps-gathered", args.peer_keeps_gathered)):
             if given:
                 _log.info("note: %s has no effect: it is for --against torchtitan", flag)
@@ -149,13 +151,13 @@ def _spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) 
     )
 
 
-def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> None:
+def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceInfo) -> None:
     found = [problem for name in names for problem in contenders.problems(name, spec)]
     if args.only == OWN_BF16:
         found = []  # what it may be compared with does not matter to it alone
     elif args.only:
         found = [replace(it, where="--only") if it.where == "--against" else it for it in found]
-    found += too_small({"--steps": (args.steps, 1), "--block": (args.block, 1)})
+    found += minimum_problems({"--steps": (args.steps, 1), "--block": (args.block, 1)})
     if args.warmup_seconds < 0:
         found.append(Problem("--warmup-seconds", str(args.warmup_seconds), "is negative", "Use 0 or more."))
     beside_peers = not {OURS, OWN_BF16}.issuperset(names)
@@ -175,67 +177,71 @@ def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], devi
         raise ConfigError(found)
 
 
-def _together(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceFacts) -> Findings | None:
+def _measure_in_process(
+    args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceInfo
+) -> TrainMeasurements | None:
     """In this process, all beside each other or each peer in turn beside ours; None if the device does not hold two."""
-    from petatron.bench.measure.report import Findings
+    from petatron.bench.measure.report import TrainMeasurements
     from petatron.bench.peers.bench_model import make_batches
 
-    batches, found = make_batches(spec), Findings()
-    first, peers = _prepare(names[0], spec, batches), names[1:]
+    batches, found = make_batches(spec), TrainMeasurements()
+    first, peers = _build_runner(names[0], spec, batches), names[1:]
     if not peers:
         if first is None:
             found.contenders[names[0]] = {"out_of_memory": True}
         else:
-            _duel(args, [first], found)
+            _time_runners(args, [first], found)
         return found
     if first is None:
         return None
-    if _fits(first, peers, device) and _against(args, first, peers, spec, found):
+    if _fits_in_memory(first, peers, device) and _measure_against(args, first, peers, spec, found):
         return found
-    found.in_pairs = len(peers) > 1
-    if found.in_pairs and all(
-        _fits(first, [peer], device) and _against(args, first, [peer], spec, found) for peer in peers
+    found.one_peer_at_a_time = len(peers) > 1
+    if found.one_peer_at_a_time and all(
+        _fits_in_memory(first, [peer], device) and _measure_against(args, first, [peer], spec, found) for peer in peers
     ):
         return found
     return None
 
 
-def _against(args: argparse.Namespace, first: Runner, peers: Sequence[str], spec: BenchSpec, found: Findings) -> bool:
+def _measure_against(
+    args: argparse.Namespace, first: BenchRunner, peers: Sequence[str], spec: BenchSpec, measurements: TrainMeasurements
+) -> bool:
     """Measure peers beside ours, in one go, and forget them; False if one does not fit."""
     runners = [first]
     for peer in peers:
-        runner = _prepare(peer, spec, list(first.batches))
+        runner = _build_runner(peer, spec, list(first.batches))
         if runner is None:
             return False
         runners.append(runner)
-    _duel(args, runners, found)
+    _time_runners(args, runners, measurements)
     return True
 
 
-def _duel(args: argparse.Namespace, runners: list[Runner], found: Findings) -> None:
+def _time_runners(args: argparse.Namespace, runners: list[BenchRunner], measurements: TrainMeasurements) -> None:
     from petatron.bench.measure.kernel_breakdown import profile_steps
-    from petatron.bench.measure.machine import sampled
-    from petatron.bench.measure.runner import alternate
-    from petatron.bench.measure.timing import paired_ratios
+    from petatron.bench.measure.machine import sample_gpu
+    from petatron.bench.measure.runner import time_alternating
+    from petatron.bench.measure.timing import paired_speedups
 
     runners[0].blocks_ms.clear()
-    with sampled(runners[0].device) as samples:
-        alternate(runners, steps=args.steps, block=args.block, warmup_s=args.warmup_seconds)
+    with sample_gpu(runners[0].device) as samples:
+        time_alternating(runners, steps=args.steps, block=args.block, warmup_s=args.warmup_seconds)
     for runner in runners[1:] or runners:
-        found.samples[runner.name] = samples.describe()
+        measurements.gpu_readings[runner.name] = samples.describe()
     for runner in runners:
         breakdown = profile_steps(runner).as_json() if args.breakdown else None
-        found.contenders[runner.name] = {**runner.values(), "breakdown": breakdown}
+        measurements.contenders[runner.name] = {**runner.as_json(), "breakdown": breakdown}
     for runner in runners[1:]:
-        found.pairs[runner.name] = paired_ratios(runners[0].blocks_ms, runner.blocks_ms)
+        measurements.paired_speedups[runner.name] = paired_speedups(runners[0].blocks_ms, runner.blocks_ms)
 
 
-def _fits(first: Runner, peers: Sequence[str], device: DeviceFacts) -> bool:
+def _fits_in_memory(first: BenchRunner, peers: Sequence[str], device: DeviceInfo) -> bool:
     """Whether peers fit beside ours: as much state for each, and the largest activations, which all take turns to use."""
     if first.peak_bytes is None:
         return True
     activations = max(_PEER_ACTIVATIONS[peer] for peer in peers) * (first.peak_bytes - first.held_bytes)
-    needed, usable = (1 + len(peers)) * first.held_bytes + activations, _USABLE * device.memory_bytes
+    needed, usable = (1 + len(peers)) * first.held_bytes + activations, _USABLE_MEMORY_SHARE * device.memory_bytes
     if needed < usable:
         return True
     names = ", ".join((first.name, *peers))
@@ -243,50 +249,52 @@ def _fits(first: Runner, peers: Sequence[str], device: DeviceFacts) -> bool:
     return False
 
 
-def _prepare(name: str, spec: BenchSpec, batches: list[Batch]) -> Runner | None:
+def _build_runner(name: str, spec: BenchSpec, batches: list[Batch]) -> BenchRunner | None:
     """Build one, compile it and see how much memory it takes; None if that is more than there is."""
     import torch
 
-    from petatron.bench.measure.runner import Runner
-    from petatron.bench.measure.timing import held, release, synchronize
+    from petatron.bench.measure.runner import BenchRunner
+    from petatron.bench.measure.timing import allocated_bytes, free_cached_memory, synchronize
 
     _log.info("building %s", name)
-    release(spec.device)
-    before = held(spec.device)
+    free_cached_memory(spec.device)
+    before = allocated_bytes(spec.device)
     started = time.perf_counter()
     try:
-        runner = Runner(name, contenders.build(name, spec), batches, spec.device)
+        runner = BenchRunner(name, contenders.build(name, spec), batches, spec.device)
         synchronize(spec.device)
         runner.build_s = time.perf_counter() - started
-        runner.first_runs(held_before=before)
+        runner.compile_and_measure_memory(allocated_before=before)
         _log.info("%s: built in %.0f s, first steps %.0f s", name, runner.build_s, runner.first_steps_s)
     except torch.OutOfMemoryError:
         _log.info("%s: out of memory", name)
         runner = None
-    release(spec.device)
+    free_cached_memory(spec.device)
     return runner
 
 
-def _apart(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> Findings:
+def _measure_in_subprocesses(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> TrainMeasurements:
     """Each in a process of its own, there and back again; what a visit timed is one block."""
-    from petatron.bench.measure.report import Findings, joined
-    from petatron.bench.measure.timing import orders, paired_ratios
+    from petatron.bench.measure.report import TrainMeasurements, merge_runs
+    from petatron.bench.measure.timing import alternating_orders, paired_speedups
 
     visits: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    turns = [name for order in orders(names, rounds=2) for name in order]
+    turns = [name for order in alternating_orders(names, rounds=2) for name in order]
     for number, name in enumerate(turns, start=1):
         if not any(values.get("out_of_memory") for values in visits[name]):
             _log.info("%s in a process of its own, %d of %d", name, number, len(turns))
-            visits[name].append(_child(args, flags, name))
-    found = Findings(apart=True, contenders={name: joined(values) for name, values in visits.items()})
+            visits[name].append(_run_subprocess(args, flags, name))
+    found = TrainMeasurements(
+        separate_processes=True, contenders={name: merge_runs(values) for name, values in visits.items()}
+    )
     ours = found.contenders[names[0]]
     for name in names[1:]:
         if "blocks_ms" in ours and "blocks_ms" in found.contenders[name]:
-            found.pairs[name] = paired_ratios(ours["blocks_ms"], found.contenders[name]["blocks_ms"])
+            found.paired_speedups[name] = paired_speedups(ours["blocks_ms"], found.contenders[name]["blocks_ms"])
     return found
 
 
-def _child(args: argparse.Namespace, flags: Sequence[str], name: str) -> dict[str, Any]:
+def _run_subprocess(args: argparse.Namespace, flags: Sequence[str], name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         words = [sys.executable, "-m", "petatron", "bench", "train", "--only", name, "--json", str(answer)]

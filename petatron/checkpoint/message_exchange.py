@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.mesh.collectives import start_shift
+from petatron.mesh.collectives import start_ring_shift
 from petatron.mesh.mesh import Axis
 
 _Message = tuple[int, int, bytes]
 """How far it still has to go, the rank it comes from, and its text."""
 
 
-def exchange(messages: Mapping[int, Any], axis: Axis) -> dict[int, Any]:
+def exchange_messages(messages: Mapping[int, Any], axis: Axis) -> dict[int, Any]:
     """Send JSON values to ranks of an axis; what came from which rank, by rank. Every rank calls it."""
     if axis.size == 1:
         return dict(messages)
@@ -40,10 +40,10 @@ def exchange(messages: Mapping[int, Any], axis: Axis) -> dict[int, Any]:
 def _shift(content: Tensor, axis: Axis, by: int) -> Tensor:
     """Bytes to the rank `by` places further, and those of the rank as far behind."""
     size, theirs = torch.tensor([content.numel()]), torch.zeros(1, dtype=torch.int64)
-    for handle in start_shift([theirs], [size], axis, by=by):
+    for handle in start_ring_shift([theirs], [size], axis, by=by):
         handle.wait()
     arriving = torch.empty(int(theirs), dtype=torch.uint8)
-    for handle in start_shift([arriving], [content], axis, by=by):
+    for handle in start_ring_shift([arriving], [content], axis, by=by):
         handle.wait()
     return arriving
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.models.hf.folder_entries import Entry
+from petatron.models.hf.folder_entries import FolderEntry
 from petatron.sharding.boxes import Box, Shape
 
-ChunkFacts = tuple[str, Shape, torch.dtype, Box]
+ChunkMetadata = tuple[str, Shape, torch.dtype, Box]
 """Key, logical shape, dtype and box of a chunk."""
 
-WEIGHTS = "model/"
+WEIGHT_PREFIX = "model/"
 """Keys of the model's weights begin with this; they are what the model folder holds."""
-MASTERS = "master/"
+MASTER_PREFIX = "master/"
 """Keys of the same weights in the optimizer's wider precision, where it has them apart."""
-ROUTERS = "router/"
+ROUTER_PREFIX = "router/"
 """Keys of what routers have learnt beside their weights begin with this."""
 
 
@@ -46,7 +46,7 @@ class Chunk:
         )
 
     @property
-    def facts(self) -> ChunkFacts:
+    def metadata(self) -> ChunkMetadata:
         """What other ranks need to know of it."""
         return self.key, self.logical_shape, self.tensor.dtype, self.box
 
@@ -59,8 +59,8 @@ class Chunk:
 class ModelFolder:
     """How a model's weights are kept: its tensors, and the other files of the folder (config.json, a tokenizer's) as bytes."""
 
-    entries: tuple[Entry, ...]
-    documents: Mapping[str, bytes]
+    entries: tuple[FolderEntry, ...]
+    aux_files: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,10 +69,10 @@ class LoadedCheckpoint:
 
     facts: what `save` was given, as JSON values.
     local: this rank's own tensors (random states), or None when they were saved under another layout.
-    missing: keys that were asked for and are not in the checkpoint; always empty for a strict load.
+    missing_keys: keys that were asked for and are not in the checkpoint; always empty for a strict load.
     """
 
     step: int
     facts: dict[str, Any]
     local: dict[str, Tensor] | None
-    missing: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...] = ()

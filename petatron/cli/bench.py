@@ -17,7 +17,7 @@ from pathlib import Path
 
 from petatron import __version__
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.base.log import configure
+from petatron.base.log import configure_logging
 from petatron.bench.result import BenchResult
 from petatron.cli.train import with_preset
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if flags and not takes_flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     flags = with_preset(flags)
-    configure()
+    configure_logging()
     if args.json:
         check_writable(Path(args.json))
     result: BenchResult = module.run(args, flags) if takes_flags else module.run(args)

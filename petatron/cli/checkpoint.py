@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.log import configure
-from petatron.base.terminal_escape import printable, unescaped
-from petatron.base.text import counted
-from petatron.base.untrusted_files import reading
+from petatron.base.log import configure_logging
+from petatron.base.terminal_escape import printable, raw_stream
+from petatron.base.text import count_with_noun
+from petatron.base.untrusted_files import reading_untrusted
 
 if TYPE_CHECKING:
-    from petatron.checkpoint.inspect.diff import Comparison
-    from petatron.checkpoint.inspect.inspect import Report, Summary
+    from petatron.checkpoint.inspect.diff import CheckpointDiff
+    from petatron.checkpoint.inspect.inspect import CheckpointSummary, VerificationReport
 
 _CONVERT = "petatron.cli.checkpoint_convert"
 _SHOWN_KEYS = 5
@@ -30,7 +30,7 @@ _SHOWN_KEYS = 5
 def main(argv: Sequence[str]) -> int:
     """Run one subcommand of `petatron checkpoint`."""
     options = _parser(converting=bool(argv) and argv[0] == "convert").parse_args(argv)
-    configure()
+    configure_logging()
     actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "prune": _prune}
     if options.verb == "convert":
         return importlib.import_module(_CONVERT).run(options)
@@ -97,20 +97,20 @@ def _parser(*, converting: bool) -> argparse.ArgumentParser:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from petatron.checkpoint.files.step_folder import damage
-    from petatron.checkpoint.inspect.inspect import locate, summarize
+    from petatron.checkpoint.files.step_folder import damaged_error
+    from petatron.checkpoint.inspect.inspect import find_checkpoint, summarize_checkpoint
 
-    summary = summarize(locate(options.path, options.step))
+    summary = summarize_checkpoint(find_checkpoint(options.path, options.step))
     if options.json:
         print(json.dumps(_summary_values(summary), indent=1))
         return 0
-    with reading(summary.source / "manifest.json", damage):
+    with reading_untrusted(summary.source / "manifest.json", damaged_error):
         text = _summary_text(summary, every=options.tensors)
     print(text)
     return 0
 
 
-def _summary_text(summary: Summary, *, every: bool) -> str:
+def _summary_text(summary: CheckpointSummary, *, every: bool) -> str:
     rows = [
         ("checkpoint", str(summary.source)),
         ("step", str(summary.step)),
@@ -128,7 +128,7 @@ def _summary_text(summary: Summary, *, every: bool) -> str:
     return "\n\n".join(parts)
 
 
-def _summary_values(summary: Summary) -> dict[str, Any]:
+def _summary_values(summary: CheckpointSummary) -> dict[str, Any]:
     return {
         "checkpoint": str(summary.source),
         "step": summary.step,
@@ -136,7 +136,7 @@ def _summary_values(summary: Summary) -> dict[str, Any]:
         "layout": summary.layout,
         "weights_bytes": summary.bytes_in("model"),
         "state_bytes": summary.bytes_in("state"),
-        **summary.run,
+        **summary.run_facts,
         "tensors": [
             {"name": tensor.key, "shape": tensor.shape, "dtype": tensor.dtype, "bytes": tensor.num_bytes}
             for tensor in summary.tensors
@@ -145,7 +145,7 @@ def _summary_values(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _layout(summary: Summary) -> str:
+def _layout(summary: CheckpointSummary) -> str:
     """`tp 2, dp 2 (optim sharded), 4 ranks`, or the words of whoever saved it."""
     parallel: Mapping[str, Any] = summary.config.get("parallel") or {}
     if not parallel:
@@ -161,11 +161,11 @@ def _layout(summary: Summary) -> str:
     sharding = parallel.get("data_parallel_sharding_strategy")
     words += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
     ranks = parallel.get("world_size") or 1
-    return ", ".join([*words, counted(ranks, "rank")])
+    return ", ".join([*words, count_with_noun(ranks, "rank")])
 
 
-def _tensors_text(summary: Summary, *, every: bool) -> str:
-    from petatron.checkpoint.inspect.inspect import kinds
+def _tensors_text(summary: CheckpointSummary, *, every: bool) -> str:
+    from petatron.checkpoint.inspect.inspect import summarize_kinds
 
     if every:
         rows = [
@@ -175,7 +175,7 @@ def _tensors_text(summary: Summary, *, every: bool) -> str:
     else:
         rows = [
             (f"  {kind}/", f"{count} tensors", dtypes, _size(size))
-            for kind, (count, dtypes, size) in kinds(summary).items()
+            for kind, (count, dtypes, size) in summarize_kinds(summary).items()
         ]
     return "logical tensors\n" + (_table(rows) if rows else "  none")
 
@@ -187,7 +187,7 @@ def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for section, values in config.items():
         for name, value in values.items():
             if defaults.get(section, {}).get(name) != value:
-                yield f"  {section}.{name}", _shown(value)
+                yield f"  {section}.{name}", _setting_text(value)
 
 
 # verify
@@ -195,19 +195,30 @@ def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _verify(options: argparse.Namespace) -> int:
     from petatron.checkpoint.files.signature import read_public_keys
-    from petatron.checkpoint.files.step_folder import steps
-    from petatron.checkpoint.inspect.inspect import examine, locate, newest_sound, unfinished
+    from petatron.checkpoint.files.step_folder import list_steps
+    from petatron.checkpoint.inspect.inspect import (
+        find_checkpoint,
+        newest_valid,
+        steps_without_manifest,
+        verify_checkpoint,
+    )
 
     folder: Path = options.path
-    complete = list(steps(folder).values())
-    lost = unfinished(folder) if folder.is_dir() and options.step is None else []
-    chosen = complete if options.all and complete else [] if lost and not complete else [locate(folder, options.step)]
+    complete = list(list_steps(folder).values())
+    lost = steps_without_manifest(folder) if folder.is_dir() and options.step is None else []
+    chosen = (
+        complete
+        if options.all and complete
+        else []
+        if lost and not complete
+        else [find_checkpoint(folder, options.step)]
+    )
     with _Progress("verifying") as progress:
         trusted = read_public_keys(options.require_signature) if options.require_signature else None
-        reports = [examine(source, progress, trusted=trusted) for source in [*lost, *chosen]]
-        broken = [report for report in reports if not report.sound]
-        known = {report.source: report.sound for report in reports}
-        newest = newest_sound(reports[-1].source.parent, known, progress) if broken or options.json else None
+        reports = [verify_checkpoint(source, progress, trusted_keys=trusted) for source in [*lost, *chosen]]
+        broken = [report for report in reports if not report.is_valid]
+        known = {report.source: report.is_valid for report in reports}
+        newest = newest_valid(reports[-1].source.parent, known, progress) if broken or options.json else None
     if options.json:
         print(json.dumps(_report_values(reports, newest), indent=1))
     else:
@@ -215,13 +226,13 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def _report_values(reports: Sequence[Report], newest: Path | None) -> dict[str, Any]:
+def _report_values(reports: Sequence[VerificationReport], newest: Path | None) -> dict[str, Any]:
     return {
-        "sound": all(report.sound for report in reports),
+        "sound": all(report.is_valid for report in reports),
         "checkpoints": [
             {
                 "checkpoint": str(report.source),
-                "sound": report.sound,
+                "sound": report.is_valid,
                 "files": report.num_files,
                 "bytes": report.num_bytes,
                 "findings": [{"file": str(found.file), "problem": found.text} for found in report.findings],
@@ -232,13 +243,13 @@ def _report_values(reports: Sequence[Report], newest: Path | None) -> dict[str, 
     }
 
 
-def _print_reports(reports: Sequence[Report], newest: Path | None) -> None:
+def _print_reports(reports: Sequence[VerificationReport], newest: Path | None) -> None:
     for report in reports:
-        verdict = f"good: {report.num_files} files, {_size(report.num_bytes)}" if report.sound else "BROKEN"
+        verdict = f"good: {report.num_files} files, {_size(report.num_bytes)}" if report.is_valid else "BROKEN"
         print(f"{report.source}  {verdict}")
         for finding in report.findings:
             print(f"  {printable(finding.text)}")
-    if all(report.sound for report in reports):
+    if all(report.is_valid for report in reports):
         return
     if newest is None:
         print("No step of this folder is good.")
@@ -250,28 +261,28 @@ def _print_reports(reports: Sequence[Report], newest: Path | None) -> None:
 class _Progress:
     """Says on stderr how far long work is, at most every few seconds and never for short work."""
 
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
+    def __init__(self, action: str) -> None:
+        self._action = action
         self._terminal = sys.stderr.isatty()
-        self._pause_s = 0.5 if self._terminal else 10.0
-        self._spoke_s = time.monotonic()
-        self._open = False
+        self._print_interval_s = 0.5 if self._terminal else 10.0
+        self._last_print_s = time.monotonic()
+        self._line_open = False
 
     def __enter__(self) -> _Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._open:
+        if self._line_open:
             print(file=sys.stderr)
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self._spoke_s < self._pause_s:
+        if now - self._last_print_s < self._print_interval_s:
             return
-        self._spoke_s, self._open = now, self._terminal
-        text = f"{self._doing}: {done / max(total, 1):.0%}"
+        self._last_print_s, self._line_open = now, self._terminal
+        text = f"{self._action}: {done / max(total, 1):.0%}"
         if self._terminal:
-            print(f"\r{printable(text)}", end="", file=unescaped(sys.stderr), flush=True)
+            print(f"\r{printable(text)}", end="", file=raw_stream(sys.stderr), flush=True)
         else:
             print(text, file=sys.stderr, flush=True)
 
@@ -280,15 +291,15 @@ class _Progress:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from petatron.checkpoint.inspect.diff import compare
-    from petatron.checkpoint.inspect.inspect import locate
+    from petatron.checkpoint.inspect.diff import diff_checkpoints
+    from petatron.checkpoint.inspect.inspect import find_checkpoint
 
     if options.rtol < 0 or options.top < 0:
         flag, value = ("--rtol", options.rtol) if options.rtol < 0 else ("--top", options.top)
         raise ConfigError([Problem(flag, str(value), "is below 0", "Leave it out.")])
-    sources = locate(options.first), locate(options.second)
+    sources = find_checkpoint(options.first), find_checkpoint(options.second)
     with _Progress("comparing") as progress:
-        found = compare(*sources, progress)
+        found = diff_checkpoints(*sources, progress)
     if options.json:
         tensors = [
             {**asdict(tensor), "largest": _finite(tensor.largest), "relative": _finite(tensor.relative)}
@@ -297,23 +308,25 @@ def _diff(options: argparse.Namespace) -> int:
         print(json.dumps({**asdict(found), "tensors": tensors}, indent=1))
     else:
         _print_comparison(found, sources, rtol=options.rtol, top=options.top)
-    return 0 if found.agrees(options.rtol) else 1
+    return 0 if found.allclose(options.rtol) else 1
 
 
-def _print_comparison(found: Comparison, sources: tuple[Path, Path], *, rtol: float, top: int) -> None:
+def _print_comparison(diff: CheckpointDiff, sources: tuple[Path, Path], *, rtol: float, top: int) -> None:
     print(f"A  {sources[0]}\nB  {sources[1]}")
-    if found.settings:
-        rows = [("  " + name, _shown(first), "->", _shown(second)) for name, first, second in found.settings]
+    if diff.settings:
+        rows = [
+            ("  " + name, _setting_text(first), "->", _setting_text(second)) for name, first, second in diff.settings
+        ]
         print("\nsettings\n" + _table(rows))
-    for name, keys in (("A", found.only_first), ("B", found.only_second)):
+    for name, keys in (("A", diff.only_first), ("B", diff.only_second)):
         if keys:
             more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
             print(f"\nonly in {name}: {', '.join(map(printable, keys[:_SHOWN_KEYS]))}{more}")
-    if found.unlike:
-        print("\n" + "\n".join(map(printable, found.unlike)))
-    differing = [tensor for tensor in found.tensors if tensor.relative > rtol]
-    equal = len(found.tensors) - len(differing)
-    print(f"\n{equal} of {len(found.tensors)} tensors are equal" + (f" within {rtol:g}" if rtol else ""))
+    if diff.unlike:
+        print("\n" + "\n".join(map(printable, diff.unlike)))
+    differing = [tensor for tensor in diff.tensors if tensor.relative > rtol]
+    equal = len(diff.tensors) - len(differing)
+    print(f"\n{equal} of {len(diff.tensors)} tensors are equal" + (f" within {rtol:g}" if rtol else ""))
     if differing[:top]:
         head = ("  tensor", "worst relative", "absolute", "elements that differ")
         rows = [
@@ -336,10 +349,10 @@ def _print_comparison(found: Comparison, sources: tuple[Path, Path], *, rtol: fl
 def _prune(options: argparse.Namespace) -> int:
     from petatron.checkpoint.files import step_folder
     from petatron.checkpoint.files.disk import Disk
-    from petatron.checkpoint.inspect.inspect import examine, locate
-    from petatron.train.state.run_dirs import claimed
+    from petatron.checkpoint.inspect.inspect import find_checkpoint, verify_checkpoint
+    from petatron.train.state.run_dirs import lock_save_dir
 
-    class Rehearsal(Disk):
+    class DryRunDisk(Disk):
         """Leaves everything as it is."""
 
         def rename(self, old: Path, new: Path) -> None: ...
@@ -354,20 +367,20 @@ def _prune(options: argparse.Namespace) -> int:
     if wrong:
         raise ConfigError(wrong)
     folder: Path = options.path
-    newest = locate(folder)
+    newest = find_checkpoint(folder)
     if newest == folder:
         raise CheckpointError(f"{folder} is one checkpoint. Give {folder.parent}.")
-    findings = examine(newest, content=False).findings
+    findings = verify_checkpoint(newest, read_content=False).findings
     if findings:
         raise CheckpointError(f"Nothing was removed, because the newest step is not whole: {findings[0].text}")
-    sizes = {step: _folder_bytes(path) for step, path in step_folder.steps(folder).items()}
+    sizes = {step: _folder_bytes(path) for step, path in step_folder.list_steps(folder).items()}
     try:
-        with claimed(None if options.dry_run else str(folder), rank=0):
-            gone = step_folder.prune(
+        with lock_save_dir(None if options.dry_run else str(folder), rank=0):
+            gone = step_folder.prune_steps(
                 folder,
                 keep=options.keep,
                 retain_interval=options.retain_interval,
-                disk=Rehearsal() if options.dry_run else Disk(),
+                disk=DryRunDisk() if options.dry_run else Disk(),
             )
     except OSError as error:
         why = error.strerror or error
@@ -400,7 +413,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _shown(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     if value is None:
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 
 if TYPE_CHECKING:
-    from petatron.checkpoint.convert.convert import Progress, TokenizerFiles
-    from petatron.checkpoint.convert.open_model import Source
+    from petatron.checkpoint.convert.convert import ConversionProgress, TokenizerFiles
+    from petatron.checkpoint.convert.open_model import ModelSource
 
-FORMS = ("petatron", "huggingface", "megatron")
+FORMATS = ("petatron", "huggingface", "megatron")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MEGATRON_ONLY = ("megatron_format", "tp", "pp", "ep")
-_PATIENCE_S = 5.0
+_PROGRESS_INTERVAL_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, help="folder of a model, of checkpoints, or of one checkpoint")
     add("target", type=Path, help="folder to write; it must not exist yet")
-    add("--from", dest="kind", choices=("auto", *FORMS), default="auto", help="what the source is (default: look)")
-    add("--to", choices=FORMS, required=True, help="what to make of it")
+    add("--from", dest="kind", choices=("auto", *FORMATS), default="auto", help="what the source is (default: look)")
+    add("--to", choices=FORMATS, required=True, help="what to make of it")
     add("--step", type=int, metavar="N", help="which step of the source (default: the newest)")
     add("--dtype", choices=tuple(_DTYPES), help="dtype of the weights (default: as they are)")
     add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder, to put beside the weights")
@@ -47,13 +47,13 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from petatron.checkpoint.convert.convert import Conversion, MegatronLayout, convert
-    from petatron.checkpoint.convert.open_model import open_source
+    from petatron.checkpoint.convert.convert import ConversionOptions, MegatronLayout, convert
+    from petatron.checkpoint.convert.open_model import open_model_source
 
     kind = None if options.kind == "auto" else options.kind
-    source = open_source(options.source, kind=kind, step=options.step, vocab_size=options.vocab_size)
-    conversion = Conversion(
-        to=options.to,
+    source = open_model_source(options.source, model_format=kind, step=options.step, vocab_size=options.vocab_size)
+    conversion = ConversionOptions(
+        target_format=options.to,
         dtype=None if options.dtype is None else getattr(torch, _DTYPES[options.dtype]),
         tokenizer=None if options.tokenizer is None else _tokenizer(options.tokenizer, source),
         megatron=MegatronLayout(
@@ -63,9 +63,9 @@ def run(options: argparse.Namespace) -> int:
             ep=options.ep or 1,
         ),
     )
-    with _ended_by_sigterm():
-        convert(source, options.target, conversion, progress=_progress())
-    print(f"{options.source} ({source.kind}, step {source.step}) is now {options.target} ({options.to})")
+    with _sigterm_raises():
+        convert(source, options.target, conversion, on_progress=_progress_printer())
+    print(f"{options.source} ({source.format}, step {source.step}) is now {options.target} ({options.to})")
     if options.to == "petatron":
         print(
             f"start from it: petatron train --config {options.target}/config.yaml --load {options.target} --finetune ..."
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _megatron_notes(options: argparse.Namespace, source: Source) -> Iterator[str]:
+def _megatron_notes(options: argparse.Namespace, source: ModelSource) -> Iterator[str]:
     """What of the source or the flags is not in the files."""
     layout = [f"--{name} {size}" for name in ("tp", "pp", "ep") if (size := getattr(options, name)) is not None]
     if layout and options.megatron_format != "legacy":
@@ -83,7 +83,7 @@ def _megatron_notes(options: argparse.Namespace, source: Source) -> Iterator[str
             f"torch_dist files have no layout and load in any. {', '.join(layout)} stands in the checkpoint's arguments, and the "
             "vocabulary is padded for it. --megatron-format legacy writes files that are cut that way."
         )
-    tokenizer = [name for name in source.companions if name != "generation_config.json"]
+    tokenizer = [name for name in source.companion_files if name != "generation_config.json"]
     if tokenizer:
         yield (
             f"{', '.join(tokenizer)} stay behind: a Megatron checkpoint has no place for a tokenizer, which its flags name "
@@ -92,7 +92,7 @@ def _megatron_notes(options: argparse.Namespace, source: Source) -> Iterator[str
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _sigterm_raises() -> Iterator[None]:
     """Make SIGTERM an exception, as Ctrl-C is, so that what was begun is removed. Only the main thread may listen."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -128,7 +128,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _tokenizer(path: Path, source: Source) -> TokenizerFiles:
+def _tokenizer(path: Path, source: ModelSource) -> TokenizerFiles:
     from petatron.checkpoint.convert.convert import TokenizerFiles
     from petatron.data.tokenizer import HuggingFaceTokenizer
 
@@ -142,14 +142,14 @@ def _tokenizer(path: Path, source: Source) -> TokenizerFiles:
     return TokenizerFiles(tokenizer.files(), tokenizer.eod)
 
 
-def _progress() -> Callable[[Progress], None]:
+def _progress_printer() -> Callable[[ConversionProgress], None]:
     """A line on stderr every few seconds."""
     started = told = time.monotonic()
 
-    def tell(now: Progress) -> None:
+    def tell(now: ConversionProgress) -> None:
         nonlocal told
         moment = time.monotonic()
-        if moment - told < _PATIENCE_S or not now.done_bytes:
+        if moment - told < _PROGRESS_INTERVAL_S or not now.done_bytes:
             return
         told = moment
         left = int((moment - started) * (now.total_bytes / now.done_bytes - 1))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.cli.train import read_checkpoint
-from petatron.config.flags.reference_page import reference
-from petatron.config.load import Loaded, resolve_config
+from petatron.config.flags.reference_page import reference_page
+from petatron.config.load import LoadedConfig, resolve_config
 from petatron.config.presets import preset_names, preset_summary
-from petatron.config.schema.fields import listing, nearest
-from petatron.config.show import diff, show
-from petatron.config.yaml_file import dump_yaml, read_file
+from petatron.config.schema.fields import closest_matches, join_with_or
+from petatron.config.show import format_config, format_config_diff
+from petatron.config.yaml_file import dump_yaml, read_yaml_file
 
 _USAGE = """usage:
   petatron config show [X] [flags ...] [--changed] [--yaml]
@@ -71,7 +71,7 @@ def _show(argv: list[str]) -> int:
     if "--yaml" in argv:
         print(dump_yaml(loaded.config, origins=loaded.origins), end="")
     else:
-        print(show(loaded, changed_only="--changed" in argv))
+        print(format_config(loaded, changed_only="--changed" in argv))
     sys.stdout.flush()
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -83,7 +83,7 @@ def _diff(argv: list[str]) -> int:
         print(_USAGE, file=sys.stderr)
         return 2
     before, after = (_open(_locate(name)).config for name in argv)
-    print(diff(before, after) or "no difference")
+    print(format_config_diff(before, after) or "no difference")
     return 0
 
 
@@ -98,16 +98,16 @@ def _locate(name: str) -> _Source:
     rule = "is neither a preset, nor a YAML file, nor a run folder with a config.yaml"
     if folder:
         fix = "The folder is there, but holds no config.yaml."
-    elif close := nearest(name, preset_names(), count=3):
-        fix = f"Did you mean the preset {listing(close)}?"
+    elif close := closest_matches(name, preset_names(), count=3):
+        fix = f"Did you mean the preset {join_with_or(close)}?"
     else:
         fix = "Check the path; `petatron config presets` lists the presets."
     raise ConfigError([Problem(name, "", rule, fix)])
 
 
-def _open(source: _Source) -> Loaded:
+def _open(source: _Source) -> LoadedConfig:
     """What cannot be read is an error; rules do not matter for looking."""
-    if unreadable := [problem for path in source.files for problem in read_file(path).problems]:
+    if unreadable := [problem for path in source.files for problem in read_yaml_file(path).problems]:
         raise ConfigError(unreadable)
     return resolve_config(preset=source.preset, files=source.files)[0]
 
@@ -121,10 +121,10 @@ def _presets() -> int:
 
 def _reference(argv: list[str]) -> int:
     if not argv:
-        print(reference(), end="")
+        print(reference_page(), end="")
         return 0
     if len(argv) != 2 or argv[0] != "--out":
         print(_USAGE, file=sys.stderr)
         return 2
-    Path(argv[1]).write_text(reference(), encoding="utf-8")
+    Path(argv[1]).write_text(reference_page(), encoding="utf-8")
     return 0

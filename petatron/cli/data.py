@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.log import configure
-from petatron.base.terminal_escape import unescaped
+from petatron.base.log import configure_logging
+from petatron.base.terminal_escape import raw_stream
 
 if TYPE_CHECKING:
     from petatron.config.schema.training import TokenizerConfig
     from petatron.data.indexed_dataset import IndexedDataset
-    from petatron.data.preprocess import PreprocessReport, Progress
+    from petatron.data.preprocess import PreprocessProgress, PreprocessReport
 
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
 SENTENCE_FLAGS = ("split_sentences", "keep_newlines", "lang")
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     _add_inspect_arguments(verbs.add_parser("inspect", help="describe a dataset and show a sample", allow_abbrev=False))
     _add_merge_arguments(verbs.add_parser("merge", help="join datasets into one", allow_abbrev=False))
     args = parser.parse_args(argv)
-    configure()
+    configure_logging()
     if args.verb == "preprocess":
         return _preprocess(args)
     return _inspect(args) if args.verb == "inspect" else _merge(args)
@@ -141,7 +141,7 @@ def _print_report(report: PreprocessReport) -> None:
 
 
 @contextmanager
-def _progress_display(log_interval: int) -> Iterator[Callable[[Progress], None]]:
+def _progress_display(log_interval: int) -> Iterator[Callable[[PreprocessProgress], None]]:
     """A bar on a terminal when rich is installed, else a line every so many documents."""
     if sys.stderr.isatty():
         try:
@@ -152,32 +152,35 @@ def _progress_display(log_interval: int) -> Iterator[Callable[[Progress], None]]
             pass
         else:
             columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            with Bar(*columns, console=Console(file=unescaped(sys.stderr))) as bar:
+            with Bar(*columns, console=Console(file=raw_stream(sys.stderr))) as bar:
                 task = bar.add_task("starting")
                 # By bytes, because nobody knows the number of documents before the end.
                 yield lambda now: bar.update(
-                    task, description=_rates(now), completed=now.bytes_read, total=now.bytes_total
+                    task, description=_progress_text(now), completed=now.bytes_read, total=now.bytes_total
                 )
             return
     printed = 0
 
-    def line(now: Progress) -> None:
+    def line(now: PreprocessProgress) -> None:
         nonlocal printed
         if now.documents >= printed + log_interval:
             printed = now.documents - now.documents % log_interval
             left = now.seconds * (now.bytes_total / max(now.bytes_read, 1) - 1)
-            print(f"{_rates(now)}, {now.bytes_read / now.bytes_total:.0%}, {_clock(left)} left", file=sys.stderr)
+            print(
+                f"{_progress_text(now)}, {now.bytes_read / now.bytes_total:.0%}, {_format_duration(left)} left",
+                file=sys.stderr,
+            )
 
     yield line
 
 
-def _rates(now: Progress) -> str:
+def _progress_text(now: PreprocessProgress) -> str:
     seconds = max(now.seconds, 1e-9)
     megabytes = now.bytes_read / seconds / 1e6
     return f"{now.documents:,} documents, {now.tokens / seconds:,.0f} tokens/s, {megabytes:.1f} MB/s"
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, whole = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{whole:02d}"
 
@@ -203,7 +206,7 @@ def _inspect(args: argparse.Namespace) -> int:
         raise ConfigError(problems)
     asked = any((args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file))
     tokenizer = build_tokenizer(config, vocab_size=args.vocab_size) if asked else None
-    for name, value in _facts(dataset):
+    for name, value in _dataset_summary(dataset):
         print(f"{name:<18} {value}")
     tokens = dataset.get_document(args.document)
     print(f"\ndocument {args.document} ({len(tokens):,} tokens)")
@@ -217,7 +220,7 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(dataset: IndexedDataset) -> Iterator[tuple[str, str]]:
+def _dataset_summary(dataset: IndexedDataset) -> Iterator[tuple[str, str]]:
     import numpy as np
 
     lengths = dataset.document_lengths
@@ -239,9 +242,9 @@ def _add_merge_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from petatron.data.indexed_writer import merge
+    from petatron.data.indexed_writer import merge_datasets
 
-    merged = merge(args.input, args.output_prefix)
+    merged = merge_datasets(args.input, args.output_prefix)
     print(f"{merged.num_documents:,} documents, {merged.num_tokens:,} tokens from {len(args.input)} datasets")
     print(f"{merged.bin}, {merged.idx}")
     return 0

@@ -41,7 +41,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class DeviceReport:
     """One device and what runs on it."""
 
     kind: str
@@ -65,7 +65,7 @@ class Diagnosis:
     platform: str
     cores: int
     versions: dict[str, str | None]
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceReport, ...]
     backends: dict[str, bool]
     missing_extras: dict[str, str]
     """Extra -> what one does without."""
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json is True:
             parser.error("--json needs a FILE here: the table goes to the terminal")
         report = None if options.json is None else Path(options.json)
-        return doctor_nccl.check(device="cuda" if options.nccl else "cpu", ranks=options.ranks, report=report)
+        return doctor_nccl.check_ranks(device="cuda" if options.nccl else "cpu", ranks=options.ranks, report=report)
     if options.ranks is not None or isinstance(options.json, str):
         parser.error("--ranks and --json FILE are for --nccl and --gloo")
     found = diagnose()
@@ -116,7 +116,7 @@ def diagnose() -> Diagnosis:
     problems: list[str] = []
     try:
         environment = read_environment()
-        launched_by = f"{environment.origin} (rank {environment.rank} of {environment.world_size})"
+        launched_by = f"{environment.launcher} (rank {environment.rank} of {environment.world_size})"
     except LaunchError as error:
         launched_by = "unclear"
         problems.append(str(error))
@@ -165,27 +165,27 @@ def _writable(folder: str) -> bool:
         return False
 
 
-def _devices() -> tuple[Device, ...]:
+def _devices() -> tuple[DeviceReport, ...]:
     import torch
 
-    from petatron.base.device import DeviceFacts, detect
+    from petatron.base.device import DeviceInfo, detect_device
 
-    facts: list[DeviceFacts] = [detect("cpu")]
+    facts: list[DeviceInfo] = [detect_device("cpu")]
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    facts += [detect("cuda", local_rank=index) for index in range(num_cuda)]
-    found: list[Device] = []
+    facts += [detect_device("cuda", local_rank=index) for index in range(num_cuda)]
+    found: list[DeviceReport] = []
     for index, fact in enumerate(facts):
         device = torch.device("cpu") if fact.kind == "cpu" else torch.device("cuda", index - 1)
         peak = fact.peak("bfloat16")
         found.append(
-            Device(
+            DeviceReport(
                 kind=fact.kind,
                 name=fact.name,
                 memory_gb=round(fact.memory_bytes / 1e9, 1),
                 peak_bf16_tflops=None if peak is None else peak / 1e12,
                 reason="always there; its peak is unknown, so no MFU" if fact.kind == "cpu" else fact.reason,
                 attention=_attention_backends(device),
-                fused_adamw=_works(lambda device=device: _fused_adamw(device)),
+                fused_adamw=_succeeds(lambda device=device: _fused_adamw(device)),
                 kernels=_kernels(device),
             )
         )
@@ -208,29 +208,29 @@ def _attention_backends(device: torch.device) -> tuple[str, ...]:
         with sdpa_kernel(backend):
             torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
-    return tuple(name for name, backend in preferred.items() if _works(lambda backend=backend: attend(backend)))
+    return tuple(name for name, backend in preferred.items() if _succeeds(lambda backend=backend: attend(backend)))
 
 
 def _kernels(device: torch.device) -> tuple[str, ...]:
     import torch
 
-    from petatron.kernels.registry import Situation, survey
+    from petatron.kernels.registry import KernelContext, choose_all_kernels
 
-    chosen = survey(Situation.of(device, torch.bfloat16, compiles=True))
-    return (*map(str, chosen), *_products(device.type, torch.bfloat16))
+    chosen = choose_all_kernels(KernelContext.of(device, torch.bfloat16, allow_compile=True))
+    return (*map(str, chosen), *_gemm_kernels(device.type, torch.bfloat16))
 
 
-def _products(device: str, dtype: torch.dtype) -> Iterator[str]:
+def _gemm_kernels(device: str, dtype: torch.dtype) -> Iterator[str]:
     """The products that are no matter of the registry: their choice is one of PyTorch's functions."""
     from petatron.kernels import weight_grad_gemm
     from petatron.kernels.moe import grouped_gemm
 
-    reason = grouped_gemm.lacks(device, dtype)
+    reason = grouped_gemm.unsupported_reason(device, dtype)
     if reason is None:
         yield "experts' products: one kernel for all experts; one after the other for widths that are no multiples of 8"
     else:
         yield f"experts' products: one expert after the other; not one kernel: {reason}"
-    reason = weight_grad_gemm.lacks(device)
+    reason = weight_grad_gemm.unsupported_reason(device)
     if reason is None:
         yield "weight gradients: added in float32 by the product that makes them; experts' by another pass"
     else:
@@ -245,7 +245,7 @@ def _fused_adamw(device: torch.device) -> None:
     torch.optim.AdamW([weight], fused=True).step()
 
 
-def _works(attempt: Callable[[], None]) -> bool:
+def _succeeds(attempt: Callable[[], None]) -> bool:
     import warnings
 
     try:
@@ -257,24 +257,27 @@ def _works(attempt: Callable[[], None]) -> bool:
     return True
 
 
-def render(found: Diagnosis) -> str:
+def render(diagnosis: Diagnosis) -> str:
     """The diagnosis for people."""
-    lines = [f"petatron {found.petatron}, Python {found.python}, {found.platform}, {found.cores} cores", ""]
+    lines = [
+        f"petatron {diagnosis.petatron}, Python {diagnosis.python}, {diagnosis.platform}, {diagnosis.cores} cores",
+        "",
+    ]
     lines.append("Versions")
-    lines += [f"  {name:14} {version or 'not installed'}" for name, version in found.versions.items()]
+    lines += [f"  {name:14} {version or 'not installed'}" for name, version in diagnosis.versions.items()]
     lines += ["", "Devices"]
-    for device in found.devices:
+    for device in diagnosis.devices:
         peak = "" if device.peak_bf16_tflops is None else f", {device.peak_bf16_tflops:.0f} bf16 TFLOP/s"
         lines.append(f"  {device.kind}: {device.name}, {device.memory_gb} GB{peak} ({device.reason})")
         lines.append(f"      attention: {', '.join(device.attention) or 'none ran'}")
         lines.append(f"      AdamW of torch: {'fused' if device.fused_adamw else 'one kernel per operation'}")
         lines += [f"      {kernel}" for kernel in device.kernels]
-    backends = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.backends.items())
-    lines += ["", f"Communication: {backends}", f"Started by: {found.launched_by}"]
-    lines.append(f"Working folder: {found.working_folder}, {found.working_folder_free_gb} GB free")
+    backends = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in diagnosis.backends.items())
+    lines += ["", f"Communication: {backends}", f"Started by: {diagnosis.launched_by}"]
+    lines.append(f"Working folder: {diagnosis.working_folder}, {diagnosis.working_folder_free_gb} GB free")
     install = "Missing extras, and what they cost (pip install 'petatron[NAME]')"
-    lines += ["", install if found.missing_extras else "All extras are installed."]
-    lines += [f"  {extra:8} {cost}" for extra, cost in found.missing_extras.items()]
-    if found.problems:
-        lines += ["", "Problems", *(f"  {problem}" for problem in found.problems)]
+    lines += ["", install if diagnosis.missing_extras else "All extras are installed."]
+    lines += [f"  {extra:8} {cost}" for extra, cost in diagnosis.missing_extras.items()]
+    if diagnosis.problems:
+        lines += ["", "Problems", *(f"  {problem}" for problem in diagnosis.problems)]
     return "\n".join(lines)

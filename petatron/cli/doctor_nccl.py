@@ -13,26 +13,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.mesh.launch.environment import Environment, guard, read_environment
+from petatron.mesh.launch.environment import RankEnvironment, read_environment, run_rank_main
 
 if TYPE_CHECKING:
-    from petatron.verify.communication_check import Findings
+    from petatron.verify.communication_check import CommunicationReport
 
-_SHARING = 4
+_RANKS_ON_ONE_GPU = 4
 """Ranks where there is one GPU: two for tp and two for pp."""
-_UNIT = (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10))
+_UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10))
 
 
-def check(*, device: str, ranks: int | None, report: Path | None) -> int:
+def check_ranks(*, device: str, ranks: int | None, report: Path | None) -> int:
     """0 if everything communicated as it should, else 1."""
     if report is not None and not report.absolute().parent.is_dir():
         raise ConfigError([Problem("--json", str(report), "is in a folder that does not exist", "Make the folder.")])
     environment = read_environment()
-    devices = _devices(device)
-    if environment.origin != "single":
+    devices = _device_count(device)
+    if environment.launcher != "single":
         each = -(-environment.local_world_size // devices) if device == "cuda" else 1
-        return guard(lambda: _rank(environment, device, each, report))
-    ranks = ranks or (max(devices, _SHARING) if device == "cpu" or devices == 1 else devices)
+        return run_rank_main(lambda: _check_on_rank(environment, device, each, report))
+    ranks = ranks or (max(devices, _RANKS_ON_ONE_GPU) if device == "cpu" or devices == 1 else devices)
     if ranks < 2:
         rule = "leaves nobody to communicate with"
         raise ConfigError([Problem("--ranks", str(ranks), rule, "Use 2 or more.")])
@@ -48,7 +48,7 @@ def check(*, device: str, ranks: int | None, report: Path | None) -> int:
     return code
 
 
-def _devices(device: str) -> int:
+def _device_count(device: str) -> int:
     import torch
 
     if device == "cpu":
@@ -59,38 +59,38 @@ def _devices(device: str) -> int:
     return torch.cuda.device_count()
 
 
-def _rank(environment: Environment, device: str, ranks_per_device: int, report: Path | None) -> int:
-    from petatron.mesh.launch.nccl_options import variables
+def _check_on_rank(environment: RankEnvironment, device: str, ranks_per_device: int, report: Path | None) -> int:
+    from petatron.mesh.launch.nccl_options import env_variables
     from petatron.mesh.launch.process_group import start_process_group, stop_process_group
     from petatron.mesh.mesh import ParallelMesh
     from petatron.mesh.rank_layout import Layout
-    from petatron.verify.communication_check import check_communication, device_of
+    from petatron.verify.communication_check import check_communication, current_device
 
     leads = environment.rank == 0
     kind = "cuda" if device == "cuda" else "cpu"
-    backend = start_process_group(environment, device_kind=kind, timeout_minutes=1.0, ranks_per_device=ranks_per_device)
+    backend = start_process_group(environment, device_type=kind, timeout_minutes=1.0, ranks_per_device=ranks_per_device)
     if leads:
-        for variable in variables(nccl=backend == "nccl", shared_by=ranks_per_device):
+        for variable in env_variables(nccl=backend == "nccl", ranks_per_device=ranks_per_device):
             print(f"{variable.name}={variable.value}: {variable.reason}")
 
     def make(layout: Layout) -> ParallelMesh:
-        return ParallelMesh(layout, environment.rank, device=device_of(kind), backend=backend, timeout_minutes=1.0)
+        return ParallelMesh(layout, environment.rank, device=current_device(kind), backend=backend, timeout_minutes=1.0)
 
     findings = check_communication(
         make,
         ranks=environment.world_size,
-        shared=ranks_per_device > 1,
-        tell=lambda text: print(text, flush=True) if leads else None,
+        shared_device=ranks_per_device > 1,
+        log=lambda text: print(text, flush=True) if leads else None,
     )
     if leads:
         print(render(findings, shared=ranks_per_device > 1, backend=backend))
         if report is not None:
             report.write_text(json.dumps(asdict(findings), indent=1))
     stop_process_group()
-    return 1 if findings.wrong else 0
+    return 1 if findings.problems else 0
 
 
-def render(findings: Findings, *, shared: bool, backend: str) -> str:
+def render(findings: CommunicationReport, *, shared: bool, backend: str) -> str:
     """The table and the verdict."""
     lines = ["", f"{'axis':<8} {'ranks':>5} {'operation':<15} {'bytes':>8} {'time':>10} {'bus GB/s':>9}"]
     for one in findings.measured:
@@ -104,8 +104,8 @@ def render(findings: Findings, *, shared: bool, backend: str) -> str:
         "",
         f"loss after {len(findings.losses)} steps: {own:.12f} in {findings.layout}, {alone:.12f} in one process",
     ]
-    if findings.wrong:
-        lines += ["", *findings.wrong, f"VERDICT: communication over {backend} does not work; see the lines above."]
+    if findings.problems:
+        lines += ["", *findings.problems, f"VERDICT: communication over {backend} does not work; see the lines above."]
     else:
         speed = " Ranks share a GPU: order and results are real, times are not." if shared else ""
         lines += ["", f"VERDICT: communication over {backend} works ({findings.seconds:.0f} s).{speed}"]
@@ -113,5 +113,5 @@ def render(findings: Findings, *, shared: bool, backend: str) -> str:
 
 
 def _bytes(size: int) -> str:
-    unit, each = next(((unit, each) for unit, each in _UNIT if size >= each), ("B", 1))
+    unit, each = next(((unit, each) for unit, each in _UNITS if size >= each), ("B", 1))
     return f"{size / each:g} {unit}"

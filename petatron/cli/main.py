@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from petatron import __version__
 from petatron.base.errors import ConfigError, PetatronError
-from petatron.base.terminal_escape import escaped, escaped_output
+from petatron.base.terminal_escape import escaped_output, escaped_stream
 
 VERBS: Mapping[str, str] = {
     "quickstart": "train a small model on this machine in two minutes, nothing to download",
@@ -33,7 +33,7 @@ _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 def entry(*words: str) -> None:
     """The console script; `words` come before what was typed. The output stays escaped for tracebacks and whatever comes at exit."""
-    sys.stdout, sys.stderr = escaped(sys.stdout), escaped(sys.stderr)
+    sys.stdout, sys.stderr = escaped_stream(sys.stdout), escaped_stream(sys.stderr)
     sys.exit(main([*words, *sys.argv[1:]]))
 
 

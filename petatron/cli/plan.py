@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.base.text import counted
-from petatron.plan.pipeline_simulator import Costs, Simulation, bubble_fraction, simulate, theoretical_bubble
+from petatron.base.text import count_with_noun
+from petatron.plan.pipeline_simulator import ActionCosts, Simulation, bubble_fraction, simulate, theoretical_bubble
 from petatron.plan.timeline_drawing import timeline_svg, timeline_text
 from petatron.schedule import SCHEDULES, build_schedule, schedule_problem
-from petatron.schedule.actions import COMPUTE, TimedAction
+from petatron.schedule.actions import COMPUTE_KINDS, TimedAction
 from petatron.schedule.measured_timeline import read_measured
 
 _COST_NAMES = ("F", "B", "I", "W", "transfer")
-_TWO_STAGES = ("interleaved", "zb-v")
+_TWO_VIRTUAL_STAGES = ("interleaved", "zb-v")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     if options.name is None:
         print(_comparison(options, costs))
         return 0
-    virtual = _virtual(options, options.name)
+    virtual = _num_virtual_stages(options, options.name)
     problem = schedule_problem(
         options.name,
         ranks=options.pp,
@@ -106,10 +106,10 @@ def parse_costs(text: str) -> tuple[dict[str, float], list[Problem]]:
             problems.append(Problem("--costs", word, f"contradicts {name}={costs[name]:g}", "Write it once."))
         else:
             costs[name] = value
-    return costs, problems + _half_problems(costs)
+    return costs, problems + _backward_cost_problems(costs)
 
 
-def _half_problems(costs: dict[str, float]) -> list[Problem]:
+def _backward_cost_problems(costs: dict[str, float]) -> list[Problem]:
     """A backward is its two halves, so of the three numbers two say all."""
     whole, halves = costs.get("B"), {name: costs[name] for name in ("I", "W") if name in costs}
     total = sum(halves.values())
@@ -155,12 +155,12 @@ def _out_problems(out: Path | None) -> list[Problem]:
     return [Problem("--out", str(out), "does not end in .svg", "The picture is SVG: choose such a name.")]
 
 
-def _virtual(options: argparse.Namespace, name: str) -> int:
-    return options.virtual or (2 if name in _TWO_STAGES and options.pp > 1 else 1)
+def _num_virtual_stages(options: argparse.Namespace, name: str) -> int:
+    return options.virtual or (2 if name in _TWO_VIRTUAL_STAGES and options.pp > 1 else 1)
 
 
 def _simulate(options: argparse.Namespace, name: str, costs: dict[str, float]) -> Simulation:
-    virtual = _virtual(options, name)
+    virtual = _num_virtual_stages(options, name)
     schedule = build_schedule(
         name,
         ranks=options.pp,
@@ -172,7 +172,7 @@ def _simulate(options: argparse.Namespace, name: str, costs: dict[str, float]) -
     half = {name: 1.0 if whole is None else whole - costs.get(other, whole / 2) for name, other in ("IW", "WI")}
     return simulate(
         schedule,
-        Costs(
+        ActionCosts(
             forward=costs.get("F", 1.0) / virtual,
             backward=None if whole is None else whole / virtual,
             input_grad=costs.get("I", half["I"]) / virtual,
@@ -184,9 +184,7 @@ def _simulate(options: argparse.Namespace, name: str, costs: dict[str, float]) -
 
 def _title(options: argparse.Namespace, virtual: int) -> str:
     stages = f", {virtual} stages per rank" if virtual > 1 else ""
-    return (
-        f"{options.name}: {counted(options.pp, 'rank')}{stages}, {counted(options.microbatches, 'micro-batch', 'es')}"
-    )
+    return f"{options.name}: {count_with_noun(options.pp, 'rank')}{stages}, {count_with_noun(options.microbatches, 'micro-batch', 'es')}"
 
 
 def _percent(fraction: float | None) -> str:
@@ -213,7 +211,11 @@ def _comparison(options: argparse.Namespace, costs: dict[str, float]) -> str:
     lines = [f"{'schedule':<12} {'stages':>6} {'time':>10} {'idle':>8} {'theory':>8} {'peak activations':>17}"]
     for name in SCHEDULES:
         # A number of stages that only some schedules take leaves the others at their own.
-        virtual = _virtual(options, name) if name == "interleaved" else (2 if name == "zb-v" and options.pp > 1 else 1)
+        virtual = (
+            _num_virtual_stages(options, name)
+            if name == "interleaved"
+            else (2 if name == "zb-v" and options.pp > 1 else 1)
+        )
         shape = argparse.Namespace(**{**vars(options), "virtual": virtual})
         problem = schedule_problem(
             name,
@@ -256,13 +258,13 @@ def _measured(options: argparse.Namespace) -> int:
         [
             TimedAction(timed.action, 1e3 * timed.start, 1e3 * timed.end)
             for timed in rank
-            if timed.action.kind in COMPUTE
+            if timed.action.kind in COMPUTE_KINDS
         ]
         for rank in measured.ranks
     ]
     if not any(milliseconds):
         raise DataError(f"{options.measured} has transfers only. A timeline needs computations to draw.")
-    title = f"{measured.name}: {counted(len(measured.ranks), 'rank')}, measured"
+    title = f"{measured.name}: {count_with_noun(len(measured.ranks), 'rank')}, measured"
     print(f"{title}\n\n{timeline_text(milliseconds)}\n\n{_measured_summary(milliseconds)}")
     if options.out is not None:
         _write(options.out, timeline_svg(milliseconds, title=title, unit="ms"))

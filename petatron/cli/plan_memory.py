@@ -19,14 +19,14 @@ no --global-batch-size says how many micro-batches a step has.
 
 For example: petatron plan memory llama3-8b --bf16 --vocab-size 128256 --tp 2 --dp 4 --device-memory-gb 80
 """
-_SIZE = "--device-memory-gb"
+_DEVICE_MEMORY_FLAG = "--device-memory-gb"
 
 
 def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
-    flags, capacity, size_problems = _take_size(argv)
+    flags, capacity, size_problems = _extract_device_memory(argv)
     loaded, problems = resolve_config(with_preset(flags), require_training=False, read_checkpoint=read_checkpoint)
     if size_problems or problems:
         raise ConfigError([*size_problems, *problems])
@@ -35,14 +35,14 @@ def main(argv: Sequence[str]) -> int:
     return report(loaded, capacity)
 
 
-def _take_size(argv: Sequence[str]) -> tuple[list[str], int | None, list[Problem]]:
+def _extract_device_memory(argv: Sequence[str]) -> tuple[list[str], int | None, list[Problem]]:
     """The other words, the device's bytes if they are given, and what is wrong with those."""
     flags: list[str] = []
     given: str | None = None
     words = iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
-        if name == _SIZE:
+        if name == _DEVICE_MEMORY_FLAG:
             given = value if equals else next(words, "")
         else:
             flags.append(word)
@@ -53,5 +53,16 @@ def _take_size(argv: Sequence[str]) -> tuple[list[str], int | None, list[Problem
     except ValueError:
         size = 0.0
     if not 0.0 < size < float("inf"):
-        return flags, None, [Problem(_SIZE, given, "is not a size above 0", f"Write, for example, {_SIZE} 80.")]
+        return (
+            flags,
+            None,
+            [
+                Problem(
+                    _DEVICE_MEMORY_FLAG,
+                    given,
+                    "is not a size above 0",
+                    f"Write, for example, {_DEVICE_MEMORY_FLAG} 80.",
+                )
+            ],
+        )
     return flags, int(size * 1e9), []

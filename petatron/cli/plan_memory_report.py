@@ -5,52 +5,54 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from petatron.base.device import detect
-from petatron.config import Loaded, PrecisionConfig, RunConfig
-from petatron.estimate.memory.advice import candidates
-from petatron.estimate.memory.forecast import MemoryForecast, as_gigabytes, forecasts
-from petatron.schedule.pipeline_plan import pipeline_plan, steps_micro_batches
+from petatron.base.device import detect_device
+from petatron.config import LoadedConfig, PrecisionConfig, RunConfig
+from petatron.estimate.memory.advice import suggest_changes
+from petatron.estimate.memory.forecast import MemoryForecast, forecast_memory, format_gigabytes
+from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 from petatron.train.build import open_tokenizer
-from petatron.train.report.out_of_memory import RESERVE_BYTES, describe
+from petatron.train.report.out_of_memory import RESERVE_BYTES, describe_change
 
 
-def report(loaded: Loaded, capacity: int | None) -> int:
+def report(loaded: LoadedConfig, capacity: int | None) -> int:
     """Print the plan; 1 if it does not fit. `capacity` is the device's bytes, those of the GPU here if None."""
     loaded, _ = open_tokenizer(loaded)
     if capacity is None:
-        device = detect()
+        device = detect_device()
         capacity = device.memory_bytes if device.kind == "cuda" else None
-    run, batch = _batch(loaded)
-    found = forecasts(run, device="cuda")
+    run, batch = _planned_run(loaded)
+    found = forecast_memory(run, device="cuda")
     print(f"planned for {_precision(run.precision)}\n{batch}")
     print(_table(found))
     if capacity is None:
         print("\nGive --device-memory-gb N to be told whether that fits a device.")
         return 0
     most, room = max(forecast.total for forecast in found), capacity - RESERVE_BYTES
-    uncounted = f"of {as_gigabytes(capacity)} GB, with {as_gigabytes(RESERVE_BYTES)} GB left for what is not counted"
+    uncounted = (
+        f"of {format_gigabytes(capacity)} GB, with {format_gigabytes(RESERVE_BYTES)} GB left for what is not counted"
+    )
     if most <= room:
-        print(f"\nfits: {as_gigabytes(most)} GB {uncounted}")
+        print(f"\nfits: {format_gigabytes(most)} GB {uncounted}")
         return 0
-    print(f"\ndoes not fit: {as_gigabytes(most)} GB {uncounted}")
-    changes = candidates(run, room)[:3]
+    print(f"\ndoes not fit: {format_gigabytes(most)} GB {uncounted}")
+    changes = suggest_changes(run, room)[:3]
     if not changes:
         print("No setting of this run is predicted to fit: use more ranks that split the model, or a smaller one.")
     for number, change in enumerate(changes, start=1):
-        print(f"  {number}. {describe(change)}")
+        print(f"  {number}. {describe_change(change)}")
     return 1
 
 
-def _batch(loaded: Loaded) -> tuple[RunConfig, str]:
+def _planned_run(loaded: LoadedConfig) -> tuple[RunConfig, str]:
     """The run that is planned for, and how many micro-batches its step has, in words."""
     run = loaded.config
-    given = loaded.origins["train.global_batch_size"].chosen
+    given = loaded.origins["train.global_batch_size"].is_explicit
     piped = run.parallel.pipeline_model_parallel_size > 1
     if piped and not given:
         assert run.train.global_batch_size is not None
-        size = run.train.global_batch_size * _to_fill(run)  # derived: one micro-batch for every replica
+        size = run.train.global_batch_size * _micro_batches_to_fill(run)  # derived: one micro-batch for every replica
         run = replace(run, train=replace(run.train, global_batch_size=size))
-    count = steps_micro_batches(run)
+    count = num_micro_batches(run)
     why = " to fill the pipeline, since no --global-batch-size is given" if piped and not given else ""
     return (
         run,
@@ -58,7 +60,7 @@ def _batch(loaded: Loaded) -> tuple[RunConfig, str]:
     )
 
 
-def _to_fill(run: RunConfig) -> int:
+def _micro_batches_to_fill(run: RunConfig) -> int:
     """Micro-batches from which on no stage holds more of them; gpipe holds all, so there it is as many as ranks."""
     pipeline = pipeline_plan(run)
     count = pipeline.ranks
@@ -75,10 +77,10 @@ def _precision(precision: PrecisionConfig) -> str:
     return f"{named}{products}{unasked}"
 
 
-def _table(found: Sequence[MemoryForecast]) -> str:
-    names = [*found[0].kinds(), "total"]
+def _table(forecasts: Sequence[MemoryForecast]) -> str:
+    names = [*forecasts[0].bytes_by_kind(), "total"]
     lines = [f"{'pipeline rank':<14}" + "".join(f"{name:>13}" for name in names) + "   GB"]
-    for forecast in found:
-        sizes = [*forecast.kinds().values(), forecast.total]
-        lines.append(f"{forecast.pipeline_rank:<14}" + "".join(f"{as_gigabytes(size):>13}" for size in sizes))
+    for forecast in forecasts:
+        sizes = [*forecast.bytes_by_kind().values(), forecast.total]
+        lines.append(f"{forecast.pipeline_rank:<14}" + "".join(f"{format_gigabytes(size):>13}" for size in sizes))
     return "\n".join(lines)

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, LaunchError, Problem
-from petatron.base.safe_files import publish
+from petatron.base.safe_files import write_atomic
 from petatron.config import load_config, resolve_config
 from petatron.mesh.launch.environment import read_environment
 from petatron.quickstart.options import QuickstartOptions
 
 if TYPE_CHECKING:
-    from petatron.quickstart.held_out import HeldOut, Trained
+    from petatron.quickstart.held_out import HeldOutLoss, TrainedModel
     from petatron.quickstart.stages import Workspace
 
 PROMPT = "import os\n\n\ndef main("
@@ -73,40 +73,42 @@ def quickstart(options: QuickstartOptions) -> int:
             "held_out_files": len(corpus.held_out),
             "held_out_megabytes": sizes[1],
         }
-        _say(f"{len(corpus.train)} files, {sizes[0]:.1f} MB to train on; {_kept(reused)}")
-        _say(f"{len(corpus.held_out)} files, {sizes[1]:.1f} MB held out: the model never sees them")
+        _print_line(f"{len(corpus.train)} files, {sizes[0]:.1f} MB to train on; {_reuse_text(reused)}")
+        _print_line(f"{len(corpus.held_out)} files, {sizes[1]:.1f} MB held out: the model never sees them")
     with _step(2, "tokenizer: a byte-level BPE of the training files", facts):
         tokenizer, reused = prepare_tokenizer(space, corpus, options.vocab_size)
         facts["vocab_size"] = tokenizer.vocab_size
-        _say(f"{tokenizer.vocab_size:,} ids in {space.tokenizer}; {_kept(reused)}")
+        _print_line(f"{tokenizer.vocab_size:,} ids in {space.tokenizer}; {_reuse_text(reused)}")
     with _step(3, "data: text to token files", facts):
         data, reused = prepare_data(space)
         for split, dataset in data.items():
             facts[f"{split}_tokens"] = dataset.num_tokens
-            _say(f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens in {dataset.prefix}.bin")
-        _say(_kept(reused))
+            _print_line(f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens in {dataset.prefix}.bin")
+        _print_line(_reuse_text(reused))
     code = _train(space, options, facts)
     if code:
         return code
-    from petatron.quickstart.held_out import evaluate_alone
+    from petatron.quickstart.held_out import evaluate_held_out
 
     with _one_thread():
         with _step(
             5, "evaluation: the checkpoint, loaded into one process instead of the ranks that trained it", facts
         ):
-            trained = evaluate_alone(str(space.settings), data["train"], data["held_out"])
-            _tell_losses(trained.held_out, facts)
+            trained = evaluate_held_out(str(space.settings), data["train"], data["held_out"])
+            _report_losses(trained.held_out, facts)
         with _step(6, "a sample: the trained model continues a file", facts):
-            _sample(trained, options, facts)
+            _print_sample(trained, options, facts)
     _write_summary(space, facts, seconds=time.monotonic() - started)
-    print(f"\nDone in {_clock(time.monotonic() - started)}. All of it is in {space.root}; figures in {space.summary}.")
+    print(
+        f"\nDone in {_format_duration(time.monotonic() - started)}. All of it is in {space.root}; figures in {space.summary}."
+    )
     print(f"\nTry next:\n{next_commands(space, options)}")
     return 0
 
 
 def _check(options: QuickstartOptions) -> None:
     """All problems of the flags, before any work."""
-    if read_environment().origin != "single":
+    if read_environment().launcher != "single":
         raise LaunchError("petatron quickstart starts its own ranks. Run it by itself, not under torchrun or srun.")
     problems: list[Problem] = []
     if options.steps < 2:
@@ -120,64 +122,64 @@ def _check(options: QuickstartOptions) -> None:
         raise ConfigError(problems)
 
 
-def _train(space: Workspace, options: QuickstartOptions, facts: dict[str, Any]) -> int:
+def _train(workspace: Workspace, options: QuickstartOptions, facts: dict[str, Any]) -> int:
     """Step 4 through the launcher; not 0 when it failed or was interrupted."""
     from petatron.checkpoint.files.step_folder import latest_step
     from petatron.mesh.launch.local_launcher import run_ranks
-    from petatron.quickstart.stages import prepare_settings, training_flags, why_stopped
+    from petatron.quickstart.stages import prepare_settings, stop_message, training_flags
 
     ranks = options.tensor_parallel
     with _step(4, f"training: every layer split over {ranks} CPU process{'es' if ranks > 1 else ''}", facts):
-        prepare_settings(space, options)
-        flags = training_flags(space, options)
+        prepare_settings(workspace, options)
+        flags = training_flags(workspace, options)
         facts["command"] = f"petatron train {shlex.join(flags)}"
         run = load_config(flags).config
-        before = latest_step(space.training) or 0
+        before = latest_step(workspace.training) or 0
         if before >= options.steps:
             facts["iterations"] = before
-            _say("finished before; --fresh trains again")
+            _print_line("finished before; --fresh trains again")
             return 0
         model = run.model
-        _say(
-            f"{model.num_layers} layers of width {model.hidden_size}, {model.num_attention_heads} heads; {space.settings}"
+        _print_line(
+            f"{model.num_layers} layers of width {model.hidden_size}, {model.num_attention_heads} heads; {workspace.settings}"
         )
         if before:
-            _say(f"goes on from the checkpoint of iteration {before}")
+            _print_line(f"goes on from the checkpoint of iteration {before}")
         print(f"\n  {facts['command']}\n", flush=True)
         code = run_ranks([sys.executable, "-m", "petatron", "train", *flags], nproc=ranks)
         if code:
             return code
-        facts["iterations"] = latest_step(space.training) or 0
-        reason = why_stopped(space.training / "metrics.jsonl")
+        facts["iterations"] = latest_step(workspace.training) or 0
+        reason = stop_message(workspace.training / "metrics.jsonl")
         if facts["iterations"] >= options.steps:
             return 0
-        _say(f"{reason} ({options.steps} were asked for)")
+        _print_line(f"{reason} ({options.steps} were asked for)")
         if "received SIG" in reason:
-            _say("the same command goes on from there")
+            _print_line("the same command goes on from there")
             return _EXIT_INTERRUPTED
         return 0
 
 
-def _tell_losses(found: HeldOut, facts: dict[str, Any]) -> None:
+def _report_losses(held_out: HeldOutLoss, facts: dict[str, Any]) -> None:
     facts["held_out"] = {
-        "tokens": found.tokens,
-        "model_loss": found.model_loss,
-        "model_perplexity": math.exp(found.model_loss),
-        "unigram_loss": found.unigram_loss,
-        "unigram_perplexity": math.exp(found.unigram_loss),
-        "beats_unigram": found.model_loss < found.unigram_loss,
+        "tokens": held_out.tokens,
+        "model_loss": held_out.model_loss,
+        "model_perplexity": math.exp(held_out.model_loss),
+        "unigram_loss": held_out.unigram_loss,
+        "unigram_perplexity": math.exp(held_out.unigram_loss),
+        "beats_unigram": held_out.model_loss < held_out.unigram_loss,
     }
-    _say(f"{found.tokens:,} held-out tokens{'':13} loss (nats per token)   perplexity")
-    for name, loss in (("this model", found.model_loss), ("unigram (token frequencies)", found.unigram_loss)):
-        _say(f"  {name:<32} {loss:>12.3f} {math.exp(loss):>22,.1f}")
-    if found.model_loss < found.unigram_loss:
-        ratio = math.exp(found.unigram_loss - found.model_loss)
-        _say(f"It has learned from context: {ratio:.1f} times less perplexed than by frequencies alone.")
+    _print_line(f"{held_out.tokens:,} held-out tokens{'':13} loss (nats per token)   perplexity")
+    for name, loss in (("this model", held_out.model_loss), ("unigram (token frequencies)", held_out.unigram_loss)):
+        _print_line(f"  {name:<32} {loss:>12.3f} {math.exp(loss):>22,.1f}")
+    if held_out.model_loss < held_out.unigram_loss:
+        ratio = math.exp(held_out.unigram_loss - held_out.model_loss)
+        _print_line(f"It has learned from context: {ratio:.1f} times less perplexed than by frequencies alone.")
     else:
-        _say("It does not beat the frequencies yet: it needs more --steps.")
+        _print_line("It does not beat the frequencies yet: it needs more --steps.")
 
 
-def _sample(trained: Trained, options: QuickstartOptions, facts: dict[str, Any]) -> None:
+def _print_sample(trained: TrainedModel, options: QuickstartOptions, facts: dict[str, Any]) -> None:
     from petatron.infer.generate import generate
 
     tokenizer = trained.tokenizer
@@ -192,15 +194,15 @@ def _sample(trained: Trained, options: QuickstartOptions, facts: dict[str, Any])
     )
     kept = ids[:-1] if ids[-1] == tokenizer.eod else ids
     text = tokenizer.decode(kept)
-    facts["parameters"] = trained.parameters
+    facts["parameters"] = trained.num_parameters
     facts["sample"] = {"prompt": PROMPT, "text": text}
     print(textwrap.indent(PROMPT + text, "    | ", lambda line: True))
 
 
-def next_commands(space: Workspace, options: QuickstartOptions) -> str:
+def next_commands(workspace: Workspace, options: QuickstartOptions) -> str:
     """Commands that work as they stand, each with what it shows."""
-    settings, data = shlex.quote(str(space.settings)), shlex.quote(str(space.data("train")))
-    longer = shlex.quote(str(space.root.parent / f"{space.root.name}-longer"))
+    settings, data = shlex.quote(str(workspace.settings)), shlex.quote(str(workspace.data("train")))
+    longer = shlex.quote(str(workspace.root.parent / f"{workspace.root.name}-longer"))
     commands = {
         "prove that the split changes nothing: the same steps in one process, compared tensor by tensor": (
             f"verify --config {settings} --train-data-path {data} --tp {options.tensor_parallel} --steps 5"
@@ -211,15 +213,15 @@ def next_commands(space: Workspace, options: QuickstartOptions) -> str:
         ),
         "every setting and where it came from": f"config show --config {settings} --changed",
         "look into the token files": (
-            f"data inspect {data} --tokenizer-model {shlex.quote(str(space.tokenizer))} --document 7"
+            f"data inspect {data} --tokenizer-model {shlex.quote(str(workspace.tokenizer))} --document 7"
         ),
         "what this machine offers for larger runs": "doctor",
     }
     return "\n".join(f"  # {what}\n  petatron {command}" for what, command in commands.items())
 
 
-def _write_summary(space: Workspace, facts: dict[str, Any], *, seconds: float) -> None:
-    publish(space.summary, json.dumps({**facts, "seconds": round(seconds, 2)}, indent=1) + "\n")
+def _write_summary(workspace: Workspace, facts: dict[str, Any], *, seconds: float) -> None:
+    write_atomic(workspace.summary, json.dumps({**facts, "seconds": round(seconds, 2)}, indent=1) + "\n")
 
 
 @contextmanager
@@ -230,7 +232,7 @@ def _step(number: int, title: str, facts: dict[str, Any]) -> Iterator[None]:
     yield
     seconds = time.monotonic() - started
     facts.setdefault("step_seconds", {})[title.split(":")[0]] = round(seconds, 2)
-    print(f"    {_clock(seconds)}", flush=True)
+    print(f"    {_format_duration(seconds)}", flush=True)
 
 
 @contextmanager
@@ -246,13 +248,13 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(f"    {text}", flush=True)
 
 
-def _kept(reused: bool) -> str:
+def _reuse_text(reused: bool) -> str:
     return "kept from the last time" if reused else "new"
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"

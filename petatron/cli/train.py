@@ -6,10 +6,10 @@ import sys
 
 from petatron.base.errors import ConfigError
 from petatron.config import CheckpointConfig, load_config
-from petatron.config.checkpoint_settings import StoredSettings
+from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.checks.preflight import preflight
 from petatron.config.flags.help_text import flag_help
-from petatron.mesh.launch.environment import guard, read_environment
+from petatron.mesh.launch.environment import read_environment, run_rank_main
 
 USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
 
@@ -25,8 +25,8 @@ def main(argv: list[str]) -> int:
         return 0
     argv = with_preset(argv)
     environment = read_environment()
-    if environment.origin != "single":
-        return guard(lambda: train_rank(argv))
+    if environment.launcher != "single":
+        return run_rank_main(lambda: train_rank(argv))
     config = load_config(argv, read_checkpoint=read_checkpoint).config
     problems = preflight(config)  # with what `load_config` found: every problem before any rank starts
     if problems:
@@ -53,7 +53,7 @@ def with_preset(argv: list[str]) -> list[str]:
     return ["--config" if argv[0].endswith((".yaml", ".yml")) else "--preset", *argv]
 
 
-def read_checkpoint(config: CheckpointConfig) -> StoredSettings:
+def read_checkpoint(config: CheckpointConfig) -> CheckpointSettings:
     """The settings of a checkpoint, for --use-checkpoint-args; torch is imported only when someone asks."""
     from petatron.train.state.checkpoint_args import read_checkpoint_args
 
@@ -62,12 +62,12 @@ def read_checkpoint(config: CheckpointConfig) -> StoredSettings:
 
 def train_rank(argv: list[str]) -> int:
     """The life of one rank."""
-    from petatron.base.log import configure
+    from petatron.base.log import configure_logging
     from petatron.mesh.launch.process_group import stop_process_group
     from petatron.train.run import run_training
 
     environment = read_environment()
-    configure(rank=environment.rank)
+    configure_logging(rank=environment.rank)
     run_training(load_config(argv, world_size=environment.world_size, read_checkpoint=read_checkpoint))
     stop_process_group()
     return 0

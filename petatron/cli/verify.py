@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.text import counted
+from petatron.base.text import count_with_noun
 from petatron.cli import verify_matrix
 from petatron.cli.train import with_preset
-from petatron.mesh.launch.environment import guard, read_environment
+from petatron.mesh.launch.environment import read_environment, run_rank_main
 
 if TYPE_CHECKING:
-    from petatron.config import Loaded, RunConfig
-    from petatron.verify.compare_traces import Verdict
-    from petatron.verify.verify import Comparison
+    from petatron.config import LoadedConfig, RunConfig
+    from petatron.verify.compare_traces import TraceComparison
+    from petatron.verify.verify import VerifyPlan
 
 
 _COULD_NOT_RUN = 2  # 1 says that the layouts differ
@@ -60,23 +60,25 @@ def main(argv: list[str]) -> int:
     if "--matrix" in argv:
         return verify_matrix.main(argv)
     options, flags = _parser().parse_known_args(argv)
-    if problems := verify_matrix.without_matrix(flags):
+    if problems := verify_matrix.problems_without_matrix(flags):
         raise ConfigError(problems)
     flags = with_preset(flags)
     if options.record_into is not None:
-        return guard(lambda: _record(flags, options))
-    from petatron.verify.verify import ONE_PROCESS, compare_folders, parse_injection, plan
+        return run_rank_main(lambda: _record(flags, options))
+    from petatron.verify.verify import SINGLE_PROCESS_FLAGS, compare_recorded_runs, parse_injection, plan_verification
 
     if options.steps < 1:
         raise ConfigError([Problem("--steps", str(options.steps), "is below 1", "Use 5, say.")])
-    both = plan(flags, steps=options.steps, dtype=options.dtype, reference=options.reference or ONE_PROCESS)
+    both = plan_verification(
+        flags, steps=options.steps, dtype=options.dtype, reference=options.reference or SINGLE_PROCESS_FLAGS
+    )
     if options.inject:
         parse_injection(options.inject, both.candidate.config)
-    print(f"reference: {_layout(both.reference)}\nlayout:    {_layout(both.candidate)}")
+    print(f"reference: {_layout_text(both.reference)}\nlayout:    {_layout_text(both.candidate)}")
     for notice in both.candidate.notices:
         print(f"note: {notice}")
-    if both.left_out:
-        print(f"not part of the comparison: {', '.join(both.left_out)}")
+    if both.ignored_settings:
+        print(f"not part of the comparison: {', '.join(both.ignored_settings)}")
     if not both.every_step:
         print(
             "The model is large: gradients and parameters are compared at the first and last step, losses at every step."
@@ -93,8 +95,8 @@ def main(argv: list[str]) -> int:
             code = _train(loaded.config.parallel.world_size or 1, [*options_of_ranks, *words])
             if code:
                 return _COULD_NOT_RUN if code == 1 else code
-        verdict = compare_folders(*folders, options.dtype)
-    print(table(verdict))
+        verdict = compare_recorded_runs(*folders, options.dtype)
+    print(comparison_table(verdict))
     if options.json:
         options.json.write_text(json.dumps({"agrees": verdict.agrees, **asdict(verdict)}, indent=1))
     print(_conclusion(verdict, options.dtype, both))
@@ -108,18 +110,18 @@ def _train(world_size: int, argv: list[str]) -> int:
 
 
 def _record(argv: list[str], options: argparse.Namespace) -> int:
-    from petatron.base.log import configure
+    from petatron.base.log import configure_logging
     from petatron.mesh.launch.process_group import stop_process_group
-    from petatron.verify.verify import parse_injection, record
+    from petatron.verify.verify import parse_injection, record_run
 
-    configure(rank=max(1, read_environment().rank))  # quiet on every rank: the table is what the user came for
+    configure_logging(rank=max(1, read_environment().rank))  # quiet on every rank: the table is what the user came for
     injection = parse_injection(options.inject) if options.inject else None
-    record(argv, options.record_into, every_step=not options.record_ends, injection=injection)
+    record_run(argv, options.record_into, every_step=not options.record_ends, injection=injection)
     stop_process_group()
     return 0
 
 
-def _layout(loaded: Loaded) -> str:
+def _layout_text(loaded: LoadedConfig) -> str:
     """`tp 2 with sequence parallel, pp 2 (1f1b), dp 2, 4 micro-batches of 1, 8 ranks`; tp and dp always, others if used."""
     parallel, train, memory = loaded.config.parallel, loaded.config.train, loaded.config.memory
     virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
@@ -138,14 +140,14 @@ def _layout(loaded: Loaded) -> str:
     words.append(f"dp {parallel.data_parallel_size}" + ("" if shared == "no_shard" else f" ({shared} sharded)"))
     assert train.global_batch_size is not None and parallel.data_parallel_size is not None
     count = train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size)
-    words.append(f"{counted(count, 'micro-batch', 'es')} of {train.micro_batch_size}")
+    words.append(f"{count_with_noun(count, 'micro-batch', 'es')} of {train.micro_batch_size}")
     if memory.recompute_granularity == "selective":
         words.append(f"recompute of {' '.join(memory.recompute_modules)}")
     elif memory.recompute_granularity is not None:
         words.append("recompute of layers")
     if memory.recompute_memory_budget_gb is not None:
         words.append(f"recompute to fit {memory.recompute_memory_budget_gb:g} GB")
-    return ", ".join([*words, counted(parallel.world_size or 1, "rank")])
+    return ", ".join([*words, count_with_noun(parallel.world_size or 1, "rank")])
 
 
 def _has_replicas(run: RunConfig) -> bool:
@@ -155,10 +157,10 @@ def _has_replicas(run: RunConfig) -> bool:
     return dense > 1 or run.moe.num_experts is not None
 
 
-def table(verdict: Verdict) -> str:
+def comparison_table(comparison: TraceComparison) -> str:
     """Every step: both losses, and the tensors that differ most."""
     lines = [f"{'step':>5} {'reference loss':>16} {'layout loss':>16} {'difference':>11}  worst tensors"]
-    for step in verdict.steps:
+    for step in comparison.steps:
         worst = ", ".join(f"{w.kind} {w.name} {w.difference:.1e}" for w in step.worst)
         lines.append(
             f"{step.step:5d} {step.reference_loss:16.9f} {step.candidate_loss:16.9f} {step.loss_difference:11.1e}  {worst}"
@@ -166,14 +168,14 @@ def table(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def _conclusion(verdict: Verdict, dtype: str, both: Comparison) -> str:
-    if verdict.first_departure is not None:
-        return f"DIFFERENT: first departure at {verdict.first_departure}"
-    from petatron.verify.compare_traces import BOUNDS
+def _conclusion(comparison: TraceComparison, dtype: str, plan: VerifyPlan) -> str:
+    if comparison.first_departure is not None:
+        return f"DIFFERENT: first departure at {comparison.first_departure}"
+    from petatron.verify.compare_traces import TOLERANCES
 
-    bounds = BOUNDS[dtype]
+    bounds = TOLERANCES[dtype]
     return (
-        f"SAME: {len(verdict.steps)} steps in {dtype}, largest relative loss difference "
-        f"{verdict.largest_loss_difference:.1e} (bounds: loss {bounds.loss:.0e}, gradients {bounds.gradient:.0e}, "
+        f"SAME: {len(comparison.steps)} steps in {dtype}, largest relative loss difference "
+        f"{comparison.largest_loss_difference:.1e} (bounds: loss {bounds.loss:.0e}, gradients {bounds.gradient:.0e}, "
         f"parameters {bounds.parameter:.0e})"
     )

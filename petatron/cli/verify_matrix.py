@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.mesh.launch.environment import guard, read_environment
+from petatron.mesh.launch.environment import read_environment, run_rank_main
 
 if TYPE_CHECKING:
-    from petatron.verify.matrix import Entry
-    from petatron.verify.matrix_run import Case, Outcome
+    from petatron.verify.matrix import MatrixEntry
+    from petatron.verify.matrix_run import CaseResult, MatrixCase
 
 _COULD_NOT_RUN = 2  # 1 says that a layout failed
-_STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
+_SIGNAL_EXIT_CODES = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
 _DEFAULT_SEED = 1234
-_ONLY_HERE = ("--sample", "--random-model", "--only", "--nproc", "--list")
+_MATRIX_ONLY_FLAGS = ("--sample", "--random-model", "--only", "--nproc", "--list")
 _HEAD = f"{'layout':<46} {'ranks':>5} {'loss':>8} {'gradient':>8} {'weights':>8} {'time':>7}"
 
 
@@ -57,19 +57,19 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.rank_of is not None:
-        return guard(lambda: _rank(options.rank_of))
+        return run_rank_main(lambda: _run_rank(options.rank_of))
     if problems := _contradictions(options):
         raise ConfigError(problems)
     if options.seed is None:
         options.seed = _DEFAULT_SEED
-    from petatron.verify.matrix import select
+    from petatron.verify.matrix import select_entries
 
-    entries = select(pattern=options.only, sample=options.sample, seed=options.seed, max_ranks=options.nproc)
+    entries = select_entries(pattern=options.only, sample=options.sample, seed=options.seed, max_ranks=options.nproc)
     if options.list:
         for entry in entries:
             print(f"{entry.name:<46} {entry.flags}")
         return 0
-    if left_out := sum(entry.world_size > options.nproc for entry in select(pattern=options.only)):
+    if left_out := sum(entry.world_size > options.nproc for entry in select_entries(pattern=options.only)):
         print(f"{left_out} layouts need more than {options.nproc} ranks and are left out.")
     return _run(_cases(entries, options), options)
 
@@ -93,13 +93,13 @@ def _contradictions(options: argparse.Namespace) -> list[Problem]:
     return problems
 
 
-def without_matrix(flags: list[str]) -> list[Problem]:
+def problems_without_matrix(flags: list[str]) -> list[Problem]:
     """Options of the matrix among the words of a verification of one layout."""
     words = [word.partition("=")[0] for word in flags]
     return [
         Problem(word, "", "chooses from the matrix of layouts, but --matrix is not given", "Add --matrix.")
         for word in words
-        if word in _ONLY_HERE
+        if word in _MATRIX_ONLY_FLAGS
     ]
 
 
@@ -110,14 +110,14 @@ def _positive(text: str) -> int:
     return number
 
 
-def _cases(entries: tuple[Entry, ...], options: argparse.Namespace) -> list[Case]:
+def _cases(entries: tuple[MatrixEntry, ...], options: argparse.Namespace) -> list[MatrixCase]:
     from petatron.verify.matrix_run import make_case
-    from petatron.verify.random_model import random_model
+    from petatron.verify.random_model import random_model_flags
 
     return [
         make_case(
             entry,
-            model_flags=random_model(entry, seed=options.seed) if options.random_model else entry.model_flags,
+            model_flags=random_model_flags(entry, seed=options.seed) if options.random_model else entry.model_flags,
             steps=options.steps,
             dtype=options.dtype,
             inject=options.inject,
@@ -126,10 +126,10 @@ def _cases(entries: tuple[Entry, ...], options: argparse.Namespace) -> list[Case
     ]
 
 
-def _run(cases: list[Case], options: argparse.Namespace) -> int:
+def _run(cases: list[MatrixCase], options: argparse.Namespace) -> int:
     """Start ranks until every case has an outcome; each start that succeeds gets at least one case done."""
     from petatron.mesh.launch.local_launcher import run_ranks
-    from petatron.verify.matrix_run import BEGUN, fail, read_outcome, write_cases
+    from petatron.verify.matrix_run import STARTED_FILE, read_result, record_failure, write_cases
 
     if options.random_model:
         print(f"seed {options.seed}: a model per layout")
@@ -137,23 +137,25 @@ def _run(cases: list[Case], options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="petatron-matrix-") as scratch:
         folder = Path(scratch)
         write_cases(cases, folder)
-        while (at := _first_open(cases, folder)) is not None:
+        while (at := _first_pending(cases, folder)) is not None:
             sys.stdout.flush()
             nproc = max(case.world_size for case in cases[at:])
             command = [sys.executable, "-m", "petatron", "verify", "--matrix", "--rank-of", str(folder)]
             code = run_ranks(command, nproc=nproc)
-            if code in _STOPPED:
+            if code in _SIGNAL_EXIT_CODES:
                 return code
-            if not (folder / BEGUN).exists():
+            if not (folder / STARTED_FILE).exists():
                 return _COULD_NOT_RUN  # the launcher has said why
-            (folder / BEGUN).unlink()
+            (folder / STARTED_FILE).unlink()
             if code == 0:
                 break
             at = _first_failed(cases, folder, at)
             if at is not None:
-                outcome = read_outcome(folder, at) or fail(folder, at, cases[at].name, f"ranks ended with code {code}")
+                outcome = read_result(folder, at) or record_failure(
+                    folder, at, cases[at].name, f"ranks ended with code {code}"
+                )
                 print(row(cases[at], outcome))
-        found = [read_outcome(folder, number) for number in range(len(cases))]
+        found = [read_result(folder, number) for number in range(len(cases))]
     outcomes = [outcome for outcome in found if outcome is not None]
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
@@ -161,54 +163,54 @@ def _run(cases: list[Case], options: argparse.Namespace) -> int:
     return 0 if len(outcomes) == len(cases) and all(outcome.agrees for outcome in outcomes) else 1
 
 
-def _first_open(cases: list[Case], folder: Path) -> int | None:
-    from petatron.verify.matrix_run import read_outcome
+def _first_pending(cases: list[MatrixCase], folder: Path) -> int | None:
+    from petatron.verify.matrix_run import read_result
 
-    return next((number for number in range(len(cases)) if read_outcome(folder, number) is None), None)
+    return next((number for number in range(len(cases)) if read_result(folder, number) is None), None)
 
 
-def _first_failed(cases: list[Case], folder: Path, start: int) -> int | None:
+def _first_failed(cases: list[MatrixCase], folder: Path, start: int) -> int | None:
     """The case that ended the ranks: from where they started, the first without a verdict."""
-    from petatron.verify.matrix_run import read_outcome
+    from petatron.verify.matrix_run import read_result
 
     for number in range(start, len(cases)):
-        outcome = read_outcome(folder, number)
+        outcome = read_result(folder, number)
         if outcome is None or outcome.error is not None:
             return number
     return None
 
 
-def _rank(folder: Path) -> int:
-    from petatron.base.log import configure
+def _run_rank(folder: Path) -> int:
+    from petatron.base.log import configure_logging
     from petatron.verify.matrix_run import run_cases
 
     environment = read_environment()
-    configure(rank=max(1, environment.rank))  # quiet on every rank: the table is what the user came for
+    configure_logging(rank=max(1, environment.rank))  # quiet on every rank: the table is what the user came for
     run_cases(folder, environment, lambda case, outcome: print(row(case, outcome), flush=True))
     return 0
 
 
-def row(case: Case, outcome: Outcome) -> str:
+def row(case: MatrixCase, result: CaseResult) -> str:
     """One line of the table, and one with the model where it was drawn at random."""
-    from petatron.verify.matrix import entry
+    from petatron.verify.matrix import parse_entry
 
-    numbers = [outcome.loss, outcome.gradient, outcome.parameter]
+    numbers = [result.loss, result.gradient, result.parameter]
     cells = " ".join(f"{'' if number is None else f'{number:.1e}':>8}" for number in numbers)
-    verdict = "same" if outcome.agrees else "FAILED" if outcome.error else "DIFFERENT"
-    drawn = "" if case.model_flags == entry(case.name).model_flags else f"\n    {case.model_flags}"
-    return f"{case.name:<46} {case.world_size:5d} {cells} {outcome.seconds:5.1f} s  {verdict}{drawn}"
+    verdict = "same" if result.agrees else "FAILED" if result.error else "DIFFERENT"
+    drawn = "" if case.model_flags == parse_entry(case.name).model_flags else f"\n    {case.model_flags}"
+    return f"{case.name:<46} {case.world_size:5d} {cells} {result.seconds:5.1f} s  {verdict}{drawn}"
 
 
-def summary(cases: list[Case], outcomes: list[Outcome], dtype: str) -> str:
+def summary(cases: list[MatrixCase], results: list[CaseResult], dtype: str) -> str:
     """What departed and how to see it again, then the count."""
-    from petatron.verify.matrix import BOUNDS
+    from petatron.verify.matrix import MATRIX_TOLERANCES
 
     commands = {case.name: case.command for case in cases}
     lines = [""]
-    for outcome in outcomes:
+    for outcome in results:
         if not outcome.agrees:
             lines += [f"{outcome.name}: {outcome.departure or outcome.error}", f"  {commands[outcome.name]}", ""]
-    agreeing, bounds = sum(outcome.agrees for outcome in outcomes), BOUNDS[dtype]
+    agreeing, bounds = sum(outcome.agrees for outcome in results), MATRIX_TOLERANCES[dtype]
     lines.append(
         f"{agreeing} of {len(cases)} layouts train the same model as one process (bounds: loss {bounds.loss:.0e}, "
         f"gradients {bounds.gradient:.0e}, weights {bounds.parameter:.0e})"

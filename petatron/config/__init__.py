@@ -1,7 +1,7 @@
 """Configuration: one typed schema, read from flags, YAML and presets, derived, checked, and explained."""
 
-from petatron.config.checks.check_all import check
-from petatron.config.load import Loaded, load_config, resolve_config, with_vocab_size
+from petatron.config.checks.check_all import check_config
+from petatron.config.load import LoadedConfig, load_config, resolve_config, with_vocab_size
 from petatron.config.presets import preset_names
 from petatron.config.schema.data_blend import BlendError, BlendPart, parse_blend, parse_split
 from petatron.config.schema.model import LatentAttentionConfig, ModelConfig, MoEConfig
@@ -17,7 +17,7 @@ from petatron.config.schema.training import (
     TokenizerConfig,
     TrainConfig,
 )
-from petatron.config.value_origins import Origin
+from petatron.config.value_origins import ValueOrigin
 from petatron.config.yaml_file import dump_yaml
 
 __all__ = [
@@ -27,20 +27,20 @@ __all__ = [
     "DataConfig",
     "LatentAttentionConfig",
     "LaunchConfig",
-    "Loaded",
+    "LoadedConfig",
     "LogConfig",
     "MemoryConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
-    "Origin",
     "ParallelConfig",
     "PrecisionConfig",
     "RunConfig",
     "ScheduleConfig",
     "TokenizerConfig",
     "TrainConfig",
-    "check",
+    "ValueOrigin",
+    "check_config",
     "dump_yaml",
     "load_config",
     "parse_blend",

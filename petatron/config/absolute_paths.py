@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from petatron.config.schema.data_blend import BlendError, parse_blend, read_blend_file
-from petatron.config.schema.fields import FieldInfo, all_fields, assemble, flatten
+from petatron.config.schema.fields import FieldInfo, all_fields, flatten_config, unflatten_config
 from petatron.config.schema.run import RunConfig
 
 
@@ -16,24 +16,24 @@ def path_fields() -> list[FieldInfo]:
     return [info for info in all_fields() if "path" in info.marks]
 
 
-def anchored(config: RunConfig) -> RunConfig:
+def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The same config with absolute paths: relative ones are meant from the working folder.
 
     A `--data-args-path` whose file names datasets by relative prefixes becomes the `--data-path` that it stands for.
     """
-    values = flatten(config)
+    values = flatten_config(config)
     list_file = config.data.data_args_path
     words = _relative_blend(list_file) if list_file is not None else ()
     if words and not config.data.data_path:
         values |= {"data.data_path": words, "data.data_args_path": None}
     for info in path_fields():
-        values[info.path] = absolute(info, values[info.path])
-    return assemble(values)
+        values[info.path] = absolute_value(info, values[info.path])
+    return unflatten_config(values)
 
 
-def absolute(info: FieldInfo, value: Any) -> Any:
+def absolute_value(info: FieldInfo, value: Any) -> Any:
     """The value of a path field, absolute; of several words, those that are weights stay."""
-    if info.many:
+    if info.is_list:
         return tuple(_absolute_blend(value))
     return os.path.abspath(value) if value else value
 

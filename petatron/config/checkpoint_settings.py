@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from petatron.base.errors import Problem
-from petatron.config.schema.fields import FieldInfo, Value, all_fields, by_path
-from petatron.config.schema.model_identity import is_identity
+from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_path
+from petatron.config.schema.model_identity import is_identity_field
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import CheckpointConfig
-from petatron.config.value_origins import Origin
+from petatron.config.value_origins import ValueOrigin
 
-FLAG, LAYOUT_FLAG = "--use-checkpoint-args", "--use-mp-args-from-checkpoint-args"
-_MODEL = ("model", "moe")
+CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG = "--use-checkpoint-args", "--use-mp-args-from-checkpoint-args"
+_MODEL_SECTIONS = ("model", "moe")
 _VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
 _LAYOUT = (
     "parallel.tensor_model_parallel_size",
@@ -37,111 +37,124 @@ _LAYOUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class StoredSettings:
+class CheckpointSettings:
     """What a checkpoint says of its run, by section, as JSON values; without `parallel` it knows no layout."""
 
-    where: str
+    source: str
     sections: Mapping[str, Mapping[str, Any]]
 
 
-ReadCheckpoint = Callable[[CheckpointConfig], StoredSettings]
+ReadCheckpointSettings = Callable[[CheckpointConfig], CheckpointSettings]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class AppliedSettings:
     """The values a checkpoint gives, remarks on what gave way, and what is wrong."""
 
-    values: Mapping[str, Value]
-    origin: Origin
+    values: Mapping[str, FieldValue]
+    origin: ValueOrigin
     notices: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
 
-NOTHING = Taken({}, Origin("checkpoint"))
+NO_SETTINGS = AppliedSettings({}, ValueOrigin("checkpoint"))
 
 
-def take_stored(
-    config: RunConfig, values: Mapping[str, Value], origins: Mapping[str, Origin], read: ReadCheckpoint | None
-) -> Taken:
+def apply_checkpoint_settings(
+    config: RunConfig,
+    values: Mapping[str, FieldValue],
+    origins: Mapping[str, ValueOrigin],
+    read: ReadCheckpointSettings | None,
+) -> AppliedSettings:
     """What `--use-checkpoint-args` adds to the values that presets, files and flags gave; nothing without it."""
     checkpoint = config.checkpoint
     if not checkpoint.use_checkpoint_args:
-        return NOTHING
+        return NO_SETTINGS
     if checkpoint.load is None:
-        return _refused("needs --load, the checkpoint to read the model from", "Give it, or leave this out.")
+        return _with_problem("needs --load, the checkpoint to read the model from", "Give it, or leave this out.")
     if read is None:
-        return _refused("is not known to this command", "Use it with `petatron train`, or describe the model by flags.")
+        return _with_problem(
+            "is not known to this command", "Use it with `petatron train`, or describe the model by flags."
+        )
     stored = read(checkpoint)
     if checkpoint.use_mp_args_from_checkpoint_args and "parallel" not in stored.sections:
-        rule = f"needs the checkpoint of a training run, and {stored.where} says nothing of a layout"
-        return Taken(
-            {}, NOTHING.origin, problems=(Problem(LAYOUT_FLAG, "", rule, "Give --tp, --pp and --ep instead."),)
+        rule = f"needs the checkpoint of a training run, and {stored.source} says nothing of a layout"
+        return AppliedSettings(
+            {}, NO_SETTINGS.origin, problems=(Problem(MP_ARGS_FLAG, "", rule, "Give --tp, --pp and --ep instead."),)
         )
-    return _take(stored, checkpoint, values, origins)
+    return _apply_settings(stored, checkpoint, values, origins)
 
 
-def _refused(rule: str, fix: str) -> Taken:
-    return Taken({}, NOTHING.origin, problems=(Problem(FLAG, "", rule, fix),))
+def _with_problem(rule: str, fix: str) -> AppliedSettings:
+    return AppliedSettings({}, NO_SETTINGS.origin, problems=(Problem(CHECKPOINT_ARGS_FLAG, "", rule, fix),))
 
 
-def _take(
-    stored: StoredSettings,
+def _apply_settings(
+    stored: CheckpointSettings,
     checkpoint: CheckpointConfig,
-    values: Mapping[str, Value],
-    origins: Mapping[str, Origin],
-) -> Taken:
-    found = _parsed(stored)
-    problems = tuple(_strangers(stored))
-    wins = _model_paths(found)
+    values: Mapping[str, FieldValue],
+    origins: Mapping[str, ValueOrigin],
+) -> AppliedSettings:
+    found = _all_values(stored)
+    problems = tuple(_unknown_settings(stored))
+    wins = _identity_paths(found)
     if checkpoint.use_mp_args_from_checkpoint_args:
         wins += _LAYOUT
         if found["parallel.num_layers_per_virtual_pipeline_stage"] or found["parallel.pipeline_model_parallel_layout"]:
             found[_VIRTUAL_STAGES] = None  # it follows from these
-    fills = [f"{section}.{name}" for section in _MODEL for name in stored.sections.get(section, {})]
+    fills = [f"{section}.{name}" for section in _MODEL_SECTIONS for name in stored.sections.get(section, {})]
     tokenizer = [info.path for info in all_fields() if info.section == "tokenizer"]
-    if checkpoint.use_tokenizer_model_from_checkpoint_args and not any(origins[path].chosen for path in tokenizer):
+    if checkpoint.use_tokenizer_model_from_checkpoint_args and not any(origins[path].is_explicit for path in tokenizer):
         fills += [path for path in tokenizer if found[path] is not None]
-    taken = {path: found[path] for path in fills if path in found and not origins[path].chosen}
+    taken = {path: found[path] for path in fills if path in found and not origins[path].is_explicit}
     taken |= {path: found[path] for path in wins}
     gave_way = [
-        f"{by_path()[path].flag} {values[path]} (now {found[path]})"
+        f"{fields_by_path()[path].flag} {values[path]} (now {found[path]})"
         for path in wins
-        if origins[path].chosen and values[path] != found[path]
+        if origins[path].is_explicit and values[path] != found[path]
     ]
-    notices = (f"{FLAG}: {stored.where} takes the place of {', '.join(gave_way)}",) if gave_way else ()
-    return Taken(taken, Origin("checkpoint", stored.where), notices, problems)
+    notices = (f"{CHECKPOINT_ARGS_FLAG}: {stored.source} takes the place of {', '.join(gave_way)}",) if gave_way else ()
+    return AppliedSettings(taken, ValueOrigin("checkpoint", stored.source), notices, problems)
 
 
-def _model_paths(found: Mapping[str, Value]) -> tuple[str, ...]:
+def _identity_paths(found: Mapping[str, FieldValue]) -> tuple[str, ...]:
     """The settings that the weights fit to. Learned positions are weights, one for each position."""
-    paths = [info.path for info in all_fields() if info.section in _MODEL and is_identity(info.name)]
+    paths = [info.path for info in all_fields() if info.section in _MODEL_SECTIONS and is_identity_field(info.name)]
     learned = found["model.position_embedding_type"] == "learned_absolute"
     return (*paths, *["model.max_position_embeddings"] * learned)
 
 
-def _parsed(stored: StoredSettings) -> dict[str, Value]:
+def _all_values(stored: CheckpointSettings) -> dict[str, FieldValue]:
     """Every field as the checkpoint has it; a setting that came later than the checkpoint had its default then."""
     return {
-        info.path: _value(info, stored.sections.get(info.section, {}).get(info.name, info.default))
+        info.path: _field_value(info, stored.sections.get(info.section, {}).get(info.name, info.default))
         for info in all_fields()
     }
 
 
-def _value(info: FieldInfo, value: Any) -> Value:
-    if info.many:
+def _field_value(info: FieldInfo, value: Any) -> FieldValue:
+    if info.is_list:
         return tuple(value or ())
     return float(value) if info.kind == "float" and isinstance(value, int) else value
 
 
-def _strangers(stored: StoredSettings) -> Iterator[Problem]:
+def _unknown_settings(stored: CheckpointSettings) -> Iterator[Problem]:
     """Settings of a model that this version cannot have."""
     fix = "Use the version of Petatron that saved it, or a newer one."
-    for section in _MODEL:
+    for section in _MODEL_SECTIONS:
         for name, value in stored.sections.get(section, {}).items():
-            info = by_path().get(f"{section}.{name}")
+            info = fields_by_path().get(f"{section}.{name}")
             if info is None:
                 yield Problem(
-                    FLAG, "", f"finds {name} {value} in {stored.where}, which this version does not have", fix
+                    CHECKPOINT_ARGS_FLAG,
+                    "",
+                    f"finds {name} {value} in {stored.source}, which this version does not have",
+                    fix,
                 )
-            elif info.kind == "choice" and not info.many and value is not None and value not in info.choices:
-                yield Problem(FLAG, "", f"finds {info.flag} {value} in {stored.where}, unknown to this version", fix)
+            elif info.kind == "choice" and not info.is_list and value is not None and value not in info.choices:
+                yield Problem(
+                    CHECKPOINT_ARGS_FLAG,
+                    "",
+                    f"finds {info.flag} {value} in {stored.source}, unknown to this version",
+                    fix,
+                )

@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from petatron.config.schema.data_blend import BlendError, parse_blend
-from petatron.config.schema.fields import Value, assemble, flag_of, flatten
+from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import GATED_ACTIVATIONS
-from petatron.config.schema.pipeline_layout_string import LayoutError, parse_layout
+from petatron.config.schema.pipeline_layout_string import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.run import RunConfig
-from petatron.config.value_origins import Origin
+from petatron.config.value_origins import ValueOrigin
 
 MOCK_VOCAB_SIZE = 1024
 
 
-def derive(
-    config: RunConfig, *, given: Collection[str] = (), world_size: int | None = None
-) -> tuple[RunConfig, dict[str, Origin]]:
+def derive_defaults(
+    config: RunConfig, *, chosen_paths: Collection[str] = (), world_size: int | None = None
+) -> tuple[RunConfig, dict[str, ValueOrigin]]:
     """A config without gaps where they can be filled, and the origin of each value filled in.
 
-    `given` are the paths someone chose; `world_size` is the launcher's, which wins over everything else.
+    `chosen_paths` are the paths someone chose; `world_size` is the launcher's, which wins over everything else.
     """
-    state = _State(flatten(config), given)
+    state = _DerivedValues(flatten_config(config), chosen_paths)
     _derive_world(state, world_size)
     _derive_model(state)
     _derive_pipeline(state)
@@ -38,165 +38,167 @@ def derive(
     _derive_sharding(state)
     _derive_run(state)
     _derive_files(state)
-    return assemble(state.values), state.origins
+    return unflatten_config(state.values), state.origins
 
 
-class _State:
+class _DerivedValues:
     """Values by path while they are being filled; names are unique, so rules may use the bare name."""
 
-    def __init__(self, values: dict[str, Value], given: Collection[str]) -> None:
-        self.values, self.given = values, given
-        self.origins: dict[str, Origin] = {}
+    def __init__(self, values: dict[str, FieldValue], chosen_paths: Collection[str]) -> None:
+        self.values, self.chosen_paths = values, chosen_paths
+        self.origins: dict[str, ValueOrigin] = {}
         self._paths = {path.split(".")[1]: path for path in values}
 
     def __getitem__(self, name: str) -> Any:
         return self.values[self._paths[name]]
 
-    def is_given(self, name: str) -> bool:
-        return self._paths[name] in self.given
+    def is_chosen(self, name: str) -> bool:
+        return self._paths[name] in self.chosen_paths
 
-    def set(self, name: str, value: Value, why: str) -> None:
+    def set(self, name: str, value: FieldValue, why: str) -> None:
         self.values[self._paths[name]] = value
-        self.origins[self._paths[name]] = Origin("derived", why)
+        self.origins[self._paths[name]] = ValueOrigin("derived", why)
 
-    def fill(self, name: str, value: Value, why: str) -> None:
+    def fill(self, name: str, value: FieldValue, why: str) -> None:
         """Set only what is unset; `None` means the inputs do not allow a value."""
         if self[name] is None and value is not None:
             self.set(name, value, why)
 
 
-def _quotient(number: int | None, divisor: int | None) -> int | None:
+def _exact_quotient(number: int | None, divisor: int | None) -> int | None:
     """number / divisor when that is a positive whole number."""
     if not number or not divisor or number < 0 or divisor < 0 or number % divisor:
         return None
     return number // divisor
 
 
-def _derive_world(state: _State, launched: int | None) -> None:
-    model_ranks = state["tensor_model_parallel_size"] * state["pipeline_model_parallel_size"]
-    model_ranks *= state["context_parallel_size"]
-    started = (state["nproc_per_node"] or 0) * state["nnodes"]
-    if launched is not None:
-        state.set("world_size", launched, "ranks started by the launcher")
+def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> None:
+    model_ranks = values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
+    model_ranks *= values["context_parallel_size"]
+    started = (values["nproc_per_node"] or 0) * values["nnodes"]
+    if launched_world_size is not None:
+        values.set("world_size", launched_world_size, "ranks started by the launcher")
     elif started > 0:
-        state.fill("world_size", started, "nproc per node x nodes")
+        values.fill("world_size", started, "nproc per node x nodes")
     elif model_ranks > 0:
-        state.fill("world_size", model_ranks * (state["data_parallel_size"] or 1), "tp x pp x cp x dp")
-    state.fill("data_parallel_size", _quotient(state["world_size"], model_ranks), "world size / (tp x pp x cp)")
-    if launched is None:
-        state.fill("nproc_per_node", _quotient(state["world_size"], state["nnodes"]), "world size / nodes")
-    state.fill(
-        "expert_tensor_parallel_size", _quotient(state["tensor_model_parallel_size"], 1), "the tensor-parallel size"
+        values.fill("world_size", model_ranks * (values["data_parallel_size"] or 1), "tp x pp x cp x dp")
+    values.fill("data_parallel_size", _exact_quotient(values["world_size"], model_ranks), "world size / (tp x pp x cp)")
+    if launched_world_size is None:
+        values.fill("nproc_per_node", _exact_quotient(values["world_size"], values["nnodes"]), "world size / nodes")
+    values.fill(
+        "expert_tensor_parallel_size",
+        _exact_quotient(values["tensor_model_parallel_size"], 1),
+        "the tensor-parallel size",
     )
-    if state["data_parallel_size"]:
-        bucket = max(40_000_000, 1_000_000 * state["data_parallel_size"])
-        state.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp)")
+    if values["data_parallel_size"]:
+        bucket = max(40_000_000, 1_000_000 * values["data_parallel_size"])
+        values.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp)")
 
 
-def _derive_model(state: _State) -> None:
-    hidden, heads = state["hidden_size"], state["num_attention_heads"]
-    if hidden > 0 and state["activation"] in GATED_ACTIVATIONS:
+def _derive_model(values: _DerivedValues) -> None:
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    if hidden > 0 and values["activation"] in GATED_ACTIVATIONS:
         width = max(64, hidden * 8 // 3 // 64 * 64)
-        state.fill("ffn_hidden_size", width, "8/3 x hidden size, down to a multiple of 64, for a gated activation")
+        values.fill("ffn_hidden_size", width, "8/3 x hidden size, down to a multiple of 64, for a gated activation")
     elif hidden > 0:
-        state.fill("ffn_hidden_size", 4 * hidden, "4 x hidden size")
-    groups = state["num_query_groups"]
-    if groups is not None and groups != heads and not state.is_given("group_query_attention"):
-        if not state["group_query_attention"]:
-            state.set("group_query_attention", True, "--num-query-groups is set")
-    elif groups is None and state["group_query_attention"]:
-        state.fill("num_query_groups", 1, "multi-query, as --group-query-attention alone means")
+        values.fill("ffn_hidden_size", 4 * hidden, "4 x hidden size")
+    groups = values["num_query_groups"]
+    if groups is not None and groups != heads and not values.is_chosen("group_query_attention"):
+        if not values["group_query_attention"]:
+            values.set("group_query_attention", True, "--num-query-groups is set")
+    elif groups is None and values["group_query_attention"]:
+        values.fill("num_query_groups", 1, "multi-query, as --group-query-attention alone means")
     elif heads > 0:
-        state.fill("num_query_groups", heads, "the number of heads")
-    state.fill("kv_channels", _quotient(hidden, heads), "hidden size / heads")
-    if state["seq_length"] > 0:
-        state.fill("max_position_embeddings", state["seq_length"], "the sequence length")
-    state.fill("embedding_init_method_std", state["init_method_std"], "--init-method-std")
-    if state["num_experts"] is not None:
-        state.fill("moe_ffn_hidden_size", state["ffn_hidden_size"], "the MLP width")
+        values.fill("num_query_groups", heads, "the number of heads")
+    values.fill("kv_channels", _exact_quotient(hidden, heads), "hidden size / heads")
+    if values["seq_length"] > 0:
+        values.fill("max_position_embeddings", values["seq_length"], "the sequence length")
+    values.fill("embedding_init_method_std", values["init_method_std"], "--init-method-std")
+    if values["num_experts"] is not None:
+        values.fill("moe_ffn_hidden_size", values["ffn_hidden_size"], "the MLP width")
 
 
-def _derive_pipeline(state: _State) -> None:
+def _derive_pipeline(values: _DerivedValues) -> None:
     pp, chunk, layout = (
-        state["pipeline_model_parallel_size"],
-        state["num_layers_per_virtual_pipeline_stage"],
-        state["pipeline_model_parallel_layout"],
+        values["pipeline_model_parallel_size"],
+        values["num_layers_per_virtual_pipeline_stage"],
+        values["pipeline_model_parallel_layout"],
     )
     name, virtual = "num_virtual_stages_per_pipeline_rank", None
     if layout is not None:
         try:
-            virtual = _quotient(len(parse_layout(layout)), pp)
-        except LayoutError:
+            virtual = _exact_quotient(len(parse_pipeline_layout(layout)), pp)
+        except PipelineLayoutError:
             virtual = None
-        state.fill(name, virtual, "stages of the layout / pp")
+        values.fill(name, virtual, "stages of the layout / pp")
     elif chunk is not None:
-        counted = state["account_for_embedding_in_pipeline_split"] + state["account_for_loss_in_pipeline_split"]
-        virtual = _quotient(_quotient(state["num_layers"] + counted, pp), chunk)
-        state.fill(name, virtual, "layers per rank / layers per virtual stage")
-    elif state["pipeline_schedule"] == "zb-v":
-        state.fill(name, 2, "zb-v passes every rank twice")
+        counted = values["account_for_embedding_in_pipeline_split"] + values["account_for_loss_in_pipeline_split"]
+        virtual = _exact_quotient(_exact_quotient(values["num_layers"] + counted, pp), chunk)
+        values.fill(name, virtual, "layers per rank / layers per virtual stage")
+    elif values["pipeline_schedule"] == "zb-v":
+        values.fill(name, 2, "zb-v passes every rank twice")
     else:
-        state.fill(name, 1, "no virtual stages were asked for")
-    virtual = state[name]
+        values.fill(name, 1, "no virtual stages were asked for")
+    virtual = values[name]
     if virtual is not None and virtual > 1:
-        state.fill("pipeline_schedule", "interleaved", "there are virtual stages")
+        values.fill("pipeline_schedule", "interleaved", "there are virtual stages")
         if pp > 0:
-            state.fill("microbatch_group_size_per_virtual_pipeline_stage", pp, "the pipeline size")
+            values.fill("microbatch_group_size_per_virtual_pipeline_stage", pp, "the pipeline size")
     elif virtual is not None:
-        state.fill("pipeline_schedule", "1f1b", "there are no virtual stages")
+        values.fill("pipeline_schedule", "1f1b", "there are no virtual stages")
 
 
-def _derive_sequence(state: _State) -> None:
-    tp, cp = state["tensor_model_parallel_size"], state["context_parallel_size"]
-    undecided = not state["sequence_parallel"] and not state.is_given("sequence_parallel")
-    if undecided and state["num_experts"] is not None and tp > 1:
-        state.set("sequence_parallel", True, "with experts every token must be routed by one rank only")
-    if state["tp_comm_overlap"] and cp > 0:
-        tokens = state["seq_length"] // cp * state["micro_batch_size"]
-        state.fill("tp_comm_overlap_chunks", min(max(tokens // 2048, 2), 4), "one per 2,048 tokens, from 2 to 4")
-    groups = state["num_query_groups"]
-    hierarchical = state["cp_comm_type"] == "a2a+p2p" and not state["hierarchical_context_parallel_sizes"]
+def _derive_sequence(values: _DerivedValues) -> None:
+    tp, cp = values["tensor_model_parallel_size"], values["context_parallel_size"]
+    undecided = not values["sequence_parallel"] and not values.is_chosen("sequence_parallel")
+    if undecided and values["num_experts"] is not None and tp > 1:
+        values.set("sequence_parallel", True, "with experts every token must be routed by one rank only")
+    if values["tp_comm_overlap"] and cp > 0:
+        tokens = values["seq_length"] // cp * values["micro_batch_size"]
+        values.fill("tp_comm_overlap_chunks", min(max(tokens // 2048, 2), 4), "one per 2,048 tokens, from 2 to 4")
+    groups = values["num_query_groups"]
+    hierarchical = values["cp_comm_type"] == "a2a+p2p" and not values["hierarchical_context_parallel_sizes"]
     if hierarchical and cp > 1 and tp > 0 and groups is not None and groups > 0:
         heads = max(1, groups // tp)
         exchange = math.gcd(cp, heads)
         why = "the most ranks that divide cp and a rank's key/value heads"
-        state.set("hierarchical_context_parallel_sizes", (exchange, cp // exchange), why)
+        values.set("hierarchical_context_parallel_sizes", (exchange, cp // exchange), why)
 
 
-def _derive_sharding(state: _State) -> None:
+def _derive_sharding(values: _DerivedValues) -> None:
     strategy = "data_parallel_sharding_strategy"
-    if state[strategy] == "optim" and not state.is_given("use_distributed_optimizer"):
-        if not state["use_distributed_optimizer"]:
-            state.set("use_distributed_optimizer", True, f"{flag_of(strategy)} is optim")
-    elif state["use_distributed_optimizer"]:
-        state.fill(strategy, "optim", "--use-distributed-optimizer is set")
+    if values[strategy] == "optim" and not values.is_chosen("use_distributed_optimizer"):
+        if not values["use_distributed_optimizer"]:
+            values.set("use_distributed_optimizer", True, f"{flag_name(strategy)} is optim")
+    elif values["use_distributed_optimizer"]:
+        values.fill(strategy, "optim", "--use-distributed-optimizer is set")
     else:
-        state.fill(strategy, "no_shard", "--use-distributed-optimizer is not set")
+        values.fill(strategy, "no_shard", "--use-distributed-optimizer is not set")
 
 
-def _derive_run(state: _State) -> None:
-    replicas, micro = state["data_parallel_size"], state["micro_batch_size"]
+def _derive_run(values: _DerivedValues) -> None:
+    replicas, micro = values["data_parallel_size"], values["micro_batch_size"]
     if replicas and micro > 0:
-        state.fill("global_batch_size", micro * replicas, "micro batch x data parallel")
-    state.fill("lr_decay_iters", state["train_iters"], "--train-iters")
-    state.fill("lr_decay_samples", state["train_samples"], "--train-samples")
+        values.fill("global_batch_size", micro * replicas, "micro batch x data parallel")
+    values.fill("lr_decay_iters", values["train_iters"], "--train-iters")
+    values.fill("lr_decay_samples", values["train_samples"], "--train-samples")
 
 
-def _derive_files(state: _State) -> None:
-    if state["tokenizer_model"] is not None:
-        state.fill("tokenizer_type", "HuggingFaceTokenizer", "--tokenizer-model is set")
-    elif state["vocab_file"] is not None and state["merge_file"] is not None:
-        state.fill("tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file are set")
-    elif state["mock_data"]:
-        state.fill("tokenizer_type", "NullTokenizer", "mock data has no text")
-    if state["mock_data"] and state["tokenizer_type"] == "NullTokenizer":
-        state.fill("vocab_size", MOCK_VOCAB_SIZE, "mock data without a tokenizer")
-    first = state["data_path"] or state["train_data_path"]
+def _derive_files(values: _DerivedValues) -> None:
+    if values["tokenizer_model"] is not None:
+        values.fill("tokenizer_type", "HuggingFaceTokenizer", "--tokenizer-model is set")
+    elif values["vocab_file"] is not None and values["merge_file"] is not None:
+        values.fill("tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file are set")
+    elif values["mock_data"]:
+        values.fill("tokenizer_type", "NullTokenizer", "mock data has no text")
+    if values["mock_data"] and values["tokenizer_type"] == "NullTokenizer":
+        values.fill("vocab_size", MOCK_VOCAB_SIZE, "mock data without a tokenizer")
+    first = values["data_path"] or values["train_data_path"]
     if first:
         try:
             prefix = parse_blend(first)[0].prefix
         except BlendError:
             prefix = None
         if prefix is not None:
-            state.fill("data_cache_path", str(Path(prefix).parent / "cache"), "beside the first dataset")
-    state.fill("log_dir", state["save"], "the --save folder")
+            values.fill("data_cache_path", str(Path(prefix).parent / "cache"), "beside the first dataset")
+    values.fill("log_dir", values["save"], "the --save folder")

@@ -13,26 +13,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.checkpoint_settings import ReadCheckpoint, take_stored
-from petatron.config.checks.check_all import check
+from petatron.config.checkpoint_settings import ReadCheckpointSettings, apply_checkpoint_settings
+from petatron.config.checks.check_all import check_config
 from petatron.config.checks.model import ROTARY_TYPES
-from petatron.config.checks.unused_flags import idle_notices
-from petatron.config.derived_defaults import derive
+from petatron.config.checks.unused_flags import unused_flag_notices
+from petatron.config.derived_defaults import derive_defaults
 from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
 from petatron.config.flags.parse import ParsedFlags, parse_flags
 from petatron.config.presets import read_preset
-from petatron.config.schema.fields import all_fields, assemble
+from petatron.config.schema.fields import all_fields, unflatten_config
 from petatron.config.schema.run import RunConfig
-from petatron.config.value_origins import Origin, Setting
-from petatron.config.yaml_file import Document, read_file
+from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedConfig:
     """A config with derived values filled in, the origin of every value by path, and remarks for the user."""
 
     config: RunConfig
-    origins: dict[str, Origin]
+    origins: dict[str, ValueOrigin]
     notices: tuple[str, ...] = ()
 
 
@@ -43,8 +43,8 @@ def load_config(
     files: Sequence[str | Path] = (),
     world_size: int | None = None,
     require_training: bool = True,
-    read_checkpoint: ReadCheckpoint | None = None,
-) -> Loaded:
+    read_checkpoint: ReadCheckpointSettings | None = None,
+) -> LoadedConfig:
     """A valid config, or `ConfigError` with every problem.
 
     `argv` may itself hold `--preset NAME` and `--config FILE`. `world_size` is the launcher's number of ranks.
@@ -74,62 +74,67 @@ def resolve_config(
     files: Sequence[str | Path] = (),
     world_size: int | None = None,
     require_training: bool = True,
-    read_checkpoint: ReadCheckpoint | None = None,
-) -> tuple[Loaded, list[Problem]]:
+    read_checkpoint: ReadCheckpointSettings | None = None,
+) -> tuple[LoadedConfig, list[Problem]]:
     """Like `load_config`, but the problems are returned beside what could be understood."""
     flags = parse_flags(argv)
     name = flags.preset or preset
     documents = [read_preset(name)] if name else []
-    documents += [read_file(path) for path in [*files, *flags.files]]
+    documents += [read_yaml_file(path) for path in [*files, *flags.files]]
     problems = [problem for source in (*documents, flags) for problem in source.problems]
-    suspects = {flag for source in (*documents, flags) for flag in source.suspects}
+    suspects = {flag for source in (*documents, flags) for flag in source.doubtful_flags}
 
     values = {info.path: info.default for info in all_fields()}
-    origins = {info.path: Origin("default") for info in all_fields()}
-    for setting in _in_order(documents, flags):
+    origins = {info.path: ValueOrigin("default") for info in all_fields()}
+    for setting in _settings_in_order(documents, flags):
         values[setting.path], origins[setting.path] = setting.value, setting.origin
-    stored = take_stored(assemble(values), values, origins, read_checkpoint)
+    stored = apply_checkpoint_settings(unflatten_config(values), values, origins, read_checkpoint)
     values |= stored.values
     origins |= dict.fromkeys(stored.values, stored.origin)
     if stored.problems:  # nobody knows what it would have said, so every value is in doubt
         problems += stored.problems
         suspects |= {info.flag for info in all_fields()}
-    given = {path for path, origin in origins.items() if origin.chosen}
-    raw = assemble(values)
+    given = {path for path, origin in origins.items() if origin.is_explicit}
+    raw = unflatten_config(values)
     problems += _source_problems(raw, flags, world_size)
     if "--fp8-format" not in suspects:
         problems += _recipe_without_format(raw, origins)
-    config, derived = derive(raw, given=given, world_size=world_size)
+    config, derived = derive_defaults(raw, chosen_paths=given, world_size=world_size)
     origins |= derived
     problems += [
-        problem for problem in check(config, require_training=require_training) if problem.where not in suspects
+        problem for problem in check_config(config, require_training=require_training) if problem.where not in suspects
     ]
-    notices = (*flags.notices, *stored.notices, *_switched_on(origins), *idle_notices(config, origins))
-    return Loaded(config, origins, notices), problems
+    notices = (
+        *flags.notices,
+        *stored.notices,
+        *_derived_switch_notices(origins),
+        *unused_flag_notices(config, origins),
+    )
+    return LoadedConfig(config, origins, notices), problems
 
 
-def _switched_on(origins: dict[str, Origin]) -> list[str]:
+def _derived_switch_notices(origins: dict[str, ValueOrigin]) -> list[str]:
     """Switches nobody set that are on all the same: someone who compares with another system wants to know."""
     origin = origins["parallel.sequence_parallel"]
     return [f"--sequence-parallel is on: {origin.detail}"] if origin.kind == "derived" else []
 
 
-def with_vocab_size(loaded: Loaded, vocab_size: int, why: str) -> Loaded:
+def with_vocab_size(loaded: LoadedConfig, vocab_size: int, why: str) -> LoadedConfig:
     """The same config now that the tokenizer is open; a larger vocabulary that someone chose is kept."""
     path = "model.vocab_size"
     chosen = loaded.config.model.vocab_size
-    if chosen is not None and loaded.origins[path].chosen:
+    if chosen is not None and loaded.origins[path].is_explicit:
         if chosen < vocab_size:
             rule = f"is smaller than the {vocab_size} ids of {why}"
             raise ConfigError([Problem("--vocab-size", str(chosen), rule, f"Use {vocab_size} or more.")])
         return loaded
     model = replace(loaded.config.model, vocab_size=vocab_size)
-    origins = loaded.origins | {path: Origin("derived", why)}
+    origins = loaded.origins | {path: ValueOrigin("derived", why)}
     return replace(loaded, config=replace(loaded.config, model=model), origins=origins)
 
 
-def _in_order(documents: Sequence[Document], flags: ParsedFlags) -> list[Setting]:
-    return [setting for source in (*documents, flags) for setting in source.settings]
+def _settings_in_order(files: Sequence[ParsedYaml], flags: ParsedFlags) -> list[Setting]:
+    return [setting for source in (*files, flags) for setting in source.settings]
 
 
 def _source_problems(config: RunConfig, flags: ParsedFlags, world_size: int | None) -> list[Problem]:
@@ -149,7 +154,7 @@ def _source_problems(config: RunConfig, flags: ParsedFlags, world_size: int | No
     return problems
 
 
-def _recipe_without_format(config: RunConfig, origins: Mapping[str, Origin]) -> list[Problem]:
+def _recipe_without_format(config: RunConfig, origins: Mapping[str, ValueOrigin]) -> list[Problem]:
     """Who names a recipe wants FP8, unless `fp8_format: none` is said in the same place, or on the command line."""
     asked, switch = (origins[f"precision.{name}"].kind for name in ("fp8_recipe", "fp8_format"))
     if config.precision.fp8_format is not None or asked not in ("flag", "file") or switch in (asked, "flag"):

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.untrusted_files import read_bytes
+from petatron.base.untrusted_files import read_limited_bytes
 from petatron.config.schema.parallel import ParallelConfig
-from petatron.config.yaml_depth_limit import shallow_loader
-from petatron.config.yaml_file import MOST_BYTES
+from petatron.config.yaml_depth_limit import depth_limited_loader
+from petatron.config.yaml_file import MAX_YAML_BYTES
 
 # A group as Megatron names it -> the axes here whose communicators do that work.
-GROUPS: Mapping[str, tuple[str, ...]] = {
+AXES_BY_GROUP: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
     "hcp": ("cp",),
@@ -34,7 +34,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 _PATH = "--nccl-communicator-config-path"
 _COUNTS = ("cga_cluster_size", "min_ctas", "max_ctas")
 _KEYS = ("is_high_priority_stream", *_COUNTS, "net_name")
-_MOST = {"cga_cluster_size": 8, "min_ctas": 64, "max_ctas": 64}
+_MAX_COUNTS = {"cga_cluster_size": 8, "min_ctas": 64, "max_ctas": 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class CommunicatorOptions:
 
     by_axis: Mapping[str, CommunicatorSettings] = field(default_factory=dict)
 
-    def of(self, axis: str) -> CommunicatorSettings:
+    def for_axis(self, axis: str) -> CommunicatorSettings:
         """Those of an axis; a part of one (`cp/2`, `cp%2`) has its settings."""
         whole = axis.partition("/")[0].partition("%")[0]
         return self.by_axis.get(whole, CommunicatorSettings())
@@ -63,17 +63,17 @@ class CommunicatorOptions:
 def communicator_options(config: ParallelConfig) -> CommunicatorOptions:
     """The settings of a run; ConfigError with all that is wrong with them.
 
-    >>> communicator_options(ParallelConfig(high_priority_stream_groups=("tp",))).of("tp").is_high_priority_stream
+    >>> communicator_options(ParallelConfig(high_priority_stream_groups=("tp",))).for_axis("tp").is_high_priority_stream
     True
     """
     problems = list(communicator_problems(config))
     if problems:
         raise ConfigError(problems)
     by_axis: dict[str, CommunicatorSettings] = {}
-    for group, values in _read(config.nccl_communicator_config_path).items():
-        by_axis |= {axis: CommunicatorSettings(**values) for axis in GROUPS[group]}
+    for group, values in _read_file(config.nccl_communicator_config_path).items():
+        by_axis |= {axis: CommunicatorSettings(**values) for axis in AXES_BY_GROUP[group]}
     for group in config.high_priority_stream_groups:
-        for axis in GROUPS[group]:
+        for axis in AXES_BY_GROUP[group]:
             by_axis[axis] = replace(by_axis.get(axis, CommunicatorSettings()), is_high_priority_stream=True)
     return CommunicatorOptions(by_axis)
 
@@ -82,15 +82,15 @@ def communicator_problems(config: ParallelConfig) -> Iterator[Problem]:
     """Everything wrong with both settings."""
     import yaml
 
-    known = f"The groups are {', '.join(GROUPS)}."
+    known = f"The groups are {', '.join(AXES_BY_GROUP)}."
     for group in config.high_priority_stream_groups:
-        if group not in GROUPS:
+        if group not in AXES_BY_GROUP:
             yield Problem("--high-priority-stream-groups", group, "names no group of communicators", known)
     path = config.nccl_communicator_config_path
     if path is None:
         return
     try:
-        groups = _read(path)
+        groups = _read_file(path)
     except OSError as error:
         yield Problem(_PATH, path, f"cannot be read: {error.strerror or error}", "Give the path of a YAML file.")
         return
@@ -113,35 +113,37 @@ def communicator_problems(config: ParallelConfig) -> Iterator[Problem]:
         yield Problem(_PATH, path, said, "Write for example `dp: {max_ctas: 16}`.")
         return
     for group, values in groups.items():
-        if group not in GROUPS:
+        if group not in AXES_BY_GROUP:
             yield Problem(_PATH, path, f"has settings of {group!r}, which is no group of communicators", known)
         for key, value in values.items():
-            yield from _value(path, f"{group}.{key}", key, value)
+            yield from _value_problems(path, f"{group}.{key}", key, value)
 
 
-def _value(path: str, where: str, key: str, value: Any) -> Iterator[Problem]:
+def _value_problems(path: str, where: str, key: str, value: Any) -> Iterator[Problem]:
     if key not in _KEYS:
         yield Problem(_PATH, path, f"has a setting {where}", f"The settings are {', '.join(_KEYS)}.")
     elif key == "is_high_priority_stream" and not isinstance(value, bool):
         yield Problem(_PATH, path, f"says {where}: {value}", "Write true or false.")
-    elif key in _COUNTS and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST[key]):
-        yield Problem(_PATH, path, f"says {where}: {value}", f"Write a number from 1 to {_MOST[key]}.")
+    elif key in _COUNTS and (
+        isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_COUNTS[key]
+    ):
+        yield Problem(_PATH, path, f"says {where}: {value}", f"Write a number from 1 to {_MAX_COUNTS[key]}.")
     elif key == "net_name" and not isinstance(value, str):
         yield Problem(_PATH, path, f"says {where}: {value}", "Write the name of a network, such as IB or Socket.")
 
 
-def _read(path: str | None) -> Mapping[str, Mapping[str, Any]]:
+def _read_file(path: str | None) -> Mapping[str, Mapping[str, Any]]:
     if path is None:
         return {}
     import yaml
 
-    class Plain(shallow_loader()):
+    class NoAliasLoader(depth_limited_loader()):
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
                 raise ValueError("uses an alias (*name), by which a few lines can stand for gigabytes")
             return super().compose_node(parent, index)
 
-    content = Plain(read_bytes(Path(path), MOST_BYTES).decode()).get_single_data() or {}
+    content = NoAliasLoader(read_limited_bytes(Path(path), MAX_YAML_BYTES).decode()).get_single_data() or {}
     if not isinstance(content, dict) or not all(isinstance(values, dict) for values in content.values()):
         raise ValueError("is not a table of groups, each with a table of settings")
     return content

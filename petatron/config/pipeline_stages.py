@@ -10,7 +10,7 @@ and at most one applies:
 - accounting: embedding and/or loss count as one layer in an even cut;
 - a layout string, see `config/schema/pipeline_layout_string.py`.
 
-`stage_problems` says why a config cannot be cut; `stages` cuts a config that can.
+`stage_problems` says why a config cannot be cut; `pipeline_stages` cuts a config that can.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from dataclasses import dataclass
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.checks.rule_helpers import at_least, divisors, multiples_near
-from petatron.config.schema.fields import flag_of, listing
+from petatron.config.schema.fields import flag_name, join_with_or
 from petatron.config.schema.parallel import ParallelConfig
-from petatron.config.schema.pipeline_layout_string import EMBEDDING, LAYER, LOSS, LayoutError, parse_layout
+from petatron.config.schema.pipeline_layout_string import (
+    EMBEDDING,
+    LAYER,
+    LOSS,
+    PipelineLayoutError,
+    parse_pipeline_layout,
+)
 from petatron.config.schema.run import RunConfig
 
 _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
@@ -33,36 +39,36 @@ _PIPELINE = "--pipeline-model-parallel-size"
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """`layers` are numbers within the whole model."""
+class PipelineStage:
+    """`layer_indices` are numbers within the whole model."""
 
-    layers: tuple[int, ...]
-    embedding: bool
-    loss: bool
+    layer_indices: tuple[int, ...]
+    has_embedding: bool
+    has_loss: bool
 
 
-def stages(config: RunConfig) -> tuple[Stage, ...]:
+def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
     """All pp x virtual stages in model order; `ConfigError` if the layers cannot be cut as asked.
 
     >>> from petatron.config import ModelConfig
     >>> parallel = ParallelConfig(pipeline_model_parallel_size=2)
-    >>> [stage.layers for stage in stages(RunConfig(model=ModelConfig(num_layers=4), parallel=parallel))]
+    >>> [stage.layer_indices for stage in pipeline_stages(RunConfig(model=ModelConfig(num_layers=4), parallel=parallel))]
     [(0, 1), (2, 3)]
     """
     problems = list(stage_problems(config))
     if problems:
         raise ConfigError(problems)
-    counts = _counts(config)
+    counts = _layers_per_stage(config)
     starts = [sum(counts[:index]) for index in range(len(counts))]
     return tuple(
-        Stage(tuple(range(start, start + count)), embedding=index == 0, loss=index == len(counts) - 1)
+        PipelineStage(tuple(range(start, start + count)), has_embedding=index == 0, has_loss=index == len(counts) - 1)
         for index, (start, count) in enumerate(zip(starts, counts))
     )
 
 
-def largest_stage(config: RunConfig) -> int | None:
+def max_layers_per_stage(config: RunConfig) -> int | None:
     """The most layers on one stage; None while the layers cannot be cut."""
-    return max(_counts(config)) if _has_sizes(config) and not any(stage_problems(config)) else None
+    return max(_layers_per_stage(config)) if _has_sizes(config) and not any(stage_problems(config)) else None
 
 
 def stage_problems(config: RunConfig) -> Iterator[Problem]:
@@ -72,34 +78,34 @@ def stage_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if parallel.pipeline_model_parallel_layout is not None:
         yield from _layout_problems(config, parallel.pipeline_model_parallel_layout)
-    elif _uneven(parallel):
+    elif _is_uneven(parallel):
         yield from _uneven_problems(config)
     else:
         yield from _even_problems(config)
 
 
 def _has_sizes(config: RunConfig) -> bool:
-    pp, virtual = config.parallel.pipeline_model_parallel_size, _virtual(config.parallel)
+    pp, virtual = config.parallel.pipeline_model_parallel_size, _num_virtual_stages(config.parallel)
     return min(config.model.num_layers, pp, virtual) >= 1
 
 
-def _virtual(parallel: ParallelConfig) -> int:
+def _num_virtual_stages(parallel: ParallelConfig) -> int:
     """1 where derivation found no number, because then something else is reported."""
     return 1 if (virtual := getattr(parallel, _VIRTUAL)) is None else virtual
 
 
-def _uneven(parallel: ParallelConfig) -> bool:
+def _is_uneven(parallel: ParallelConfig) -> bool:
     return getattr(parallel, _FIRST) is not None or getattr(parallel, _LAST) is not None
 
 
-def _counts(config: RunConfig) -> Sequence[int]:
+def _layers_per_stage(config: RunConfig) -> Sequence[int]:
     """Layers per stage in model order, of a config without stage problems."""
     parallel, layers = config.parallel, config.model.num_layers
-    pp, virtual = parallel.pipeline_model_parallel_size, _virtual(parallel)
+    pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
     if parallel.pipeline_model_parallel_layout is not None:
-        return [stage.count(LAYER) for stage in parse_layout(parallel.pipeline_model_parallel_layout)]
-    if _uneven(parallel):
-        first, last, others = _ends(config)
+        return [stage.count(LAYER) for stage in parse_pipeline_layout(parallel.pipeline_model_parallel_layout)]
+    if _is_uneven(parallel):
+        first, last, others = _first_last_layers(config)
         middle = [(layers - (first or 0) - (last or 0)) // others // virtual] * others if others else []
         head, tail = ([] if value is None else [value // virtual] for value in (first, last))
         return [*head, *middle, *tail] * virtual
@@ -110,7 +116,7 @@ def _counts(config: RunConfig) -> Sequence[int]:
     return counts
 
 
-def _ends(config: RunConfig) -> tuple[int | None, int | None, int]:
+def _first_last_layers(config: RunConfig) -> tuple[int | None, int | None, int]:
     """Layers asked for the first and the last rank, and how many ranks share the rest."""
     first, last = getattr(config.parallel, _FIRST), getattr(config.parallel, _LAST)
     return first, last, config.parallel.pipeline_model_parallel_size - (first is not None) - (last is not None)
@@ -118,23 +124,23 @@ def _ends(config: RunConfig) -> tuple[int | None, int | None, int]:
 
 def _even_problems(config: RunConfig) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
-    pp, virtual, chunk = parallel.pipeline_model_parallel_size, _virtual(parallel), getattr(parallel, _CHUNK)
+    pp, virtual, chunk = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel), getattr(parallel, _CHUNK)
     extra = [word for word, name in zip(("embedding", "loss"), _ACCOUNT) if getattr(parallel, name)]
     units = layers + len(extra)
     if units % pp:
         counted = f" + {' + '.join(extra)} = {units}" if extra else ""
         sizes = _usable_sizes(units, virtual) or "another number of layers"
-        uneven = _LAYOUT if parallel.pipeline_schedule == "zb-v" else flag_of(_LAST)
+        uneven = _LAYOUT if parallel.pipeline_schedule == "zb-v" else flag_name(_LAST)
         fix = f"Use {sizes}, or cut unevenly, for instance with {uneven}."
         yield Problem(_PIPELINE, str(pp), f"does not divide --num-layers {layers}{counted}", fix)
         return
     share = units // pp
     if chunk is not None and chunk > 0 and share % chunk:
         rule = f"does not divide the {share} layers of a pipeline rank"
-        yield Problem(flag_of(_CHUNK), str(chunk), rule, f"Use {divisors(share)}.")
+        yield Problem(flag_name(_CHUNK), str(chunk), rule, f"Use {divisors(share)}.")
     elif chunk is not None and chunk > 0 and share // chunk != virtual:
-        rule = f"makes {share // chunk} virtual stages per rank, but {flag_of(_VIRTUAL)} is {virtual}"
-        yield Problem(flag_of(_CHUNK), str(chunk), rule, "Leave one of them out.")
+        rule = f"makes {share // chunk} virtual stages per rank, but {flag_name(_VIRTUAL)} is {virtual}"
+        yield Problem(flag_name(_CHUNK), str(chunk), rule, "Leave one of them out.")
     elif share % virtual and parallel.pipeline_schedule == "zb-v":
         noun = "layer" if share == 1 else "layers"
         rule = f"needs two stages per rank, which a pipeline rank's {share} {noun} cannot fill alike"
@@ -144,7 +150,7 @@ def _even_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--pipeline-schedule", "zb-v", rule, fix)
     elif share % virtual:
         rule = f"does not divide the {share} layers of a pipeline rank"
-        yield Problem(flag_of(_VIRTUAL), str(virtual), rule, f"Use {divisors(share)}.")
+        yield Problem(flag_name(_VIRTUAL), str(virtual), rule, f"Use {divisors(share)}.")
 
 
 def _usable_sizes(units: int, virtual: int) -> str:
@@ -152,19 +158,19 @@ def _usable_sizes(units: int, virtual: int) -> str:
     if virtual == 1:
         return divisors(units)
     sizes = [size for size in range(2, min(units, 4096) + 1) if units % (size * virtual) == 0]
-    return listing(sizes[:12]) if sizes else ""
+    return join_with_or(sizes[:12]) if sizes else ""
 
 
 def _uneven_problems(config: RunConfig) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
-    pp, virtual = parallel.pipeline_model_parallel_size, _virtual(parallel)
-    first, last, others = _ends(config)
-    where = flag_of(_FIRST if first is not None else _LAST)
+    pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
+    first, last, others = _first_last_layers(config)
+    where = flag_name(_FIRST if first is not None else _LAST)
     low = [problem for name in (_FIRST, _LAST) for problem in at_least(name, getattr(parallel, name), 1)]
     if low:
         yield from low
         return
-    rivals = [flag_of(name) for name in (_CHUNK, *_ACCOUNT) if getattr(parallel, name) not in (None, False)]
+    rivals = [flag_name(name) for name in (_CHUNK, *_ACCOUNT) if getattr(parallel, name) not in (None, False)]
     if rivals:
         yield Problem(rivals[0], "", f"cannot be combined with {where}", "Keep one way to cut the layers.")
     elif pp == 1:
@@ -176,12 +182,14 @@ def _uneven_problems(config: RunConfig) -> Iterator[Problem]:
         for name, value in ((_FIRST, first), (_LAST, last)):
             if value is not None and value % virtual:
                 rule = f"is not a multiple of the {virtual} virtual stages of a rank"
-                yield Problem(flag_of(name), str(value), rule, f"Nearest: {multiples_near(value, virtual)}.")
+                yield Problem(flag_name(name), str(value), rule, f"Nearest: {multiples_near(value, virtual)}.")
                 return
-        yield from _rest_problems(layers, virtual, first, last, others)
+        yield from _middle_rank_problems(layers, virtual, first, last, others)
 
 
-def _rest_problems(layers: int, virtual: int, first: int | None, last: int | None, others: int) -> Iterator[Problem]:
+def _middle_rank_problems(
+    layers: int, virtual: int, first: int | None, last: int | None, others: int
+) -> Iterator[Problem]:
     """What the first and last rank leave over must be the same for each rank between, and for each virtual stage."""
     name, value, fixed = (_LAST, last, first or 0) if last is not None else (_FIRST, first, 0)
     assert value is not None
@@ -193,7 +201,7 @@ def _rest_problems(layers: int, virtual: int, first: int | None, last: int | Non
     if fits(value):
         return
     usable = [size for size in range(virtual, layers + 1, virtual) if fits(size)]
-    beside = f"beside {flag_of(_FIRST)} {fixed} " if fixed else ""
+    beside = f"beside {flag_name(_FIRST)} {fixed} " if fixed else ""
     sharers = f"{others} other pipeline rank{'s' if others != 1 else ''}"
     sharers += f" x {virtual} virtual stages" if virtual > 1 else ""
     rule = f"{beside}leaves {layers - fixed - value} of --num-layers {layers}, which {sharers} cannot share evenly"
@@ -201,22 +209,22 @@ def _rest_problems(layers: int, virtual: int, first: int | None, last: int | Non
         rule = f"{beside}is more than --num-layers {layers}"
     elif others == 0:
         rule = f"{beside}does not add up to --num-layers {layers}, and there are no other pipeline ranks"
-    fix = f"Use {listing(usable[:12])}." if usable else "Change --num-layers or the pipeline size."
-    yield Problem(flag_of(name), str(value), rule, fix)
+    fix = f"Use {join_with_or(usable[:12])}." if usable else "Change --num-layers or the pipeline size."
+    yield Problem(flag_name(name), str(value), rule, fix)
 
 
 def _layout_problems(config: RunConfig, text: str) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
-    pp, virtual = parallel.pipeline_model_parallel_size, _virtual(parallel)
+    pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
     rivals = [
-        flag_of(name) for name in (_FIRST, _LAST, _CHUNK, *_ACCOUNT) if getattr(parallel, name) not in (None, False)
+        flag_name(name) for name in (_FIRST, _LAST, _CHUNK, *_ACCOUNT) if getattr(parallel, name) not in (None, False)
     ]
     if rivals:
         yield Problem(rivals[0], "", f"cannot be combined with {_LAYOUT}", "Keep one way to cut the layers.")
         return
     try:
-        cut = parse_layout(text)
-    except LayoutError as error:
+        cut = parse_pipeline_layout(text)
+    except PipelineLayoutError as error:
         yield Problem(_LAYOUT, text, str(error), "Write it like `Et|(tt|)*2tL`.")
         return
     whole = "".join(cut)
@@ -234,10 +242,10 @@ def _layout_problems(config: RunConfig, text: str) -> Iterator[Problem]:
         rule = f"has {len(cut)} stages, but pp {pp} x virtual {virtual} is {pp * virtual}"
         yield Problem(_LAYOUT, text, rule, f"Write {pp * virtual} stages, or leave out the number of virtual stages.")
     else:
-        yield from _idle_ranks(config, text, cut)
+        yield from _empty_rank_problems(config, text, cut)
 
 
-def _idle_ranks(config: RunConfig, text: str, cut: Sequence[str]) -> Iterator[Problem]:
+def _empty_rank_problems(config: RunConfig, text: str, cut: Sequence[str]) -> Iterator[Problem]:
     """A rank may have an empty stage beside others, but not nothing at all."""
     pp, folded = config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule == "zb-v"
     for rank in range(pp):

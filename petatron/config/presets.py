@@ -6,8 +6,8 @@ import functools
 from importlib import resources
 
 from petatron.base.errors import Problem
-from petatron.config.schema.fields import nearest
-from petatron.config.yaml_file import Document, read_text, unusable
+from petatron.config.schema.fields import closest_matches
+from petatron.config.yaml_file import ParsedYaml, read_yaml_text, unreadable_source
 
 _PACKAGE, _SUFFIX = "petatron.config", ".yaml"
 
@@ -30,13 +30,13 @@ def preset_summary(name: str) -> str:
     return preset_text(name).splitlines()[0].lstrip("# ")
 
 
-def read_preset(name: str) -> Document:
+def read_preset(name: str) -> ParsedYaml:
     """The preset's settings, or the problem that there is none of that name."""
     if name in preset_names():
-        return read_text(preset_text(name), source=name, kind="preset")
-    close = nearest(name, preset_names(), count=3)
+        return read_yaml_text(preset_text(name), source=name, kind="preset")
+    close = closest_matches(name, preset_names(), count=3)
     fix = f"Did you mean {' or '.join(close)}?" if close else "`petatron config presets` lists them."
-    return unusable(Problem("--preset", name, "is not a known preset", fix))
+    return unreadable_source(Problem("--preset", name, "is not a known preset", fix))
 
 
 def _order(name: str) -> tuple[str, float, str]:

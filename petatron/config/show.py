@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from petatron.base.terminal_escape import printable
-from petatron.config.load import Loaded
-from petatron.config.schema.fields import FieldInfo, Value, all_fields, flatten, sections
+from petatron.config.load import LoadedConfig
+from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, flatten_config, sections
 from petatron.config.schema.run import RunConfig
 
 _WIDEST_VALUE = 40
 
 
-def show(loaded: Loaded, *, changed_only: bool = False) -> str:
+def format_config(loaded: LoadedConfig, *, changed_only: bool = False) -> str:
     """Every value with its origin, by section; `changed_only` leaves out plain defaults."""
-    values = flatten(loaded.config)
+    values = flatten_config(loaded.config)
     rows: list[tuple[FieldInfo, str, str]] = []
     for info in all_fields():
         origin = loaded.origins[info.path]
@@ -30,9 +30,9 @@ def show(loaded: Loaded, *, changed_only: bool = False) -> str:
     return "\n".join(lines).rstrip("\n")
 
 
-def diff(before: RunConfig, after: RunConfig) -> str:
+def format_config_diff(before: RunConfig, after: RunConfig) -> str:
     """One line per field that differs; empty when none does."""
-    old, new = flatten(before), flatten(after)
+    old, new = flatten_config(before), flatten_config(after)
     paths = [info.path for info in all_fields() if old[info.path] != new[info.path]]
     path_width = _width(paths)
     old_width = min(_WIDEST_VALUE, _width(format_value(old[path]) for path in paths))
@@ -41,7 +41,7 @@ def diff(before: RunConfig, after: RunConfig) -> str:
     )
 
 
-def format_value(value: Value) -> str:
+def format_value(value: FieldValue) -> str:
     """A value as a person would type it; an unset one as `unset`, an empty list as `-`."""
     if value is None:
         return "unset"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from petatron.config.schema.fields import Value
+from petatron.config.schema.fields import FieldValue
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ValueOrigin:
     """`detail` is the preset's name, `file:line`, the flag as typed, the checkpoint's folder, or the reason of a derived value."""
 
     kind: Literal["default", "preset", "file", "flag", "checkpoint", "derived"]
@@ -22,7 +22,7 @@ class Origin:
         return f"{self.kind}{separator}{self.detail}" if self.detail else self.kind
 
     @property
-    def chosen(self) -> bool:
+    def is_explicit(self) -> bool:
         """Whether someone asked for this value, rather than a default or a rule."""
         return self.kind in ("preset", "file", "flag", "checkpoint")
 
@@ -32,5 +32,5 @@ class Setting:
     """One field set by one source."""
 
     path: str
-    value: Value
-    origin: Origin
+    value: FieldValue
+    origin: ValueOrigin

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-DEEPEST = 20
+MAX_DEPTH = 20
 """Brackets in brackets; a config has two."""
 
 
-def shallow_loader() -> Any:
+def depth_limited_loader() -> Any:
     """PyYAML's safe loader (a class), which refuses brackets that are nested deeper. `yaml` is slow to import, so it is imported here.
 
     >>> import yaml
-    >>> yaml.load("[" * 3 + "]" * 3, shallow_loader())
+    >>> yaml.load("[" * 3 + "]" * 3, depth_limited_loader())
     [[[]]]
-    >>> yaml.load("[" * 30 + "]" * 30, shallow_loader())  # doctest: +ELLIPSIS
+    >>> yaml.load("[" * 30 + "]" * 30, depth_limited_loader())  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     yaml.error.MarkedYAMLError: it is nested too deeply
     ...
@@ -23,7 +23,7 @@ def shallow_loader() -> Any:
 
     class ShallowLoader(yaml.SafeLoader):
         def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-            if self.flow_level >= DEEPEST:
+            if self.flow_level >= MAX_DEPTH:
                 raise yaml.MarkedYAMLError(problem="it is nested too deeply", problem_mark=self.get_mark())
             super().fetch_flow_collection_start(TokenClass)
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.data.sample_dataset import SampleDataset
-from petatron.data.sample_index import frozen_random
+from petatron.data.sample_index import legacy_random_state
 from petatron.kernels.attention.documents import Documents
 from petatron.models.batch import Batch
 
@@ -45,7 +45,7 @@ class LoaderOptions:
     pin_memory: bool = False
 
     @property
-    def knows_documents(self) -> bool:
+    def needs_documents(self) -> bool:
         return self.reset_position_ids or self.reset_attention_mask
 
 
@@ -58,7 +58,7 @@ class BatchLoader:
     """
 
     def __init__(self, dataset: SampleDataset, options: LoaderOptions, *, dp_rank: int = 0, dp_size: int = 1) -> None:
-        if (options.eod_mask_loss or options.knows_documents) and options.eod is None:
+        if (options.eod_mask_loss or options.needs_documents) and options.eod is None:
             raise DataError(
                 "--eod-mask-loss, --reset-position-ids and --reset-attention-mask look for the end-of-document token, but "
                 "the tokenizer has none. Leave them out, or use a tokenizer that names an end-of-text token."
@@ -68,36 +68,36 @@ class BatchLoader:
         self._pool = ThreadPoolExecutor(options.num_workers, "petatron-loader") if options.num_workers else None
         # Two epochs are in use at once where one ends inside a batch.
         self._permutation = lru_cache(maxsize=2)(partial(epoch_permutation, options.seed))
-        self._ahead: OrderedDict[tuple[int, int], Future[list[Batch]]] = OrderedDict()
+        self._prefetched: OrderedDict[tuple[int, int], Future[list[Batch]]] = OrderedDict()
 
-    def next_step(self, global_batch_size: int, consumed: int) -> list[Batch]:
+    def next_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]:
         """This rank's micro-batches of the step that takes samples consumed .. consumed + global_batch_size.
 
         An empty list when a `single` dataset has fewer samples left than that: the short batch is dropped.
         """
-        self._check(global_batch_size)
+        self._check_batch_size(global_batch_size)
         if self._pool is None:
-            return self._read(global_batch_size, consumed)
-        future = self._ahead.pop((global_batch_size, consumed), None)
+            return self._read_step(global_batch_size, consumed_samples)
+        future = self._prefetched.pop((global_batch_size, consumed_samples), None)
         if future is None:
-            self._drop_ahead()
-            future = self._pool.submit(self._read, global_batch_size, consumed)
+            self._cancel_prefetch()
+            future = self._pool.submit(self._read_step, global_batch_size, consumed_samples)
         for step in range(1, self.options.num_workers + 1):
-            key = (global_batch_size, consumed + step * global_batch_size)
-            if key not in self._ahead:
-                self._ahead[key] = self._pool.submit(self._read, *key)
+            key = (global_batch_size, consumed_samples + step * global_batch_size)
+            if key not in self._prefetched:
+                self._prefetched[key] = self._pool.submit(self._read_step, *key)
         return future.result()
 
-    def sample_ids(self, global_batch_size: int, consumed: int) -> NDArray[np.int64]:
+    def sample_ids(self, global_batch_size: int, consumed_samples: int) -> NDArray[np.int64]:
         """Global sample numbers of this rank's step: [micro-batches, micro_batch_size]."""
         micro = self.options.micro_batch_size
         count = global_batch_size // (micro * self.dp_size)
-        first = consumed + (np.arange(count) * self.dp_size + self.dp_rank) * micro
+        first = consumed_samples + (np.arange(count) * self.dp_size + self.dp_rank) * micro
         return first[:, None] + np.arange(micro)
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._drop_ahead()
+        self._cancel_prefetch()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -107,23 +107,23 @@ class BatchLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _drop_ahead(self) -> None:
-        for future in self._ahead.values():
+    def _cancel_prefetch(self) -> None:
+        for future in self._prefetched.values():
             future.cancel()
-        self._ahead.clear()
+        self._prefetched.clear()
 
-    def _check(self, global_batch_size: int) -> None:
+    def _check_batch_size(self, global_batch_size: int) -> None:
         micro, size = self.options.micro_batch_size, self.dp_size
         if global_batch_size < 1 or global_batch_size % (micro * size):
             rule = f"is not a multiple of micro-batch {micro} x data-parallel {size} = {micro * size}"
             fix = f"Use {max(1, global_batch_size // (micro * size)) * micro * size}, or another micro-batch size."
             raise ConfigError([Problem("--global-batch-size", str(global_batch_size), rule, fix)])
 
-    def _read(self, global_batch_size: int, consumed: int) -> list[Batch]:
+    def _read_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]:
         total = len(self.dataset)
-        if self.options.dataloader_type == "single" and consumed + global_batch_size > total:
+        if self.options.dataloader_type == "single" and consumed_samples + global_batch_size > total:
             return []
-        numbers = self.sample_ids(global_batch_size, consumed)
+        numbers = self.sample_ids(global_batch_size, consumed_samples)
         if self.options.dataloader_type == "cyclic":
             numbers = self._shuffled(numbers, total)
         return [make_batch(np.stack([self.dataset[int(number)] for number in row]), self.options) for row in numbers]
@@ -140,7 +140,7 @@ class BatchLoader:
 def epoch_permutation(seed: int, epoch: int, total: int) -> NDArray[np.integer]:
     """Order of `total` samples in one epoch of the cyclic loader."""
     order = np.arange(total, dtype=np.int32 if total <= np.iinfo(np.int32).max else np.int64)
-    frozen_random(seed, epoch).shuffle(order)
+    legacy_random_state(seed, epoch).shuffle(order)
     return order
 
 
@@ -150,7 +150,7 @@ def make_batch(samples: NDArray[np.int64], options: LoaderOptions) -> Batch:
     mask = np.ones(tokens.shape, np.float32)
     if options.eod_mask_loss:
         mask[tokens == options.eod] = 0.0
-    starts = _document_starts(tokens == options.eod) if options.knows_documents else None
+    starts = _document_starts(tokens == options.eod) if options.needs_documents else None
     positions = None if starts is None or not options.reset_position_ids else np.arange(starts.shape[1]) - starts
 
     def tensor(array: NDArray) -> torch.Tensor:

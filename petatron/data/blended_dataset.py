@@ -30,15 +30,15 @@ MAX_DATASETS = 32766
 LANE_ELEMENTS = 1 << 15
 MIN_LANE_STEPS = 512
 
-Blend = tuple[tuple[float, ...] | None, tuple[str, ...]]
+WeightedPrefixes = tuple[tuple[float, ...] | None, tuple[str, ...]]
 
 
-def parse_blend(words: Sequence[str], *, flag: str = "--data-path") -> Blend:
+def parse_weighted_prefixes(words: Sequence[str], *, flag: str = "--data-path") -> WeightedPrefixes:
     """Weights (None when not given) and prefixes; datasets of weight 0 are left out.
 
-    >>> parse_blend(("0.3", "web", "0.7", "code"))
+    >>> parse_weighted_prefixes(("0.3", "web", "0.7", "code"))
     ((0.3, 0.7), ('web', 'code'))
-    >>> parse_blend(("web", "code"))
+    >>> parse_weighted_prefixes(("web", "code"))
     (None, ('web', 'code'))
     """
     try:
@@ -135,7 +135,7 @@ class BlendedDataset:
         return self.datasets[int(self._dataset[index])][int(self._sample[index])]
 
 
-def _choose(share: NDArray, cap: NDArray, step: NDArray, counts: NDArray) -> NDArray:
+def _furthest_behind(share: NDArray, cap: NDArray, step: NDArray, counts: NDArray) -> NDArray:
     """The dataset furthest behind, for each lane at its own step; rows of `counts` are lanes."""
     deficit = share * np.maximum(step, 1.0)[:, None] - counts
     deficit[counts >= cap] = -np.inf
@@ -154,11 +154,13 @@ def _warm_up(share: NDArray, cap: NDArray, starts: NDArray) -> NDArray:
     lanes = np.arange(len(starts))
     for back in range(int(missing.max()) if len(missing) else 0, 0, -1):
         active = lanes[missing >= back]
-        counts[active, _choose(share, cap, early[active].astype(np.float64), counts[active])] += 1
+        counts[active, _furthest_behind(share, cap, early[active].astype(np.float64), counts[active])] += 1
     for forward in range(warm):
         active = lanes[early + forward < starts]
         if len(active):
-            counts[active, _choose(share, cap, (early[active] + forward).astype(np.float64), counts[active])] += 1
+            counts[
+                active, _furthest_behind(share, cap, (early[active] + forward).astype(np.float64), counts[active])
+            ] += 1
     return counts
 
 
@@ -173,7 +175,7 @@ def _run(
         here = starts + step
         # Lane lengths differ by at most one, so only the last step has lanes that are done.
         active = lanes if step < int((stops - starts).min()) else lanes[here < stops]
-        chosen = _choose(
+        chosen = _furthest_behind(
             share, cap, here[active].astype(np.float64), counts[active] if len(active) < len(lanes) else counts
         )
         dataset[here[active]] = chosen

@@ -10,27 +10,27 @@ import numpy as np
 
 from petatron.base.errors import DataError
 from petatron.base.log import get_logger
-from petatron.base.untrusted_files import reading
+from petatron.base.untrusted_files import reading_untrusted
 from petatron.config.schema.data_blend import read_blend_file
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig
-from petatron.data.blended_dataset import Blend, BlendedDataset, load_blend, parse_blend
+from petatron.data.blended_dataset import BlendedDataset, WeightedPrefixes, load_blend, parse_weighted_prefixes
 from petatron.data.gpt_dataset import GPTDataset, split_documents
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.mock_dataset import MockDataset
-from petatron.data.refusal import refused
+from petatron.data.refusal import data_file_error
 from petatron.data.sample_dataset import SampleDataset
 from petatron.data.sample_index import plan_epochs
 from petatron.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
 # Token ids are checked on this many stretches of this many tokens, spread over each file.
-CHECKED_STRETCHES = 64
+CHECKED_SEQUENCES = 64
 CHECKED_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Datasets:
+class SplitDatasets:
     """One dataset per split; None where no samples were asked for."""
 
     train: SampleDataset | None
@@ -39,7 +39,7 @@ class Datasets:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _SplitSource:
     """Documents of one file that belong to one split, and their share of the blend."""
 
     indexed: IndexedDataset
@@ -47,7 +47,7 @@ class _Source:
     weight: float | None
 
 
-def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]) -> Datasets:
+def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]) -> SplitDatasets:
     """Datasets that supply the given numbers of training, validation and test samples.
 
     Every rank may call this; on a shared file system let one rank call it first, so that the others find its cache.
@@ -57,15 +57,19 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
     )
     if config.data.mock_data:
         eod = tokenizer.eod if tokenizer is not None else None
-        return Datasets(*(_mock(config, split, count, vocab_size, eod) for split, count in enumerate(num_samples)))
+        return SplitDatasets(
+            *(_mock_dataset(config, split, count, vocab_size, eod) for split, count in enumerate(num_samples))
+        )
     blends = _blends(config.data, num_samples)
     files = _open_all(blends, vocab_size)
-    sources = _sources(config, blends, files, num_samples)
-    built = [_build(config, split, found, count) for split, found, count in zip(SPLITS, sources, num_samples)]
-    return Datasets(*built)
+    sources = _split_sources(config, blends, files, num_samples)
+    built = [_build_split(config, split, found, count) for split, found, count in zip(SPLITS, sources, num_samples)]
+    return SplitDatasets(*built)
 
 
-def _mock(config: RunConfig, split: int, count: int, vocab_size: int | None, eod: int | None) -> MockDataset | None:
+def _mock_dataset(
+    config: RunConfig, split: int, count: int, vocab_size: int | None, eod: int | None
+) -> MockDataset | None:
     if count == 0:
         return None
     if vocab_size is None:
@@ -74,11 +78,13 @@ def _mock(config: RunConfig, split: int, count: int, vocab_size: int | None, eod
     return MockDataset(config.model.seq_length, vocab_size, count, seed=config.train.seed + split, eod=eod)
 
 
-def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[Blend | None]:
+def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[WeightedPrefixes | None]:
     """What each split is made of; None for a split that is not needed."""
     shared = data.data_path
     if data.data_args_path is not None:
-        with reading(Path(data.data_args_path), lambda path, why: refused(f"--data-args-path {path}", why)):
+        with reading_untrusted(
+            Path(data.data_args_path), lambda path, why: data_file_error(f"--data-args-path {path}", why)
+        ):
             shared = tuple(read_blend_file(data.data_args_path))
     per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if shared and any(per_split):
@@ -97,10 +103,10 @@ def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[Blend |
     if data.data_args_path is not None:
         flags = [f"--data-args-path {data.data_args_path}"] * 3
     wanted = zip(flags, chosen, num_samples)
-    return [parse_blend(paths, flag=flag) if count else None for flag, paths, count in wanted]
+    return [parse_weighted_prefixes(paths, flag=flag) if count else None for flag, paths, count in wanted]
 
 
-def _open_all(blends: Sequence[Blend | None], vocab_size: int | None) -> dict[str, IndexedDataset]:
+def _open_all(blends: Sequence[WeightedPrefixes | None], vocab_size: int | None) -> dict[str, IndexedDataset]:
     """Open each file once, and report all that are missing, damaged or made for another vocabulary together."""
     files: dict[str, IndexedDataset] = {}
     problems: dict[str, str] = {}
@@ -111,16 +117,16 @@ def _open_all(blends: Sequence[Blend | None], vocab_size: int | None) -> dict[st
             try:
                 files[prefix] = IndexedDataset(prefix)
                 if vocab_size is not None:
-                    _check_vocabulary(files[prefix], vocab_size)
+                    _check_token_ids(files[prefix], vocab_size)
             except DataError as error:
                 problems[prefix] = str(error)
     _raise_all(list(problems.values()))
     return files
 
 
-def _check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
+def _check_token_ids(indexed: IndexedDataset, vocab_size: int) -> None:
     """A model fails far from the cause, or not at all, on an id it has no embedding for."""
-    chosen = np.unique(np.linspace(0, indexed.num_sequences - 1, CHECKED_STRETCHES).astype(np.int64))
+    chosen = np.unique(np.linspace(0, indexed.num_sequences - 1, CHECKED_SEQUENCES).astype(np.int64))
     for sequence in chosen:
         tokens = indexed.get(int(sequence), 0, min(CHECKED_TOKENS, int(indexed.lengths[sequence])))
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
@@ -130,12 +136,12 @@ def _check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
             )
 
 
-def _sources(
+def _split_sources(
     config: RunConfig,
-    blends: Sequence[Blend | None],
+    blends: Sequence[WeightedPrefixes | None],
     files: dict[str, IndexedDataset],
     num_samples: tuple[int, int, int],
-) -> list[list[_Source]]:
+) -> list[list[_SplitSource]]:
     """Documents of each file for each split; with a blend of its own a split takes all documents.
 
     Training needs every source it names, and so does validation when --eval-interval asks for it. The default split of a
@@ -145,16 +151,16 @@ def _sources(
     whole = bool(data.train_data_path or data.valid_data_path or data.test_data_path)
     needed = {"train", "valid"} if config.train.eval_interval else {"train"}
     problems: list[str] = []
-    result: list[list[_Source]] = []
+    result: list[list[_SplitSource]] = []
     for number, (split, blend) in enumerate(zip(SPLITS, blends)):
         weights, prefixes = blend or (None, ())
-        sources: list[_Source] = []
+        sources: list[_SplitSource] = []
         for place, prefix in enumerate(prefixes):
             indexed = files[prefix]
             every = range(indexed.num_documents)
             documents = every if whole else split_documents(data.split, indexed.num_documents)[number]
             if indexed.document_lengths[documents.start : documents.stop].sum(dtype=np.int64):
-                sources.append(_Source(indexed, documents, weights[place] if weights else None))
+                sources.append(_SplitSource(indexed, documents, weights[place] if weights else None))
                 continue
             text = (
                 f"{prefix}: the {split} split is empty: --split {data.split} gives it {len(documents)} of "
@@ -172,7 +178,7 @@ def _sources(
     return result
 
 
-def _build(config: RunConfig, split: str, sources: list[_Source], count: int) -> SampleDataset | None:
+def _build_split(config: RunConfig, split: str, sources: list[_SplitSource], count: int) -> SampleDataset | None:
     if not sources:
         return None
     seq_length = config.model.seq_length
@@ -225,7 +231,7 @@ def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
     return None
 
 
-def _log_summary(split: str, sources: list[_Source], built: list[GPTDataset], needed: list[int]) -> None:
+def _log_summary(split: str, sources: list[_SplitSource], built: list[GPTDataset], needed: list[int]) -> None:
     log = get_logger(__name__)
     log.info("%-6s %12s %16s %12s %8s  %s", split, "documents", "tokens", "samples", "epochs", "dataset")
     for source, dataset, take in zip(sources, built, needed):

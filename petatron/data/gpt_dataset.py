@@ -11,7 +11,7 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.schema.data_blend import BlendError, parse_split
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.sample_index import build_sample_index, plan_epochs
+from petatron.data.sample_index import build_sample_indices, plan_epochs
 
 
 class GPTDataset:
@@ -51,26 +51,30 @@ class GPTDataset:
         }
 
         def build() -> Arrays:
-            index = build_sample_index(np.arange(documents.start, documents.stop), lengths, self.plan, seed)
-            return {"documents": index.documents, "starts": index.starts, "order": index.order}
+            index = build_sample_indices(np.arange(documents.start, documents.stop), lengths, self.plan, seed)
+            return {"documents": index.document_index, "starts": index.sample_index, "order": index.shuffle_index}
 
         self.fingerprint = fingerprint(key)
         arrays = load_or_build(cache_dir, key, ("documents", "starts", "order"), build=build)
-        self._stream, self._starts, self._order = arrays["documents"], arrays["starts"], arrays["order"]
+        self._document_index, self._sample_index, self._shuffle_index = (
+            arrays["documents"],
+            arrays["starts"],
+            arrays["order"],
+        )
 
     def __len__(self) -> int:
         return self.plan.num_samples
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Sample `index` as seq_length + 1 token ids."""
-        sample = int(self._order[index])
-        (first, start), (last, end) = self._starts[sample : sample + 2].tolist()
+        sample = int(self._shuffle_index[index])
+        (first, start), (last, end) = self._sample_index[sample : sample + 2].tolist()
         read = self.indexed.get_document
         if first == last:
-            return read(int(self._stream[first]), start, end - start + 1).astype(np.int64)
-        parts = [read(int(self._stream[first]), start)]
-        parts += [read(document) for document in self._stream[first + 1 : last].tolist()]
-        parts.append(read(int(self._stream[last]), 0, end + 1))
+            return read(int(self._document_index[first]), start, end - start + 1).astype(np.int64)
+        parts = [read(int(self._document_index[first]), start)]
+        parts += [read(document) for document in self._document_index[first + 1 : last].tolist()]
+        parts.append(read(int(self._document_index[last]), 0, end + 1))
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
 

@@ -30,15 +30,15 @@ from numpy.typing import NDArray
 
 from petatron.base.log import get_logger
 from petatron.base.private_dir import private_folder
-from petatron.base.safe_files import publish, replacing
-from petatron.base.untrusted_files import open_file, read_bytes
+from petatron.base.safe_files import open_atomic, write_atomic
+from petatron.base.untrusted_files import open_regular_file, read_limited_bytes
 
 FORMAT_VERSION = 1
-NOTED_BYTES = 1 << 23
+MIN_RECORDED_BYTES = 1 << 23
 """Smaller entries are built at every start and compared: 8 MB take about a tenth of a second."""
 _COMPARED_ELEMENTS = 1 << 20
-_SETTLED_NS = 2_000_000_000
-_RECORD_BYTES = 1 << 16
+_MIN_FILE_AGE_NS = 2_000_000_000
+_MAX_RECORD_BYTES = 1 << 16
 
 Arrays = dict[str, NDArray]
 
@@ -64,24 +64,24 @@ def load_or_build(
         return build()
     stem = fingerprint(key)
     paths = {name: Path(folder) / f"{stem}-{name}.npy" for name in names}
-    found, identities = _find(paths)
-    if found is not None and _noted(paths) == identities:
+    found, identities = _map_existing(paths)
+    if found is not None and _read_trust_record(paths) == identities:
         return found
     arrays = build()
     if found is not None:
-        different = [name for name in names if not _equal(found[name], arrays[name])]
+        different = [name for name in names if not _arrays_equal(found[name], arrays[name])]
         if not different:
             newest = max(time_ns for identity in identities for time_ns in identity[-2:])
-            if time.time_ns() - newest > _SETTLED_NS and _identities(paths) == identities:
-                _note(paths, identities)
+            if time.time_ns() - newest > _MIN_FILE_AGE_NS and _file_identities(paths) == identities:
+                _write_trust_record(paths, identities)
             return found
-        _warn_of_forgery(paths, " and ".join(different) + (" differ" if len(different) > 1 else " differs"))
+        _warn_mismatch(paths, " and ".join(different) + (" differ" if len(different) > 1 else " differs"))
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        kept = {name: _save(path, arrays[name]) for name, path in paths.items()}
+        kept = {name: _save_and_map(path, arrays[name]) for name, path in paths.items()}
         # For people who wonder what a file is; never read by us.
-        publish(Path(folder) / f"{stem}.json", _description(key) + "\n")
-        _note(paths, _identities(paths))
+        write_atomic(Path(folder) / f"{stem}.json", _description(key) + "\n")
+        _write_trust_record(paths, _file_identities(paths))
     except OSError as error:
         get_logger(__name__).warning(
             "Sample indices cannot be kept in %s (%s); they stay in memory and are built again on the next start. "
@@ -93,7 +93,7 @@ def load_or_build(
     return kept
 
 
-def remembered_digest(folder: str | Path | None, path: Path, subject: str, compute: Callable[[], str]) -> str:
+def cached_digest(folder: str | Path | None, path: Path, subject: str, compute: Callable[[], str]) -> str:
     """What `compute` says of a file's content, or said when the file was as it is now.
 
     An index of a billion documents is 20 GB, and every rank of a node would read it at every start. A file is taken to be the same if
@@ -103,59 +103,59 @@ def remembered_digest(folder: str | Path | None, path: Path, subject: str, compu
     """
     if folder is None:
         return compute()
-    before = _identity(path)
+    before = _file_identity(path)
     kept = Path(folder) / f"{fingerprint({'digest of': str(path.resolve())})}-digest.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        record = json.loads(read_bytes(kept, _RECORD_BYTES))
+        record = json.loads(read_limited_bytes(kept, _MAX_RECORD_BYTES))
         if record["file"] == before and record["subject"] == subject and isinstance(record["digest"], str):
             return record["digest"]
     digest = compute()
-    if _identity(path) == before and time.time_ns() - path.stat().st_mtime_ns > _SETTLED_NS:
+    if _file_identity(path) == before and time.time_ns() - path.stat().st_mtime_ns > _MIN_FILE_AGE_NS:
         record = {"path": str(path.resolve()), "file": before, "subject": subject, "digest": digest}
         with contextlib.suppress(OSError):  # sample indices go there too, and say so if they cannot
             Path(folder).mkdir(parents=True, exist_ok=True)
-            publish(kept, json.dumps(record) + "\n")
+            write_atomic(kept, json.dumps(record) + "\n")
     return digest
 
 
-def _identity(path: Path) -> list[int]:
+def _file_identity(path: Path) -> list[int]:
     found = path.stat()
     return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
 
-Identities = list[list[int]]
+FileIdentities = list[list[int]]
 
 
-def _identities(paths: Mapping[str, Path]) -> Identities:
+def _file_identities(paths: Mapping[str, Path]) -> FileIdentities:
     """What changes with the content of the files. Not the device: a shared disk has another number on each machine."""
-    return [_identity(path) for path in paths.values()]
+    return [_file_identity(path) for path in paths.values()]
 
 
-def _find(paths: Mapping[str, Path]) -> tuple[Arrays | None, Identities]:
+def _map_existing(paths: Mapping[str, Path]) -> tuple[Arrays | None, FileIdentities]:
     """The arrays that are there, if all are and can be mapped, and which files they are."""
     if not any(os.path.lexists(path) for path in paths.values()):
         return None, []
     try:
-        identities = _identities(paths)
-        found = {name: _map(path) for name, path in paths.items()}
-        if identities == _identities(paths):
+        identities = _file_identities(paths)
+        found = {name: _map_array(path) for name, path in paths.items()}
+        if identities == _file_identities(paths):
             return found, identities
         flaw = "somebody writes it"
     except Exception as error:  # numpy parses a header as Python's own text, and raises whatever its tokenizer does
         flaw = str(error) or type(error).__name__
-    _warn_of_forgery(paths, flaw)
+    _warn_mismatch(paths, flaw)
     return None, []
 
 
-def _warn_of_forgery(paths: Mapping[str, Path], flaw: str) -> None:
+def _warn_mismatch(paths: Mapping[str, Path], reason: str) -> None:
     get_logger(__name__).warning(
         "%s and the files beside it are not the index of this data (%s): it is built again and they are replaced.",
         next(iter(paths.values())),
-        flaw,
+        reason,
     )
 
 
-def _equal(found: NDArray, built: NDArray) -> bool:
+def _arrays_equal(found: NDArray, built: NDArray) -> bool:
     if found.shape != built.shape or found.dtype != built.dtype:
         return False
     found, built = found.reshape(-1), built.reshape(-1)
@@ -165,9 +165,9 @@ def _equal(found: NDArray, built: NDArray) -> bool:
     )
 
 
-def _record(paths: Mapping[str, Path]) -> Path | None:
+def _trust_record_path(paths: Mapping[str, Path]) -> Path | None:
     """Where this user's runs note that they know these files; None if that is not worth it or there is no such place."""
-    if sum(path.stat().st_size for path in paths.values()) < NOTED_BYTES:
+    if sum(path.stat().st_size for path in paths.values()) < MIN_RECORDED_BYTES:
         return None
     folder = private_folder("checked-indices")
     return (
@@ -175,26 +175,26 @@ def _record(paths: Mapping[str, Path]) -> Path | None:
     )
 
 
-def _noted(paths: Mapping[str, Path]) -> Identities | None:
-    record = _record(paths)
+def _read_trust_record(paths: Mapping[str, Path]) -> FileIdentities | None:
+    record = _trust_record_path(paths)
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(read_bytes(record, _RECORD_BYTES)) if record else None
+        return json.loads(read_limited_bytes(record, _MAX_RECORD_BYTES)) if record else None
     return None
 
 
-def _note(paths: Mapping[str, Path], identities: Identities) -> None:
+def _write_trust_record(paths: Mapping[str, Path], identities: FileIdentities) -> None:
     with contextlib.suppress(OSError):  # a full home: the next start checks again
-        record = _record(paths)
+        record = _trust_record_path(paths)
         if record is not None:
-            publish(record, json.dumps(identities) + "\n")
+            write_atomic(record, json.dumps(identities) + "\n")
 
 
-def _map(path: Path) -> NDArray:
-    with open_file(path) as file:  # numpy would wait for the other end of a FIFO
-        return _mapped(file)
+def _map_array(path: Path) -> NDArray:
+    with open_regular_file(path) as file:  # numpy would wait for the other end of a FIFO
+        return _map_open_file(file)
 
 
-def _mapped(file: BinaryIO) -> NDArray:
+def _map_open_file(file: BinaryIO) -> NDArray:
     """The array of a file as memory. A plain view of it: indexing numpy's memmap class is several times slower."""
     file.seek(0)
     if np.lib.format.read_magic(file) != (1, 0):
@@ -205,9 +205,9 @@ def _mapped(file: BinaryIO) -> NDArray:
     return np.memmap(file, dtype, mode="r", offset=file.tell(), shape=shape).view(np.ndarray)
 
 
-def _save(path: Path, array: NDArray) -> NDArray:
+def _save_and_map(path: Path, array: NDArray) -> NDArray:
     """Keep an array and return it as it is mapped from the very file that was written."""
-    with replacing(path, sync=False) as file:
+    with open_atomic(path, sync=False) as file:
         np.save(file, array, allow_pickle=False)
         file.flush()
-        return _mapped(file)
+        return _map_open_file(file)

@@ -31,9 +31,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from petatron.base.errors import DataError
-from petatron.base.untrusted_files import open_file, reading
-from petatron.data.index_cache import remembered_digest
-from petatron.data.refusal import refused
+from petatron.base.untrusted_files import open_regular_file, reading_untrusted
+from petatron.data.index_cache import cached_digest
+from petatron.data.refusal import data_file_error
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -51,7 +51,7 @@ DTYPES: dict[int, np.dtype] = {
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 # Whole-index checks and sums run over this many entries at a time, so their temporaries stay small.
-CHUNK = 1 << 22
+CHUNK_ENTRIES = 1 << 22
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -92,21 +92,21 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self.idx, self.bin = idx_path(prefix), bin_path(prefix)
         for path in (self.idx, self.bin):
-            with reading(path, refused):
+            with reading_untrusted(path, data_file_error):
                 if not path.exists():
                     raise DataError(f"{path} does not exist. {_missing_hint(self.prefix, path)}")
-                open_file(path).close()
-        with reading(self.idx, refused):
+                open_regular_file(path).close()
+        with reading_untrusted(self.idx, data_file_error):
             self.num_tokens = self._open_index()
-        with reading(self.bin, refused):
-            self._tokens = _map(self.bin)
+        with reading_untrusted(self.bin, data_file_error):
+            self._tokens = _mmap_file(self.bin)
         self._digest: str | None = None
 
     def _open_index(self) -> int:
         """Map the index, check it against both files, return the number of tokens."""
         self.dtype, self.num_sequences, num_boundaries = self._read_header()
         sequences = self.num_sequences
-        index = _map(self.idx)
+        index = _mmap_file(self.idx)
         lengths_end = HEADER.size + 4 * sequences
         offsets_end = lengths_end + 8 * sequences
         documents_end = offsets_end + 8 * num_boundaries
@@ -139,11 +139,11 @@ class IndexedDataset:
         """Whether documents and sequences are the same thing, as for language models trained on whole documents."""
         if self.num_documents != self.num_sequences:
             return False
-        chunks = range(0, self.num_sequences, CHUNK)
+        chunks = range(0, self.num_sequences, CHUNK_ENTRIES)
         return all(
             bool(
                 np.array_equal(
-                    part := self.document_indices[start : start + CHUNK], np.arange(start, start + len(part))
+                    part := self.document_indices[start : start + CHUNK_ENTRIES], np.arange(start, start + len(part))
                 )
             )
             for start in chunks
@@ -164,12 +164,12 @@ class IndexedDataset:
         """
         if self._digest is None:
             tokens = f"{self.bin.name}:{self.bin.stat().st_size}"
-            self._digest = remembered_digest(cache_dir, self.idx, tokens, partial(self._hash, tokens))
+            self._digest = cached_digest(cache_dir, self.idx, tokens, partial(self._hash, tokens))
         return self._digest
 
     def _hash(self, tokens: str) -> str:
         content = hashlib.blake2b(tokens.encode(), digest_size=16)
-        with open_file(self.idx) as file:
+        with open_regular_file(self.idx) as file:
             while block := file.read(1 << 22):
                 content.update(block)
         return content.hexdigest()
@@ -181,7 +181,7 @@ class IndexedDataset:
         return np.frombuffer(self._tokens, self.dtype, count, start + offset * self.dtype.itemsize)
 
     def _read_header(self) -> tuple[np.dtype, int, int]:
-        with open_file(self.idx) as file:
+        with open_regular_file(self.idx) as file:
             head = file.read(HEADER.size)
             size = os.fstat(file.fileno()).st_size
         if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
@@ -219,9 +219,9 @@ class IndexedDataset:
         """Check each sequence against the size of the .bin; return the number of tokens."""
         size, itemsize = self.bin.stat().st_size, self.dtype.itemsize
         tokens, furthest = 0, 0
-        for start in range(0, self.num_sequences, CHUNK):
-            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
-            offsets = self.offsets[start : start + CHUNK]
+        for start in range(0, self.num_sequences, CHUNK_ENTRIES):
+            lengths = self.lengths[start : start + CHUNK_ENTRIES].astype(np.int64)
+            offsets = self.offsets[start : start + CHUNK_ENTRIES]
             if int(lengths.min()) < 0 or int(offsets.min()) < 0:
                 bad = start + int(np.argmax((lengths < 0) | (offsets < 0)))
                 raise DataError(
@@ -265,9 +265,9 @@ class IndexedDataset:
             )
 
 
-def _map(path: Path) -> mmap.mmap:
+def _mmap_file(path: Path) -> mmap.mmap:
     # Not numpy.memmap: slicing one costs far more than reading a short sequence does.
-    with open_file(path) as file:
+    with open_regular_file(path) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 

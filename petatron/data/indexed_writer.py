@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from petatron.base.errors import DataError
-from petatron.base.safe_files import create, draft_of
+from petatron.base.safe_files import create_file, tmp_path_for
 from petatron.data.indexed_dataset import (
-    CHUNK,
+    CHUNK_ENTRIES,
     DTYPES,
     HEADER,
     MAGIC,
@@ -52,12 +52,14 @@ class IndexedWriter:
         self.num_sequences = self.num_documents = self.num_tokens = 0
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
         # Names of its own keep two writers of one prefix apart; the last to finish wins, and its pair is whole.
-        self._parts = {name: draft_of(Path(f"{prefix}.{name}")) for name in ("bin", "idx", "lengths", "documents")}
+        self._tmp_paths = {
+            name: tmp_path_for(Path(f"{prefix}.{name}")) for name in ("bin", "idx", "lengths", "documents")
+        }
         try:
             self._bin.parent.mkdir(parents=True, exist_ok=True)
-            self._tokens = create(self._parts["bin"], buffering=1 << 20)
-            self._lengths = create(self._parts["lengths"], buffering=1 << 16)
-            self._documents = create(self._parts["documents"], buffering=1 << 16)
+            self._tokens = create_file(self._tmp_paths["bin"], buffering=1 << 20)
+            self._lengths = create_file(self._tmp_paths["lengths"], buffering=1 << 16)
+            self._documents = create_file(self._tmp_paths["documents"], buffering=1 << 16)
         except OSError as error:
             raise DataError(
                 f"Cannot write {self._bin}: {error}. Choose an output prefix in a writable folder."
@@ -67,17 +69,19 @@ class IndexedWriter:
         """Add one document, as one sequence or cut into sentences of the given lengths."""
         flat = np.asarray(tokens)
         lengths = np.array([flat.size]) if sentence_lengths is None else np.asarray(sentence_lengths)
-        self.add_many(flat, lengths, sequences_per_document=np.array([lengths.size]))
+        self.add_sequences(flat, lengths, sequences_per_document=np.array([lengths.size]))
 
-    def add_many(self, tokens: NDArray, lengths: NDArray, *, sequences_per_document: NDArray | None = None) -> None:
+    def add_sequences(
+        self, tokens: NDArray, lengths: NDArray, *, sequences_per_document: NDArray | None = None
+    ) -> None:
         """Add many sequences at once: their tokens end to end and their lengths; one document each unless told."""
         if int(lengths.sum()) != tokens.size:
             raise ValueError(f"lengths sum to {int(lengths.sum())}, but there are {tokens.size} tokens")
         documents = np.ones(lengths.size, "<i4") if sequences_per_document is None else sequences_per_document
         if int(documents.sum()) != lengths.size:
             raise ValueError(f"documents cover {int(documents.sum())} sequences, but there are {lengths.size}")
-        self._write(self._tokens, self._convert(tokens))
-        self._count(lengths, documents)
+        self._write(self._tokens, self._cast_tokens(tokens))
+        self._add_counts(lengths, documents)
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Append a whole dataset of the same token type, by copying bytes."""
@@ -94,7 +98,7 @@ class IndexedWriter:
         else:
             for index in range(dataset.num_sequences):
                 self._write(self._tokens, dataset.get(index))
-        self._count(dataset.lengths, np.diff(dataset.document_indices))
+        self._add_counts(dataset.lengths, np.diff(dataset.document_indices))
 
     def finish(self) -> None:
         """Write the index and publish both files."""
@@ -113,7 +117,7 @@ class IndexedWriter:
             # Closing writes what is buffered, which on a full disk fails again; the file goes anyway.
             with suppress(OSError):
                 file.close()
-        for path in self._parts.values():
+        for path in self._tmp_paths.values():
             path.unlink(missing_ok=True)
 
     def __enter__(self) -> IndexedWriter:
@@ -128,7 +132,7 @@ class IndexedWriter:
             self.abort()
 
     def _publish(self) -> None:
-        with create(self._parts["idx"], buffering=1 << 20) as index:
+        with create_file(self._tmp_paths["idx"], buffering=1 << 20) as index:
             index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
             self._lengths.seek(0)
             shutil.copyfileobj(self._lengths, index, 1 << 20)
@@ -141,10 +145,10 @@ class IndexedWriter:
         self._tokens.close()
         # An old index must never describe new tokens, not even if we are killed between the renames.
         self._idx.unlink(missing_ok=True)
-        os.replace(self._parts["bin"], self._bin)
-        os.replace(self._parts["idx"], self._idx)
+        os.replace(self._tmp_paths["bin"], self._bin)
+        os.replace(self._tmp_paths["idx"], self._idx)
 
-    def _count(self, lengths: NDArray, documents: NDArray) -> None:
+    def _add_counts(self, lengths: NDArray, documents: NDArray) -> None:
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             raise DataError(
                 f"A sequence of {int(lengths.max()):,} tokens is too long for {self.prefix}: the limit is 2^31 - 1."
@@ -155,7 +159,7 @@ class IndexedWriter:
         self.num_documents += int(documents.size)
         self.num_tokens += int(lengths.sum(dtype=np.int64))
 
-    def _convert(self, tokens: NDArray) -> NDArray:
+    def _cast_tokens(self, tokens: NDArray) -> NDArray:
         if tokens.dtype == self.dtype or not tokens.size:
             return tokens.astype(self.dtype, copy=False)
         if self.dtype.kind in "iu":
@@ -177,7 +181,7 @@ class IndexedWriter:
             ) from error
 
 
-def merge(prefixes: Sequence[str | Path], output: str | Path) -> IndexedDataset:
+def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> IndexedDataset:
     """Join datasets of one token type into a new prefix, in the given order."""
     if not prefixes:
         raise DataError("Nothing to merge: give at least one dataset prefix.")
@@ -204,7 +208,7 @@ def _write_running_sum(source: BinaryIO, sink: BinaryIO, *, scale: int, with_tot
     """Write, as int64, the sum of all int32 entries of `source` before each one; at the end also the total."""
     source.seek(0)
     total = 0
-    while block := source.read(4 * CHUNK):
+    while block := source.read(4 * CHUNK_ENTRIES):
         values = np.frombuffer(block, "<i4").astype(np.int64) * scale
         ends = np.cumsum(values) + total
         sink.write((ends - values).astype("<i8").data)

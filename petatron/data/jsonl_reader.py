@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from petatron.base.errors import DataError
-from petatron.base.untrusted_files import open_file
+from petatron.base.untrusted_files import open_regular_file
 
 BLOCK_BYTES = 1 << 18
 GZIP_MAGIC = b"\x1f\x8b"
@@ -32,7 +32,7 @@ _ZSTD_INPUT_BYTES = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class LineBlock:
     """Whole lines of one file. `file_position` counts bytes of the file as it lies on disk, for progress."""
 
     path: str
@@ -41,25 +41,25 @@ class Block:
     file_position: int
 
 
-def read_blocks(
+def read_line_blocks(
     path: str | Path,
     *,
     max_lines: int | None = None,
     block_bytes: int = BLOCK_BYTES,
     max_line_bytes: int = MAX_LINE_BYTES,
-) -> Iterator[Block]:
+) -> Iterator[LineBlock]:
     """Blocks of about `block_bytes` (more where a line is longer), at most `max_lines` lines in all."""
     line, left = 1, max_lines
     try:
-        with open_file(Path(path)) as file:
-            for data in _whole_lines(_chunks(file, block_bytes, max_line_bytes), max_line_bytes):
+        with open_regular_file(Path(path)) as file:
+            for data in _whole_lines(_decompressed_chunks(file, block_bytes, max_line_bytes), max_line_bytes):
                 if line == 1:
                     data = data.removeprefix(BYTE_ORDER_MARK)
                 if left is not None:
                     data = _first_lines(data, left)
                 if not data:
                     return
-                yield Block(str(path), line, data, file.tell())
+                yield LineBlock(str(path), line, data, file.tell())
                 count = data.count(b"\n") + (not data.endswith(b"\n"))
                 line += count
                 left = None if left is None else left - count
@@ -88,7 +88,7 @@ def _whole_lines(chunks: Iterator[bytes], max_line_bytes: int) -> Iterator[bytes
     for chunk in chunks:
         cut = chunk.rfind(b"\n") + 1
         if cut:
-            yield _with_short_lines(b"".join((*pieces, chunk[:cut])), max_line_bytes)
+            yield _check_line_lengths(b"".join((*pieces, chunk[:cut])), max_line_bytes)
             pieces, waiting = [], 0
         if cut < len(chunk):
             pieces.append(chunk[cut:])
@@ -99,7 +99,7 @@ def _whole_lines(chunks: Iterator[bytes], max_line_bytes: int) -> Iterator[bytes
         yield b"".join(pieces)
 
 
-def _with_short_lines(data: bytes, max_line_bytes: int) -> bytes:
+def _check_line_lengths(data: bytes, max_line_bytes: int) -> bytes:
     """The same lines; from each start, the last newline that a line of the limit can have is the next one."""
     start = 0
     while len(data) - start > max_line_bytes:
@@ -119,18 +119,18 @@ def _first_lines(data: bytes, count: int) -> bytes:
     return data[:end]
 
 
-def _chunks(file: BinaryIO, block_bytes: int, max_line_bytes: int) -> Iterator[bytes]:
+def _decompressed_chunks(file: BinaryIO, block_bytes: int, max_line_bytes: int) -> Iterator[bytes]:
     magic = file.read(4)
     file.seek(0)
     if magic == ZSTD_MAGIC:
-        yield from _joined(_zstd_chunks(file, max_line_bytes), block_bytes)
+        yield from _join_chunks(_zstd_chunks(file, max_line_bytes), block_bytes)
         return
     source = gzip.GzipFile(fileobj=file, mode="rb") if magic[:2] == GZIP_MAGIC else file
     while chunk := source.read(block_bytes):
         yield chunk
 
 
-def _joined(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
+def _join_chunks(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
     pieces: list[bytes] = []
     size = 0
     for chunk in chunks:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.data.index_cache import fingerprint
-from petatron.data.sample_index import frozen_random
+from petatron.data.sample_index import legacy_random_state
 
 
 class MockDataset:
@@ -35,7 +35,7 @@ class MockDataset:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
-        random = frozen_random(self.seed, index)
+        random = legacy_random_state(self.seed, index)
         total = self.seq_length + 1
         sample = np.empty(total, np.int64)
         filled = 0

@@ -37,11 +37,11 @@ from petatron.base.terminal_escape import printable
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.indexed_dataset import optimal_dtype
 from petatron.data.indexed_writer import IndexedWriter
-from petatron.data.jsonl_reader import BLOCK_BYTES, MAX_LINE_BYTES, Block, read_blocks
+from petatron.data.jsonl_reader import BLOCK_BYTES, MAX_LINE_BYTES, LineBlock, read_line_blocks
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 
 BLOCKS_PER_WORKER = 4
-SHOWN_PROBLEMS = 5
+MAX_SHOWN_PROBLEMS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class PreprocessOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PreprocessProgress:
     """How far a running job is. Bytes are those of the input files as they lie on disk."""
 
     documents: int
@@ -117,10 +117,12 @@ class _Totals:
     problems: list[str] = field(default_factory=list)
 
 
-def preprocess(options: PreprocessOptions, progress: Callable[[Progress], None] | None = None) -> PreprocessReport:
+def preprocess(
+    options: PreprocessOptions, on_progress: Callable[[PreprocessProgress], None] | None = None
+) -> PreprocessReport:
     """Tokenize the inputs into `<output_prefix>_<key>_document.{bin,idx}`, one pair per key."""
     started = time.monotonic()
-    tokenizer = _check(options)
+    tokenizer = _check_options(options)
     bytes_total = sum(Path(path).stat().st_size for path in options.inputs)
     outputs = tuple(f"{options.output_prefix}_{key}_document" for key in options.json_keys)
     totals = _Totals()
@@ -130,16 +132,16 @@ def preprocess(options: PreprocessOptions, progress: Callable[[Progress], None] 
         ]
         for block, encoded, bytes_read in stack.enter_context(closing(_encoded_blocks(options))):
             totals.bytes_read = bytes_read
-            _note_problems(block, encoded, options, totals)
+            _record_problems(block, encoded, options, totals)
             totals.documents += encoded.documents
             for writer, key in zip(writers, encoded.keys):
                 kept = key.sequences[key.sequences > 0]
-                writer.add_many(key.tokens, key.lengths, sequences_per_document=kept)
+                writer.add_sequences(key.tokens, key.lengths, sequences_per_document=kept)
                 totals.tokens += key.tokens.size
                 totals.empty += key.sequences.size - kept.size
-            if progress is not None:
+            if on_progress is not None:
                 seconds = time.monotonic() - started
-                progress(Progress(totals.documents, totals.tokens, bytes_read, bytes_total, seconds))
+                on_progress(PreprocessProgress(totals.documents, totals.tokens, bytes_read, bytes_total, seconds))
         _check_not_empty(options, writers, totals)
         sequences = sum(writer.num_sequences for writer in writers)
     return PreprocessReport(
@@ -155,9 +157,9 @@ def preprocess(options: PreprocessOptions, progress: Callable[[Progress], None] 
     )
 
 
-def _check(options: PreprocessOptions) -> Tokenizer:
+def _check_options(options: PreprocessOptions) -> Tokenizer:
     """Find what is wrong before any work is done."""
-    problems = [_missing(path) for path in options.inputs if not Path(path).is_file()]
+    problems = [_missing_input(path) for path in options.inputs if not Path(path).is_file()]
     if not options.inputs:
         problems.append("no input is given (--input)")
     if options.workers < 1:
@@ -179,7 +181,7 @@ def _check(options: PreprocessOptions) -> Tokenizer:
     return tokenizer
 
 
-def _missing(path: str) -> str:
+def _missing_input(path: str) -> str:
     if Path(path).is_dir():
         return f"input {path} is a folder; name the files in it, for instance {Path(path) / '*.jsonl'}"
     return f"input {path} is not a file" if Path(path).exists() else f"input {path} does not exist"
@@ -195,23 +197,23 @@ def _check_not_empty(options: PreprocessOptions, writers: Sequence[IndexedWriter
             )
 
 
-def _note_problems(block: Block, encoded: _EncodedBlock, options: PreprocessOptions, totals: _Totals) -> None:
+def _record_problems(block: LineBlock, encoded: _EncodedBlock, options: PreprocessOptions, totals: _Totals) -> None:
     for line, reason in encoded.malformed:
         problem = f"{block.path}:{line}: {reason}"
         if options.on_error == "fail":
             raise DataError(f"{problem}. Correct the line, or skip and count such lines with --on-error skip.")
         totals.malformed += 1
-        if len(totals.problems) < SHOWN_PROBLEMS:
+        if len(totals.problems) < MAX_SHOWN_PROBLEMS:
             totals.problems.append(problem)
 
 
-def _blocks(options: PreprocessOptions) -> Iterator[tuple[Block, int]]:
+def _blocks(options: PreprocessOptions) -> Iterator[tuple[LineBlock, int]]:
     """Blocks of all inputs, with the bytes read so far."""
     before, left = 0, options.max_documents
     for path in options.inputs:
         lines = 0
         limits = {"block_bytes": options.block_bytes, "max_line_bytes": options.max_line_bytes}
-        for block in read_blocks(path, max_lines=left, **limits):
+        for block in read_line_blocks(path, max_lines=left, **limits):
             lines = block.first_line - 1 + block.data.count(b"\n") + (not block.data.endswith(b"\n"))
             yield block, before + block.file_position
         before += Path(path).stat().st_size
@@ -220,15 +222,15 @@ def _blocks(options: PreprocessOptions) -> Iterator[tuple[Block, int]]:
             return
 
 
-def _encoded_blocks(options: PreprocessOptions) -> Generator[tuple[Block, _EncodedBlock, int], None, None]:
+def _encoded_blocks(options: PreprocessOptions) -> Generator[tuple[LineBlock, _EncodedBlock, int], None, None]:
     """Blocks and their encodings in input order, from this process (one worker) or from several."""
     if options.workers == 1:
         for block, bytes_read in _blocks(options):
             yield block, _encode_block(options, block), bytes_read
         return
     # spawn: the tokenizer library has threads, and a forked copy of a process with threads may hang.
-    pool = ProcessPoolExecutor(options.workers, get_context("spawn"), start_worker)
-    waiting: deque[tuple[Block, Future[_EncodedBlock], int]] = deque()
+    pool = ProcessPoolExecutor(options.workers, get_context("spawn"), init_worker)
+    waiting: deque[tuple[LineBlock, Future[_EncodedBlock], int]] = deque()
     try:
         for block, bytes_read in _blocks(options):
             waiting.append((block, pool.submit(_encode_block, options, block), bytes_read))
@@ -246,7 +248,7 @@ def _encoded_blocks(options: PreprocessOptions) -> Generator[tuple[Block, _Encod
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def start_worker() -> None:
+def init_worker() -> None:
     """Make a fresh process a worker that uses one core and leaves Ctrl-C to its parent."""
     # One worker, one thread: the tokenizer library would otherwise start a thread per core in each worker. It takes
     # this setting from the environment only, so we write it, in the worker alone.
@@ -261,11 +263,11 @@ def _encoder(options: PreprocessOptions) -> _Encoder:
     return _Encoder(options)
 
 
-def _encode_block(options: PreprocessOptions, block: Block) -> _EncodedBlock:
+def _encode_block(options: PreprocessOptions, block: LineBlock) -> _EncodedBlock:
     return _encoder(options).encode(block)
 
 
-Value = str | list[str]
+TextValue = str | list[str]
 
 
 class _Encoder:
@@ -277,7 +279,7 @@ class _Encoder:
         self._dtype = optimal_dtype(self._tokenizer.vocab_size)
         self._eod = self._tokenizer.eod if options.append_eod else None
 
-    def encode(self, block: Block) -> _EncodedBlock:
+    def encode(self, block: LineBlock) -> _EncodedBlock:
         numbers, rows, malformed = self._parse(block)
         try:
             keys = self._encode_rows(rows)
@@ -287,7 +289,7 @@ class _Encoder:
         documents = np.count_nonzero(np.any([key.sequences for key in keys], axis=0))
         return _EncodedBlock(keys, int(documents), tuple(sorted(malformed)))
 
-    def _parse(self, block: Block) -> tuple[list[int], list[list[Value]], list[tuple[int, str]]]:
+    def _parse(self, block: LineBlock) -> tuple[list[int], list[list[TextValue]], list[tuple[int, str]]]:
         """Line numbers and values of the good lines, number and reason of the others."""
         try:
             # Not splitlines(), which also splits at characters that are legal inside a JSON string.
@@ -295,23 +297,23 @@ class _Encoder:
         except UnicodeDecodeError:
             lines = block.data.split(b"\n")
         numbers: list[int] = []
-        rows: list[list[Value]] = []
+        rows: list[list[TextValue]] = []
         malformed: list[tuple[int, str]] = []
         for number, line in enumerate(lines, block.first_line):
             if not line or line.isspace():
                 continue
             try:
                 record = json.loads(line)
-                rows.append([_value(record, key) for key in self._keys])
+                rows.append([_text_value(record, key) for key in self._keys])
                 numbers.append(number)
             except (ValueError, RecursionError) as error:
                 malformed.append((number, str(error)))
         return numbers, rows, malformed
 
-    def _encode_rows(self, rows: Sequence[Sequence[Value]]) -> tuple[_EncodedKey, ...]:
+    def _encode_rows(self, rows: Sequence[Sequence[TextValue]]) -> tuple[_EncodedKey, ...]:
         return tuple(self._encode_key([row[place] for row in rows]) for place in range(len(self._keys)))
 
-    def _encode_key(self, values: Sequence[Value]) -> _EncodedKey:
+    def _encode_key(self, values: Sequence[TextValue]) -> _EncodedKey:
         texts: list[str] = []
         for value in values:
             if isinstance(value, str):
@@ -333,9 +335,9 @@ class _Encoder:
         return _EncodedKey(tokens, lengths, np.array(per_line, np.int32))
 
     def _without_bad_texts(
-        self, numbers: Sequence[int], rows: Sequence[list[Value]], malformed: list[tuple[int, str]]
-    ) -> list[list[Value]]:
-        good: list[list[Value]] = []
+        self, numbers: Sequence[int], rows: Sequence[list[TextValue]], malformed: list[tuple[int, str]]
+    ) -> list[list[TextValue]]:
+        good: list[list[TextValue]] = []
         for number, row in zip(numbers, rows):
             try:
                 self._encode_rows([row])
@@ -345,11 +347,11 @@ class _Encoder:
         return good
 
 
-def _value(record: object, key: str) -> Value:
+def _text_value(record: object, key: str) -> TextValue:
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object")
     if key not in record:
-        present = ", ".join(printable(name, most=40) for name in sorted(record)[:8]) or "none"
+        present = ", ".join(printable(name, max_chars=40) for name in sorted(record)[:8]) or "none"
         raise ValueError(f"no key {key!r} (keys here: {present})")
     value = record[key]
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value)):

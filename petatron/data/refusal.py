@@ -7,5 +7,5 @@ from pathlib import Path
 from petatron.base.errors import DataError
 
 
-def refused(path: str | Path, why: str) -> DataError:
+def data_file_error(path: str | Path, why: str) -> DataError:
     return DataError(f"{path} {why}. Check the file, or copy it again.")

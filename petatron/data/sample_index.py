@@ -48,19 +48,19 @@ class EpochPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleIndex:
+class SampleIndices:
     """The three arrays that turn a sample number into tokens.
 
-    documents: the stream, as document numbers. starts: [samples + 1, 2], position in `documents` and token offset where
-    sample k begins (and sample k - 1 ends, inclusive). order: the k of the i-th sample used.
+    document_index: the stream, as document numbers. sample_index: [samples + 1, 2], position in `document_index` and token offset where
+    sample k begins (and sample k - 1 ends, inclusive). shuffle_index: the k of the i-th sample used.
     """
 
-    documents: NDArray[np.integer]
-    starts: NDArray[np.integer]
-    order: NDArray[np.integer]
+    document_index: NDArray[np.integer]
+    sample_index: NDArray[np.integer]
+    shuffle_index: NDArray[np.integer]
 
 
-def frozen_random(*numbers: int) -> np.random.RandomState:
+def legacy_random_state(*numbers: int) -> np.random.RandomState:
     """Numpy's legacy generator, whose stream is frozen for good, seeded by numbers of any size."""
     if len(numbers) == 1 and numbers[0] < 1 << 32:
         return np.random.RandomState(numbers[0])
@@ -84,19 +84,19 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None)
     return EpochPlan(num_epochs, tokens_per_epoch, seq_length, separate_final_epoch=separate)
 
 
-def build_sample_index(
+def build_sample_indices(
     documents: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan, seed: int
-) -> SampleIndex:
+) -> SampleIndices:
     """Build the index for a plan. `lengths` is indexed by document number; `documents` are the numbers to use."""
-    random = frozen_random(seed)
-    stream = _document_stream(documents, plan, random)
-    return SampleIndex(stream, _sample_starts(stream, lengths, plan), _sample_order(plan, random))
+    random = legacy_random_state(seed)
+    stream = _build_document_index(documents, plan, random)
+    return SampleIndices(stream, _build_sample_index(stream, lengths, plan), _build_shuffle_index(plan, random))
 
 
-def _document_stream(
+def _build_document_index(
     documents: NDArray[np.integer], plan: EpochPlan, random: np.random.RandomState
 ) -> NDArray[np.integer]:
-    base = documents.astype(_integer(int(documents.max()) if len(documents) else 0))
+    base = documents.astype(_smallest_int_dtype(int(documents.max()) if len(documents) else 0))
     stream = np.tile(base, plan.num_epochs)
     cut = len(stream) - len(base) if plan.separate_final_epoch else len(stream)
     random.shuffle(stream[:cut])
@@ -105,12 +105,14 @@ def _document_stream(
     return stream
 
 
-def _sample_starts(stream: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan) -> NDArray[np.integer]:
+def _build_sample_index(
+    document_index: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan
+) -> NDArray[np.integer]:
     """For each k in 0..samples: the position and offset in the stream of token k * seq_length."""
-    starts = np.empty((plan.num_samples + 1, 2), _integer(max(len(stream), int(lengths.max()))))
+    starts = np.empty((plan.num_samples + 1, 2), _smallest_int_dtype(max(len(document_index), int(lengths.max()))))
     tokens, done = 0, 0
-    for first in range(0, len(stream), BLOCK_DOCUMENTS):
-        ends = np.cumsum(lengths[stream[first : first + BLOCK_DOCUMENTS]], dtype=np.int64)
+    for first in range(0, len(document_index), BLOCK_DOCUMENTS):
+        ends = np.cumsum(lengths[document_index[first : first + BLOCK_DOCUMENTS]], dtype=np.int64)
         ends += tokens
         # Samples that begin inside this block: all k with k * seq_length < ends[-1].
         until = max(done, min(plan.num_samples + 1, -(-int(ends[-1]) // plan.seq_length)))
@@ -124,17 +126,17 @@ def _sample_starts(stream: NDArray[np.integer], lengths: NDArray[np.integer], pl
     return starts
 
 
-def _integer(largest: int) -> np.dtype:
+def _smallest_int_dtype(largest: int) -> np.dtype:
     return np.dtype(np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
 
 
-def _order_dtype(plan: EpochPlan) -> np.dtype:
+def _shuffle_index_dtype(plan: EpochPlan) -> np.dtype:
     # Megatron keeps the two largest values of uint32 free; the draws themselves do not depend on the type.
     return np.dtype(np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64)
 
 
-def _sample_order(plan: EpochPlan, random: np.random.RandomState) -> NDArray[np.integer]:
-    order = np.arange(plan.num_samples, dtype=_order_dtype(plan))
+def _build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray[np.integer]:
+    order = np.arange(plan.num_samples, dtype=_shuffle_index_dtype(plan))
     cut = plan.num_samples_shuffled_first
     random.shuffle(order[:cut])
     if cut < len(order):

@@ -20,18 +20,18 @@ from typing import Protocol
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from petatron.base.companion_files import find_companions, read_companion
+from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
-from petatron.base.untrusted_files import read_bytes, read_json, reading
+from petatron.base.untrusted_files import read_limited_bytes, read_limited_json, reading_untrusted
 from petatron.config.schema.training import TokenizerConfig
-from petatron.data.refusal import refused
+from petatron.data.refusal import data_file_error
 
 END_OF_TEXT = "<|endoftext|>"
-MOST_BYTES = 1 << 28
+MAX_FILE_BYTES = 1 << 28
 """The largest files of published tokenizers have some 40 MB."""
-SPARE_IDS = 1 << 16
-_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+MAX_UNUSED_IDS = 1 << 16
+_COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 # Names of the end-of-document token in published tokenizers, tried when no tokenizer_config.json names it.
 EOD_CANDIDATES = (
     END_OF_TEXT,
@@ -74,32 +74,32 @@ class HuggingFaceTokenizer:
                 f"Tokenizer {file} {what}. Give --tokenizer-model a tokenizer.json or a folder that holds one; "
                 "names of models on a hub are not downloaded."
             )
-        names = ("tokenizer.json", *_COMPANIONS)
-        beside = find_companions(given, names, DataError) if given.is_dir() else {}
-        with reading(file, _not_a_tokenizer):
-            content = read_bytes(file, MOST_BYTES)
+        names = ("tokenizer.json", *_COMPANION_FILES)
+        beside = find_companion_files(given, names, DataError) if given.is_dir() else {}
+        with reading_untrusted(file, _tokenizer_file_error):
+            content = read_limited_bytes(file, MAX_FILE_BYTES)
             self._fast = _load_fast(content)
             self.vocab_size = _vocab_size(file, self._fast)
         self.name = str(given)
         self.eod = self._find_eod(file.parent / "tokenizer_config.json")
-        self._files = {name: read_companion(path, DataError) for name, path in beside.items()}
+        self._files = {name: read_companion_file(path, DataError) for name, path in beside.items()}
         self._files["tokenizer.json"] = content
 
     def encode(self, text: str) -> list[int]:
-        with reading(Path(self.name), _text_refused):
+        with reading_untrusted(Path(self.name), _encode_error):
             return self._fast.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        with reading(Path(self.name), _text_refused):
+        with reading_untrusted(Path(self.name), _encode_error):
             # The fast form leaves out character offsets, which nothing here uses.
             return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        with reading(Path(self.name), _ids_refused):
+        with reading_untrusted(Path(self.name), _decode_error):
             return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
 
     def files(self) -> dict[str, bytes]:
-        return {**_plain_config(self._fast, self.eod), **self._files}
+        return {**_default_tokenizer_config(self._fast, self.eod), **self._files}
 
     def _find_eod(self, config: Path) -> int | None:
         named = _eos_in_config(config)
@@ -120,8 +120,8 @@ class GPT2BPETokenizer:
             if not Path(path).is_file():
                 what = "is not a file" if Path(path).exists() else "does not exist"
                 raise DataError(f"Tokenizer file {path} {what}. Check {flag}.")
-        self._files = {"vocab.json": _read(Path(vocab_file)), "merges.txt": _read(Path(merge_file))}
-        with reading(Path(vocab_file), partial(_not_gpt2, merge_file)):
+        self._files = {"vocab.json": _read_file(Path(vocab_file)), "merges.txt": _read_file(Path(merge_file))}
+        with reading_untrusted(Path(vocab_file), partial(_gpt2_files_error, merge_file)):
             self._fast = FastTokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
             self._fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             self._fast.decoder = decoders.ByteLevel()
@@ -130,20 +130,20 @@ class GPT2BPETokenizer:
         self.name = f"GPT2BPETokenizer({vocab_file}, {merge_file})"
 
     def encode(self, text: str) -> list[int]:
-        with reading(Path(self.name), _text_refused):
+        with reading_untrusted(Path(self.name), _encode_error):
             return self._fast.encode(text).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        with reading(Path(self.name), _text_refused):
+        with reading_untrusted(Path(self.name), _encode_error):
             return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        with reading(Path(self.name), _ids_refused):
+        with reading_untrusted(Path(self.name), _decode_error):
             return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
 
     def files(self) -> dict[str, bytes]:
         whole = {"tokenizer.json": self._fast.to_str().encode()}
-        return {**_plain_config(self._fast, self.eod), **whole, **self._files}
+        return {**_default_tokenizer_config(self._fast, self.eod), **whole, **self._files}
 
 
 class ByteTokenizer:
@@ -207,7 +207,7 @@ class NullTokenizer:
 
 def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer a run asks for; its kind follows from the files given when it is not named."""
-    kind = config.tokenizer_type or _kind_from_files(config)
+    kind = config.tokenizer_type or _tokenizer_type_from_files(config)
     if kind == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(_required(config.tokenizer_model, kind, "--tokenizer-model"))
     if kind == "GPT2BPETokenizer":
@@ -247,7 +247,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | Path) -> Hu
     return HuggingFaceTokenizer(out_path)
 
 
-def _plain_config(fast: FastTokenizer, eod: int | None) -> dict[str, bytes]:
+def _default_tokenizer_config(fast: FastTokenizer, eod: int | None) -> dict[str, bytes]:
     """What AutoTokenizer needs to open a tokenizer.json that came without a config of its own."""
     named = {} if eod is None else {"eos_token": fast.id_to_token(eod)}
     content = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
@@ -265,8 +265,8 @@ def _vocab_size(path: str | Path, fast: FastTokenizer) -> int:
     """One more than the highest id. Published tokenizers leave some ids out, but not most of them."""
     ids = fast.get_vocab(with_added_tokens=True)
     size = max(ids.values(), default=-1) + 1
-    if size > 2 * len(ids) + SPARE_IDS:
-        token = printable(max(ids, key=lambda name: ids[name]), most=40)
+    if size > 2 * len(ids) + MAX_UNUSED_IDS:
+        token = printable(max(ids, key=lambda name: ids[name]), max_chars=40)
         raise DataError(
             f"{path} gives the token {token!r} the id {size - 1:,}, but has only {len(ids):,} tokens. A model would need a row for "
             "every id; use a tokenizer that numbers its tokens without such gaps."
@@ -274,26 +274,26 @@ def _vocab_size(path: str | Path, fast: FastTokenizer) -> int:
     return size
 
 
-def _read(path: Path) -> bytes:
-    with reading(path, refused):
-        return read_bytes(path, MOST_BYTES)
+def _read_file(path: Path) -> bytes:
+    with reading_untrusted(path, data_file_error):
+        return read_limited_bytes(path, MAX_FILE_BYTES)
 
 
-def _not_a_tokenizer(file: Path, why: str) -> DataError:
+def _tokenizer_file_error(file: Path, why: str) -> DataError:
     return DataError(
         f"{file} is not a tokenizer.json: it {why}. Copy it again; a SentencePiece tokenizer.model must first be converted."
     )
 
 
-def _not_gpt2(merge_file: str | Path, vocab_file: Path, why: str) -> DataError:
+def _gpt2_files_error(merge_file: str | Path, vocab_file: Path, why: str) -> DataError:
     return DataError(f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary and its merges: the first {why}.")
 
 
-def _text_refused(name: Path, why: str) -> DataError:
+def _encode_error(name: Path, why: str) -> DataError:
     return DataError(f"A text for the tokenizer {name} {why}. Check the text and the tokenizer's files.")
 
 
-def _ids_refused(name: Path, why: str) -> DataError:
+def _decode_error(name: Path, why: str) -> DataError:
     return DataError(f"Token ids for the tokenizer {name} {why}. Check its files.")
 
 
@@ -301,10 +301,10 @@ def _eos_in_config(config: Path) -> str | None:
     """eos_token of a tokenizer_config.json, which may be a string or an object with its content."""
     if not config.exists():
         return None
-    with reading(
+    with reading_untrusted(
         config, lambda path, why: DataError(f"{path} is not valid JSON: it {why}. Copy it again, or remove it.")
     ):
-        token = read_json(config, MOST_BYTES).get("eos_token")
+        token = read_limited_json(config, MAX_FILE_BYTES).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None and not isinstance(token, str):
             raise TypeError("eos_token is neither a text nor an object with its content")
@@ -312,7 +312,7 @@ def _eos_in_config(config: Path) -> str | None:
     return token
 
 
-def _kind_from_files(config: TokenizerConfig) -> str | None:
+def _tokenizer_type_from_files(config: TokenizerConfig) -> str | None:
     if config.tokenizer_model is not None:
         return "HuggingFaceTokenizer"
     return "GPT2BPETokenizer" if config.vocab_file is not None or config.merge_file is not None else None

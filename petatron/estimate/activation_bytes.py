@@ -35,12 +35,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from petatron.config.checks.data_parallel import FSDP
-from petatron.config.pipeline_stages import Stage
+from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
-from petatron.estimate.flops import padded_vocabulary
+from petatron.estimate.flops import padded_vocab_size
 
 FULL = "full"
 """Stands in a set of recomputed modules for the whole layer."""
@@ -50,38 +50,38 @@ FULL = "full"
 class ActivationShape:
     """A model and the part of a micro-batch that one rank sees of it.
 
-    element: bytes of an activation. batch and sequence are those of the rank's tokens where they are gathered.
-    byte_masks: dropout keeps a byte per element, as CUDA's kernel does, and not a number.
-    mixed: for every layer of the whole model whether it is a mixture of experts.
+    element_bytes: bytes of an activation. batch and sequence are those of the rank's tokens where they are gathered.
+    byte_dropout_masks: dropout keeps a byte per element, as CUDA's kernel does, and not a number.
+    moe_layer_mask: for every layer of the whole model whether it is a mixture of experts.
     ep, etp: over how many ranks the experts of a layer are spread, and over how many each of them is cut.
     fully_sharded: autograd takes the gradients of the weights, the last product's between the two passes.
-    eight_bits: the recipe of products in FP8; None where there are none.
+    fp8_recipe: the recipe of products in FP8; None where there are none.
     """
 
     model: ModelConfig
     moe: MoEConfig
-    mixed: tuple[bool, ...]
-    element: int
+    moe_layer_mask: tuple[bool, ...]
+    element_bytes: int
     batch: int
     sequence: int
     tp: int
     ep: int
     etp: int
     sequence_parallel: bool
-    byte_masks: bool
+    byte_dropout_masks: bool
     fully_sharded: bool
-    eight_bits: str | None = None
+    fp8_recipe: str | None = None
 
     @classmethod
-    def of(cls, run: RunConfig, *, device: Literal["cpu", "cuda"]) -> ActivationShape:
+    def from_config(cls, run: RunConfig, *, device: Literal["cpu", "cuda"]) -> ActivationShape:
         """The shape that every rank of a derived config has."""
         parallel, precision = run.parallel, run.precision
         split = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
         return cls(
             model=run.model,
             moe=run.moe,
-            mixed=moe_layers(run),
-            element=8 if precision.fp64 else 2 if precision.bf16 or precision.fp16 else 4,
+            moe_layer_mask=moe_layers(run),
+            element_bytes=8 if precision.fp64 else 2 if precision.bf16 or precision.fp16 else 4,
             batch=run.train.micro_batch_size,
             sequence=run.model.seq_length // parallel.context_parallel_size,
             tp=parallel.tensor_model_parallel_size,
@@ -89,33 +89,34 @@ class ActivationShape:
             etp=parallel.expert_tensor_parallel_size or 1,
             sequence_parallel=split,
             # Ranks that hold the same activation draw from a generator of their own, which makes masks of numbers.
-            byte_masks=device == "cuda" and (split or parallel.tensor_model_parallel_size == 1),
-            fully_sharded=parallel.data_parallel_sharding_strategy in FSDP and (parallel.world_size or 1) > 1,
-            eight_bits=None if precision.fp8_format is None else precision.fp8_recipe,
+            byte_dropout_masks=device == "cuda" and (split or parallel.tensor_model_parallel_size == 1),
+            fully_sharded=parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES
+            and (parallel.world_size or 1) > 1,
+            fp8_recipe=None if precision.fp8_format is None else precision.fp8_recipe,
         )
 
     @property
-    def wide(self) -> int:
+    def compute_bytes(self) -> int:
         """Bytes of what is computed in at least float32."""
-        return max(self.element, 4)
+        return max(self.element_bytes, 4)
 
     @property
-    def gathered(self) -> int:
+    def gathered_tokens(self) -> int:
         """Tokens that a split matrix sees."""
         return self.batch * self.sequence
 
     @property
     def tokens(self) -> int:
         """Tokens of the residual stream."""
-        return self.gathered // self.tp if self.sequence_parallel else self.gathered
+        return self.gathered_tokens // self.tp if self.sequence_parallel else self.gathered_tokens
 
     @property
-    def queries(self) -> int:
+    def q_dim(self) -> int:
         assert self.model.kv_channels is not None, "the config must be derived first"
         return self.model.num_attention_heads // self.tp * self.model.kv_channels
 
     @property
-    def keys(self) -> int:
+    def kv_dim(self) -> int:
         """Width of this rank's keys; ranks beyond the number of key/value heads hold copies."""
         assert self.model.kv_channels is not None and self.model.num_query_groups is not None
         return max(self.model.num_query_groups // self.tp, 1) * self.model.kv_channels
@@ -125,93 +126,97 @@ class ActivationShape:
         return self.model.activation in GATED_ACTIVATIONS
 
     @property
-    def weighs_inside(self) -> bool:
+    def applies_router_weights(self) -> bool:
         """Whether experts apply the router's weights: those are here and no bias would escape. Else their outputs are kept."""
         weights_here = self.ep * self.etp == 1 or self.moe.moe_token_dispatcher_type == "allgather"
         return weights_here and not self.model.add_bias_linear
 
-    def stream(self, tokens: int) -> int:
+    def hidden_bytes(self, tokens: int) -> int:
         """Bytes of hidden vectors."""
-        return tokens * self.model.hidden_size * self.element
+        return tokens * self.model.hidden_size * self.element_bytes
 
 
-def layer_bytes(shape: ActivationShape, modules: Collection[str] = (), *, mixed: bool = False) -> int:
+def layer_bytes(shape: ActivationShape, modules: Collection[str] = (), *, is_moe: bool = False) -> int:
     """Bytes that one layer keeps of one micro-batch while `modules` are recomputed."""
     if FULL in modules:
-        return shape.stream(shape.tokens)
-    branches = _attention(shape, modules) + (_mixture(shape, modules) if mixed else _dense(shape, modules))
-    branches += 0 if "layernorm" in modules else kept_output(shape, modules, mixed=mixed)
-    return 2 * _norm(shape, shape.tokens) + branches + 2 * _dropout_mask(shape)
+        return shape.hidden_bytes(shape.tokens)
+    branches = _attention_bytes(shape, modules) + (
+        _moe_bytes(shape, modules) if is_moe else _dense_mlp_bytes(shape, modules)
+    )
+    branches += 0 if "layernorm" in modules else saved_norm_output_bytes(shape, modules, is_moe=is_moe)
+    return 2 * _norm_bytes(shape, shape.tokens) + branches + 2 * _dropout_mask_bytes(shape)
 
 
-def kept_output(shape: ActivationShape, modules: Collection[str], *, mixed: bool) -> int:
+def saved_norm_output_bytes(shape: ActivationShape, modules: Collection[str], *, is_moe: bool) -> int:
     """Bytes of what a norm makes that are kept unless `layernorm` is recomputed: what a router multiplies as it is."""
-    return shape.stream(shape.tokens) if mixed and "moe" not in modules and not _router_copies(shape) else 0
+    return shape.hidden_bytes(shape.tokens) if is_moe and "moe" not in modules and not _router_casts_input(shape) else 0
 
 
-def gathered_again(shape: ActivationShape, modules: Collection[str], *, mixed: bool) -> int:
+def regathered_bytes(shape: ActivationShape, modules: Collection[str], *, is_moe: bool) -> int:
     """Bytes of what products of one layer's recomputed parts gather in the second run, and hold until it is used."""
-    if not shape.sequence_parallel or shape.eight_bits is not None:
+    if not shape.sequence_parallel or shape.fp8_recipe is not None:
         return 0
     attention = bool({"attention", FULL}.intersection(modules))
-    mlp = bool(({"moe", "shared_experts", FULL} if mixed else {"mlp", FULL}).intersection(modules))
-    if mixed and not shape.moe.moe_shared_expert_intermediate_size:
+    mlp = bool(({"moe", "shared_experts", FULL} if is_moe else {"mlp", FULL}).intersection(modules))
+    if is_moe and not shape.moe.moe_shared_expert_intermediate_size:
         mlp = False
-    return (attention + mlp) * shape.stream(shape.gathered)
+    return (attention + mlp) * shape.hidden_bytes(shape.gathered_tokens)
 
 
-def _norm(shape: ActivationShape, rows: int) -> int:
+def _norm_bytes(shape: ActivationShape, rows: int) -> int:
     """Input and statistics."""
-    return shape.stream(rows) + _statistics(shape, rows)
+    return shape.hidden_bytes(rows) + _norm_statistics_bytes(shape, rows)
 
 
-def _statistics(shape: ActivationShape, rows: int) -> int:
-    return (2 if shape.model.normalization == "LayerNorm" else 1) * rows * shape.wide
+def _norm_statistics_bytes(shape: ActivationShape, rows: int) -> int:
+    return (2 if shape.model.normalization == "LayerNorm" else 1) * rows * shape.compute_bytes
 
 
-def _dropout_mask(shape: ActivationShape) -> int:
+def _dropout_mask_bytes(shape: ActivationShape) -> int:
     if shape.model.hidden_dropout == 0.0:
         return 0
-    return shape.tokens * shape.model.hidden_size * (1 if shape.byte_masks else shape.element)
+    return shape.tokens * shape.model.hidden_size * (1 if shape.byte_dropout_masks else shape.element_bytes)
 
 
-def _operands(shape: ActivationShape, *widths: int) -> int:
+def _fp8_operand_bytes(shape: ActivationShape, *widths: int) -> int:
     """What products in eight bits keep of inputs of these widths; others have it made again."""
-    if shape.eight_bits is None:
+    if shape.fp8_recipe is None:
         return 0
-    scales = {"rowwise": 1, "blockwise": -(-shape.gathered // 128)}.get(shape.eight_bits)
-    return sum(shape.gathered * width + 4 * (1 if scales is None else scales * width) for width in widths)
+    scales = {"rowwise": 1, "blockwise": -(-shape.gathered_tokens // 128)}.get(shape.fp8_recipe)
+    return sum(shape.gathered_tokens * width + 4 * (1 if scales is None else scales * width) for width in widths)
 
 
-def _attention(shape: ActivationShape, modules: Collection[str]) -> int:
+def _attention_bytes(shape: ActivationShape, modules: Collection[str]) -> int:
     if "attention" in modules:
         return 0
-    model, rows, both = shape.model, shape.gathered, shape.queries + shape.keys
+    model, rows, both = shape.model, shape.gathered_tokens, shape.q_dim + shape.kv_dim
     assert model.kv_channels is not None
-    kept = rows * (both + shape.keys) * shape.element
+    kept = rows * (both + shape.kv_dim) * shape.element_bytes
     if model.qk_layernorm:
-        kept += rows * both * shape.element
+        kept += rows * both * shape.element_bytes
         one_kernel = model.normalization == "RMSNorm" and model.position_embedding_type in ("rope", "yarn")
-        kept += 0 if one_kernel else _statistics(shape, rows * both // model.kv_channels)
-    kept += rows * shape.queries * shape.element + _operands(shape, model.hidden_size, shape.queries)
-    return kept + (0 if "core_attn" in modules else rows * shape.queries // model.kv_channels * shape.wide)
+        kept += 0 if one_kernel else _norm_statistics_bytes(shape, rows * both // model.kv_channels)
+    kept += rows * shape.q_dim * shape.element_bytes + _fp8_operand_bytes(shape, model.hidden_size, shape.q_dim)
+    return kept + (0 if "core_attn" in modules else rows * shape.q_dim // model.kv_channels * shape.compute_bytes)
 
 
-def _inside_mlp(shape: ActivationShape, rows: int, width: int) -> int:
+def _mlp_intermediate_bytes(shape: ActivationShape, rows: int, width: int) -> int:
     """What the first product makes."""
-    return (2 if shape.gated else 1) * rows * width * shape.element
+    return (2 if shape.gated else 1) * rows * width * shape.element_bytes
 
 
-def _dense(shape: ActivationShape, modules: Collection[str]) -> int:
+def _dense_mlp_bytes(shape: ActivationShape, modules: Collection[str]) -> int:
     assert shape.model.ffn_hidden_size is not None
-    return 0 if "mlp" in modules else _whole_mlp(shape, shape.model.ffn_hidden_size // shape.tp)
+    return 0 if "mlp" in modules else _mlp_bytes(shape, shape.model.ffn_hidden_size // shape.tp)
 
 
-def _whole_mlp(shape: ActivationShape, width: int) -> int:
-    return _inside_mlp(shape, shape.gathered, width) + _operands(shape, shape.model.hidden_size, width)
+def _mlp_bytes(shape: ActivationShape, width: int) -> int:
+    return _mlp_intermediate_bytes(shape, shape.gathered_tokens, width) + _fp8_operand_bytes(
+        shape, shape.model.hidden_size, width
+    )
 
 
-def _mixture(shape: ActivationShape, modules: Collection[str]) -> int:
+def _moe_bytes(shape: ActivationShape, modules: Collection[str]) -> int:
     """Without the few numbers per token and choice that routing keeps."""
     moe = shape.moe
     if "moe" in modules:
@@ -219,52 +224,52 @@ def _mixture(shape: ActivationShape, modules: Collection[str]) -> int:
     assert moe.moe_ffn_hidden_size is not None
     width = moe.moe_latent_size or shape.model.hidden_size
     rows = shape.tokens * moe.moe_router_topk * shape.etp
-    kept = rows * width * shape.element
-    kept += 0 if shape.weighs_inside else rows * width * shape.element
-    kept += _inside_mlp(shape, rows, moe.moe_ffn_hidden_size // shape.etp)
-    kept += shape.tokens * (moe.moe_latent_size or 0) * shape.element
-    return kept + _router(shape) + _shared_expert(shape, modules)
+    kept = rows * width * shape.element_bytes
+    kept += 0 if shape.applies_router_weights else rows * width * shape.element_bytes
+    kept += _mlp_intermediate_bytes(shape, rows, moe.moe_ffn_hidden_size // shape.etp)
+    kept += shape.tokens * (moe.moe_latent_size or 0) * shape.element_bytes
+    return kept + _router_bytes(shape) + _shared_expert_bytes(shape, modules)
 
 
-def _router_copies(shape: ActivationShape) -> bool:
+def _router_casts_input(shape: ActivationShape) -> bool:
     """Whether the router multiplies a tensor of its own, instead of what the norm makes."""
-    return bool(shape.moe.moe_input_jitter_eps) or _router_element(shape) > shape.element
+    return bool(shape.moe.moe_input_jitter_eps) or _router_element_bytes(shape) > shape.element_bytes
 
 
-def _router_element(shape: ActivationShape) -> int:
-    return max(shape.element, {None: 0, "fp32": 4, "fp64": 8}[shape.moe.moe_router_dtype])
+def _router_element_bytes(shape: ActivationShape) -> int:
+    return max(shape.element_bytes, {None: 0, "fp32": 4, "fp64": 8}[shape.moe.moe_router_dtype])
 
 
-def _router(shape: ActivationShape) -> int:
+def _router_bytes(shape: ActivationShape) -> int:
     """Its input, if that is a tensor of its own, and the noise it was multiplied with."""
-    tensors = (2 if shape.moe.moe_input_jitter_eps else 1) if _router_copies(shape) else 0
-    return tensors * shape.tokens * shape.model.hidden_size * _router_element(shape)
+    tensors = (2 if shape.moe.moe_input_jitter_eps else 1) if _router_casts_input(shape) else 0
+    return tensors * shape.tokens * shape.model.hidden_size * _router_element_bytes(shape)
 
 
-def _shared_expert(shape: ActivationShape, modules: Collection[str]) -> int:
+def _shared_expert_bytes(shape: ActivationShape, modules: Collection[str]) -> int:
     moe = shape.moe
     if not moe.moe_shared_expert_intermediate_size:
         return 0
-    kept = shape.stream(shape.tokens) if moe.moe_shared_expert_gate else 0
+    kept = shape.hidden_bytes(shape.tokens) if moe.moe_shared_expert_gate else 0
     if "shared_experts" in modules:
         return kept
-    return kept + _whole_mlp(shape, moe.moe_shared_expert_intermediate_size // shape.tp)
+    return kept + _mlp_bytes(shape, moe.moe_shared_expert_intermediate_size // shape.tp)
 
 
-def ends_bytes(shape: ActivationShape, stage: Stage) -> int:
+def embedding_and_head_bytes(shape: ActivationShape, stage: PipelineStage) -> int:
     """What a stage keeps of a micro-batch outside its layers: positions, embedding, last norm, loss."""
     model, kept = shape.model, 0
     assert model.kv_channels is not None
     if model.position_embedding_type in ("rope", "yarn"):
-        kept += 2 * shape.sequence * int(model.kv_channels * model.rotary_percent) * shape.element
-    if stage.embedding:
-        kept += _dropout_mask(shape)
+        kept += 2 * shape.sequence * int(model.kv_channels * model.rotary_percent) * shape.element_bytes
+    if stage.has_embedding:
+        kept += _dropout_mask_bytes(shape)
         kept += 8 * shape.sequence if model.position_embedding_type == "learned_absolute" else 0
-        kept += 8 * shape.gathered if shape.tp > 1 else 0  # rows of this rank's part of the table
-    if stage.loss:
-        kept += _norm(shape, shape.tokens)
-        kept += shape.stream(shape.gathered)  # the gradient of what the last product saw
+        kept += 8 * shape.gathered_tokens if shape.tp > 1 else 0  # rows of this rank's part of the table
+    if stage.has_loss:
+        kept += _norm_bytes(shape, shape.tokens)
+        kept += shape.hidden_bytes(shape.gathered_tokens)  # the gradient of what the last product saw
         if shape.fully_sharded:
-            rows = padded_vocabulary(model, tensor_parallel=shape.tp) // shape.tp
-            kept += rows * model.hidden_size * shape.wide
+            rows = padded_vocab_size(model, tp_size=shape.tp) // shape.tp
+            kept += rows * model.hidden_size * shape.compute_bytes
     return kept

@@ -25,45 +25,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig, MoEConfig
-from petatron.sharding.shard_spec import padded
+from petatron.sharding.shard_spec import padded_rows
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _ModelDims:
     """The numbers of a model once everything derived is filled in."""
 
-    layers: int
-    hidden: int
-    queries: int
-    keys: int
-    head: int
-    ffn: int
-    matrices: int
-    vocabulary: int
-    positions: int
+    num_layers: int
+    hidden_size: int
+    q_dim: int
+    kv_dim: int
+    head_dim: int
+    ffn_hidden_size: int
+    num_mlp_matrices: int
+    vocab_size: int
+    num_positions: int
 
 
-def _shape(model: ModelConfig) -> _Shape:
+def _model_dims(model: ModelConfig) -> _ModelDims:
     head = model.kv_channels
     groups = model.num_query_groups
     assert head is not None and groups is not None, "the config must be derived first"
     assert model.ffn_hidden_size is not None and model.vocab_size is not None, "the config must be derived first"
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
     assert positions is not None, "the config must be derived first"
-    return _Shape(
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        queries=model.num_attention_heads * head,
-        keys=groups * head,
-        head=head,
-        ffn=model.ffn_hidden_size,
-        matrices=3 if model.activation in GATED_ACTIVATIONS else 2,
-        vocabulary=model.vocab_size,
-        positions=positions,
+    return _ModelDims(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        q_dim=model.num_attention_heads * head,
+        kv_dim=groups * head,
+        head_dim=head,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_mlp_matrices=3 if model.activation in GATED_ACTIVATIONS else 2,
+        vocab_size=model.vocab_size,
+        num_positions=positions,
     )
 
 
-def formula(*, causal: bool = True, experts: bool = False) -> str:
+def flops_formula(*, causal: bool = True, experts: bool = False) -> str:
     """The formula behind the reported TFLOP/s and MFU, for people."""
     pairs = "s^2/2" if causal else "s^2"
     if not experts:
@@ -72,34 +72,34 @@ def formula(*, causal: bool = True, experts: bool = False) -> str:
     return f"6 T ({layers} + h V) + 12 L q (T/s) {pairs}"
 
 
-def padded_vocabulary(model: ModelConfig, *, tensor_parallel: int = 1) -> int:
+def padded_vocab_size(model: ModelConfig, *, tp_size: int = 1) -> int:
     """Rows of the embedding in memory; the extra ones multiply like the others."""
     assert model.vocab_size is not None, "the config must be derived first"
-    return padded(model.vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
+    return padded_rows(model.vocab_size, model.make_vocab_size_divisible_by, tp_size)
 
 
 def model_flops_per_token(
     model: ModelConfig,
     moe: MoEConfig | None = None,
     *,
-    experts_in: Sequence[bool] = (),
-    tensor_parallel: int = 1,
+    moe_layer_mask: Sequence[bool] = (),
+    tp_size: int = 1,
     causal: bool = True,
 ) -> float:
-    """Forward and backward FLOPs per token of a full training sequence; `experts_in` says which layers have experts."""
-    shape = _shape(model)
-    vocabulary = padded_vocabulary(model, tensor_parallel=tensor_parallel)
-    attention = shape.hidden * (shape.queries + 2 * shape.keys) + shape.queries * shape.hidden
-    mixed = sum(experts_in)
-    mlp = (shape.layers - mixed) * shape.matrices * shape.hidden * shape.ffn
+    """Forward and backward FLOPs per token of a full training sequence; `moe_layer_mask` says which layers have experts."""
+    shape = _model_dims(model)
+    vocabulary = padded_vocab_size(model, tp_size=tp_size)
+    attention = shape.hidden_size * (shape.q_dim + 2 * shape.kv_dim) + shape.q_dim * shape.hidden_size
+    mixed = sum(moe_layer_mask)
+    mlp = (shape.num_layers - mixed) * shape.num_mlp_matrices * shape.hidden_size * shape.ffn_hidden_size
     if mixed:
-        mlp += mixed * _mixture(model, _known(moe), active=True, biases=False)
-    products = 6 * (shape.layers * attention + mlp + shape.hidden * vocabulary)
-    pairs = _pairs(model.seq_length, window=model.window_size, causal=causal)
-    return products + 12 * shape.layers * shape.queries * pairs / model.seq_length
+        mlp += mixed * _moe_parameters(model, _require_moe(moe), active=True, biases=False)
+    products = 6 * (shape.num_layers * attention + mlp + shape.hidden_size * vocabulary)
+    pairs = _attention_pairs(model.seq_length, window=model.window_size, causal=causal)
+    return products + 12 * shape.num_layers * shape.q_dim * pairs / model.seq_length
 
 
-def _pairs(length: int, *, window: int | None, causal: bool) -> float:
+def _attention_pairs(length: int, *, window: int | None, causal: bool) -> float:
     """(query, key) pairs of one sequence."""
     if not causal:
         return float(length * length)
@@ -108,47 +108,49 @@ def _pairs(length: int, *, window: int | None, causal: bool) -> float:
 
 
 def parameter_count(
-    model: ModelConfig, moe: MoEConfig | None = None, *, experts_in: Sequence[bool] = (), active: bool = False
+    model: ModelConfig, moe: MoEConfig | None = None, *, moe_layer_mask: Sequence[bool] = (), active: bool = False
 ) -> int:
     """Trainable parameters of the decoder, without vocabulary padding; or only those that one token meets (`active`)."""
-    shape = _shape(model)
+    shape = _model_dims(model)
     norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight alone
     bias = int(model.add_bias_linear)
-    qkv = shape.queries + 2 * shape.keys
-    attention = shape.hidden * qkv + qkv * int(model.add_bias_linear or model.add_qkv_bias)
-    attention += shape.queries * shape.hidden + bias * shape.hidden
-    attention += 2 * norm * shape.head * int(model.qk_layernorm)
-    layers = shape.layers * (attention + 2 * norm * shape.hidden)
-    mixed = sum(experts_in)
-    layers += (shape.layers - mixed) * _mlp(shape, shape.hidden, shape.ffn, bias)
+    qkv = shape.q_dim + 2 * shape.kv_dim
+    attention = shape.hidden_size * qkv + qkv * int(model.add_bias_linear or model.add_qkv_bias)
+    attention += shape.q_dim * shape.hidden_size + bias * shape.hidden_size
+    attention += 2 * norm * shape.head_dim * int(model.qk_layernorm)
+    layers = shape.num_layers * (attention + 2 * norm * shape.hidden_size)
+    mixed = sum(moe_layer_mask)
+    layers += (shape.num_layers - mixed) * _mlp_parameters(shape, shape.hidden_size, shape.ffn_hidden_size, bias)
     if mixed:
-        layers += mixed * _mixture(model, _known(moe), active=active, biases=True)
-    embeddings = shape.hidden * (shape.vocabulary + shape.positions)
-    head = shape.hidden * shape.vocabulary if model.untie_embeddings_and_output_weights else 0
-    return layers + embeddings + norm * shape.hidden + head
+        layers += mixed * _moe_parameters(model, _require_moe(moe), active=active, biases=True)
+    embeddings = shape.hidden_size * (shape.vocab_size + shape.num_positions)
+    head = shape.hidden_size * shape.vocab_size if model.untie_embeddings_and_output_weights else 0
+    return layers + embeddings + norm * shape.hidden_size + head
 
 
-def _mlp(shape: _Shape, outer: int, inner: int, bias: int) -> int:
-    return shape.matrices * outer * inner + bias * ((shape.matrices - 1) * inner + outer)
+def _mlp_parameters(dims: _ModelDims, hidden_size: int, ffn_hidden_size: int, bias: int) -> int:
+    return dims.num_mlp_matrices * hidden_size * ffn_hidden_size + bias * (
+        (dims.num_mlp_matrices - 1) * ffn_hidden_size + hidden_size
+    )
 
 
-def _mixture(model: ModelConfig, moe: MoEConfig, *, active: bool, biases: bool) -> int:
+def _moe_parameters(model: ModelConfig, moe: MoEConfig, *, active: bool, biases: bool) -> int:
     """Parameters of a mixture of experts: all of them, or those one token meets."""
-    shape = _shape(model)
+    shape = _model_dims(model)
     assert moe.num_experts is not None and moe.moe_ffn_hidden_size is not None, "the config must be derived first"
     bias = int(model.add_bias_linear and biases)
-    outer = moe.moe_latent_size or shape.hidden
-    total = shape.hidden * moe.num_experts
+    outer = moe.moe_latent_size or shape.hidden_size
+    total = shape.hidden_size * moe.num_experts
     met = moe.moe_router_topk if active else moe.num_experts
-    total += met * _mlp(shape, outer, moe.moe_ffn_hidden_size, bias)
+    total += met * _mlp_parameters(shape, outer, moe.moe_ffn_hidden_size, bias)
     if moe.moe_latent_size is not None:
-        total += 2 * shape.hidden * outer + bias * (shape.hidden + outer)
+        total += 2 * shape.hidden_size * outer + bias * (shape.hidden_size + outer)
     if moe.moe_shared_expert_intermediate_size:
-        total += _mlp(shape, shape.hidden, moe.moe_shared_expert_intermediate_size, bias)
-        total += shape.hidden * int(moe.moe_shared_expert_gate)
+        total += _mlp_parameters(shape, shape.hidden_size, moe.moe_shared_expert_intermediate_size, bias)
+        total += shape.hidden_size * int(moe.moe_shared_expert_gate)
     return total
 
 
-def _known(moe: MoEConfig | None) -> MoEConfig:
+def _require_moe(moe: MoEConfig | None) -> MoEConfig:
     assert moe is not None, "layers with experts need their config"
     return moe

@@ -11,32 +11,42 @@ from collections import Counter
 from petatron.estimate.activation_bytes import ActivationShape, layer_bytes
 from petatron.estimate.recompute_plan import RecomputePlan
 
-AT_ONCE = 2
+LAYERS_IN_TRANSIT = 2
 """Layers whose activations are on the device while they leave or come back: the one that runs and one on the way."""
 
 
-def offloaded_layers(layers: int, number: int) -> tuple[int, ...]:
-    """Places of the offloaded layers among a stage's; a stage that has fewer than `number` offloads all it has.
+def offloaded_layers(num_layers: int, num_offloaded: int) -> tuple[int, ...]:
+    """Places of the offloaded layers among a stage's; a stage that has fewer than `num_offloaded` offloads all it has.
 
     >>> offloaded_layers(8, 3), offloaded_layers(2, 3), offloaded_layers(8, 0)
     ((0, 2, 5), (0, 1), ())
     """
-    number = min(number, layers)
-    return tuple(at * layers // number for at in range(number))
+    num_offloaded = min(num_offloaded, num_layers)
+    return tuple(at * num_layers // num_offloaded for at in range(num_offloaded))
 
 
-def offloaded_bytes(plan: RecomputePlan, shape: ActivationShape, mixed: tuple[bool, ...], number: int) -> int:
-    """Bytes of one micro-batch that wait in host memory; `mixed` says which of the stage's layers are mixtures of experts."""
-    return sum(layers * size for size, layers in _kept(plan, shape, mixed, number))
+def offloaded_bytes(
+    plan: RecomputePlan, shape: ActivationShape, moe_layer_mask: tuple[bool, ...], num_offloaded: int
+) -> int:
+    """Bytes of one micro-batch that wait in host memory; `moe_layer_mask` says which of the stage's layers are mixtures of experts."""
+    return sum(layers * size for size, layers in _saved_bytes_by_kind(plan, shape, moe_layer_mask, num_offloaded))
 
 
-def freed_bytes(plan: RecomputePlan, shape: ActivationShape, mixed: tuple[bool, ...], number: int) -> int:
+def freed_bytes(
+    plan: RecomputePlan, shape: ActivationShape, moe_layer_mask: tuple[bool, ...], num_offloaded: int
+) -> int:
     """Bytes that offload takes from a stage's peak: all that waits, less what is on its way at a time."""
-    largest = max((size for size, _ in _kept(plan, shape, mixed, number)), default=0)
-    return max(0, plan.in_flight * offloaded_bytes(plan, shape, mixed, number) - AT_ONCE * largest)
+    largest = max((size for size, _ in _saved_bytes_by_kind(plan, shape, moe_layer_mask, num_offloaded)), default=0)
+    return max(
+        0, plan.in_flight * offloaded_bytes(plan, shape, moe_layer_mask, num_offloaded) - LAYERS_IN_TRANSIT * largest
+    )
 
 
-def _kept(plan: RecomputePlan, shape: ActivationShape, mixed: tuple[bool, ...], number: int) -> list[tuple[int, int]]:
+def _saved_bytes_by_kind(
+    plan: RecomputePlan, shape: ActivationShape, moe_layer_mask: tuple[bool, ...], num_offloaded: int
+) -> list[tuple[int, int]]:
     """What offloaded layers of each sort keep, and how many there are of it."""
-    sorts = Counter((plan.modules[at], mixed[at]) for at in offloaded_layers(len(mixed), number))
-    return [(layer_bytes(shape, modules, mixed=kind), layers) for (modules, kind), layers in sorts.items()]
+    sorts = Counter(
+        (plan.modules[at], moe_layer_mask[at]) for at in offloaded_layers(len(moe_layer_mask), num_offloaded)
+    )
+    return [(layer_bytes(shape, modules, is_moe=kind), layers) for (modules, kind), layers in sorts.items()]

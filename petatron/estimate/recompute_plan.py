@@ -20,23 +20,23 @@ from dataclasses import dataclass, replace
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.text import gigabytes
-from petatron.config.pipeline_stages import Stage
+from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import (
     FULL,
     ActivationShape,
-    ends_bytes,
-    gathered_again,
-    kept_output,
+    embedding_and_head_bytes,
     layer_bytes,
+    regathered_bytes,
+    saved_norm_output_bytes,
 )
 
-Modules = frozenset[str]
-NOTHING: Modules = frozenset()
-DENSE = ("core_attn", "layernorm", "mlp", "attention")
-MIXED = ("core_attn", "layernorm", "shared_experts", "moe", "attention")
-_INSIDE = {"attention": {"core_attn"}, "moe": {"shared_experts"}}
-_ELEMENTWISE = 12  # operations per element of a norm or activation: little beside a product, but not nothing
+ModuleSet = frozenset[str]
+NO_MODULES: ModuleSet = frozenset()
+DENSE_MODULES = ("core_attn", "layernorm", "mlp", "attention")
+MOE_MODULES = ("core_attn", "layernorm", "shared_experts", "moe", "attention")
+_CONTAINED_MODULES = {"attention": {"core_attn"}, "moe": {"shared_experts"}}
+_ELEMENTWISE_FLOPS = 12  # operations per element of a norm or activation: little beside a product, but not nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class RecomputePlan:
     """What one stage recomputes, and the bytes it then needs.
 
     modules: of every layer the modules that are recomputed, {full} for the whole of it.
-    group: with full, how many neighbouring layers are recomputed together.
-    kept_bytes: of one micro-batch. peak_bytes: of all micro-batches in flight and what is made again at a time.
+    group_size: with full, how many neighbouring layers are recomputed together.
+    saved_bytes: of one micro-batch. peak_bytes: of all micro-batches in flight and what is made again at a time.
     """
 
-    modules: tuple[Modules, ...]
-    group: int
-    kept_bytes: int
+    modules: tuple[ModuleSet, ...]
+    group_size: int
+    saved_bytes: int
     peak_bytes: int
     in_flight: int
 
@@ -60,7 +60,7 @@ class RecomputePlan:
         groups: list[tuple[int, bool]] = []
         for modules in self.modules:
             again = FULL in modules
-            if again and groups and groups[-1][1] and groups[-1][0] < self.group:
+            if again and groups and groups[-1][1] and groups[-1][0] < self.group_size:
                 groups[-1] = (groups[-1][0] + 1, True)
             else:
                 groups.append((1, again))
@@ -71,30 +71,30 @@ class RecomputePlan:
         parts: list[str] = []
         whole = sum(FULL in modules for modules in self.modules)
         if whole:
-            together = f", {self.group} together" if self.group > 1 else ""
-            parts.append(f"{_of(whole, len(self.modules))} whole{together}")
-        for name in dict.fromkeys((*DENSE, *MIXED)):
+            together = f", {self.group_size} together" if self.group_size > 1 else ""
+            parts.append(f"{_layer_fraction(whole, len(self.modules))} whole{together}")
+        for name in dict.fromkeys((*DENSE_MODULES, *MOE_MODULES)):
             count = sum(name in modules for modules in self.modules)
             if count:
-                parts.append(f"{name} in {_of(count, len(self.modules))}")
-        sizes = f"{gigabytes(self.kept_bytes)} GB kept per micro-batch, {gigabytes(self.peak_bytes)} GB for {self.in_flight}"
+                parts.append(f"{name} in {_layer_fraction(count, len(self.modules))}")
+        sizes = f"{gigabytes(self.saved_bytes)} GB kept per micro-batch, {gigabytes(self.peak_bytes)} GB for {self.in_flight}"
         return f"recompute: {'; '.join(parts) or 'nothing'} ({sizes} at a time)"
 
 
-def _of(count: int, layers: int) -> str:
+def _layer_fraction(count: int, layers: int) -> str:
     return f"all {layers} layers" if count == layers else f"{count} of {layers} layers"
 
 
-def effective(shape: ActivationShape, modules: Sequence[str] | Modules, *, mixed: bool) -> Modules:
+def effective_modules(shape: ActivationShape, modules: Sequence[str] | ModuleSet, *, is_moe: bool) -> ModuleSet:
     """Of the modules asked for those that a layer of this kind has, without those inside others of them.
 
     Norms are among them only if they free something beside the others.
     """
     if FULL in modules:
         return frozenset((FULL,))
-    present = set(modules).intersection(MIXED if mixed else DENSE)
-    inside = {name for outer in present for name in _INSIDE.get(outer, ())}
-    if not kept_output(shape, present, mixed=mixed):
+    present = set(modules).intersection(MOE_MODULES if is_moe else DENSE_MODULES)
+    inside = {name for outer in present for name in _CONTAINED_MODULES.get(outer, ())}
+    if not saved_norm_output_bytes(shape, present, is_moe=is_moe):
         present.discard("layernorm")
     return frozenset(present - inside)
 
@@ -108,92 +108,102 @@ class BudgetError(ConfigError):
 
 
 def plan_recompute(
-    memory: MemoryConfig, shape: ActivationShape, stage: Stage, *, in_flight: int = 1, stages_here: int = 1
+    memory: MemoryConfig, shape: ActivationShape, stage: PipelineStage, *, in_flight: int = 1, num_local_stages: int = 1
 ) -> RecomputePlan:
     """The plan of one stage that holds `in_flight` micro-batches at a time.
 
-    `stages_here` is the number of stages of this rank, which share its budget evenly. ConfigError if a budget cannot be met.
+    `num_local_stages` is the number of stages of this rank, which share its budget evenly. ConfigError if a budget cannot be met.
     """
-    mixed = [shape.mixed[layer] for layer in stage.layers]
-    costs = _Costs(shape, stage, mixed, in_flight)
+    mixed = [shape.moe_layer_mask[layer] for layer in stage.layer_indices]
+    costs = _StageCosts(shape, stage, mixed, in_flight)
     if memory.recompute_memory_budget_gb is not None:
-        return _fit(costs, memory.recompute_memory_budget_gb, stages_here)
+        return _fit_budget(costs, memory.recompute_memory_budget_gb, num_local_stages)
     number = memory.recompute_num_layers or 1
     if memory.recompute_granularity == "full":
         uniform = memory.recompute_method == "uniform"
-        chosen = [frozenset((FULL,)) if uniform or at < number else NOTHING for at in range(len(mixed))]
-        return costs.plan(chosen, group=number if uniform else 1)
+        chosen = [frozenset((FULL,)) if uniform or at < number else NO_MODULES for at in range(len(mixed))]
+        return costs.plan(chosen, group_size=number if uniform else 1)
     asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    return costs.plan([effective(shape, asked, mixed=kind) for kind in mixed])
+    return costs.plan([effective_modules(shape, asked, is_moe=kind) for kind in mixed])
 
 
-class _Costs:
+class _StageCosts:
     """Bytes and operations of a stage's layers under any choice."""
 
-    def __init__(self, shape: ActivationShape, stage: Stage, mixed: Sequence[bool], in_flight: int) -> None:
-        self.shape, self.mixed, self.in_flight = shape, mixed, in_flight
-        self.ends = ends_bytes(shape, stage)
-        self._bytes: dict[tuple[Modules, bool], int] = {}
+    def __init__(
+        self, shape: ActivationShape, stage: PipelineStage, moe_layer_mask: Sequence[bool], in_flight: int
+    ) -> None:
+        self.shape, self.moe_layer_mask, self.in_flight = shape, moe_layer_mask, in_flight
+        self.embedding_and_head = embedding_and_head_bytes(shape, stage)
+        self._bytes: dict[tuple[ModuleSet, bool], int] = {}
 
-    def layer(self, modules: Modules, mixed: bool) -> int:
-        key = (modules, mixed)
+    def layer_bytes(self, modules: ModuleSet, is_moe: bool) -> int:
+        key = (modules, is_moe)
         if key not in self._bytes:
-            self._bytes[key] = layer_bytes(self.shape, modules, mixed=mixed)
+            self._bytes[key] = layer_bytes(self.shape, modules, is_moe=is_moe)
         return self._bytes[key]
 
-    def flops(self, modules: Modules, mixed: bool) -> float:
-        return recompute_flops(self.shape, modules, mixed=mixed)
+    def flops(self, modules: ModuleSet, is_moe: bool) -> float:
+        return recompute_flops(self.shape, modules, is_moe=is_moe)
 
-    def plan(self, chosen: Sequence[Modules], *, group: int = 1) -> RecomputePlan:
-        kept = self.ends + sum(self.layer(modules, kind) for modules, kind in zip(chosen, self.mixed))
-        stream = self.shape.stream(self.shape.tokens)
-        plan = RecomputePlan(tuple(chosen), group, kept, 0, self.in_flight)
+    def plan(self, chosen: Sequence[ModuleSet], *, group_size: int = 1) -> RecomputePlan:
+        kept = self.embedding_and_head + sum(
+            self.layer_bytes(modules, kind) for modules, kind in zip(chosen, self.moe_layer_mask)
+        )
+        stream = self.shape.hidden_bytes(self.shape.tokens)
+        plan = RecomputePlan(tuple(chosen), group_size, kept, 0, self.in_flight)
         again, start = 0, 0
         for count, whole in plan.groups:
             kept -= (count - 1) * stream  # of a group of whole layers only the first one's input is kept
             layers = range(start, start + count)
-            before = sum(self.layer(NOTHING, self.mixed[at]) for at in layers)
-            before += sum(gathered_again(self.shape, chosen[at], mixed=self.mixed[at]) for at in layers)
-            again = max(again, before - (stream if whole else self.layer(chosen[start], self.mixed[start])))
+            before = sum(self.layer_bytes(NO_MODULES, self.moe_layer_mask[at]) for at in layers)
+            before += sum(regathered_bytes(self.shape, chosen[at], is_moe=self.moe_layer_mask[at]) for at in layers)
+            again = max(
+                again, before - (stream if whole else self.layer_bytes(chosen[start], self.moe_layer_mask[start]))
+            )
             start += count
-        return replace(plan, kept_bytes=kept, peak_bytes=self.in_flight * kept + again)
+        return replace(plan, saved_bytes=kept, peak_bytes=self.in_flight * kept + again)
 
-    def steps(self, at: int, now: Modules) -> list[Modules]:
+    def next_steps(self, at: int, now: ModuleSet) -> list[ModuleSet]:
         """What one layer may recompute next."""
         if FULL in now:
             return []
-        kind = self.mixed[at]
-        names = (name for name in (*(MIXED if kind else DENSE), FULL) if name not in now)
-        return [following for name in names if (following := effective(self.shape, (*now, name), mixed=kind)) != now]
+        kind = self.moe_layer_mask[at]
+        names = (name for name in (*(MOE_MODULES if kind else DENSE_MODULES), FULL) if name not in now)
+        return [
+            following
+            for name in names
+            if (following := effective_modules(self.shape, (*now, name), is_moe=kind)) != now
+        ]
 
-    def price(self, at: int, now: Modules, following: Modules) -> float:
+    def flops_per_freed_byte(self, at: int, now: ModuleSet, following: ModuleSet) -> float:
         """Operations per byte freed by a step; a step that frees nothing is priceless."""
-        kind = self.mixed[at]
-        freed = self.layer(now, kind) - self.layer(following, kind)
+        kind = self.moe_layer_mask[at]
+        freed = self.layer_bytes(now, kind) - self.layer_bytes(following, kind)
         more = self.flops(following, kind) - self.flops(now, kind)
         return max(more, 0.0) / freed if freed > 0 else float("inf")
 
 
-def _fit(costs: _Costs, budget_gb: float, stages_here: int) -> RecomputePlan:
-    budget = budget_gb * 1e9 / stages_here
-    chosen: list[Modules] = [NOTHING] * len(costs.mixed)
+def _fit_budget(costs: _StageCosts, budget_gb: float, num_local_stages: int) -> RecomputePlan:
+    budget = budget_gb * 1e9 / num_local_stages
+    chosen: list[ModuleSet] = [NO_MODULES] * len(costs.moe_layer_mask)
     plan = costs.plan(chosen)
     while plan.peak_bytes > budget:
-        steps = [(at, step) for at, now in enumerate(chosen) for step in costs.steps(at, now)]
-        prices = [costs.price(at, chosen[at], step) for at, step in steps]
+        steps = [(at, step) for at, now in enumerate(chosen) for step in costs.next_steps(at, now)]
+        prices = [costs.flops_per_freed_byte(at, chosen[at], step) for at, step in steps]
         if not steps or min(prices) == float("inf"):
-            raise _too_small(plan, budget_gb, stages_here)
+            raise _budget_error(plan, budget_gb, num_local_stages)
         at, chosen[at] = steps[prices.index(min(prices))]
         plan = costs.plan(chosen)
-    return _undo(costs, chosen, plan, budget)
+    return _drop_unneeded(costs, chosen, plan, budget)
 
 
-def _undo(costs: _Costs, chosen: list[Modules], plan: RecomputePlan, budget: float) -> RecomputePlan:
+def _drop_unneeded(costs: _StageCosts, chosen: list[ModuleSet], plan: RecomputePlan, budget: float) -> RecomputePlan:
     """Leave out what the budget no longer needs, the dearest first."""
 
     def saved(at: int, name: str) -> float:
         fewer = chosen[at] - {name}
-        return costs.flops(chosen[at], costs.mixed[at]) - costs.flops(fewer, costs.mixed[at])
+        return costs.flops(chosen[at], costs.moe_layer_mask[at]) - costs.flops(fewer, costs.moe_layer_mask[at])
 
     singles = [(at, name) for at, now in enumerate(chosen) for name in sorted(now)]
     for at, name in sorted(singles, key=lambda single: -saved(*single)):
@@ -204,11 +214,11 @@ def _undo(costs: _Costs, chosen: list[Modules], plan: RecomputePlan, budget: flo
     return plan
 
 
-def _too_small(plan: RecomputePlan, budget_gb: float, stages_here: int) -> BudgetError:
-    needed = plan.peak_bytes * stages_here
+def _budget_error(plan: RecomputePlan, budget_gb: float, num_local_stages: int) -> BudgetError:
+    needed = plan.peak_bytes * num_local_stages
     one = plan.in_flight == 1
     held, verb = ("1 micro-batch at a time", "needs") if one else (f"{plan.in_flight} micro-batches at a time", "need")
-    stages = f" in each of {stages_here} stages" if stages_here > 1 else ""
+    stages = f" in each of {num_local_stages} stages" if num_local_stages > 1 else ""
     problem = Problem(
         where="--recompute-memory-budget-gb",
         found=f"{budget_gb:g}",
@@ -218,42 +228,42 @@ def _too_small(plan: RecomputePlan, budget_gb: float, stages_here: int) -> Budge
     return BudgetError(problem, needed)
 
 
-def recompute_flops(shape: ActivationShape, modules: Modules, *, mixed: bool = False) -> float:
+def recompute_flops(shape: ActivationShape, modules: ModuleSet, *, is_moe: bool = False) -> float:
     """Operations that one layer repeats for one micro-batch.
 
     The last product of a branch is not repeated, unless something behind it is kept too; in eight bits, that is its operand.
     """
-    model, rows, hidden = shape.model, shape.gathered, shape.model.hidden_size
+    model, rows, hidden = shape.model, shape.gathered_tokens, shape.model.hidden_size
     seen = min(model.window_size or model.seq_length, model.seq_length)
-    core = 2.0 * rows * shape.queries * seen
-    norm = float(_ELEMENTWISE * shape.tokens * hidden)
-    attention = norm + 2.0 * rows * hidden * (shape.queries + 2 * shape.keys) + core
-    norms = norm if kept_output(shape, modules, mixed=mixed) else 0.0
+    core = 2.0 * rows * shape.q_dim * seen
+    norm = float(_ELEMENTWISE_FLOPS * shape.tokens * hidden)
+    attention = norm + 2.0 * rows * hidden * (shape.q_dim + 2 * shape.kv_dim) + core
+    norms = norm if saved_norm_output_bytes(shape, modules, is_moe=is_moe) else 0.0
     assert model.ffn_hidden_size is not None
-    first, between, last = _products(shape, rows, hidden, model.ffn_hidden_size // shape.tp)
-    out = 2.0 * rows * shape.queries * hidden
+    first, between, last = _mlp_flops(shape, rows, hidden, model.ffn_hidden_size // shape.tp)
+    out = 2.0 * rows * shape.q_dim * hidden
     prices = {"core_attn": core, "attention": attention, "layernorm": norms, "mlp": norm + first + between}
-    if shape.eight_bits is not None:
+    if shape.fp8_recipe is not None:
         prices["attention"], prices["mlp"], last = attention + out, prices["mlp"] + last, 0.0
-    if mixed:
-        prices["shared_experts"] = norm + sum(_shared(shape)[: 2 if shape.eight_bits is None else 3])
-        prices["moe"], last = _mixture(shape)
+    if is_moe:
+        prices["shared_experts"] = norm + sum(_shared_expert_flops(shape)[: 2 if shape.fp8_recipe is None else 3])
+        prices["moe"], last = _moe_flops(shape)
         prices["moe"] += norm
     if FULL in modules:
         last = 0.0 if model.hidden_dropout == 0.0 else last  # repeated for the dropout behind it
-        return attention + out + prices["moe" if mixed else "mlp"] + last
+        return attention + out + prices["moe" if is_moe else "mlp"] + last
     return sum(prices.get(name, 0.0) for name in modules)
 
 
-def _mixture(shape: ActivationShape) -> tuple[float, float]:
+def _moe_flops(shape: ActivationShape) -> tuple[float, float]:
     """Operations of a mixture of experts, up to the last tensor that it keeps; and those of a product beyond that."""
     moe, hidden = shape.moe, shape.model.hidden_size
     assert moe.moe_ffn_hidden_size is not None and moe.num_experts is not None
     width = moe.moe_latent_size or hidden
     routed = shape.tokens * moe.moe_router_topk * shape.etp
-    first, between, last = _products(shape, routed, width, moe.moe_ffn_hidden_size // shape.etp)
+    first, between, last = _mlp_flops(shape, routed, width, moe.moe_ffn_hidden_size // shape.etp)
     again = 2.0 * shape.tokens * hidden * moe.num_experts + first + between
-    if shape.weighs_inside and not moe.moe_latent_size and not moe.moe_shared_expert_intermediate_size:
+    if shape.applies_router_weights and not moe.moe_latent_size and not moe.moe_shared_expert_intermediate_size:
         return again, last
     again += last
     if moe.moe_latent_size:
@@ -261,17 +271,17 @@ def _mixture(shape: ActivationShape) -> tuple[float, float]:
             1 if moe.moe_shared_expert_intermediate_size else 0
         )  # the last product, unless a shared expert follows
         again += (1 + way_out) * 2.0 * shape.tokens * hidden * moe.moe_latent_size
-    first, between, last = _shared(shape)
-    keeps_last = moe.moe_shared_expert_gate or shape.eight_bits is not None
+    first, between, last = _shared_expert_flops(shape)
+    keeps_last = moe.moe_shared_expert_gate or shape.fp8_recipe is not None
     return again + first + between + (last if keeps_last else 0.0), 0.0
 
 
-def _shared(shape: ActivationShape) -> tuple[float, float, float]:
+def _shared_expert_flops(shape: ActivationShape) -> tuple[float, float, float]:
     width = (shape.moe.moe_shared_expert_intermediate_size or 0) // shape.tp
-    return _products(shape, shape.gathered, shape.model.hidden_size, width)
+    return _mlp_flops(shape, shape.gathered_tokens, shape.model.hidden_size, width)
 
 
-def _products(shape: ActivationShape, rows: int, width: int, inner: int) -> tuple[float, float, float]:
+def _mlp_flops(shape: ActivationShape, rows: int, width: int, inner: int) -> tuple[float, float, float]:
     """Operations of an MLP's first product, of its activation and of its second product."""
     fused = 2 if shape.gated else 1
-    return 2.0 * rows * width * inner * fused, float(_ELEMENTWISE * rows * inner), 2.0 * rows * inner * width
+    return 2.0 * rows * width * inner * fused, float(_ELEMENTWISE_FLOPS * rows * inner), 2.0 * rows * inner * width

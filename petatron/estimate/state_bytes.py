@@ -27,16 +27,16 @@ from functools import lru_cache
 
 import torch
 
-from petatron.config.pipeline_stages import Stage
+from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.parallel import ParallelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.mesh.rank_layout import Layout
-from petatron.models.decoder import Decoder, shards
-from petatron.sharding.shard_spec import TensorSplit, find, place
+from petatron.models.decoder import Decoder, shard_specs
+from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement, find_shard_spec
 
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+_DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _GATHERED_LAYERS = 2  # fully sharded: the one that runs, and the next, which is on its way
 
 
@@ -46,12 +46,12 @@ class StateBytes:
 
     weights: int
     gradients: int
-    masters: int
+    master_weights: int
     moments: int
 
     @property
     def optimizer(self) -> int:
-        return self.masters + self.moments
+        return self.master_weights + self.moments
 
     @property
     def total(self) -> int:
@@ -59,19 +59,19 @@ class StateBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Elements:
+class ElementCounts:
     """How many elements a rank computes with, those of its largest layer, those outside its layers, and of these the head's."""
 
     dense: int
     experts: int
     largest_layer: int
-    ends: int
+    embedding_and_head: int
     head: int
 
 
-def state_bytes(run: RunConfig, here: Sequence[Stage] | None = None) -> StateBytes:
+def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> StateBytes:
     """Bytes of a rank that holds these stages of a derived config; without any, all of the model."""
-    elements = held_elements(run, here)
+    elements = local_element_counts(run, local_stages)
     layout = Layout.from_config(run.parallel)
     strategy = run.parallel.data_parallel_sharding_strategy
     shared = strategy in ("optim", "optim_grads", "optim_grads_params")
@@ -86,33 +86,33 @@ def state_bytes(run: RunConfig, here: Sequence[Stage] | None = None) -> StateByt
     if strategy in ("optim_grads", "optim_grads_params") and layout.world_size > 1:
         gathered = held
         if strategy == "optim_grads_params":
-            gathered = min(held, _GATHERED_LAYERS * elements.largest_layer + elements.ends)
+            gathered = min(held, _GATHERED_LAYERS * elements.largest_layer + elements.embedding_and_head)
         wire = 2 if run.parallel.grad_reduce_in_bf16 else wide
         whole = narrow * elements.head + (narrow + wire) * elements.largest_layer
         return StateBytes(
             weights=narrow * gathered,
             gradients=wide * owned + whole,
-            masters=wide * owned,
+            master_weights=wide * owned,
             moments=int(moments * owned * on_device),
         )
     return StateBytes(
-        weights=narrow * held + _eight_bit_copies(run, elements, shard=ranks[0]),
-        gradients=_BYTES[run.optim.main_grads_dtype] * held if wide == 4 else wide * held,
-        masters=int(4 * owned * on_device) if narrow < 4 else 0,
+        weights=narrow * held + _fp8_copy_bytes(run, elements, num_shards=ranks[0]),
+        gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * held if wide == 4 else wide * held,
+        master_weights=int(4 * owned * on_device) if narrow < 4 else 0,
         moments=int(moments * owned * on_device),
     )
 
 
-def _eight_bit_copies(run: RunConfig, elements: Elements, *, shard: int) -> int:
+def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, *, num_shards: int) -> int:
     """FP8 keeps the weights of layers in both orientations, a byte each; those of the ends stay as they are.
 
     Where they travel in FP8, what a rank owns of them lies apart from what it computes with; experts do not.
     """
     if run.precision.fp8_format is None:
         return 0
-    copies = 2 * (elements.dense + elements.experts - elements.ends)
-    if run.precision.fp8_param_gather and shard > 1:
-        copies += element_bytes(run) * -(-(elements.dense - elements.ends) // shard)
+    copies = 2 * (elements.dense + elements.experts - elements.embedding_and_head)
+    if run.precision.fp8_param_gather and num_shards > 1:
+        copies += element_bytes(run) * -(-(elements.dense - elements.embedding_and_head) // num_shards)
     return copies
 
 
@@ -128,45 +128,55 @@ def moment_bytes(run: RunConfig) -> int:
     if run.optim.optimizer == "sgd":
         return wide if run.optim.sgd_momentum else 0
     kinds = (run.optim.exp_avg_dtype, run.optim.exp_avg_sq_dtype)
-    return sum(wide if name == "fp32" else _BYTES[name] for name in kinds)
+    return sum(wide if name == "fp32" else _DTYPE_BYTES[name] for name in kinds)
 
 
-def held_elements(run: RunConfig, here: Sequence[Stage] | None = None) -> Elements:
+def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> ElementCounts:
     """Elements on a rank that holds these stages; without any, all of the model."""
-    here = here or [Stage(tuple(range(run.model.num_layers)), embedding=True, loss=True)]
+    local_stages = local_stages or [
+        PipelineStage(tuple(range(run.model.num_layers)), has_embedding=True, has_loss=True)
+    ]
     # Together, so that a tied head is the embedding where one rank has both.
-    layers = tuple(layer for stage in here for layer in stage.layers)
-    merged = Stage(layers, any(stage.embedding for stage in here), any(stage.loss for stage in here))
-    return _held(run.model, run.moe, run.parallel, moe_layers(run), merged)
+    layers = tuple(layer for stage in local_stages for layer in stage.layer_indices)
+    merged = PipelineStage(
+        layers, any(stage.has_embedding for stage in local_stages), any(stage.has_loss for stage in local_stages)
+    )
+    return _stage_element_counts(run.model, run.moe, run.parallel, moe_layers(run), merged)
 
 
 @lru_cache(maxsize=256)
-def _held(
-    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, mixed: tuple[bool, ...], stage: Stage
-) -> Elements:
-    ends = _count(model, moe, parallel, mixed, Stage((), stage.embedding, stage.loss))
-    kinds = {kind: [at for at in stage.layers if mixed[at] is kind] for kind in (False, True)}
+def _stage_element_counts(
+    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, moe_layer_mask: tuple[bool, ...], stage: PipelineStage
+) -> ElementCounts:
+    ends = _count_elements(model, moe, parallel, moe_layer_mask, PipelineStage((), stage.has_embedding, stage.has_loss))
+    kinds = {kind: [at for at in stage.layer_indices if moe_layer_mask[at] is kind] for kind in (False, True)}
     dense, experts, largest = ends[0], ends[1], 0
     for places in kinds.values():
         if places:
-            one = _count(model, moe, parallel, mixed, Stage((places[0],), embedding=False, loss=False))
+            one = _count_elements(
+                model, moe, parallel, moe_layer_mask, PipelineStage((places[0],), has_embedding=False, has_loss=False)
+            )
             dense, experts = dense + len(places) * one[0], experts + len(places) * one[1]
             largest = max(largest, sum(one))
-    head = _count(model, moe, parallel, mixed, Stage((), embedding=False, loss=True)) if stage.loss else (0, 0)
-    return Elements(dense, experts, largest, sum(ends), sum(head))
+    head = (
+        _count_elements(model, moe, parallel, moe_layer_mask, PipelineStage((), has_embedding=False, has_loss=True))
+        if stage.has_loss
+        else (0, 0)
+    )
+    return ElementCounts(dense, experts, largest, sum(ends), sum(head))
 
 
-def _count(
-    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, mixed: tuple[bool, ...], stage: Stage
+def _count_elements(
+    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, moe_layer_mask: tuple[bool, ...], stage: PipelineStage
 ) -> tuple[int, int]:
     """Elements of a stage's dense parameters and of its experts on one rank."""
     layout = Layout.from_config(parallel)
-    split = TensorSplit(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
+    split = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
     experts = moe if moe.num_experts is not None else None
     with torch.device("meta"):
-        decoder = Decoder(model, experts, experts_in=mixed, stage=stage)
-    table, counts = shards(model, experts), [0, 0]
+        decoder = Decoder(model, experts, moe_layer_mask=moe_layer_mask, stage=stage)
+    table, counts = shard_specs(model, experts), [0, 0]
     for name, parameter in decoder.named_parameters():
-        placement = place(name, tuple(parameter.shape), find(table, name), split)
+        placement = compute_placement(name, tuple(parameter.shape), find_shard_spec(table, name), split)
         counts[placement.expert] += math.prod(placement.shape)
     return counts[0], counts[1]

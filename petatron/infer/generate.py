@@ -45,7 +45,7 @@ def generate(
     _check_layout(model)
     decoder = model.module
     assert isinstance(decoder, Decoder), "only a decoder continues text"
-    _check_choice(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    _check_sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     _check_prompt(prompt_ids, max_new_tokens, decoder)
     decoder.eval()
     generator = torch.Generator().manual_seed(seed)
@@ -55,17 +55,17 @@ def generate(
         if temperature == 0:
             ids.append(int(logits.argmax()))
         else:
-            kept = keep_likeliest(logits / temperature, top_k=top_k, top_p=top_p)
+            kept = filter_top_k_top_p(logits / temperature, top_k=top_k, top_p=top_p)
             ids.append(int(torch.multinomial(kept.softmax(-1), 1, generator=generator)))
         if ids[-1] == eod:
             break
     return ids[len(prompt_ids) :]
 
 
-def keep_likeliest(logits: Tensor, *, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+def filter_top_k_top_p(logits: Tensor, *, top_k: int | None = None, top_p: float | None = None) -> Tensor:
     """The same logits with minus infinity at the ids that may not be drawn; a tie goes to the smaller id.
 
-    >>> keep_likeliest(torch.tensor([1.0, 3.0, 2.0]), top_k=2).tolist()
+    >>> filter_top_k_top_p(torch.tensor([1.0, 3.0, 2.0]), top_k=2).tolist()
     [-inf, 3.0, 2.0]
     """
     values, order = logits.sort(descending=True, stable=True)
@@ -100,7 +100,7 @@ def _check_layout(model: ParallelModel) -> None:
         raise ConfigError(problems)
 
 
-def _check_choice(*, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+def _check_sampling(*, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     problems: list[Problem] = []
     if max_new_tokens < 1:
         problems.append(Problem("max_new_tokens", str(max_new_tokens), "is less than 1", "Ask for one token or more."))

@@ -13,52 +13,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.compute_dtype import widened
+from petatron.kernels.compute_dtype import to_compute_dtype
 
-_QUICK = 1.702
+_QUICK_GELU_SCALE = 1.702
 
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * (_QUICK * x).sigmoid(),
+    "quick_gelu": lambda x: x * (_QUICK_GELU_SCALE * x).sigmoid(),
     "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
     "silu": F.silu,
 }
 """By name, what a plain MLP may do between its products."""
 
-_SLOPE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
-    "quick_gelu": lambda grad, x: grad * (_QUICK * x).sigmoid() * (1 + _QUICK * x * (1 - (_QUICK * x).sigmoid())),
+    "quick_gelu": lambda grad, x: (
+        grad * (_QUICK_GELU_SCALE * x).sigmoid() * (1 + _QUICK_GELU_SCALE * x * (1 - (_QUICK_GELU_SCALE * x).sigmoid()))
+    ),
     "relu": lambda grad, x: grad * (x > 0),
     "squared_relu": lambda grad, x: grad * 2 * F.relu(x),
     "silu": torch.ops.aten.silu_backward,
 }
 
-GATED: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+GATE_ACTIVATIONS: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 """By name of a gated activation, what is done to the gate."""
 
 
-def plain(x_RF: Tensor, name: str) -> Tensor:
-    return PLAIN[name](widened(x_RF)).to(x_RF.dtype)
+def activation(x_RF: Tensor, name: str) -> Tensor:
+    return ACTIVATIONS[name](to_compute_dtype(x_RF)).to(x_RF.dtype)
 
 
-def plain_backward(grad_RF: Tensor, x_RF: Tensor, name: str, *, again: bool) -> tuple[Tensor, Tensor | None]:
+def activation_backward(
+    grad_RF: Tensor, x_RF: Tensor, name: str, *, recompute_output: bool
+) -> tuple[Tensor, Tensor | None]:
     """The gradient of x, and the activation's output if it is wanted again."""
-    x = widened(x_RF)
-    made = PLAIN[name](x).to(x_RF.dtype) if again else None
-    return _SLOPE[name](grad_RF.to(x.dtype), x).to(x_RF.dtype), made
+    x = to_compute_dtype(x_RF)
+    made = ACTIVATIONS[name](x).to(x_RF.dtype) if recompute_output else None
+    return _ACTIVATION_GRADS[name](grad_RF.to(x.dtype), x).to(x_RF.dtype), made
 
 
-def gated(gate_up_RG: Tensor, name: str) -> Tensor:
-    gate, up = (widened(part) for part in gate_up_RG.chunk(2, dim=-1))
-    return (PLAIN[GATED[name]](gate) * up).to(gate_up_RG.dtype)
+def gated_activation(gate_up_RG: Tensor, name: str) -> Tensor:
+    gate, up = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
+    return (ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up).to(gate_up_RG.dtype)
 
 
-def gated_backward(grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, again: bool) -> tuple[Tensor, Tensor | None]:
+def gated_activation_backward(
+    grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, recompute_output: bool
+) -> tuple[Tensor, Tensor | None]:
     """The gradient of gate and up side by side, and the activation's output if it is wanted again."""
-    gate, up = (widened(part) for part in gate_up_RG.chunk(2, dim=-1))
-    grad, active = grad_RF.to(gate.dtype), PLAIN[GATED[name]](gate)
-    made = (active * up).to(gate_up_RG.dtype) if again else None
-    return torch.cat((_SLOPE[GATED[name]](grad * up, gate), grad * active), dim=-1).to(gate_up_RG.dtype), made
+    gate, up = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
+    grad, active = grad_RF.to(gate.dtype), ACTIVATIONS[GATE_ACTIVATIONS[name]](gate)
+    made = (active * up).to(gate_up_RG.dtype) if recompute_output else None
+    return torch.cat((_ACTIVATION_GRADS[GATE_ACTIVATIONS[name]](grad * up, gate), grad * active), dim=-1).to(
+        gate_up_RG.dtype
+    ), made

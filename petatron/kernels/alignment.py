@@ -7,6 +7,6 @@ from torch import Tensor
 _COPY_BYTES = 16
 
 
-def begins_aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
     """Whether its first element is at an address that such a copy may start from, wherever its memory came from."""
     return tensor.data_ptr() % _COPY_BYTES == 0

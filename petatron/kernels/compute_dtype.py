@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """
-    >>> wide_dtype(torch.bfloat16), wide_dtype(torch.float64)
+    >>> compute_dtype(torch.bfloat16), compute_dtype(torch.float64)
     (torch.float32, torch.float64)
     """
     return torch.promote_types(dtype, torch.float32)
 
 
-def widened(x: Tensor) -> Tensor:
+def to_compute_dtype(x: Tensor) -> Tensor:
     """The same numbers, to compute with; x itself if it is wide enough."""
-    return x.to(wide_dtype(x.dtype))
+    return x.to(compute_dtype(x.dtype))

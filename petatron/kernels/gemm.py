@@ -32,20 +32,20 @@ class WeightGrad(Protocol):
         ...
 
 
-class Multiplication(Protocol):
+class Gemm(Protocol):
     """A way to multiply."""
 
     def forward(self, x_RD: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensors]:
         """The product, and tensors to keep; none means that the rows themselves are wanted again."""
         ...
 
-    def backward(self, grad_RO: Tensor, weight: Tensor, kept: Tensors, /) -> tuple[Tensor, WeightGrad]:
+    def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors, /) -> tuple[Tensor, WeightGrad]:
         """The gradient of the rows, and the one of the weight as work to be done."""
         ...
 
 
 @runtime_checkable
-class ChunkedMultiplication(Multiplication, Protocol):
+class ChunkedGemm(Gemm, Protocol):
     """A GEMM whose output rows may be computed chunk by chunk, because none depends on the other rows' input."""
 
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor, /) -> None:
@@ -63,7 +63,7 @@ class PlainWeightGrad:
         matmul_into(out, self.grad_RO.t(), x_RD, accumulate=accumulate)
 
 
-class Plain:
+class PlainGemm:
     """x W^T in the precision of both."""
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
@@ -75,8 +75,8 @@ class Plain:
         else:  # a strided batched GEMM reads and writes spread blocks without a copy
             torch.bmm(x_NRD, weight.t().expand(len(x_NRD), -1, -1), out=out_NRO)
 
-    def backward(self, grad_RO: Tensor, weight: Tensor, kept: Tensors) -> tuple[Tensor, WeightGrad]:
+    def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         return grad_RO @ weight, PlainWeightGrad(grad_RO)
 
 
-PLAIN = Plain()
+PLAIN_GEMM = PlainGemm()

@@ -41,49 +41,49 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petatron.kernels.compute_dtype import widened
-from petatron.kernels.gemm import PLAIN, Multiplication, WeightGrad
+from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.gemm import PLAIN_GEMM, Gemm, WeightGrad
 
-CHUNK_BYTES, MOST_CHUNK_BYTES = 7 << 28, 1 << 31
+CHUNK_BYTES, LARGE_BATCH_CHUNK_BYTES = 7 << 28, 1 << 31
 """Most that a chunk's logits may take, and of a batch of 32,768 tokens or more, beside whose activations more does not count: 7,325
 and 8,372 tokens of a vocabulary of 128,256 in bf16."""
 _CHUNK_MULTIPLES = (2048, 128)
 """Tokens of a chunk, the best first. The product of its gradient with the weight reaches 687 TFLOP/s for 4,096 and 6,144 tokens,
 but 644 to 659 for 5,504, 6,656 and 7,168 (H200, 128,256 x 2,048); 128 are at least whole tiles."""
 
-Exchange = Callable[[Tensor], Tensor]
+AllReduce = Callable[[Tensor], Tensor]
 """Combines a tensor with those of other ranks, in place."""
 
-Write = Callable[[Tensor, bool], None]
+WriteWeightGrad = Callable[[Tensor, bool], None]
 """write(out, accumulate): puts a weight's gradient into `out`, or adds it."""
 
-Deliver = Callable[[Write], None]
+ChunkGradSink = Callable[[WriteWeightGrad], None]
 """Takes a job that makes a part of the weight's gradient, and runs it before returning."""
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """Which columns of the vocabulary this device holds: `rows` real ones from id `first` on, before any padding.
+class VocabColumns:
+    """Which columns of the vocabulary this device holds: `num_columns` real ones from id `first_id` on, before any padding.
 
-    `max_over` and `sum_over` combine numbers over the ranks that hold the others; None: there are no others.
+    `all_reduce_max` and `all_reduce_sum` combine numbers over the ranks that hold the others; None: there are no others.
     """
 
-    rows: int
-    first: int = 0
-    max_over: Exchange | None = None
-    sum_over: Exchange | None = None
+    num_columns: int
+    first_id: int = 0
+    all_reduce_max: AllReduce | None = None
+    all_reduce_sum: AllReduce | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class GradRequest:
     """Gradients that are wanted: the weight of every token in the final scalar, and who takes the weight's gradient."""
 
-    token_weights_T: Tensor
-    deliver: Deliver | None
+    loss_weights_T: Tensor
+    weight_grad_sink: ChunkGradSink | None
 
 
 @dataclass(frozen=True, slots=True)
-class SoftmaxKernels:
+class CrossEntropyKernels:
     """What happens to a chunk of logits [C, V], of which the first `rows` columns are real; a target that is none of
     those is another rank's. Numbers per token are in at least float32."""
 
@@ -95,44 +95,46 @@ class SoftmaxKernels:
     """(logits, targets, weights, rows) -> losses; both of the above in one, where no other rank has to be asked."""
 
 
-def _is_here(targets_C: Tensor, rows: int) -> Tensor:
-    return (targets_C >= 0) & (targets_C < rows)
+def _is_local_target(targets_C: Tensor, num_columns: int) -> Tensor:
+    return (targets_C >= 0) & (targets_C < num_columns)
 
 
-def statistics(logits_CV: Tensor, targets_C: Tensor, rows: int) -> Tensor:
-    wide = widened(logits_CV[:, :rows])
-    if not rows:  # all of this rank's part is padding
+def statistics(logits_CV: Tensor, targets_C: Tensor, num_columns: int) -> Tensor:
+    wide = to_compute_dtype(logits_CV[:, :num_columns])
+    if not num_columns:  # all of this rank's part is padding
         nothing = wide.new_zeros(wide.shape[0])
         return torch.stack((nothing - float("inf"), nothing, nothing))
     peak = wide.amax(dim=1)
     below = wide - peak.unsqueeze(1)
-    picked = below.gather(1, targets_C.clamp(0, rows - 1).unsqueeze(1)).squeeze(1)
-    picked = picked.masked_fill(~_is_here(targets_C, rows), 0)
+    picked = below.gather(1, targets_C.clamp(0, num_columns - 1).unsqueeze(1)).squeeze(1)
+    picked = picked.masked_fill(~_is_local_target(targets_C, num_columns), 0)
     return torch.stack((peak, below.exp_().sum(dim=1), picked))
 
 
-def gradient_(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, log_total_C: Tensor, rows: int) -> None:
-    if rows:
-        grad = (widened(logits_CV[:, :rows]) - log_total_C.unsqueeze(1)).exp_()
-        here = _is_here(targets_C, rows).to(grad.dtype).unsqueeze(1)
-        grad.scatter_add_(1, targets_C.clamp(0, rows - 1).unsqueeze(1), -here)
-        logits_CV[:, :rows] = grad.mul_(weights_C.unsqueeze(1))
-    logits_CV[:, rows:] = 0
+def gradient_(
+    logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, log_total_C: Tensor, num_columns: int
+) -> None:
+    if num_columns:
+        grad = (to_compute_dtype(logits_CV[:, :num_columns]) - log_total_C.unsqueeze(1)).exp_()
+        here = _is_local_target(targets_C, num_columns).to(grad.dtype).unsqueeze(1)
+        grad.scatter_add_(1, targets_C.clamp(0, num_columns - 1).unsqueeze(1), -here)
+        logits_CV[:, :num_columns] = grad.mul_(loss_weights_C.unsqueeze(1))
+    logits_CV[:, num_columns:] = 0
 
 
-def losses_and_gradient_(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, rows: int) -> Tensor:
-    peak, total, picked = statistics(logits_CV, targets_C, rows)
+def losses_and_gradient_(logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, num_columns: int) -> Tensor:
+    peak, total, picked = statistics(logits_CV, targets_C, num_columns)
     log = total.log()
-    gradient_(logits_CV, targets_C, weights_C, peak + log, rows)
+    gradient_(logits_CV, targets_C, loss_weights_C, peak + log, num_columns)
     return log - picked
 
 
-REFERENCE = SoftmaxKernels(statistics, gradient_, losses_and_gradient_)
+REFERENCE = CrossEntropyKernels(statistics, gradient_, losses_and_gradient_)
 
 
 def chunk_tokens(num_tokens: int, num_columns: int, element_size: int) -> int:
     """Tokens of a chunk: as few chunks as the bound allows, since each adds to the whole weight's gradient, and even ones."""
-    bound = MOST_CHUNK_BYTES if num_tokens >= 32768 else CHUNK_BYTES
+    bound = LARGE_BATCH_CHUNK_BYTES if num_tokens >= 32768 else CHUNK_BYTES
     most = max(bound // max(num_columns * element_size, 1), 1)
     if num_tokens <= most:
         return max(num_tokens, 1)
@@ -142,38 +144,44 @@ def chunk_tokens(num_tokens: int, num_columns: int, element_size: int) -> int:
     return min(-(-each // multiple) * multiple, most)
 
 
-def _over_ranks(part_3C: Tensor, targets_C: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+def _reduce_over_ranks(statistics_3C: Tensor, targets_C: Tensor, columns: VocabColumns) -> tuple[Tensor, Tensor]:
     """Losses and the log of the sum of exponentials, both over the whole vocabulary, from each rank's statistics."""
-    peak, total, picked = part_3C
-    if columns.max_over is None or columns.sum_over is None:
+    peak, total, picked = statistics_3C
+    if columns.all_reduce_max is None or columns.all_reduce_sum is None:
         log = total.log()
         return log - picked, peak + log
-    highest = columns.max_over(peak.clone())
+    highest = columns.all_reduce_max(peak.clone())
     lower = peak - highest
-    picked = torch.where(_is_here(targets_C, columns.rows), picked + lower, 0)
-    total, picked = columns.sum_over(torch.stack((total * lower.exp(), picked)))
+    picked = torch.where(_is_local_target(targets_C, columns.num_columns), picked + lower, 0)
+    total, picked = columns.all_reduce_sum(torch.stack((total * lower.exp(), picked)))
     log = total.log()
     return log - picked, highest + log
 
 
-def _losses(
-    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor | None, columns: Columns, kernels: SoftmaxKernels
+def _chunk_losses(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    loss_weights_C: Tensor | None,
+    columns: VocabColumns,
+    kernels: CrossEntropyKernels,
 ) -> Tensor:
     """Losses of a chunk; its logits become their gradient where tokens have weights."""
-    if weights_C is not None and columns.max_over is None:
-        return kernels.losses_and_gradient_(logits_CV, targets_C, weights_C, columns.rows)
-    losses, log_total = _over_ranks(kernels.statistics(logits_CV, targets_C, columns.rows), targets_C, columns)
-    if weights_C is not None:
-        kernels.gradient_(logits_CV, targets_C, weights_C, log_total, columns.rows)
+    if loss_weights_C is not None and columns.all_reduce_max is None:
+        return kernels.losses_and_gradient_(logits_CV, targets_C, loss_weights_C, columns.num_columns)
+    losses, log_total = _reduce_over_ranks(
+        kernels.statistics(logits_CV, targets_C, columns.num_columns), targets_C, columns
+    )
+    if loss_weights_C is not None:
+        kernels.gradient_(logits_CV, targets_C, loss_weights_C, log_total, columns.num_columns)
     return losses
 
 
-def _deliver(job: WeightGrad, x_CD: Tensor, deliver: Deliver) -> None:
-    inputs = x_CD if job.needs_input else None
-    deliver(lambda out, accumulate: job.write(inputs, out, accumulate=accumulate))
+def _submit_weight_grad(weight_grad: WeightGrad, x_CD: Tensor, sink: ChunkGradSink) -> None:
+    inputs = x_CD if weight_grad.needs_input else None
+    sink(lambda out, accumulate: weight_grad.write(inputs, out, accumulate=accumulate))
 
 
-def _write_nothing(out: Tensor, accumulate: bool) -> None:
+def _write_zero_grad(out: Tensor, accumulate: bool) -> None:
     if not accumulate:
         out.zero_()
 
@@ -183,37 +191,37 @@ def linear_cross_entropy(
     x_TD: Tensor,
     weight_VD: Tensor,
     targets_T: Tensor,
-    columns: Columns,
+    columns: VocabColumns,
     *,
-    wanted: Wanted | None = None,
-    product: Multiplication = PLAIN,
-    kernels: SoftmaxKernels = REFERENCE,
-    chunk: int | None = None,
+    grad_request: GradRequest | None = None,
+    gemm: Gemm = PLAIN_GEMM,
+    kernels: CrossEntropyKernels = REFERENCE,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Each token's loss, not weighted, and the gradient of the weighted sum of losses with respect to x.
 
-    Targets are ids of the whole vocabulary; one that is no id needs a weight of zero. `wanted` None evaluates: no gradient,
-    and None in its place. The weight's gradient goes to `wanted.deliver` chunk by chunk before this returns; that of no tokens
+    Targets are ids of the whole vocabulary; one that is no id needs a weight of zero. `grad_request` None evaluates: no gradient,
+    and None in its place. The weight's gradient goes to `grad_request.deliver` chunk by chunk before this returns; that of no tokens
     is zero, and goes there too.
     """
-    tokens = chunk or chunk_tokens(x_TD.shape[0], weight_VD.shape[0], x_TD.element_size())
-    targets_T = targets_T - columns.first
-    weights_T = None if wanted is None else wanted.token_weights_T.contiguous()
+    tokens = chunk_size or chunk_tokens(x_TD.shape[0], weight_VD.shape[0], x_TD.element_size())
+    targets_T = targets_T - columns.first_id
+    weights_T = None if grad_request is None else grad_request.loss_weights_T.contiguous()
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.promote_types(x_TD.dtype, torch.float32))
-    grad_x_TD = None if wanted is None else torch.empty_like(x_TD)
+    grad_x_TD = None if grad_request is None else torch.empty_like(x_TD)
 
     def take(part: slice) -> None:  # a function, so that a chunk's logits are gone before the next chunk's are made
         x_CD = x_TD[part]
-        logits_CV, kept = product.forward(x_CD, weight_VD)
+        logits_CV, kept = gemm.forward(x_CD, weight_VD)
         weights_C = None if weights_T is None else weights_T[part]
-        losses_T[part] = _losses(logits_CV, targets_T[part], weights_C, columns, kernels)
-        if wanted is not None and grad_x_TD is not None:
-            grad_x_TD[part], job = product.backward(logits_CV, weight_VD, kept)
-            if wanted.deliver is not None:
-                _deliver(job, x_CD, wanted.deliver)
+        losses_T[part] = _chunk_losses(logits_CV, targets_T[part], weights_C, columns, kernels)
+        if grad_request is not None and grad_x_TD is not None:
+            grad_x_TD[part], job = gemm.backward(logits_CV, weight_VD, kept)
+            if grad_request.weight_grad_sink is not None:
+                _submit_weight_grad(job, x_CD, grad_request.weight_grad_sink)
 
     for start in range(0, x_TD.shape[0], tokens):
         take(slice(start, start + tokens))
-    if not x_TD.shape[0] and wanted is not None and wanted.deliver is not None:
-        wanted.deliver(_write_nothing)
+    if not x_TD.shape[0] and grad_request is not None and grad_request.weight_grad_sink is not None:
+        grad_request.weight_grad_sink(_write_zero_grad)
     return losses_T, grad_x_TD

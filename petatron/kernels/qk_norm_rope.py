@@ -19,56 +19,62 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petatron.kernels.compute_dtype import widened
+from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.norm import rms_norm, rms_norm_backward
-from petatron.kernels.rope import laid_out, split_heads, turn
+from petatron.kernels.rope import apply_rope, make_contiguous, split_qkv
 
-Pair = tuple[Tensor, Tensor]
-Three = tuple[Tensor, Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
+TensorTriple = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """How a row falls into heads, and how these are normalised; `from_one`: weights are kept as an offset from one."""
+class QKNormSpec:
+    """How a row falls into heads, and how these are normalised; `zero_centered_gamma`: weights are kept as an offset from one."""
 
-    heads: int
-    groups: int
+    num_heads: int
+    num_kv_heads: int
     eps: float
-    from_one: bool
+    zero_centered_gamma: bool
 
-    def split(self, qkv: Tensor) -> Three:
+    def split(self, qkv: Tensor) -> TensorTriple:
         """Views [S, B, heads, E] of queries, keys and values that lie side by side."""
-        return split_heads(qkv, heads=self.heads, groups=self.groups)
+        return split_qkv(qkv, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
 
 
-def split_norm_rotate(qkv: Tensor, weights: Pair, rotation: Pair, norm: HeadNorm, *, batch_major: bool) -> Three:
+def split_qkv_norm_rope(
+    qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, batch_first: bool
+) -> TensorTriple:
     """q [S, B, H, E] and k [S, B, K, E] in memory of their own, v a view; cos and sin are [S, 1 or B, 1, n]."""
     *parts, v = norm.split(qkv)
     q, k = (
-        laid_out(turn(_normed(part, weight, norm), *rotation), batch_major=batch_major)
+        make_contiguous(apply_rope(_rms_norm_heads(part, weight, norm), *rope_cos_sin), batch_first=batch_first)
         for part, weight in zip(parts, weights, strict=True)
     )
     return q, k, v
 
 
-def _normed(x: Tensor, weight: Tensor, norm: HeadNorm) -> Tensor:
-    return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps=norm.eps, from_one=norm.from_one)[1].view(x.shape)
+def _rms_norm_heads(x: Tensor, weight: Tensor, norm: QKNormSpec) -> Tensor:
+    return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps=norm.eps, zero_centered_gamma=norm.zero_centered_gamma)[
+        1
+    ].view(x.shape)
 
 
-def split_norm_rotate_backward(
-    grads: Three, qkv: Tensor, weights: Pair, rotation: Pair, norm: HeadNorm, *, out: Tensor
-) -> Pair:
+def split_qkv_norm_rope_backward(
+    grads: TensorTriple, qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, out: Tensor
+) -> TensorPair:
     """Write the gradient of qkv to `out`, which lies in memory as qkv does; returns those of the weights, in at least float32."""
-    cos, sin = rotation
+    cos, sin = rope_cos_sin
     *parts, _ = norm.split(qkv)
     *targets, to_v = norm.split(out)
     to_v.copy_(grads[2])
     found = []
     for grad, x, weight, target in zip(grads[:2], parts, weights, targets, strict=True):
         rows = x.reshape(-1, x.shape[-1])
-        rstd = torch.rsqrt(widened(rows).square().mean(dim=-1) + norm.eps)
-        turned = turn(widened(grad), cos, -sin).reshape(rows.shape)
-        row_grads, weight_grad, _ = rms_norm_backward(turned, rows, rstd, weight, from_one=norm.from_one, again=False)
+        rstd = torch.rsqrt(to_compute_dtype(rows).square().mean(dim=-1) + norm.eps)
+        turned = apply_rope(to_compute_dtype(grad), cos, -sin).reshape(rows.shape)
+        row_grads, weight_grad, _ = rms_norm_backward(
+            turned, rows, rstd, weight, zero_centered_gamma=norm.zero_centered_gamma, recompute_output=False
+        )
         target.copy_(row_grads.view(x.shape))
         found.append(weight_grad)
     return found[0], found[1]

@@ -25,23 +25,23 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class KernelContext:
     """What the choice of an implementation depends on.
 
-    compiles: torch.compile may be used. tools: what just-in-time compilers need and this machine lacks; None: nothing.
+    allow_compile: torch.compile may be used. missing_tools: what just-in-time compilers need and this machine lacks; None: nothing.
     """
 
     device: str
     capability: tuple[int, int]
     dtype: torch.dtype
-    compiles: bool
-    tools: str | None
+    allow_compile: bool
+    missing_tools: str | None
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype, *, compiles: bool) -> Situation:
+    def of(cls, device: torch.device, dtype: torch.dtype, *, allow_compile: bool) -> KernelContext:
         cuda = device.type == "cuda"
         capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
-        return cls(device.type, capability, dtype, compiles, _missing_tools())
+        return cls(device.type, capability, dtype, allow_compile, _missing_tools())
 
 
 def _missing_tools() -> str | None:
@@ -52,60 +52,60 @@ def _missing_tools() -> str | None:
     return None
 
 
-Lacks = Callable[[Situation], str | None]
+UnsupportedReason = Callable[[KernelContext], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelImplementation:
     """An implementation: its name, where its functions are, and what a situation lacks for it (None: nothing)."""
 
     name: str
     load: Callable[[], Any]
-    lacks: Lacks
+    unsupported_reason: UnsupportedReason
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """What is used for an operation, and why each better one is not."""
 
     operation: str
     name: str
     functions: Any
-    passed_over: tuple[tuple[str, str], ...]
+    rejected: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        why = "".join(f"; not {name}: {reason}" for name, reason in self.passed_over)
+        why = "".join(f"; not {name}: {reason}" for name, reason in self.rejected)
         return f"{self.operation}: {self.name}{why}"
 
 
-def _anywhere(situation: Situation) -> str | None:
+def _always_supported(context: KernelContext) -> str | None:
     return None
 
 
-def _triton(situation: Situation) -> str | None:
-    if situation.device != "cuda":
+def _triton_unsupported_reason(context: KernelContext) -> str | None:
+    if context.device != "cuda":
         return "the device is no GPU"
-    if situation.dtype == torch.float64:
+    if context.dtype == torch.float64:
         return "it computes in float32"
-    return situation.tools
+    return context.missing_tools
 
 
-def _compiles(situation: Situation) -> str | None:
-    if situation.device != "cuda":
+def _compile_unsupported_reason(context: KernelContext) -> str | None:
+    if context.device != "cuda":
         return "the device is no GPU"
-    if situation.dtype == torch.float64:
+    if context.dtype == torch.float64:
         return "float64 is for proofs, which take the reference"
-    return situation.tools if situation.compiles else "--no-compile"
+    return context.missing_tools if context.allow_compile else "--no-compile"
 
 
-def _eight_bits(situation: Situation) -> str | None:
-    if situation.device != "cuda":
+def _fp8_unsupported_reason(context: KernelContext) -> str | None:
+    if context.device != "cuda":
         return "the device is no GPU"
-    if situation.capability != (9, 0):
+    if context.capability != (9, 0):
         return "the device is no Hopper GPU"
-    if situation.dtype != torch.bfloat16:
+    if context.dtype != torch.bfloat16:
         return "its products give bfloat16"
-    return situation.tools
+    return context.missing_tools
 
 
 def _module(name: str, attribute: str | None = None) -> Callable[[], Any]:
@@ -116,12 +116,12 @@ def _module(name: str, attribute: str | None = None) -> Callable[[], Any]:
     return load
 
 
-def _compiled(name: str, *functions: str) -> Kernel:
+def _compiled(name: str, *functions: str) -> KernelImplementation:
     def load() -> Any:
         module = importlib.import_module(f"petatron.kernels.{name}")
         return SimpleNamespace(**{each: compiled(getattr(module, each)) for each in functions})
 
-    return Kernel("compiled", load, _compiles)
+    return KernelImplementation("compiled", load, _compile_unsupported_reason)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,58 +144,66 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _adam_of_torch() -> Any:
+def _load_torch_fused_adam() -> Any:
     module = importlib.import_module("petatron.kernels.optimizer.adam")
     return SimpleNamespace(adamw=module.adamw_fused, sum_of_squares=module.sum_of_squares)
 
 
-def _twins(
-    name: str, *, records: bool = False, lacks: Lacks = _triton, plain: str = "reference"
-) -> tuple[Kernel, Kernel]:
+def _triton_and_reference(
+    name: str,
+    *,
+    as_record: bool = False,
+    unsupported_reason: UnsupportedReason = _triton_unsupported_reason,
+    reference_name: str = "reference",
+) -> tuple[KernelImplementation, KernelImplementation]:
     """The modules of a name, or the records that they have of their functions."""
     return (
-        Kernel("triton", _module(f"triton.{name}", "TRITON" if records else None), lacks),
-        Kernel(plain, _module(name, "REFERENCE" if records else None), _anywhere),
+        KernelImplementation("triton", _module(f"triton.{name}", "TRITON" if as_record else None), unsupported_reason),
+        KernelImplementation(reference_name, _module(name, "REFERENCE" if as_record else None), _always_supported),
     )
 
 
-OPERATIONS: Mapping[str, tuple[Kernel, ...]] = {
-    "rms_norm": _twins("norm"),
+OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
+    "rms_norm": _triton_and_reference("norm"),
     "layer_norm": (
         _compiled("norm", "layer_norm", "layer_norm_backward"),
-        Kernel("reference", _module("norm"), _anywhere),
+        KernelImplementation("reference", _module("norm"), _always_supported),
     ),
-    "gated activation": _twins("activation"),
+    "gated activation": _triton_and_reference("activation"),
     "plain activation": (
-        _compiled("activation", "plain", "plain_backward"),
-        Kernel("reference", _module("activation"), _anywhere),
+        _compiled("activation", "activation", "activation_backward"),
+        KernelImplementation("reference", _module("activation"), _always_supported),
     ),
-    "rotary embedding": _twins("rope"),
-    "normed rotary embedding": _twins("qk_norm_rope"),
-    "softmax and loss": _twins("linear_cross_entropy", records=True),
-    "embedding gradient": _twins("embedding_grad"),
+    "rotary embedding": _triton_and_reference("rope"),
+    "normed rotary embedding": _triton_and_reference("qk_norm_rope"),
+    "softmax and loss": _triton_and_reference("linear_cross_entropy", as_record=True),
+    "embedding gradient": _triton_and_reference("embedding_grad"),
     "adamw": (
-        Kernel("triton", _module("triton.optimizer.adam"), _triton),
-        Kernel("torch fused", _adam_of_torch, _anywhere),
+        KernelImplementation("triton", _module("triton.optimizer.adam"), _triton_unsupported_reason),
+        KernelImplementation("torch fused", _load_torch_fused_adam, _always_supported),
     ),
-    "expert rows": _twins("moe.permute", records=True),
-    "packed rows": _twins("attention.rows"),
-    "fp8": _twins("fp8.cast_and_gemm", records=True, lacks=_eight_bits, plain="emulation"),
-    "weights to eight bits": _twins("fp8.gather_cast", records=True, lacks=_eight_bits),
+    "expert rows": _triton_and_reference("moe.permute", as_record=True),
+    "packed rows": _triton_and_reference("attention.rows"),
+    "fp8": _triton_and_reference(
+        "fp8.cast_and_gemm", as_record=True, unsupported_reason=_fp8_unsupported_reason, reference_name="emulation"
+    ),
+    "weights to eight bits": _triton_and_reference(
+        "fp8.gather_cast", as_record=True, unsupported_reason=_fp8_unsupported_reason
+    ),
 }
 
 
-def choose(operation: str, situation: Situation) -> Choice:
+def choose_kernel(operation: str, context: KernelContext) -> KernelChoice:
     """The first implementation that lacks nothing."""
     passed_over: list[tuple[str, str]] = []
     for kernel in OPERATIONS[operation]:
-        reason = kernel.lacks(situation)
+        reason = kernel.unsupported_reason(context)
         if reason is None:
-            return Choice(operation, kernel.name, kernel.load(), tuple(passed_over))
+            return KernelChoice(operation, kernel.name, kernel.load(), tuple(passed_over))
         passed_over.append((kernel.name, reason))
     raise AssertionError(f"{operation} has no implementation that runs everywhere")
 
 
-def survey(situation: Situation) -> list[Choice]:
+def choose_all_kernels(context: KernelContext) -> list[KernelChoice]:
     """What would be used for every operation."""
-    return [choose(operation, situation) for operation in OPERATIONS]
+    return [choose_kernel(operation, context) for operation in OPERATIONS]

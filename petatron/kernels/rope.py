@@ -14,32 +14,34 @@ import torch
 from torch import Tensor
 
 
-def split_rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, *, heads: int, groups: int, batch_major: bool
+def split_qkv_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [S, B, H, E], k and v [S, B, K, E]; cos and sin are [S, 1 or B, 1, n]."""
-    q, k, v = split_heads(qkv, heads=heads, groups=groups)
-    q, k, v = (laid_out(part, batch_major=batch_major) for part in (turn(q, cos, sin), turn(k, cos, sin), v))
+    q, k, v = split_qkv(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    q, k, v = (
+        make_contiguous(part, batch_first=batch_first) for part in (apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+    )
     return q, k, v
 
 
-def split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
+def split_qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
     """Write the gradient of qkv to `out`, which lies in memory as qkv did, and return it."""
-    to_q, to_k, to_v = split_heads(out, heads=dq.shape[2], groups=dk.shape[2])
-    to_q.copy_(turn(dq, cos, -sin))
-    to_k.copy_(turn(dk, cos, -sin))
+    to_q, to_k, to_v = split_qkv(out, num_heads=dq.shape[2], num_kv_heads=dk.shape[2])
+    to_q.copy_(apply_rope(dq, cos, -sin))
+    to_k.copy_(apply_rope(dk, cos, -sin))
     to_v.copy_(dv)
     return out
 
 
-def split_heads(qkv: Tensor, *, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views q [S, B, H, E], k and v [S, B, K, E] of [S, B, (H + 2K) E], in which they lie side by side."""
-    width = qkv.shape[-1] // (heads + 2 * groups)
-    q, k, v = qkv.unflatten(-1, (-1, width)).split((heads, groups, groups), dim=2)
+    width = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    q, k, v = qkv.unflatten(-1, (-1, width)).split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     return q, k, v
 
 
-def turn(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first `cos.shape[-1]` elements of each head."""
     width = cos.shape[-1]
     turned, rest = x_SBHE[..., :width], x_SBHE[..., width:]
@@ -48,6 +50,6 @@ def turn(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 
 
-def laid_out(x: Tensor, *, batch_major: bool) -> Tensor:
+def make_contiguous(x: Tensor, *, batch_first: bool) -> Tensor:
     """The same, dense, with the batch or the sequence first in memory."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_major else x.contiguous()
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x.contiguous()

@@ -8,7 +8,7 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 
-def lacks(device: str) -> str | None:
+def unsupported_reason(device: str) -> str | None:
     """What keeps a kind of device from multiplying short operands into a long result; None: nothing."""
     return None if device == "cuda" else "the device is no GPU"
 
@@ -17,7 +17,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
     """out = a b, or out += a b, with a float32 `out` for half-precision operands: one kernel on CUDA, no temporary."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=1 if accumulate else 0, out=out)
-    elif lacks(a.device.type) is None:
+    elif unsupported_reason(a.device.type) is None:
         if accumulate:
             _aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
         else:

@@ -11,13 +11,13 @@ from petatron.config.schema.model import ModelConfig
 from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import causal_attention, rows
 from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.padded import RowMoves
-from petatron.kernels.rope import split_heads, turn
-from petatron.layers.forward_context import Pass
+from petatron.kernels.attention.padded import PackingKernels
+from petatron.kernels.rope import apply_rope, split_qkv
+from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.norm import RMSNorm, build_norm
-from petatron.layers.ops.qkv_split import NormedHeadsKernels, Norms, RotateKernels, split_norm_rotate, split_rotate
-from petatron.layers.ops.recompute_output import Remade
+from petatron.layers.ops.qkv_split import QKNormRopeKernels, QKNorms, RopeKernels, split_qkv_norm_rope, split_qkv_rope
+from petatron.layers.ops.recompute_output import Recomputable
 
 
 class CoreAttention(nn.Module):
@@ -27,7 +27,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.window = window
         self.dropout = dropout
-        self.moves: RowMoves = rows
+        self.packing_kernels: PackingKernels = rows
 
     def forward(self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, documents: Documents | None = None) -> Tensor:
         return causal_attention(
@@ -37,7 +37,7 @@ class CoreAttention(nn.Module):
             window=self.window,
             dropout=self.dropout if self.training else 0.0,
             documents=documents,
-            moves=self.moves,
+            packing_kernels=self.packing_kernels,
         )
 
 
@@ -47,39 +47,41 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.kv_channels is not None and config.num_query_groups is not None
-        self.head_width = config.kv_channels
+        self.head_dim = config.kv_channels
         q_width = config.num_attention_heads * config.kv_channels
         kv_width = config.num_query_groups * config.kv_channels
         self.qkv = Linear(
             config.hidden_size, (q_width, kv_width, kv_width), bias=config.add_bias_linear or config.add_qkv_bias
         )
-        self.q_norm = build_norm(config, self.head_width) if config.qk_layernorm else None
-        self.k_norm = build_norm(config, self.head_width) if config.qk_layernorm else None
+        self.q_norm = build_norm(config, self.head_dim) if config.qk_layernorm else None
+        self.k_norm = build_norm(config, self.head_dim) if config.qk_layernorm else None
         self.core = CoreAttention(window=config.window_size, dropout=config.attention_dropout)
-        self.kernels: RotateKernels = rope
-        self.norm_kernels: NormedHeadsKernels = qk_norm_rope
+        self.kernels: RopeKernels = rope
+        self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
         self.out = Linear(q_width, (config.hidden_size,), bias=config.add_bias_linear)
 
-    def forward(self, x_SBD: Tensor | Remade, passing: Pass) -> Tensor:
-        q, k, v = self._heads(self.qkv(x_SBD), passing)
-        return self.out(self.core(q, k, v, passing.documents).flatten(-2))
+    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+        q, k, v = self._split_qkv(self.qkv(x_SBD), context)
+        return self.out(self.core(q, k, v, context.documents).flatten(-2))
 
-    def _heads(self, qkv: Tensor, passing: Pass) -> tuple[Tensor, Tensor, Tensor]:
-        heads, groups, _ = (width // self.head_width for width in self.qkv.sections)
-        if passing.rotation is not None and self.q_norm is None:
-            return split_rotate(qkv, passing.rotation, heads=heads, groups=groups, kernels=self.kernels)
-        if passing.rotation is not None and self.rms_norms is not None:
-            sizes = {"heads": heads, "groups": groups}
-            return split_norm_rotate(qkv, passing.rotation, self.rms_norms, **sizes, kernels=self.norm_kernels)
-        q, k, v = split_heads(qkv, heads=heads, groups=groups)
+    def _split_qkv(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        heads, groups, _ = (width // self.head_dim for width in self.qkv.sections)
+        if context.rope_cos_sin is not None and self.q_norm is None:
+            return split_qkv_rope(qkv, context.rope_cos_sin, num_heads=heads, num_kv_heads=groups, kernels=self.kernels)
+        if context.rope_cos_sin is not None and self.qk_rms_norms is not None:
+            sizes = {"num_heads": heads, "num_kv_heads": groups}
+            return split_qkv_norm_rope(
+                qkv, context.rope_cos_sin, self.qk_rms_norms, **sizes, kernels=self.qk_norm_rope_kernels
+            )
+        q, k, v = split_qkv(qkv, num_heads=heads, num_kv_heads=groups)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if passing.rotation is not None:
-            q, k = turn(q, *passing.rotation), turn(k, *passing.rotation)
+        if context.rope_cos_sin is not None:
+            q, k = apply_rope(q, *context.rope_cos_sin), apply_rope(k, *context.rope_cos_sin)
         return q, k, v
 
     @property
-    def rms_norms(self) -> Norms | None:
+    def qk_rms_norms(self) -> QKNorms | None:
         """The norms of queries and keys, if they are of the kind that one kernel does together with the rotation."""
         both = isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
         return (self.q_norm, self.k_norm) if both else None

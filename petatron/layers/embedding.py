@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petatron.kernels import embedding_grad as embedding_reference
-from petatron.layers.ops.linear_op import TakesWeightGrads
-from petatron.layers.seam import Seam, same
-from petatron.layers.vocabulary_shard import Vocabulary
+from petatron.layers.ops.linear_op import WeightGradSink
+from petatron.layers.seam import Seam, identity
+from petatron.layers.vocabulary_shard import VocabShard
 
 
 class EmbeddingKernels(Protocol):
@@ -24,13 +24,13 @@ class EmbeddingKernels(Protocol):
     def embedding_grad(self, ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate: bool) -> None: ...
 
 
-class _Lookup(torch.autograd.Function):
+class _EmbeddingLookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_BS: Tensor, elsewhere_BS: Tensor | None, weight: Tensor, table: TokenEmbedding
+        ctx: Any, rows_BS: Tensor, elsewhere_BS: Tensor | None, weight: Tensor, embedding: TokenEmbedding
     ) -> Tensor:
         ctx.save_for_backward(rows_BS)
-        ctx.weight, ctx.table = weight, table
+        ctx.weight, ctx.embedding = weight, embedding
         if elsewhere_BS is None:
             return F.embedding(rows_BS, weight)
         return F.embedding(rows_BS.clamp(min=0), weight).masked_fill_(elsewhere_BS.unsqueeze(-1), 0)
@@ -41,12 +41,12 @@ class _Lookup(torch.autograd.Function):
         (rows_BS,) = ctx.saved_tensors
         # Tokens that lie elsewhere come along: the kernel passes over their row, -1.
         ids_T, grad_TD = rows_BS.flatten(), grads[0].contiguous().flatten(0, 1)
-        taker, kernels = ctx.table.weight_grads, ctx.table.kernels
-        if taker is None:
+        sink, kernels = ctx.embedding.weight_grad_sink, ctx.embedding.kernels
+        if sink is None:
             out = torch.empty_like(ctx.weight, dtype=torch.promote_types(ctx.weight.dtype, torch.float32))
             kernels.embedding_grad(ids_T, grad_TD, out, accumulate=False)
             return None, None, out.to(ctx.weight.dtype), None
-        taker.take(
+        sink.submit(
             ctx.weight,
             lambda out, accumulate: kernels.embedding_grad(ids_T, grad_TD, out, accumulate=accumulate),
             now=True,
@@ -60,15 +60,15 @@ class TokenEmbedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.vocabulary = Vocabulary(vocab_size, 0, vocab_size)
-        self.leave: Seam = same
-        self.weight_grads: TakesWeightGrads | None = None
+        self.vocab_shard = VocabShard(vocab_size, 0, vocab_size)
+        self.output_comm: Seam = identity
+        self.weight_grad_sink: WeightGradSink | None = None
         self.kernels: EmbeddingKernels = embedding_reference
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        rows_BS, elsewhere_BS = self.vocabulary.local(ids_BS)
-        found: Tensor = _Lookup.apply(rows_BS, elsewhere_BS, self.weight, self)  # pyright: ignore[reportAssignmentType]
-        return self.leave(found.transpose(0, 1))
+        rows_BS, elsewhere_BS = self.vocab_shard.to_local_ids(ids_BS)
+        found: Tensor = _EmbeddingLookup.apply(rows_BS, elsewhere_BS, self.weight, self)  # pyright: ignore[reportAssignmentType]
+        return self.output_comm(found.transpose(0, 1))
 
 
 class PositionEmbedding(nn.Module):
@@ -77,8 +77,8 @@ class PositionEmbedding(nn.Module):
     def __init__(self, num_positions: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_positions, hidden_size))
-        self.leave: Seam = same
+        self.output_comm: Seam = identity
 
     def forward(self, positions: Tensor) -> Tensor:
         rows = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
-        return self.leave(F.embedding(rows, self.weight))
+        return self.output_comm(F.embedding(rows, self.weight))

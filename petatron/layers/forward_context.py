@@ -8,23 +8,23 @@ from torch import Tensor
 
 from petatron.kernels.attention.documents import Documents
 
-Rotation = tuple[Tensor, Tensor]
+RopeCosSin = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ForwardContext:
     """One forward pass of one micro-batch through some layers.
 
-    rotation: cos and sin of the positions held here, for rotary embedding.
+    rope_cos_sin: cos and sin of the positions held here, for rotary embedding.
     documents: where the documents of the *whole* sequence lie, on every context-parallel rank, behind whose starts attention
         must not look; None when a row is one document.
-    extra_loss_scale: what a layer's own loss (router balance) is multiplied by before it joins the gradient; None when no
+    aux_loss_scale: what a layer's own loss (router balance) is multiplied by before it joins the gradient; None when no
         gradient is wanted.
-    reports: what layers have to say of this pass, one vector under each layer's number, to be added up over micro-batches
+    router_statistics: what layers have to say of this pass, one vector under each layer's number, to be added up over micro-batches
         and ranks. A layer that is computed again in the backward pass writes the same again.
     """
 
-    rotation: Rotation | None = None
+    rope_cos_sin: RopeCosSin | None = None
     documents: Documents | None = None
-    extra_loss_scale: Tensor | None = None
-    reports: dict[int, Tensor] = field(default_factory=dict)
+    aux_loss_scale: Tensor | None = None
+    router_statistics: dict[int, Tensor] = field(default_factory=dict)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from petatron.layers.ops.linear_op import multiply_here
-from petatron.layers.ops.recompute_output import Remade
+from petatron.layers.ops.linear_op import local_linear
+from petatron.layers.ops.recompute_output import Recomputable
 
-Product = Callable[[Tensor | Remade, Tensor], Tensor]
+LinearOp = Callable[[Tensor | Recomputable, Tensor], Tensor]
 """(x, weight) to x W^T: the slot for tensor parallelism, low precision and where weight gradients go."""
 
 
@@ -26,8 +26,8 @@ class Linear(nn.Module):
         self.sections = tuple(sections)
         self.weight = nn.Parameter(torch.empty(sum(sections), in_features))
         self.bias = nn.Parameter(torch.empty(sum(sections))) if bias else None
-        self.product: Product = multiply_here
+        self.linear_op: LinearOp = local_linear
 
-    def forward(self, x: Tensor | Remade) -> Tensor:
-        y = self.product(x, self.weight)
+    def forward(self, x: Tensor | Recomputable) -> Tensor:
+        y = self.linear_op(x, self.weight)
         return y if self.bias is None else y + self.bias

@@ -9,30 +9,30 @@ from torch import Tensor, nn
 
 from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig
 from petatron.kernels import activation as reference
-from petatron.layers.forward_context import Pass
+from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import MaybeTensors, Remade, Tensors, make
-from petatron.layers.token_layout import batch_first, from_rows, to_rows
+from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
+from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 
 
 class ActivationKernels(Protocol):
     """`kernels/activation.py` or a faster twin."""
 
-    def plain(self, x_RF: Tensor, name: str) -> Tensor: ...
+    def activation(self, x_RF: Tensor, name: str) -> Tensor: ...
 
-    def plain_backward(
-        self, grad_RF: Tensor, x_RF: Tensor, name: str, *, again: bool
+    def activation_backward(
+        self, grad_RF: Tensor, x_RF: Tensor, name: str, *, recompute_output: bool
     ) -> tuple[Tensor, Tensor | None]: ...
 
-    def gated(self, gate_up_RG: Tensor, name: str) -> Tensor: ...
+    def gated_activation(self, gate_up_RG: Tensor, name: str) -> Tensor: ...
 
-    def gated_backward(
-        self, grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, again: bool
+    def gated_activation_backward(
+        self, grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, recompute_output: bool
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _MakeActivation:
+class _RecomputableActivation:
     kernels: ActivationKernels
     name: str
 
@@ -43,24 +43,28 @@ class _MakeActivation:
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         (x,) = inputs
         assert x is not None
-        return (self.again((x,)),), (x,)
+        return (self.recompute((x,)),), (x,)
 
-    def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
-        (x,), (grad,) = kept, grads
+    def backward(
+        self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
+    ) -> tuple[MaybeTensors, Tensor | None]:
+        (x,), (grad,) = saved, grads
         assert grad is not None
-        by_batch = batch_first(x)
-        rows, grad_rows = to_rows(x, by_batch=by_batch), to_rows(grad, by_batch=by_batch)
-        back = self.kernels.gated_backward if self._gated else self.kernels.plain_backward
-        x_grad, made = back(grad_rows, rows, self.name, again=again)
-        value = None if made is None else from_rows(made, x, by_batch=by_batch)
-        return (from_rows(x_grad, x, by_batch=by_batch),), value
+        batch_first = is_batch_first(x)
+        rows, grad_rows = to_rows(x, batch_first=batch_first), to_rows(grad, batch_first=batch_first)
+        back = self.kernels.gated_activation_backward if self._gated else self.kernels.activation_backward
+        x_grad, made = back(grad_rows, rows, self.name, recompute_output=recompute_output)
+        value = None if made is None else from_rows(made, x, batch_first=batch_first)
+        return (from_rows(x_grad, x, batch_first=batch_first),), value
 
-    def again(self, kept: Tensors) -> Tensor:
-        (x,) = kept
-        by_batch = batch_first(x)
-        rows = to_rows(x, by_batch=by_batch)
-        made = self.kernels.gated(rows, self.name) if self._gated else self.kernels.plain(rows, self.name)
-        return from_rows(made, x, by_batch=by_batch)
+    def recompute(self, saved: Tensors) -> Tensor:
+        (x,) = saved
+        batch_first = is_batch_first(x)
+        rows = to_rows(x, batch_first=batch_first)
+        made = (
+            self.kernels.gated_activation(rows, self.name) if self._gated else self.kernels.activation(rows, self.name)
+        )
+        return from_rows(made, x, batch_first=batch_first)
 
 
 class Activation(nn.Module):
@@ -71,9 +75,9 @@ class Activation(nn.Module):
         self.name = name
         self.kernels: ActivationKernels = reference
 
-    def forward(self, x: Tensor) -> Remade:
-        (value,), source = make(_MakeActivation(self.kernels, self.name), x)
-        return Remade(value, source)
+    def forward(self, x: Tensor) -> Recomputable:
+        (value,), source = apply_recomputable(_RecomputableActivation(self.kernels, self.name), x)
+        return Recomputable(value, source)
 
 
 class MLP(nn.Module):
@@ -85,10 +89,10 @@ class MLP(nn.Module):
         self.up = Linear(config.hidden_size, (width,), bias=config.add_bias_linear)
         self.down = Linear(width, (config.hidden_size,), bias=config.add_bias_linear)
 
-    def forward(self, x_SBD: Tensor | Remade, passing: Pass | None = None) -> Tensor:
-        return self.down(self.inner(x_SBD))
+    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext | None = None) -> Tensor:
+        return self.down(self.intermediate(x_SBD))
 
-    def inner(self, x_SBD: Tensor | Remade) -> Remade:
+    def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
         """What goes into the last GEMM."""
         return self.act(self.up(x_SBD))
 
@@ -102,10 +106,10 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(config.hidden_size, (width, width), bias=config.add_bias_linear)
         self.down = Linear(width, (config.hidden_size,), bias=config.add_bias_linear)
 
-    def forward(self, x_SBD: Tensor | Remade, passing: Pass | None = None) -> Tensor:
-        return self.down(self.inner(x_SBD))
+    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext | None = None) -> Tensor:
+        return self.down(self.intermediate(x_SBD))
 
-    def inner(self, x_SBD: Tensor | Remade) -> Remade:
+    def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
         """What goes into the last GEMM."""
         return self.act(self.gate_up(x_SBD))
 

@@ -21,35 +21,35 @@ from torch import Tensor, nn
 from petatron.config.schema.model import ModelConfig
 
 
-def inverse_frequencies(config: ModelConfig, width: int) -> Tensor:
+def inverse_frequencies(config: ModelConfig, rotary_dim: int) -> Tensor:
     """f_i for a rotated width, scaled as the config says; float32 on the CPU."""
-    pairs = torch.arange(0, width, 2, dtype=torch.float32, device="cpu")
-    plain = config.rotary_base ** -(pairs / width)
+    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu")
+    plain = config.rotary_base ** -(pairs / rotary_dim)
     if config.position_embedding_type == "yarn":
-        return _yarn(plain, config, width)
+        return _yarn(plain, config, rotary_dim)
     return _llama3(plain, config) if config.use_rope_scaling else plain
 
 
-def _llama3(plain: Tensor, config: ModelConfig) -> Tensor:
-    turns = config.original_max_position_embeddings * plain / (2 * math.pi)
+def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
+    turns = config.original_max_position_embeddings * inv_freq / (2 * math.pi)
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return plain * (keep + (1.0 - keep) / config.rope_scaling_factor)
+    return inv_freq * (keep + (1.0 - keep) / config.rope_scaling_factor)
 
 
-def _yarn(plain: Tensor, config: ModelConfig, width: int) -> Tensor:
+def _yarn(inv_freq: Tensor, config: ModelConfig, rotary_dim: int) -> Tensor:
     def pair_with(turns: float) -> float:
         context = config.original_max_position_embeddings
-        return width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+        return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
 
     low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
-    high = min(math.ceil(pair_with(config.yarn_beta_slow)), width - 1)
-    index = torch.arange(width // 2, dtype=torch.float32, device="cpu")
+    high = min(math.ceil(pair_with(config.yarn_beta_slow)), rotary_dim - 1)
+    index = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
     keep = 1.0 - ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
-    return plain * (keep + (1.0 - keep) / config.rope_scaling_factor)
+    return inv_freq * (keep + (1.0 - keep) / config.rope_scaling_factor)
 
 
-def temperature(config: ModelConfig) -> float:
+def attention_scaling(config: ModelConfig) -> float:
     """The factor on cos and sin: 1 but for YaRN."""
     if config.position_embedding_type != "yarn" or config.rope_scaling_factor <= 1.0:
         return 1.0
@@ -57,19 +57,19 @@ def temperature(config: ModelConfig) -> float:
     return (stretch * config.yarn_mscale + 1.0) / (stretch * config.yarn_mscale_all_dim + 1.0)
 
 
-class Rotary(nn.Module):
+class RotaryEmbedding(nn.Module):
     """cos and sin of the angles for given positions: [S] or [B, S] to two of [S, 1 or B, 1, width]."""
 
-    def __init__(self, config: ModelConfig, head_width: int) -> None:
+    def __init__(self, config: ModelConfig, head_dim: int) -> None:
         super().__init__()
-        self.width = int(head_width * config.rotary_percent)
-        self.temperature = temperature(config)
-        self.inverse = inverse_frequencies(config, self.width)
+        self.rotary_dim = int(head_dim * config.rotary_percent)
+        self.attention_scaling = attention_scaling(config)
+        self.inv_freq = inverse_frequencies(config, self.rotary_dim)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if self.inverse.device != positions.device:  # once: the table follows the activations
-            self.inverse = self.inverse.to(positions.device)
+        if self.inv_freq.device != positions.device:  # once: the table follows the activations
+            self.inv_freq = self.inv_freq.to(positions.device)
         rows = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
-        angles = rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-1) * self.inverse
+        angles = rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-1) * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
-        return (angles.cos() * self.temperature).to(dtype), (angles.sin() * self.temperature).to(dtype)
+        return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)

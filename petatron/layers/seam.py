@@ -9,5 +9,5 @@ from torch import Tensor
 Seam = Callable[[Tensor], Tensor]
 
 
-def same(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x

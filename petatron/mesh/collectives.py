@@ -10,8 +10,9 @@ its pair:
     gather   all-gather    / reduce-scatter     into a column-split matrix, sequence split
     scatter  reduce-scatter/ all-gather         out of a row-split matrix, sequence split
 
-and one that is its own partner: `exchange`, rows to their ranks and back (experts, heads for sequence). `overlapped_all_to_all.py` has the
-same in two autograd nodes, between which other work overlaps with the communication, forward and backward.
+and one that is its own partner: `differentiable_all_to_all`, rows to their ranks and back (experts, heads for sequence).
+`overlapped_all_to_all.py` has the same in two autograd nodes, between which other work overlaps with the communication, forward and
+backward.
 
 Point-to-point transfers from one rank to another run in the order in which they are started, so both ends must start them in
 the same order. gloo moves only host memory between two ranks, so a device tensor is staged through it.
@@ -28,12 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petatron.mesh.diagnose.failure_report import failed
+from petatron.mesh.diagnose.failure_report import communication_error
 from petatron.mesh.launch.environment import is_echo
 from petatron.mesh.mesh import Axis
 
-Op = Literal["sum", "max", "min"]
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+ReduceOpName = Literal["sum", "max", "min"]
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 # torch 2.13 renamed these two; 2.11 has only the old names.
@@ -41,7 +42,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Call:
+class _RecordedCall:
     """One communication call as a context, which is entered while the host is in it: to start it, to wait for it, or both.
 
     It is recorded, and an error of the backend leaves as ours, with what the record knows.
@@ -62,30 +63,30 @@ class _Call:
         self._record = axis.record
         self._event = axis.record.add(axis, op, elements=elements, dtype=dtype, peer=peer, batch=batch)
 
-    def __enter__(self) -> _Call:
-        self._event.inside = True
+    def __enter__(self) -> _RecordedCall:
+        self._event.host_in_call = True
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._event.inside = False
+        self._event.host_in_call = False
         if error is not None and is_echo(error):
-            raise failed(error, self._event, self._record) from error
+            raise communication_error(error, self._event, self._record) from error
 
 
 class Handle:
-    """A collective under way; `wait` returns when its result may be used. `keep` is memory that must live until then."""
+    """A collective under way; `wait` returns when its result may be used. `keep_alive` is memory that must live until then."""
 
-    __slots__ = ("_after", "_call", "_keep", "_work")
+    __slots__ = ("_call", "_keep_alive", "_on_complete", "_work")
 
     def __init__(
         self,
         work: dist.Work | None = None,
-        call: _Call | None = None,
+        call: _RecordedCall | None = None,
         *,
-        keep: object = None,
-        after: Callable[[], object] | None = None,
+        keep_alive: object = None,
+        on_complete: Callable[[], object] | None = None,
     ) -> None:
-        self._work, self._call, self._keep, self._after = work, call, keep, after
+        self._work, self._call, self._keep_alive, self._on_complete = work, call, keep_alive, on_complete
 
     def wait(self) -> None:
         """Waiting twice is waiting once."""
@@ -93,53 +94,55 @@ class Handle:
             assert self._call is not None, "whatever is under way was recorded"
             with self._call:
                 self._work.wait()
-        if self._after is not None:
-            self._after()
-        self._work = self._call = self._keep = self._after = None
+        if self._on_complete is not None:
+            self._on_complete()
+        self._work = self._call = self._keep_alive = self._on_complete = None
 
     def done(self) -> bool:
         """Whether it is over, so that waiting would not wait."""
         return self._work is None or self._work.is_completed()
 
 
-def all_reduce(x: Tensor, axis: Axis, *, op: Op = "sum") -> Tensor:
+def all_reduce(x: Tensor, axis: Axis, *, op: ReduceOpName = "sum") -> Tensor:
     """Reduce in place over an axis and return the tensor."""
     start_all_reduce(x, axis, op=op).wait()
     return x
 
 
-def start_all_reduce(x: Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
+def start_all_reduce(x: Tensor, axis: Axis, *, op: ReduceOpName = "sum") -> Handle:
     """Begin an in-place reduction; the caller may compute until it waits."""
     if axis.size == 1:
         return Handle()
-    with _Call(axis, "all_reduce", elements=x.numel(), dtype=x.dtype) as call:
-        return Handle(dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True), call)
+    with _RecordedCall(axis, "all_reduce", elements=x.numel(), dtype=x.dtype) as call:
+        return Handle(dist.all_reduce(x, op=_REDUCE_OPS[op], group=axis.group, async_op=True), call)
 
 
-def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, after: Callable[[], object] | None = None) -> Handle:
+def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, on_complete: Callable[[], object] | None = None) -> Handle:
     """Begin to fill `out` with the ranks' tensors one after the other; `x` may be this rank's part of `out`.
 
-    `after` is called by who waits, when `out` is there.
+    `on_complete` is called by who waits, when `out` is there.
     """
     if axis.size == 1:
-        return _copied(out, x, after=after)
-    with _Call(axis, "all_gather", elements=out.numel(), dtype=x.dtype) as call:
-        return Handle(_all_gather(out, x, group=axis.group, async_op=True), call, keep=(out, x), after=after)
+        return _local_copy(out, x, on_complete=on_complete)
+    with _RecordedCall(axis, "all_gather", elements=out.numel(), dtype=x.dtype) as call:
+        return Handle(
+            _all_gather(out, x, group=axis.group, async_op=True), call, keep_alive=(out, x), on_complete=on_complete
+        )
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
     """Begin to fill `out` with this rank's part of the sum of the ranks' tensors."""
     if axis.size == 1:
-        return _copied(out, x)
-    with _Call(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype) as call:
+        return _local_copy(out, x)
+    with _RecordedCall(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype) as call:
         return Handle(_reduce_scatter(out, x, group=axis.group, async_op=True), call)
 
 
-def _copied(out: Tensor, x: Tensor, *, after: Callable[[], object] | None = None) -> Handle:
+def _local_copy(out: Tensor, x: Tensor, *, on_complete: Callable[[], object] | None = None) -> Handle:
     """What one rank gathers or scatters is its own tensor, which may be where it belongs already."""
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
-    return Handle(after=after)
+    return Handle(on_complete=on_complete)
 
 
 def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -148,7 +151,7 @@ def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[
         return x
     assert sum(send) == x.shape[0], f"{x.shape[0]} rows, but {sum(send)} are to be sent"
     out = x.new_empty((sum(receive), *x.shape[1:]))
-    with _Call(axis, "all_to_all", elements=x.numel(), dtype=x.dtype):
+    with _RecordedCall(axis, "all_to_all", elements=x.numel(), dtype=x.dtype):
         dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
     return out
 
@@ -159,12 +162,12 @@ def start_all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Seq
         return x, Handle()
     assert sum(send) == x.shape[0], f"{x.shape[0]} rows, but {sum(send)} are to be sent"
     x, out = x.contiguous(), x.new_empty((sum(receive), *x.shape[1:]))
-    with _Call(axis, "all_to_all", elements=x.numel(), dtype=x.dtype) as call:
+    with _RecordedCall(axis, "all_to_all", elements=x.numel(), dtype=x.dtype) as call:
         work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
-    return out, Handle(work, call, keep=(out, x))
+    return out, Handle(work, call, keep_alive=(out, x))
 
 
-def start_transfers(
+def start_send_recv(
     axis: Axis, *, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
 ) -> tuple[list[Handle], list[Handle]]:
     """Begin to send tensors to ranks of the axis, and to fill tensors with what others send.
@@ -175,26 +178,26 @@ def start_transfers(
     sent, received = [], []
     for x, to in sends:
         channel = axis.channel(axis.rank, to)
-        sent += _start_batch(channel, sends=[(x, 1 - channel.rank)])[0]
+        sent += _start_send_recv_batch(channel, sends=[(x, 1 - channel.rank)])[0]
     for out, source in receives:
         channel = axis.channel(source, axis.rank)
-        received += _start_batch(channel, receives=[(out, 1 - channel.rank)])[1]
+        received += _start_send_recv_batch(channel, receives=[(out, 1 - channel.rank)])[1]
     return sent, received
 
 
-def start_shift(out: Sequence[Tensor], x: Sequence[Tensor], axis: Axis, *, by: int = 1) -> list[Handle]:
+def start_ring_shift(out: Sequence[Tensor], x: Sequence[Tensor], axis: Axis, *, by: int = 1) -> list[Handle]:
     """Begin to pass tensors to the rank `by` places on around the ring, and to take those of the rank as far behind.
 
     All of it is one batch: of two ranks that each send first, none would ever receive.
     """
     to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
-    sent, received = _start_batch(
+    sent, received = _start_send_recv_batch(
         axis, sends=[(tensor, to) for tensor in x], receives=[(tensor, source) for tensor in out]
     )
     return [*sent, *received]
 
 
-def _start_batch(
+def _start_send_recv_batch(
     axis: Axis, *, sends: Sequence[tuple[Tensor, int]] = (), receives: Sequence[tuple[Tensor, int]] = ()
 ) -> tuple[list[Handle], list[Handle]]:
     """Transfers as one operation of the axis's group, also a single one.
@@ -206,28 +209,29 @@ def _start_batch(
     calls, operations, landing = [], [], []
     for x, to in sends:
         peer = axis.ranks[to]
-        calls.append(_Call(axis, "send", elements=x.numel(), dtype=x.dtype, peer=peer, batch=batch))
-        operations.append(dist.P2POp(dist.isend, _host(x.contiguous(), group), peer, group=group))
+        calls.append(_RecordedCall(axis, "send", elements=x.numel(), dtype=x.dtype, peer=peer, batch=batch))
+        operations.append(dist.P2POp(dist.isend, _host_buffer(x.contiguous(), group), peer, group=group))
     for out, source in receives:
         peer = axis.ranks[source]
-        calls.append(_Call(axis, "receive", elements=out.numel(), dtype=out.dtype, peer=peer, batch=batch))
-        landing.append(_host(out, group, copy=False))
+        calls.append(_RecordedCall(axis, "receive", elements=out.numel(), dtype=out.dtype, peer=peer, batch=batch))
+        landing.append(_host_buffer(out, group, copy=False))
         operations.append(dist.P2POp(dist.irecv, landing[-1], peer, group=group))
     with calls[0]:
         works = dist.batch_isend_irecv(operations)
     if len(works) != len(calls):  # a backend that starts a batch as one has one thing to wait for
         works = [works[0]] * len(calls)
     sent = [
-        Handle(work, call, keep=started.tensor) for work, call, started in zip(works, calls, operations[: len(sends)])
+        Handle(work, call, keep_alive=started.tensor)
+        for work, call, started in zip(works, calls, operations[: len(sends)])
     ]
     received = [
-        Handle(work, call, after=None if host is out else partial(out.copy_, host))
+        Handle(work, call, on_complete=None if host is out else partial(out.copy_, host))
         for work, call, host, (out, _) in zip(works[len(sends) :], calls[len(sends) :], landing, receives)
     ]
     return sent, received
 
 
-def _host(x: Tensor, group: dist.ProcessGroup | None, *, copy: bool = True) -> Tensor:
+def _host_buffer(x: Tensor, group: dist.ProcessGroup | None, *, copy: bool = True) -> Tensor:
     """The tensor itself, or host memory in its place where the backend cannot send from the device."""
     if x.device.type == "cpu" or dist.get_backend(group) != "gloo":
         return x
@@ -239,7 +243,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    with _Call(axis, "all_gather", elements=out.numel(), dtype=x.dtype):
+    with _RecordedCall(axis, "all_gather", elements=out.numel(), dtype=x.dtype):
         _all_gather(out, x.contiguous(), group=axis.group)
     return out
 
@@ -250,7 +254,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
         return x
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows cannot be scattered over {axis.size} ranks"
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    with _Call(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype):
+    with _RecordedCall(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype):
         _reduce_scatter(out, x.contiguous(), group=axis.group)
     return out
 
@@ -259,12 +263,12 @@ def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
     """Overwrite the tensor on every rank with that of the axis's rank `source`."""
     if axis.size == 1:
         return x
-    with _Call(axis, "broadcast", elements=x.numel(), dtype=x.dtype):
+    with _RecordedCall(axis, "broadcast", elements=x.numel(), dtype=x.dtype):
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
 
-def largest(x: Tensor, axis: Axis) -> Tensor:
+def recursive_doubling_max(x: Tensor, axis: Axis) -> Tensor:
     """The element-wise maximum over the ranks of a small host tensor, in as many rounds as the axis's size has bits.
 
     In each round a rank learns what twice as many ranks have; gloo's all-reduce is a ring, whose steps grow with the axis.
@@ -272,17 +276,17 @@ def largest(x: Tensor, axis: Axis) -> Tensor:
     step = 1
     while step < axis.size:
         theirs = torch.empty_like(x)
-        for handle in start_shift([theirs], [x], axis, by=step):
+        for handle in start_ring_shift([theirs], [x], axis, by=step):
             handle.wait()
         x, step = torch.maximum(x, theirs), 2 * step
     return x
 
 
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
+def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's JSON value, in axis order; for control, not for tensors. Tuples arrive as lists."""
     if axis.size == 1:
         return [value]
-    with _Call(axis, "gather_objects"):
+    with _RecordedCall(axis, "gather_objects"):
         packed = _pack_json(value, axis)
         out = packed.new_empty(packed.numel() * axis.size)
         _all_gather(out, packed, group=axis.group)
@@ -293,7 +297,7 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     """The axis's first rank's JSON value on every rank: for what only one knows and may be large."""
     if axis.size == 1:
         return value
-    with _Call(axis, "broadcast_object"):
+    with _RecordedCall(axis, "broadcast_object"):
         text = json.dumps(value).encode() if axis.rank == 0 else b""
         size = torch.tensor([len(text)], device=_control_device(axis))
         dist.broadcast(size, axis.ranks[0], group=axis.group)
@@ -308,7 +312,7 @@ def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
     """Every rank's JSON value on the axis's first rank, None on the others: for what may be large and only one needs."""
     if axis.size == 1:
         return [value]
-    with _Call(axis, "gather_objects_to_first"):
+    with _RecordedCall(axis, "gather_objects_to_first"):
         packed = _pack_json(value, axis)
         out = [torch.empty_like(packed) for _ in range(axis.size)] if axis.rank == 0 else None
         dist.gather(packed, out, dst=axis.ranks[0], group=axis.group)
@@ -337,55 +341,55 @@ def _control_device(axis: Axis) -> torch.device:
 
 def barrier(axis: Axis) -> None:
     if axis.size > 1:
-        with _Call(axis, "barrier"):
+        with _RecordedCall(axis, "barrier"):
             dist.barrier(group=axis.group)
 
 
-def local_part(x: Tensor, axis: Axis) -> Tensor:
+def local_slice(x: Tensor, axis: Axis) -> Tensor:
     """This rank's part of dimension 0 of a tensor that every rank holds whole; no communication."""
     rows = x.shape[0] // axis.size
     return x.narrow(0, axis.rank * rows, rows)
 
 
-class _Paired(torch.autograd.Function):
+class _CollectivePair(torch.autograd.Function):
     """Apply one communication forward and its partner backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, ahead: Callable, back: Callable) -> Tensor:
-        ctx.axis, ctx.back = axis, back
-        return ahead(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward_op: Callable, backward_op: Callable) -> Tensor:
+        ctx.axis, ctx.backward_op = axis, backward_op
+        return forward_op(x, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grads[0], ctx.axis), None, None, None
+        return ctx.backward_op(grads[0], ctx.axis), None, None, None
 
 
 def _identity(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 
 
-def _reduced(x: Tensor, axis: Axis) -> Tensor:
+def _all_reduced_copy(x: Tensor, axis: Axis) -> Tensor:
     # Autograd may share the incoming tensor with other consumers, so the in-place reduction gets a copy of its own.
     return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
-def copy(x: Tensor, axis: Axis) -> Tensor:
-    return _Paired.apply(x, axis, _identity, _reduced) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+def copy_to_region(x: Tensor, axis: Axis) -> Tensor:
+    return _CollectivePair.apply(x, axis, _identity, _all_reduced_copy) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
 
 
-def reduce(x: Tensor, axis: Axis) -> Tensor:
-    return _Paired.apply(x, axis, _reduced, _identity) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+def reduce_from_region(x: Tensor, axis: Axis) -> Tensor:
+    return _CollectivePair.apply(x, axis, _all_reduced_copy, _identity) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
 
 
-def gather(x: Tensor, axis: Axis) -> Tensor:
-    return _Paired.apply(x, axis, all_gather, reduce_scatter) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+def gather_from_region(x: Tensor, axis: Axis) -> Tensor:
+    return _CollectivePair.apply(x, axis, all_gather, reduce_scatter) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
 
 
-def scatter(x: Tensor, axis: Axis) -> Tensor:
-    return _Paired.apply(x, axis, reduce_scatter, all_gather) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+def reduce_scatter_to_region(x: Tensor, axis: Axis) -> Tensor:
+    return _CollectivePair.apply(x, axis, reduce_scatter, all_gather) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAllFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         ctx.axis, ctx.send, ctx.receive = axis, send, receive
@@ -396,6 +400,6 @@ class _Exchange(torch.autograd.Function):
         return all_to_all(grads[0], ctx.axis, send=ctx.receive, receive=ctx.send), None, None, None
 
 
-def exchange(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+def differentiable_all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Differentiable `all_to_all`: gradients travel the way back."""
-    return _Exchange.apply(x, axis, send, receive) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+    return _AllToAllFunction.apply(x, axis, send, receive) if axis.size > 1 else x  # pyright: ignore[reportReturnType]

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-_TORCH = torch.__path__[0]
+_TORCH_FOLDER = torch.__path__[0]
 # Files that only pass a call on: what asked for it stands above them.
-_DOOR = (
+_PASS_THROUGH_FILES = (
     "mesh/collectives.py",
     "mesh/overlapped_all_to_all.py",
     "mesh/comm_record.py",
@@ -29,7 +29,7 @@ _DOOR = (
 )
 
 
-CPU_ONLY = ("control", "background_control")
+CONTROL_AXES = ("control", "background_control")
 """Axes over gloo in every run; the second is a thread's own, which talks while training does."""
 
 
@@ -50,30 +50,30 @@ class RecordedAxis(Protocol):
 
 
 # Two ranks of an axis start the same collectives, but not the same transfers.
-_TRANSFERS = ("send", "receive")
+_SEND_RECV_OPS = ("send", "receive")
 
 
 @dataclass(slots=True, eq=False)
-class Event:
+class CommEvent:
     """One operation, numbered from the start of the run; sends and receives have a `peer` (its rank in the world).
 
     Those that are started together have the same `batch`. Not frozen: that would double the time it takes to make one, and there is
     one for every call.
     """
 
-    number: int
+    sequence_number: int
     axis: str
     op: str
     elements: int
     bytes: int
     dtype: torch.dtype
     caller: str
-    begun_s: float
+    started_s: float
     """When it was started, on the monotonic clock."""
     communicator: Communicator
     peer: int | None = None
     batch: int | None = None
-    inside: bool = False
+    host_in_call: bool = False
     """Whether the host is in the call now, or waits for its end."""
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Event:
         return f"{kind} at {self.caller.partition(' ')[0]}"
 
 
-class Record:
+class CommRecord:
     """Ring buffer of the latest events of a rank, and what its axes are.
 
     Threads may add events, and look at them at any time.
@@ -89,10 +89,10 @@ class Record:
 
     def __init__(self, capacity: int = 8192, *, rank: int = 0) -> None:
         self.rank = rank
-        self._events: deque[Event] = deque(maxlen=capacity)
+        self._events: deque[CommEvent] = deque(maxlen=capacity)
         self._count = 0
         self._lock = threading.Lock()  # a save in the background communicates beside training
-        self._collectives: dict[str, int] = {}
+        self._collective_counts: dict[str, int] = {}
         self._axes: dict[str, tuple[tuple[int, ...], float]] = {}
 
     def add(
@@ -104,17 +104,19 @@ class Record:
         dtype: torch.dtype,
         peer: int | None = None,
         batch: int | None = None,
-    ) -> Event:
+    ) -> CommEvent:
         size, caller, where, name = elements * dtype.itemsize, _caller(), axis.communicator, axis.name
         with self._lock:
             self._count += 1
-            if op not in _TRANSFERS:
-                self._collectives[name] = self._collectives.get(name, 0) + 1
-            event = Event(self._count, name, op, elements, size, dtype, caller, time.monotonic(), where, peer, batch)
+            if op not in _SEND_RECV_OPS:
+                self._collective_counts[name] = self._collective_counts.get(name, 0) + 1
+            event = CommEvent(
+                self._count, name, op, elements, size, dtype, caller, time.monotonic(), where, peer, batch
+            )
             self._events.append(event)
         return event
 
-    def know(self, axis: str, ranks: tuple[int, ...], *, timeout_s: float) -> None:
+    def register_axis(self, axis: str, ranks: tuple[int, ...], *, timeout_s: float) -> None:
         """Note the ranks of an axis and how long an operation over it may take."""
         self._axes[axis] = ranks, timeout_s
 
@@ -129,16 +131,18 @@ class Record:
     def has_peers(self) -> bool:
         return any(len(ranks) > 1 for ranks, _ in self._axes.values())
 
-    def collectives(self) -> dict[str, int]:
+    def collective_counts(self) -> dict[str, int]:
         """How many collectives this rank has started over each axis."""
-        return dict(self._collectives)
+        return dict(self._collective_counts)
 
-    def latest(self) -> Event | None:
+    def latest(self) -> CommEvent | None:
         return self._events[-1] if self._events else None
 
-    def events(self, *, since: int = 0) -> list[Event]:
+    def events(self, *, since: int = 0) -> list[CommEvent]:
         """The events still in the buffer with a number above `since`."""
-        return [event for event in list(self._events) if event.number > since]  # a copy: another thread may add to it
+        return [
+            event for event in list(self._events) if event.sequence_number > since
+        ]  # a copy: another thread may add to it
 
     @property
     def count(self) -> int:
@@ -153,16 +157,16 @@ def _caller() -> str:
     between a layer and what it calls.
     """
     frame = sys._getframe(2)
-    while frame.f_back is not None and _passes_on(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_pass_through(frame.f_code.co_filename):
         frame = frame.f_back
-    return place_of(frame)
+    return frame_location(frame)
 
 
-def place_of(frame: FrameType) -> str:
+def frame_location(frame: FrameType) -> str:
     """A frame as file:line function."""
     code = frame.f_code
     return f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno} {code.co_name}"
 
 
-def _passes_on(file: str) -> bool:
-    return file.endswith(_DOOR) or file.startswith(_TORCH)
+def _is_pass_through(file: str) -> bool:
+    return file.endswith(_PASS_THROUGH_FILES) or file.startswith(_TORCH_FOLDER)

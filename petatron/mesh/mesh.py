@@ -4,13 +4,14 @@ An axis of size 1 has no process group, and every collective over it is the iden
 group at all, and no code asks whether a kind of parallelism is on.
 
 Communicators. A process group is one NCCL communicator, and what is issued on one communicator runs in order. So
-  - axes over the same ranks share a group, but the axes whose collectives overlap with everything else (`_APART`) have groups
+  - axes over the same ranks share a group, but the axes whose collectives overlap with everything else (`_AXES_WITH_OWN_COMMUNICATOR`)
+  have groups
     of their own;
   - each neighbour of a pipeline rank is reached over two groups of two ranks, one per direction (`Axis.channel`): a transfer waits
     for its partner only, never behind a transfer to somebody else (`plan/nccl_deadlock.py` proves that this cannot deadlock, and what the
     alternatives cost);
   - a group is made when it is first asked for, so what nothing uses does not exist. Under NCCL making one is a rendezvous of its
-    members, so `connect` makes all groups of a run at once, in one order, before the first step.
+    members, so `create_groups` makes all groups of a run at once, in one order, before the first step.
 
 The default process group is gloo's in any case: it moves host memory, is connected pair by pair on demand, and serves the control
 axis; device memory moves over groups of `backend`.
@@ -27,14 +28,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from petatron.base.text import counted
-from petatron.mesh.comm_record import CPU_ONLY, Communicator, Record
-from petatron.mesh.launch.nccl_options import CommunicatorOptions, backstop, nccl_options
+from petatron.base.text import count_with_noun
+from petatron.mesh.comm_record import CONTROL_AXES, CommRecord, Communicator
+from petatron.mesh.launch.nccl_options import CommunicatorOptions, nccl_options, nccl_timeout
 from petatron.mesh.launch.process_group import new_group
 from petatron.mesh.rank_layout import AXES, Layout
 
 _CONTROL_TIMEOUT = timedelta(hours=6)
-_APART = ("dp_cp", "shard", "edp", "edp_shard", *CPU_ONLY)
+_AXES_WITH_OWN_COMMUNICATOR = ("dp_cp", "shard", "edp", "edp_shard", *CONTROL_AXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Axis:
     ranks: tuple[int, ...]
     open_group: Callable[[Axis], dist.ProcessGroup] | None = field(repr=False, compare=False)
     """Makes the process group when it is first asked for; None for an axis that nothing communicates over."""
-    record: Record = field(repr=False, compare=False)
-    own: str = ""
+    record: CommRecord = field(repr=False, compare=False)
+    communicator_name: str = ""
     """The name of a communicator that no other axis of the same ranks shares."""
 
     @property
@@ -59,7 +60,9 @@ class Axis:
     @property
     def communicator(self) -> Communicator:
         """What NCCL runs in order: axes of the same ranks share one, but for those that have their own."""
-        return Communicator(self.own or (self.name if self.name in _APART else ""), self.ranks)
+        return Communicator(
+            self.communicator_name or (self.name if self.name in _AXES_WITH_OWN_COMMUNICATOR else ""), self.ranks
+        )
 
     def channel(self, source: int, destination: int) -> Axis:
         """The two ranks of the axis over a communicator that carries transfers from `source` to `destination` alone."""
@@ -93,15 +96,15 @@ class ParallelMesh:
         self.layout = layout
         self.rank = rank
         self.device = device or torch.device("cpu")
-        self.record = Record(rank=rank)
+        self.record = CommRecord(rank=rank)
         self.backend = backend or (dist.get_backend() if dist.is_initialized() else "gloo")
         self._timeout = timedelta(minutes=timeout_minutes)
         self._options = options or CommunicatorOptions()
         self._groups: dict[Communicator, dist.ProcessGroup] = {}
-        self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
+        self._axes = {name: self._make_axis(name, layout.group_of(name, rank)) for name in AXES}
         self.tp, self.cp, self.dp, self.pp, self.ep = (self[name] for name in ("tp", "cp", "dp", "pp", "ep"))
         self.dp_cp = self["dp_cp"]  # ranks that hold the same dense weights and see different tokens
-        self._axes["ends"] = self._ends()
+        self._axes["ends"] = self._shared_embedding_axis()
         self.world = self["world"]
         self.control = self._control_axis("control")
 
@@ -110,26 +113,26 @@ class ParallelMesh:
         """The mesh of one process."""
         return cls(Layout(), 0, device=device)
 
-    def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        self.record.know(name, ranks, timeout_s=self._timeout.total_seconds())
-        return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._open, self.record)
+    def _make_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        self.record.register_axis(name, ranks, timeout_s=self._timeout.total_seconds())
+        return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._open_group, self.record)
 
-    def _open(self, axis: Axis) -> dist.ProcessGroup:
+    def _open_group(self, axis: Axis) -> dist.ProcessGroup:
         """One process group per communicator; only its members take part in making it."""
         key = axis.communicator
         group = self._groups.get(key)
         if group is None:
             make = partial(new_group, key.owner, key.ranks, backend=self.backend)
             if self._is_nccl:
-                limit = backstop(self._timeout)
-                options = nccl_options(self._options.of(axis.name), limit)
+                limit = nccl_timeout(self._timeout)
+                options = nccl_options(self._options.for_axis(axis.name), limit)
                 group = make(timeout=limit, device=self.device, options=options)
             else:
                 group = make(timeout=self._timeout)
             self._groups[key] = group
         return group
 
-    def connect(self, axes: Iterable[str]) -> None:
+    def create_groups(self, axes: Iterable[str]) -> None:
         """Make the groups of these axes now, in this order on every rank, so that nothing waits for a rendezvous in a step.
 
         Of `pp` the channels to both neighbours (and from the last rank to the first) are made as well.
@@ -149,7 +152,7 @@ class ParallelMesh:
         """Those of the groups made so far."""
         return list(self._groups)
 
-    def another_control(self) -> Axis:
+    def background_control_axis(self) -> Axis:
         """A second `control`, for a thread that communicates while the first is in use; every rank must call this."""
         return self._control_axis("background_control")
 
@@ -163,12 +166,12 @@ class ParallelMesh:
         if world.size == 1 or self.backend == "fake":
             return world
         group = new_group(name, world.ranks, backend="gloo", timeout=_CONTROL_TIMEOUT)
-        self.record.know(name, world.ranks, timeout_s=_CONTROL_TIMEOUT.total_seconds())
+        self.record.register_axis(name, world.ranks, timeout_s=_CONTROL_TIMEOUT.total_seconds())
         return Axis(name, world.size, world.rank, world.ranks, lambda *_: group, self.record)
 
-    def alone(self) -> dist.ProcessGroup:
+    def single_rank_group(self) -> dist.ProcessGroup:
         """A group of this rank alone, for libraries that want one."""
-        return self._open(Axis("alone", 1, 0, (self.rank,), None, self.record))
+        return self._open_group(Axis("alone", 1, 0, (self.rank,), None, self.record))
 
     @property
     def _is_nccl(self) -> bool:
@@ -177,11 +180,11 @@ class ParallelMesh:
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
 
-    def _ends(self) -> Axis:
+    def _shared_embedding_axis(self) -> Axis:
         """The first and the last pipeline rank, which share a tied embedding; every other rank is alone."""
         first, last = self.pp.ranks[0], self.pp.ranks[-1]
         both = first != last and self.rank in (first, last)
-        return self._axis("ends", (first, last) if both else (self.rank,))
+        return self._make_axis("ends", (first, last) if both else (self.rank,))
 
     def axis(self, name: str) -> Axis:
         """An axis by name; `tp/2` is the axis of blocks of two of tp, `tp%2` the axis across these blocks."""
@@ -197,7 +200,7 @@ class ParallelMesh:
         if block == parent.size:
             return parent
         first = parent.rank // block * block
-        return self._axis(f"{name}/{block}", parent.ranks[first : first + block])
+        return self._make_axis(f"{name}/{block}", parent.ranks[first : first + block])
 
     def strides(self, name: str, block: int) -> Axis:
         """The axis of the ranks that have this rank's place in their block of `block` neighbours: across `blocks`."""
@@ -205,10 +208,10 @@ class ParallelMesh:
         assert parent.size % block == 0, f"axis {name} of {parent.size} ranks has no blocks of {block}"
         if block == 1:
             return parent
-        return self._axis(f"{name}%{block}", parent.ranks[parent.rank % block :: block])
+        return self._make_axis(f"{name}%{block}", parent.ranks[parent.rank % block :: block])
 
     def describe(self) -> str:
         """`tp 2 x dp 4 (8 ranks)`: the dimensions that are larger than one."""
         sizes = [(name, self[name].size) for name in ("tp", "cp", "dp", "pp", "ep")]
         parts = [f"{name} {size}" for name, size in sizes if size > 1]
-        return f"{' x '.join(parts) or 'one device'} ({counted(self.layout.world_size, 'rank')})"
+        return f"{' x '.join(parts) or 'one device'} ({count_with_noun(self.layout.world_size, 'rank')})"

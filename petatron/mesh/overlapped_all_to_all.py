@@ -18,19 +18,19 @@ from petatron.mesh.collectives import Handle, start_all_to_all
 from petatron.mesh.mesh import Axis
 
 
-class Exchange:
+class OverlappedAllToAll:
     """An all-to-all in flight; `wait` returns the received rows."""
 
-    __slots__ = ("_flight", "_output")
+    __slots__ = ("_output", "_state")
 
-    def __init__(self, output: Tensor, flight: _Flight) -> None:
-        self._output, self._flight = output, flight
+    def __init__(self, output: Tensor, state: _AllToAllState) -> None:
+        self._output, self._state = output, state
 
     def wait(self) -> Tensor:
-        return _WaitExchange.apply(self._output, self._flight)  # pyright: ignore[reportReturnType]
+        return _WaitAllToAll.apply(self._output, self._state)  # pyright: ignore[reportReturnType]
 
 
-class _Flight:
+class _AllToAllState:
     """What the two nodes of an exchange share: how many rows go where, and the all-to-all that has not been waited for."""
 
     __slots__ = ("_before_wait", "_handle", "axis", "grad", "receive", "send")
@@ -52,41 +52,41 @@ class _Flight:
         self._handle.wait()
 
 
-class _StartExchange(torch.autograd.Function):
+class _StartAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
+    def forward(ctx: Any, x: Tensor, flight: _AllToAllState) -> Tensor:
+        ctx.state = flight
         return flight.start(x, send=flight.send, receive=flight.receive)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        ctx.flight.finish()
-        grad, ctx.flight.grad = ctx.flight.grad, None
+        ctx.state.finish()
+        grad, ctx.state.grad = ctx.state.grad, None
         return grad, None
 
 
-class _WaitExchange(torch.autograd.Function):
+class _WaitAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
+    def forward(ctx: Any, output: Tensor, flight: _AllToAllState) -> Tensor:
+        ctx.state = flight
         flight.finish()
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        flight = ctx.flight
+        flight = ctx.state
         flight.grad = flight.start(grads[0], send=flight.receive, receive=flight.send)
-        return grads[0], None  # `_StartExchange` replaces it: what arrives may have another number of rows
+        return grads[0], None  # `_StartAllToAll` replaces it: what arrives may have another number of rows
 
 
-def start_exchange(
+def start_overlapped_all_to_all(
     x: Tensor,
     axis: Axis,
     *,
     send: Sequence[int],
     receive: Sequence[int],
     before_wait: Callable[[], None] | None = None,
-) -> Exchange:
+) -> OverlappedAllToAll:
     """Starts a differentiable all-to-all. `before_wait` is called before each wait, in the forward and the backward pass."""
-    flight = _Flight(axis, send, receive, before_wait)
-    return Exchange(_StartExchange.apply(x, flight), flight)  # pyright: ignore[reportArgumentType]
+    flight = _AllToAllState(axis, send, receive, before_wait)
+    return OverlappedAllToAll(_StartAllToAll.apply(x, flight), flight)  # pyright: ignore[reportArgumentType]

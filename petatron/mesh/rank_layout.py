@@ -14,8 +14,8 @@ import numpy as np
 
 from petatron.config.schema.parallel import ParallelConfig
 
-DENSE = ("pp", "dp_outer", "dp_shard", "cp", "tp")
-EXPERT = ("pp", "dp_outer", "edp_shard", "ep", "etp")
+DENSE_DIMS = ("pp", "dp_outer", "dp_shard", "cp", "tp")
+EXPERT_DIMS = ("pp", "dp_outer", "edp_shard", "ep", "etp")
 
 AXES: dict[str, tuple[str, ...]] = {
     "pp": ("pp",),
@@ -34,7 +34,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
     "etp": ("etp",),
     "ep_etp": ("ep", "etp"),  # ranks that together hold one replica of a layer's experts
-    "world": DENSE,
+    "world": DENSE_DIMS,
 }
 """Axis name -> the dimensions it runs over."""
 
@@ -92,7 +92,7 @@ class Layout:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Every group of an axis, each in axis order; together they hold every rank once."""
         dims = AXES[axis]
-        order = DENSE if set(dims) <= set(DENSE) else EXPERT
+        order = DENSE_DIMS if set(dims) <= set(DENSE_DIMS) else EXPERT_DIMS
         grid = np.arange(self.world_size).reshape([getattr(self, dim) for dim in order])
         moved = np.moveaxis(grid, [order.index(dim) for dim in dims], range(-len(dims), 0))
         return [tuple(row) for row in moved.reshape(-1, self.size(axis)).tolist()]
@@ -100,7 +100,7 @@ class Layout:
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group of an axis that a rank belongs to."""
         dims = AXES[axis]
-        order = DENSE if set(dims) <= set(DENSE) else EXPERT
+        order = DENSE_DIMS if set(dims) <= set(DENSE_DIMS) else EXPERT_DIMS
         shape = [getattr(self, dim) for dim in order]
         index = np.unravel_index(rank, shape)
         take = tuple(slice(None) if dim in dims else at for dim, at in zip(order, index))

@@ -26,38 +26,38 @@ def stable_seed(*parts: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RandomStreams:
-    """The two dropout streams of a rank; `drawn` says whether training steps draw from them at all."""
+    """The two dropout streams of a rank; `used_in_step` says whether training steps draw from them at all."""
 
     device: torch.device
-    shared: torch.Generator
-    drawn: bool = True
+    tp_shared: torch.Generator
+    used_in_step: bool = True
 
     @classmethod
-    def start(cls, seed: int, mesh: ParallelMesh, *, drawn: bool = True) -> RandomStreams:
+    def seeded(cls, seed: int, mesh: ParallelMesh, *, used_in_step: bool = True) -> RandomStreams:
         """Seed both streams, the default generator included."""
         torch.manual_seed(stable_seed(seed, "own", mesh.rank))
         shared = torch.Generator(device="cpu" if mesh.device.type == "meta" else mesh.device)
         shared.manual_seed(stable_seed(seed, "shared", mesh.dp.rank, mesh.cp.rank, mesh.pp.rank))
-        return cls(mesh.device, shared, drawn)
+        return cls(mesh.device, shared, used_in_step)
 
     def state(self) -> dict[str, Tensor]:
         """Every generator's state as bytes, for a checkpoint."""
-        states = {"cpu": torch.get_rng_state(), "shared": self.shared.get_state()}
+        states = {"cpu": torch.get_rng_state(), "shared": self.tp_shared.get_state()}
         if self.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.device)
         return states
 
-    def mark(self) -> dict[str, Tensor]:
+    def snapshot(self) -> dict[str, Tensor]:
         """Where both streams stand inside a step; nothing if steps draw nothing, since a step that is being recorded as a
         CUDA graph could not ask."""
-        return self.state() if self.drawn else {}
+        return self.state() if self.used_in_step else {}
 
     @contextmanager
-    def from_mark(self, mark: dict[str, Tensor]) -> Iterator[None]:
+    def at_snapshot(self, snapshot: dict[str, Tensor]) -> Iterator[None]:
         """Inside, both streams go on from a mark; afterwards from where they stood before."""
-        before = self.mark()
-        if mark:
-            self.restore(mark)
+        before = self.snapshot()
+        if snapshot:
+            self.restore(snapshot)
         try:
             yield
         finally:
@@ -66,6 +66,6 @@ class RandomStreams:
 
     def restore(self, states: dict[str, Tensor]) -> None:
         torch.set_rng_state(states["cpu"])
-        self.shared.set_state(states["shared"])
+        self.tp_shared.set_state(states["shared"])
         if self.device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.device)

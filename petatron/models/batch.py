@@ -40,8 +40,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What a model is, whatever its layout; `experts_in` says which layers are mixtures of experts."""
+    """What a model is, whatever its layout; `moe_layer_mask` says which layers are mixtures of experts."""
 
     model: ModelConfig
     moe: MoEConfig | None
-    experts_in: tuple[bool, ...]
+    moe_layer_mask: tuple[bool, ...]

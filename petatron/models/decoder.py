@@ -12,26 +12,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from petatron.config.pipeline_stages import Stage
+from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.layers.dropout import Dropout
 from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
-from petatron.layers.forward_context import Pass
+from petatron.layers.forward_context import ForwardContext
 from petatron.layers.norm import build_norm
 from petatron.layers.output_head import OutputHead
-from petatron.layers.rope import Rotary
-from petatron.layers.transformer_layer import Block, Rest
+from petatron.layers.rope import RotaryEmbedding
+from petatron.layers.transformer_layer import Residual, TransformerLayer
 from petatron.models.batch import Batch
 from petatron.sharding.shard_spec import Section, Shard
 
-LayerRunner = Callable[[Sequence[nn.Module], Tensor, Pass], Tensor]
+LayerRunner = Callable[[Sequence[nn.Module], Tensor, ForwardContext], Tensor]
 """How a stage's blocks are run: the slot for recomputing groups of them."""
 
 
-def one_by_one(blocks: Sequence[nn.Module], x_SBD: Tensor, passing: Pass) -> Tensor:
-    rest: Rest | None = None
-    for block in blocks:
-        x_SBD, rest = block(x_SBD, passing, rest)
+def run_layers_sequentially(layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
+    rest: Residual | None = None
+    for block in layers:
+        x_SBD, rest = block(x_SBD, context, rest)
     return x_SBD if rest is None else rest.x_SBD + x_SBD
 
 
@@ -50,27 +50,30 @@ class Decoder(nn.Module):
         config: ModelConfig,
         moe: MoEConfig | None = None,
         *,
-        experts_in: Sequence[bool] = (),
-        stage: Stage | None = None,
+        moe_layer_mask: Sequence[bool] = (),
+        stage: PipelineStage | None = None,
     ) -> None:
-        """`experts_in` says which layers of the whole model are mixtures of experts; without a stage, all is here."""
+        """`moe_layer_mask` says which layers of the whole model are mixtures of experts; without a stage, all is here."""
         super().__init__()
         assert config.vocab_size and config.kv_channels and config.max_position_embeddings, "the config is not derived"
         self.config = config
-        self.stage = stage or Stage(tuple(range(config.num_layers)), embedding=True, loss=True)
+        self.stage = stage or PipelineStage(tuple(range(config.num_layers)), has_embedding=True, has_loss=True)
         rotary = config.position_embedding_type in ("rope", "yarn")
-        learned = config.position_embedding_type == "learned_absolute" and self.stage.embedding
-        self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size) if self.stage.embedding else None
+        learned = config.position_embedding_type == "learned_absolute" and self.stage.has_embedding
+        self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size) if self.stage.has_embedding else None
         self.position = PositionEmbedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.embedding_dropout = Dropout(config.hidden_dropout)
-        self.rotary = Rotary(config, config.kv_channels) if rotary else None
-        mixed = {index for index, is_mixed in enumerate(experts_in) if is_mixed}
+        self.rotary = RotaryEmbedding(config, config.kv_channels) if rotary else None
+        mixed = {index for index, is_mixed in enumerate(moe_layer_mask) if is_mixed}
         self.layers = nn.ModuleDict(
-            {str(index): Block(config, moe if index in mixed else None, number=index) for index in self.stage.layers}
+            {
+                str(index): TransformerLayer(config, moe if index in mixed else None, layer_index=index)
+                for index in self.stage.layer_indices
+            }
         )
-        self.run_layers: LayerRunner = one_by_one
-        self.norm = build_norm(config, config.hidden_size) if self.stage.loss else None
-        self.head = self._build_head() if self.stage.loss else None
+        self.run_layers: LayerRunner = run_layers_sequentially
+        self.norm = build_norm(config, config.hidden_size) if self.stage.has_loss else None
+        self.head = self._build_head() if self.stage.has_loss else None
 
     def _build_head(self) -> OutputHead:
         """A tied head borrows the embedding where that is on the same stage, and holds a copy of it elsewhere."""
@@ -83,31 +86,33 @@ class Decoder(nn.Module):
         batch: Batch,
         x_SBD: Tensor | None = None,
         *,
-        extra_loss_scale: Tensor | None = None,
-        reports: dict[int, Tensor] | None = None,
+        aux_loss_scale: Tensor | None = None,
+        router_statistics: dict[int, Tensor] | None = None,
         loss_weights_SB: Tensor | None = None,
     ) -> Tensor:
         """Token losses [S, B] from the last stage, else what the next stage takes; `x_SBD` is the stage before's.
 
-        `extra_loss_scale` and `reports` are those of `Pass`. `loss_weights_SB` are the gradients of the token losses, where
+        `aux_loss_scale` and `router_statistics` are those of `Pass`. `loss_weights_SB` are the gradients of the token losses, where
         they are known beforehand: that saves a product.
         """
-        x_SBD = self._run(batch, x_SBD, extra_loss_scale, {} if reports is None else reports)
+        x_SBD = self._run_stage(batch, x_SBD, aux_loss_scale, {} if router_statistics is None else router_statistics)
         if self.head is None or self.norm is None:
             return x_SBD
-        return self.head.losses(self.norm(x_SBD), self._table(), batch.labels.t(), weights_SB=loss_weights_SB)
+        return self.head.losses(
+            self.norm(x_SBD), self._embedding_weight(), batch.labels.t(), loss_weights_SB=loss_weights_SB
+        )
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits [B, S, vocabulary], whole on every rank; needs both ends of the model."""
         assert self.embedding is not None and self.head is not None and self.norm is not None
-        x_SBD = self._run(Batch(tokens_BS, tokens_BS, tokens_BS, positions), None, None, {})
-        return self.head.vocabulary.whole_logits(self.head(self.norm(x_SBD), self._table())).transpose(0, 1)
+        x_SBD = self._run_stage(Batch(tokens_BS, tokens_BS, tokens_BS, positions), None, None, {})
+        return self.head.vocab_shard.full_logits(self.head(self.norm(x_SBD), self._embedding_weight())).transpose(0, 1)
 
-    def _table(self) -> Tensor | None:
+    def _embedding_weight(self) -> Tensor | None:
         return None if self.embedding is None else self.embedding.weight
 
-    def _run(
-        self, batch: Batch, x_SBD: Tensor | None, extra_loss_scale: Tensor | None, reports: dict[int, Tensor]
+    def _run_stage(
+        self, batch: Batch, x_SBD: Tensor | None, aux_loss_scale: Tensor | None, router_statistics: dict[int, Tensor]
     ) -> Tensor:
         """Activations behind the last block."""
         positions = batch.positions
@@ -117,7 +122,7 @@ class Decoder(nn.Module):
             x_SBD = self._embed(batch.tokens, positions)
         assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
         rotation = None if self.rotary is None else self.rotary(positions, x_SBD.dtype)
-        passing = Pass(rotation, batch.documents, extra_loss_scale, reports)
+        passing = ForwardContext(rotation, batch.documents, aux_loss_scale, router_statistics)
         return self.run_layers(list(self.layers.values()), x_SBD, passing)
 
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:
@@ -130,40 +135,42 @@ class Decoder(nn.Module):
         return self.embedding_dropout(x_SBD)
 
 
-def shards(config: ModelConfig, moe: MoEConfig | None = None, *, ends_apart: bool = False) -> dict[str, Shard]:
+def shard_specs(
+    config: ModelConfig, moe: MoEConfig | None = None, *, head_on_other_rank: bool = False
+) -> dict[str, Shard]:
     """How each parameter is split over the tensor- and expert-parallel ranks, by module name.
 
-    `ends_apart` says that embedding and head lie on different ranks; a tied head is then a copy of the embedding.
+    `head_on_other_rank` says that embedding and head lie on different ranks; a tied head is then a copy of the embedding.
     """
     assert config.kv_channels and config.num_query_groups and config.ffn_hidden_size
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
     kv = groups * width
     qkv = (Section("q", heads * width, heads), Section("k", kv, groups), Section("v", kv, groups))
     ffn = config.ffn_hidden_size
-    copied = ends_apart and not config.untie_embeddings_and_output_weights
-    vocabulary = Shard(tp=0, pad_to=config.make_vocab_size_divisible_by, ends=copied)
+    copied = head_on_other_rank and not config.untie_embeddings_and_output_weights
+    vocabulary = Shard(tp=0, pad_to=config.make_vocab_size_divisible_by, shared_embedding=copied)
     return {
         "embedding": vocabulary,
-        "head": replace(vocabulary, copy_of="embedding.weight") if copied else vocabulary,
-        "position": Shard(partial="sequence"),
+        "head": replace(vocabulary, replica_of="embedding.weight") if copied else vocabulary,
+        "position": Shard(partial_grad="sequence"),
         "layers.*.attention.qkv": Shard(tp=0, sections=qkv),
         "layers.*.attention.out": Shard(tp=1),
-        "layers.*.attention.[qk]_norm": Shard(partial="always"),
+        "layers.*.attention.[qk]_norm": Shard(partial_grad="always"),
         "layers.*.mlp.gate_up": Shard(tp=0, sections=(Section("gate", ffn, ffn), Section("up", ffn, ffn))),
         "layers.*.mlp.up": Shard(tp=0),
         "layers.*.mlp.down": Shard(tp=1),
-        **(_expert_shards(moe) if moe is not None else {}),
-        "layers.*_norm": Shard(partial="sequence"),
-        "norm": Shard(partial="sequence"),
+        **(_moe_shard_specs(moe) if moe is not None else {}),
+        "layers.*_norm": Shard(partial_grad="sequence"),
+        "norm": Shard(partial_grad="sequence"),
     }
 
 
-def _expert_shards(moe: MoEConfig) -> dict[str, Shard]:
+def _moe_shard_specs(moe: MoEConfig) -> dict[str, Shard]:
     assert moe.moe_ffn_hidden_size is not None
     ffn, shared = moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size or 0
     gate_up = (Section("gate", ffn, ffn), Section("up", ffn, ffn))
     return {
-        "layers.*.mlp.router": Shard(partial="sequence"),
+        "layers.*.mlp.router": Shard(partial_grad="sequence"),
         "layers.*.mlp.experts.gate_up": Shard(ep=0, tp=1, sections=gate_up),
         "layers.*.mlp.experts.up": Shard(ep=0, tp=1),
         "layers.*.mlp.experts.down": Shard(ep=0, tp=2),
@@ -172,8 +179,8 @@ def _expert_shards(moe: MoEConfig) -> dict[str, Shard]:
         ),
         "layers.*.mlp.shared.up": Shard(tp=0),
         "layers.*.mlp.shared.down": Shard(tp=1),
-        "layers.*.mlp.shared_gate": Shard(partial="sequence"),
-        "layers.*.mlp.latent_*": Shard(partial="sequence"),
+        "layers.*.mlp.shared_gate": Shard(partial_grad="sequence"),
+        "layers.*.mlp.latent_*": Shard(partial_grad="sequence"),
     }
 
 

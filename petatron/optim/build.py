@@ -8,7 +8,7 @@ import torch
 
 from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer.adam import AdamKernel, SquaresKernel, adamw_fused, sum_of_squares
-from petatron.kernels.registry import Choice
+from petatron.kernels.registry import KernelChoice
 from petatron.optim.update_rules import AdamRule, SgdRule, UpdateRule
 
 
@@ -20,15 +20,15 @@ class OptimizerKernels:
     sum_of_squares: SquaresKernel = sum_of_squares
 
     @classmethod
-    def chosen(cls, choice: Choice) -> OptimizerKernels:
+    def from_choice(cls, choice: KernelChoice) -> OptimizerKernels:
         """Those of the registry's choice for `adamw`."""
         return cls(choice.functions.adamw, choice.functions.sum_of_squares)
 
 
-PLAIN = OptimizerKernels()
+TORCH_KERNELS = OptimizerKernels()
 """torch's own: for every device and precision."""
 
 
-def build_rule(config: OptimizerConfig, kernels: OptimizerKernels, device: torch.device) -> UpdateRule:
+def build_update_rule(config: OptimizerConfig, kernels: OptimizerKernels, device: torch.device) -> UpdateRule:
     """AdamW or SGD. Both leave an update out on the device, so no step needs the host to decide."""
     return AdamRule(config, kernels.adamw, device) if config.optimizer == "adam" else SgdRule(config)

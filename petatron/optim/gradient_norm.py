@@ -10,23 +10,29 @@ from torch import Tensor
 from petatron.kernels.optimizer.adam import SquaresKernel, sum_of_squares
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
-from petatron.sharding.flat_shard import Stretch
+from petatron.sharding.flat_shard import FlatShard
 
 
 class GlobalNorm:
     """Sums over the elements this rank alone speaks for, then over all ranks: one rule for every layout and sharding."""
 
     def __init__(
-        self, stretches: Sequence[Stretch], world: Axis, device: torch.device, kernel: SquaresKernel = sum_of_squares
+        self,
+        flat_shards: Sequence[FlatShard],
+        world: Axis,
+        device: torch.device,
+        kernel: SquaresKernel = sum_of_squares,
     ) -> None:
         self._world = world
         self._device = device
         self._kernel = kernel
-        self._ranges = [stretch.spoken_for() for stretch in stretches]
+        self._primary_ranges = [stretch.primary_ranges() for stretch in flat_shards]
 
-    def _views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _primary_views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [
-            tensor[begin:end] for tensor, ranges in zip(tensors, self._ranges, strict=True) for begin, end in ranges
+            tensor[begin:end]
+            for tensor, ranges in zip(tensors, self._primary_ranges, strict=True)
+            for begin, end in ranges
         ]
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -34,7 +40,7 @@ class GlobalNorm:
 
         What lies elsewhere (weights in host memory) is added up where it lies.
         """
-        views = self._views(tensors)
+        views = self._primary_views(tensors)
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
         square = torch.zeros((), dtype=wide, device=self._device)
         here = [view for view in views if view.device.type == self._device.type]
@@ -45,10 +51,10 @@ class GlobalNorm:
             square = square + sum_of_squares(elsewhere).to(self._device)
         return collectives.all_reduce(square, self._world).sqrt()
 
-    def zeros(self, tensors: Sequence[Tensor]) -> Tensor:
+    def count_zeros(self, tensors: Sequence[Tensor]) -> Tensor:
         """How many elements are exactly zero."""
         count = sum(
-            (view.numel() - view.count_nonzero() for view in self._views(tensors)),
+            (view.numel() - view.count_nonzero() for view in self._primary_views(tensors)),
             tensors[0].new_zeros((), dtype=torch.int64),
         )
         return collectives.all_reduce(count, self._world)

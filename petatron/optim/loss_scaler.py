@@ -30,7 +30,7 @@ class LossScaler(Protocol):
     """What the loss is multiplied by, and how that changes; its state is plain JSON values."""
 
     @property
-    def value(self) -> float: ...
+    def scale(self) -> float: ...
 
     def update(self, overflow: bool) -> None: ...
 
@@ -39,15 +39,15 @@ class LossScaler(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-class ConstantScale:
+class ConstantLossScaler:
     """A loss scale that never changes, so a restored state has nothing to say to it."""
 
-    def __init__(self, value: float) -> None:
-        self._value = value
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
 
     @property
-    def value(self) -> float:
-        return self._value
+    def scale(self) -> float:
+        return self._scale
 
     def update(self, overflow: bool) -> None:
         """Nothing adapts."""
@@ -59,57 +59,57 @@ class ConstantScale:
         """The value comes from the configuration."""
 
 
-class DynamicScale:
+class DynamicLossScaler:
     """A loss scale that halves after overflows and doubles after clean steps; the rule is at the top of this file.
 
-    >>> scale = DynamicScale(PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=2, loss_scale_window=1))
+    >>> scale = DynamicLossScaler(PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=2, loss_scale_window=1))
     >>> for overflow in (True, True, False):
     ...     scale.update(overflow)
-    ...     print(scale.value)
+    ...     print(scale.scale)
     8.0
     4.0
     8.0
     """
 
     def __init__(self, precision: PrecisionConfig) -> None:
-        self._minimum = precision.min_loss_scale
+        self._min_scale = precision.min_loss_scale
         self._window = precision.loss_scale_window
         self._hysteresis = precision.hysteresis
-        self._value = precision.initial_loss_scale
+        self._scale = precision.initial_loss_scale
         self._clean_steps = 0
-        self._patience = self._hysteresis
+        self._hysteresis_left = self._hysteresis
 
     @property
-    def value(self) -> float:
-        return self._value
+    def scale(self) -> float:
+        return self._scale
 
     def update(self, overflow: bool) -> None:
         """Take note of whether a step's gradients overflowed."""
         if overflow:
             self._clean_steps = 0
-            self._patience -= 1
-            if self._patience <= 0:
-                self._value = max(self._value / 2, self._minimum)
+            self._hysteresis_left -= 1
+            if self._hysteresis_left <= 0:
+                self._scale = max(self._scale / 2, self._min_scale)
             return
         self._clean_steps += 1
         if self._clean_steps >= self._window:
             self._clean_steps = 0
-            self._patience = self._hysteresis
-            self._value *= 2
+            self._hysteresis_left = self._hysteresis
+            self._scale *= 2
 
     def state(self) -> dict[str, Any]:
-        return {"value": self._value, "clean_steps": self._clean_steps, "patience": self._patience}
+        return {"value": self._scale, "clean_steps": self._clean_steps, "patience": self._hysteresis_left}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; an empty one (saved under a constant scale) leaves the initial scale."""
         if state:
-            self._value = float(state["value"])
+            self._scale = float(state["value"])
             self._clean_steps = int(state["clean_steps"])
-            self._patience = int(state["patience"])
+            self._hysteresis_left = int(state["patience"])
 
 
-def build_scaler(precision: PrecisionConfig) -> LossScaler:
+def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
     """The loss scale of a run; only float16 has one that is not 1."""
     if not precision.fp16:
-        return ConstantScale(1.0)
-    return DynamicScale(precision) if precision.loss_scale is None else ConstantScale(precision.loss_scale)
+        return ConstantLossScaler(1.0)
+    return DynamicLossScaler(precision) if precision.loss_scale is None else ConstantLossScaler(precision.loss_scale)

@@ -79,17 +79,17 @@ class LearningRateSchedule:
             return self.minimum
         if self.style == "inverse-square-root":
             return max(self.minimum, self.peak * math.sqrt(max(self.warmup, 1) / max(step, 1)))
-        return self.minimum + self._height(step) * (self.peak - self.minimum)
+        return self.minimum + self._decay_fraction(step) * (self.peak - self.minimum)
 
-    def _height(self, step: int) -> float:
+    def _decay_fraction(self, step: int) -> float:
         """Where between minimum (0) and peak (1) the decay stands."""
         if self.style != "WSD":
-            return _fall(self.style, (step - self.warmup) / (self.decay - self.warmup))
+            return _decay_curve(self.style, (step - self.warmup) / (self.decay - self.warmup))
         into_decay = step - (self.decay - self.final_decay)
-        return 1.0 if into_decay <= 0 else _fall(self.final_style, into_decay / self.final_decay)
+        return 1.0 if into_decay <= 0 else _decay_curve(self.final_style, into_decay / self.final_decay)
 
 
-def _fall(style: str, ratio: float) -> float:
+def _decay_curve(style: str, ratio: float) -> float:
     """From 1 at ratio 0 to 0 at ratio 1."""
     match style:
         case "linear":
@@ -134,4 +134,4 @@ class WeightDecaySchedule:
         step = samples if self.in_samples else iterations
         if self.style == "constant" or step >= self.length:
             return self.end
-        return self.end - _fall(self.style, step / self.length) * (self.end - self.start)
+        return self.end - _decay_curve(self.style, step / self.length) * (self.end - self.start)

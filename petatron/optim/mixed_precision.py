@@ -22,14 +22,20 @@ from petatron.base.text import gigabytes
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.build import PLAIN, OptimizerKernels, build_rule
+from petatron.optim.build import TORCH_KERNELS, OptimizerKernels, build_update_rule
 from petatron.optim.gradient_norm import GlobalNorm
-from petatron.optim.state_offload import DiskSide, Lanes, PinnedSide, Shuttle, Visit
-from petatron.optim.state_segments import Range, Segment, cut, plan_ranges
-from petatron.optim.state_storage import DeviceHome, DiskHome, Home, HostHome, offload_place
-from petatron.optim.update_rules import Elements, StepFacts, Update
-from petatron.sharding.flat_shard import ParameterGroup, publish
-from petatron.sharding.shard_spec import Piece
+from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
+from petatron.optim.state_segments import SegmentRange, StateSegment, plan_ranges, slice_flat_shard
+from petatron.optim.state_storage import (
+    DeviceStorage,
+    DiskStorage,
+    PinnedHostStorage,
+    StateStorage,
+    describe_offload_target,
+)
+from petatron.optim.update_rules import ParamSlice, StepScalars, UpdateFunction
+from petatron.sharding.flat_shard import ParameterGroup, all_gather_params
+from petatron.sharding.shard_spec import TensorShard
 
 _log = get_logger(__name__)
 
@@ -42,7 +48,7 @@ class UpdateResult:
     skipped: Tensor
 
 
-class MasterOptimizer:
+class MixedPrecisionOptimizer:
     """Updates a model whose parameters live in flat groups.
 
     >>> import petatron
@@ -57,74 +63,85 @@ class MasterOptimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        groups: Sequence[ParameterGroup],
+        param_groups: Sequence[ParameterGroup],
         mesh: ParallelMesh,
         *,
         memory: MemoryConfig | None = None,
-        kernels: OptimizerKernels = PLAIN,
+        kernels: OptimizerKernels = TORCH_KERNELS,
     ) -> None:
         """`memory` says where state lives; None means on the device. Float64 goes by torch's kernels, whatever is given."""
         self._config = config
-        self._groups = groups
+        self._param_groups = param_groups
         weights = self._weights()
         self._device = weights[0].device if weights else mesh.device
         if any(weight.dtype == torch.float64 for weight in weights):
-            kernels = PLAIN
-        self._rule = build_rule(config, kernels, self._device)
-        self._segments = self._place(memory or MemoryConfig(), weights)
-        self._shuttle = self._build_shuttle(memory or MemoryConfig())
-        self._tell_offloaded(None if memory is None else memory.optimizer_nvme_offload)
-        stretches = [stretch for group in groups for stretch in group.stretches]
-        self._norm = GlobalNorm(stretches, mesh.world, self._device, kernels.sum_of_squares)
-        own = [segment.stretch for segment in self._segments]
-        self._master_norm = GlobalNorm(own, mesh.world, self._device, kernels.sum_of_squares)
+            kernels = TORCH_KERNELS
+        self._update_rule = build_update_rule(config, kernels, self._device)
+        self._segments = self._allocate_state(memory or MemoryConfig(), weights)
+        self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
+        self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
+        stretches = [stretch for group in param_groups for stretch in group.flat_shards]
+        self._grad_norm = GlobalNorm(stretches, mesh.world, self._device, kernels.sum_of_squares)
+        own = [segment.flat_shard for segment in self._segments]
+        self._master_weight_norm = GlobalNorm(own, mesh.world, self._device, kernels.sum_of_squares)
 
     def _weights(self) -> list[Tensor]:
-        return [weight for group in self._groups for weight in group.weights()]
+        return [weight for group in self._param_groups for weight in group.weights()]
 
     def _grads(self) -> list[Tensor]:
-        return [grad for group in self._groups for grad in group.grads()]
+        return [grad for group in self._param_groups for grad in group.grads()]
 
-    def _place(self, memory: MemoryConfig, weights: Sequence[Tensor]) -> list[Segment]:
+    def _allocate_state(self, memory: MemoryConfig, weights: Sequence[Tensor]) -> list[StateSegment]:
         """Give every element its state: the master weights as the model has them now, and zero moments."""
         folder = memory.optimizer_nvme_offload
         away = memory.optimizer_cpu_offload or folder is not None
         fraction = memory.optimizer_offload_fraction if away else 0.0
         ranges = list(plan_ranges([weight.numel() for weight in weights], fraction))
-        elsewhere: Home = HostHome(self._device)
+        elsewhere: StateStorage = PinnedHostStorage(self._device)
         if folder is not None:
             num_bytes = sum(
-                DiskHome.size_of([one.length], self._state_dtypes(weights[one.index]))
+                DiskStorage.required_bytes([one.length], self._state_dtypes(weights[one.flat_shard_index]))
                 for one in ranges
                 if one.offloaded
             )
-            elsewhere = DiskHome(folder, num_bytes)
-        here = DeviceHome(self._device)
-        return [self._segment(one, weights, elsewhere if one.offloaded else here) for one in ranges]
+            elsewhere = DiskStorage(folder, num_bytes)
+        here = DeviceStorage(self._device)
+        return [self._build_segment(one, weights, elsewhere if one.offloaded else here) for one in ranges]
 
-    def _segment(self, one: Range, weights: Sequence[Tensor], home: Home) -> Segment:
-        owners = [(group, stretch) for group in self._groups for stretch in group.stretches]
-        group, stretch = owners[one.index]
-        weight = weights[one.index][one.begin : one.end]
+    def _build_segment(
+        self, segment_range: SegmentRange, weights: Sequence[Tensor], storage: StateStorage
+    ) -> StateSegment:
+        owners = [(group, stretch) for group in self._param_groups for stretch in group.flat_shards]
+        group, stretch = owners[segment_range.flat_shard_index]
+        weight = weights[segment_range.flat_shard_index][segment_range.begin : segment_range.end]
         wide = torch.promote_types(weight.dtype, torch.float32)
         apart = weight.dtype != wide
-        master = home.zeros(one.length, wide).copy_(weight) if apart else weight.detach()
-        moments = tuple(home.zeros(one.length, dtype or wide) for dtype in self._rule.moments.values())
-        return Segment(one, group, cut(stretch, one.begin, one.end), master, moments, apart)
+        master = storage.zeros(segment_range.length, wide).copy_(weight) if apart else weight.detach()
+        moments = tuple(
+            storage.zeros(segment_range.length, dtype or wide) for dtype in self._update_rule.moments.values()
+        )
+        return StateSegment(
+            segment_range,
+            group,
+            slice_flat_shard(stretch, segment_range.begin, segment_range.end),
+            master,
+            moments,
+            apart,
+        )
 
     def _state_dtypes(self, weight: Tensor) -> list[torch.dtype]:
-        """What an element has apart from the model's weight, in the order of `Segment.state`."""
+        """What an element has apart from the model's weight, in the order of `StateSegment.state`."""
         wide = torch.promote_types(weight.dtype, torch.float32)
-        moments = [dtype or wide for dtype in self._rule.moments.values()]
+        moments = [dtype or wide for dtype in self._update_rule.moments.values()]
         return moments if weight.dtype == wide else [wide, *moments]
 
-    def _tell_offloaded(self, folder: str | None) -> None:
+    def _log_offloaded(self, folder: str | None) -> None:
         away = sum(state.nbytes for one in self._segments if one.range.offloaded for state in one.state)
         if away:
-            where = offload_place(folder, self._device)
+            where = describe_offload_target(folder, self._device)
             _log.info("offload: %s GB of this rank's optimizer state wait in %s", gigabytes(away), where)
 
-    def _build_shuttle(self, memory: MemoryConfig) -> Shuttle | None:
+    def _build_state_swapper(self, memory: MemoryConfig) -> StateSwapper | None:
         """What takes state to a device that cannot reach it; a CPU works on it where it lies."""
         away = [segment for segment in self._segments if segment.range.offloaded]
         if self._device.type == "cpu" or not away:
@@ -132,8 +149,8 @@ class MasterOptimizer:
         length = max(segment.range.length for segment in away)
         dtypes = [state.dtype for state in away[0].state]
         on_disk = memory.optimizer_nvme_offload is not None
-        side = DiskSide(dtypes, length, pinned=True) if on_disk else PinnedSide()
-        return Shuttle(Lanes.cuda(self._device), side, dtypes, length, self._device)
+        side = DiskStaging(dtypes, length, pinned=True) if on_disk else PinnedStaging()
+        return StateSwapper(SwapStreams.cuda(self._device), side, dtypes, length, self._device)
 
     @torch.no_grad()
     def step(
@@ -147,88 +164,96 @@ class MasterOptimizer:
         assert lr is not None, "neither the config nor the caller gives a learning rate"
         weight_decay = self._config.weight_decay if weight_decay is None else weight_decay
         grads = self._grads()
-        norm = self._norm.norm(grads) / loss_scale
+        norm = self._grad_norm.norm(grads) / loss_scale
         factor = torch.full_like(norm, 1.0 / loss_scale)
         if self._config.clip_grad > 0.0:
             factor = factor * (self._config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         skipped = (~norm.isfinite()).to(torch.float32)
-        update = self._rule.begin(StepFacts(factor=factor, skipped=skipped, lr=lr, weight_decay=weight_decay))
+        update = self._update_rule.start_step(
+            StepScalars(grad_factor=factor, skipped=skipped, lr=lr, weight_decay=weight_decay)
+        )
         self._update(update, grads)
-        publish(self._groups)
+        all_gather_params(self._param_groups)
         return UpdateResult(norm, skipped)
 
-    def _update(self, update: Update, grads: Sequence[Tensor]) -> None:
+    def _update(self, update: UpdateFunction, grads: Sequence[Tensor]) -> None:
         weights = self._weights()
-        visits: list[Visit] = []
+        visits: list[SwapTask] = []
         for segment in self._segments:
-            work = partial(_update_segment, update, segment, segment.of(grads), segment.of(weights))
-            if self._shuttle is not None and segment.range.offloaded:
-                visits.append(Visit(segment.state, work))
+            work = partial(_update_segment, update, segment, segment.slice_of(grads), segment.slice_of(weights))
+            if self._state_swapper is not None and segment.range.offloaded:
+                visits.append(SwapTask(segment.state, work))
             else:
                 work(segment.state)
-        if self._shuttle is not None:
-            self._shuttle.run(visits)
+        if self._state_swapper is not None:
+            self._state_swapper.run(visits)
 
-    def _settle(self) -> None:
+    def _wait_for_state(self) -> None:
         """Let state that is on its way come home before anyone looks at it."""
-        if self._shuttle is not None:
-            self._shuttle.settle()
+        if self._state_swapper is not None:
+            self._state_swapper.synchronize()
 
     @torch.no_grad()
-    def write_back(self) -> None:
+    def copy_master_to_model_weights(self) -> None:
         """Copy the master weights into the model where it has its own precision, and tell the other ranks."""
         weights = self._weights()
-        self._settle()
+        self._wait_for_state()
         for segment in self._segments:
-            if segment.apart:
-                segment.of(weights).copy_(segment.master)
-        publish(self._groups)
+            if segment.has_master_weights:
+                segment.slice_of(weights).copy_(segment.master)
+        all_gather_params(self._param_groups)
 
-    def zero_grad_elements(self) -> Tensor:
+    def count_zero_grads(self) -> Tensor:
         """How many gradient elements are exactly zero, over the whole model."""
-        return self._norm.zeros(self._grads())
+        return self._grad_norm.count_zeros(self._grads())
 
     def weight_norm(self) -> Tensor:
         """L2 norm of the master weights of the whole model."""
-        self._settle()
-        return self._master_norm.norm([segment.master for segment in self._segments])
+        self._wait_for_state()
+        return self._master_weight_norm.norm([segment.master for segment in self._segments])
 
     @property
-    def weights_apart(self) -> bool:
+    def has_master_weights(self) -> bool:
         """Whether the master weights are memory of their own, in a wider precision than the model's."""
-        return any(segment.apart for segment in self._segments)
+        return any(segment.has_master_weights for segment in self._segments)
 
-    def weights(self) -> Iterator[tuple[ParameterGroup, Piece, Tensor]]:
+    def master_weights(self) -> Iterator[tuple[ParameterGroup, TensorShard, Tensor]]:
         """The master weights by logical tensor; the model's own follow from them."""
-        self._settle()
+        self._wait_for_state()
         for segment in self._segments:
-            for piece, view in segment.stretch.pieces(segment.master):
+            for piece, view in segment.flat_shard.tensor_shards(segment.master):
                 yield segment.group, piece, view
 
-    def moments(self) -> Iterator[tuple[str, ParameterGroup, Piece, Tensor]]:
+    def moments(self) -> Iterator[tuple[str, ParameterGroup, TensorShard, Tensor]]:
         """Every (kind, group, piece, view) of the update rule's state, by logical tensor."""
-        self._settle()
+        self._wait_for_state()
         for segment in self._segments:
-            for kind, flat in zip(self._rule.moments, segment.moments):
-                for piece, view in segment.stretch.pieces(flat):
+            for kind, flat in zip(self._update_rule.moments, segment.moments):
+                for piece, view in segment.flat_shard.tensor_shards(flat):
                     yield kind, segment.group, piece, view
 
-    def facts(self) -> dict[str, float]:
+    def scalar_state(self) -> dict[str, float]:
         """State that is not a tensor of the model's shape: how many updates have been applied."""
-        return self._rule.facts()
+        return self._update_rule.scalar_state()
 
-    def restore_facts(self, facts: dict[str, float]) -> None:
-        self._rule.restore(facts)
+    def load_scalar_state(self, state: dict[str, float]) -> None:
+        self._update_rule.load_scalar_state(state)
 
 
-def _update_segment(update: Update, segment: Segment, grad: Tensor, weight: Tensor, state: tuple[Tensor, ...]) -> None:
-    """The update of a segment whose state, in the order of `Segment.state`, is on the device."""
-    master, moments = (state[0], state[1:]) if segment.apart else (weight, state)
-    elements = Elements(
+MasterOptimizer = MixedPrecisionOptimizer
+"""The name under which `petatron` exports it."""
+
+
+def _update_segment(
+    update: UpdateFunction, segment: StateSegment, grad: Tensor, weight: Tensor, state: tuple[Tensor, ...]
+) -> None:
+    """The update of a segment whose state, in the order of `StateSegment.state`, is on the device."""
+    master, moments = (state[0], state[1:]) if segment.has_master_weights else (weight, state)
+    elements = ParamSlice(
         grad=grad,
         master=master,
         moments=moments,
-        weight=weight if segment.apart else None,
+        model_weight=weight if segment.has_master_weights else None,
         start=segment.range.begin,
     )
-    update(elements, segment.group.decay)
+    update(elements, segment.group.takes_weight_decay)

@@ -31,40 +31,40 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-DEPTH = 3
+NUM_BUFFERS = 3
 """Buffers that take turns."""
 
 
-class Mark(Protocol):
+class EventLike(Protocol):
     def synchronize(self) -> None:
         """Let the host wait until everything before the mark is done."""
         ...
 
 
-class Lane(Protocol):
+class StreamLike(Protocol):
     """Work that happens in the order it was given, beside that of other lanes."""
 
     def run(self, work: Callable[[], None]) -> None: ...
 
-    def record(self) -> Mark: ...
+    def record(self) -> EventLike: ...
 
-    def wait(self, mark: Mark) -> None: ...
+    def wait(self, event: EventLike) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
-    inward: Lane
-    compute: Lane
-    outward: Lane
+class SwapStreams:
+    swap_in: StreamLike
+    compute: StreamLike
+    swap_out: StreamLike
 
     @classmethod
-    def cuda(cls, device: torch.device) -> Lanes:
+    def cuda(cls, device: torch.device) -> SwapStreams:
         """Streams of their own for both directions; computing stays on the stream that everything else uses."""
         inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        return cls(_Stream(device, inward), _Stream(device, None), _Stream(device, outward))
+        return cls(_CudaStream(device, inward), _CudaStream(device, None), _CudaStream(device, outward))
 
 
-class _Stream:
+class _CudaStream:
     """A CUDA stream as a lane; None means the current one."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
@@ -78,84 +78,89 @@ class _Stream:
         with torch.cuda.stream(self._own()):
             work()
 
-    def record(self) -> Mark:
+    def record(self) -> EventLike:
         return self._own().record_event()
 
-    def wait(self, mark: Mark) -> None:
-        assert isinstance(mark, torch.cuda.Event)
-        self._own().wait_event(mark)
+    def wait(self, event: EventLike) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._own().wait_event(event)
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class SwapTask:
     """State at home, and what to do while it is on the device; the work gets tensors of the same shapes."""
 
-    home: tuple[Tensor, ...]
-    work: Callable[[tuple[Tensor, ...]], None]
+    state: tuple[Tensor, ...]
+    update: Callable[[tuple[Tensor, ...]], None]
 
 
-class HostSide(Protocol):
+class HostStaging(Protocol):
     """Where visits start and end: memory that the device can copy from and to."""
 
-    def begin(self, visits: Sequence[Visit]) -> None: ...
+    def start(self, tasks: Sequence[SwapTask]) -> None: ...
 
-    def fetch(self, number: int) -> tuple[Tensor, ...]:
+    def fetch(self, index: int) -> tuple[Tensor, ...]:
         """The state of a visit in page-locked memory, there to be overwritten too."""
         ...
 
-    def landed(self, number: int, mark: Mark) -> None:
+    def swapped_out(self, index: int, event: EventLike) -> None:
         """After the mark, the memory that was fetched holds the new state."""
         ...
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until everything that landed is at home."""
         ...
 
 
-class PinnedSide:
+class PinnedStaging:
     """State is at home in page-locked memory: there is nothing to do on this side."""
 
     def __init__(self) -> None:
-        self._visits: Sequence[Visit] = ()
+        self._tasks: Sequence[SwapTask] = ()
 
-    def begin(self, visits: Sequence[Visit]) -> None:
-        self._visits = visits
+    def start(self, tasks: Sequence[SwapTask]) -> None:
+        self._tasks = tasks
 
-    def fetch(self, number: int) -> tuple[Tensor, ...]:
-        return self._visits[number].home
+    def fetch(self, index: int) -> tuple[Tensor, ...]:
+        return self._tasks[index].state
 
-    def landed(self, number: int, mark: Mark) -> None:
+    def swapped_out(self, index: int, event: EventLike) -> None:
         """It is at home already."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Nothing is under way."""
 
 
-class DiskSide:
+class DiskStaging:
     """State is at home in a mapped file; one thread reads ahead into page-locked memory, another writes back."""
 
-    def __init__(self, dtypes: Sequence[torch.dtype], length: int, *, pinned: bool, depth: int = DEPTH) -> None:
-        self._stages = [
-            tuple(torch.empty(length, dtype=dtype, pin_memory=pinned) for dtype in dtypes) for _ in range(depth)
+    def __init__(
+        self, dtypes: Sequence[torch.dtype], length: int, *, pinned: bool, num_buffers: int = NUM_BUFFERS
+    ) -> None:
+        self._staging_buffers = [
+            tuple(torch.empty(length, dtype=dtype, pin_memory=pinned) for dtype in dtypes) for _ in range(num_buffers)
         ]
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="optimizer-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="optimizer-write")
-        self._visits: Sequence[Visit] = ()
+        self._tasks: Sequence[SwapTask] = ()
         self._reads: dict[int, Future[None]] = {}
         self._writes: dict[int, Future[None]] = {}
 
-    def begin(self, visits: Sequence[Visit]) -> None:
-        self.settle()
-        self._visits = visits
-        for number in range(min(len(self._stages), len(visits))):
+    def start(self, tasks: Sequence[SwapTask]) -> None:
+        self.synchronize()
+        self._tasks = tasks
+        for number in range(min(len(self._staging_buffers), len(tasks))):
             self._read_ahead(number)
 
-    def _stage(self, number: int) -> tuple[Tensor, ...]:
-        home = self._visits[number].home
-        return tuple(part[: state.numel()] for part, state in zip(self._stages[number % len(self._stages)], home))
+    def _staging_views(self, index: int) -> tuple[Tensor, ...]:
+        home = self._tasks[index].state
+        return tuple(
+            part[: state.numel()]
+            for part, state in zip(self._staging_buffers[index % len(self._staging_buffers)], home)
+        )
 
-    def _read_ahead(self, number: int) -> None:
-        before = self._writes.get(number - len(self._stages))
+    def _read_ahead(self, index: int) -> None:
+        before = self._writes.get(index - len(self._staging_buffers))
 
         def read(stage: tuple[Tensor, ...], home: tuple[Tensor, ...]) -> None:
             if before is not None:
@@ -163,77 +168,77 @@ class DiskSide:
             for part, state in zip(stage, home):
                 part.copy_(state)
 
-        self._reads[number] = self._reader.submit(read, self._stage(number), self._visits[number].home)
+        self._reads[index] = self._reader.submit(read, self._staging_views(index), self._tasks[index].state)
 
-    def fetch(self, number: int) -> tuple[Tensor, ...]:
-        self._reads.pop(number).result()
-        return self._stage(number)
+    def fetch(self, index: int) -> tuple[Tensor, ...]:
+        self._reads.pop(index).result()
+        return self._staging_views(index)
 
-    def landed(self, number: int, mark: Mark) -> None:
+    def swapped_out(self, index: int, event: EventLike) -> None:
         def write(stage: tuple[Tensor, ...], home: tuple[Tensor, ...]) -> None:
-            mark.synchronize()
+            event.synchronize()
             for part, state in zip(stage, home):
                 state.copy_(part)
 
-        self._writes[number] = self._writer.submit(write, self._stage(number), self._visits[number].home)
-        if number + len(self._stages) < len(self._visits):
-            self._read_ahead(number + len(self._stages))
+        self._writes[index] = self._writer.submit(write, self._staging_views(index), self._tasks[index].state)
+        if index + len(self._staging_buffers) < len(self._tasks):
+            self._read_ahead(index + len(self._staging_buffers))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         for write in self._writes.values():
             write.result()
         self._writes.clear()
 
 
-class Shuttle:
+class StateSwapper:
     """Takes state to the device and back, so that copies in both directions and the work overlap."""
 
     def __init__(
         self,
-        lanes: Lanes,
-        side: HostSide,
+        streams: SwapStreams,
+        staging: HostStaging,
         dtypes: Sequence[torch.dtype],
         length: int,
         device: torch.device,
         *,
-        depth: int = DEPTH,
+        num_buffers: int = NUM_BUFFERS,
     ) -> None:
         """`length` is that of the longest visit."""
-        self._lanes = lanes
-        self._side = side
+        self._streams = streams
+        self._staging = staging
         self._buffers = [
-            tuple(torch.empty(length, dtype=dtype, device=device) for dtype in dtypes) for _ in range(depth)
+            tuple(torch.empty(length, dtype=dtype, device=device) for dtype in dtypes) for _ in range(num_buffers)
         ]
-        self._free: list[Mark | None] = [None] * depth
-        self._last: Mark | None = None
+        self._free_events: list[EventLike | None] = [None] * num_buffers
+        self._last_event: EventLike | None = None
 
-    def run(self, visits: Sequence[Visit]) -> None:
+    def run(self, tasks: Sequence[SwapTask]) -> None:
         """Queue all visits. The host goes on before they are done (from disk: before the last few are)."""
-        inward, compute, outward = self._lanes.inward, self._lanes.compute, self._lanes.outward
+        inward, compute, outward = self._streams.swap_in, self._streams.compute, self._streams.swap_out
         # What computed before may still use the memory that became the buffers, and the last run may still write home.
         inward.wait(compute.record())
         inward.wait(outward.record())
-        self._side.begin(visits)
-        for number, visit in enumerate(visits):
+        self._staging.start(tasks)
+        for number, visit in enumerate(tasks):
             at = number % len(self._buffers)
-            buffers = tuple(buffer[: state.numel()] for buffer, state in zip(self._buffers[at], visit.home))
-            host = self._side.fetch(number)
-            free = self._free[at]
+            buffers = tuple(buffer[: state.numel()] for buffer, state in zip(self._buffers[at], visit.state))
+            host = self._staging.fetch(number)
+            free = self._free_events[at]
             if free is not None:
                 inward.wait(free)
             inward.run(partial(_copy, buffers, host))
             compute.wait(inward.record())
-            compute.run(partial(visit.work, buffers))
+            compute.run(partial(visit.update, buffers))
             outward.wait(compute.record())
             outward.run(partial(_copy, host, buffers))
-            self._free[at] = self._last = outward.record()
-            self._side.landed(number, self._last)
+            self._free_events[at] = self._last_event = outward.record()
+            self._staging.swapped_out(number, self._last_event)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Let the host wait until all state is at home."""
-        if self._last is not None:
-            self._last.synchronize()
-        self._side.settle()
+        if self._last_event is not None:
+            self._last_event.synchronize()
+        self._staging.synchronize()
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from petatron.sharding.flat_shard import ParameterGroup, Stretch
+from petatron.sharding.flat_shard import FlatShard, ParameterGroup
 
-CHUNK = 1 << 23
+CHUNK_ELEMENTS = 1 << 23
 """Elements of an offloaded segment: 32 MiB of float32. A transfer of that takes far longer than it takes to start it, and page-
 locked memory, which torch hands out in powers of two, has no waste."""
 _ALIGNMENT = 64  # elements; segments begin where vector loads of any dtype may
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Elements `begin` to `end` of stretch number `index`."""
+class SegmentRange:
+    """Elements `begin` to `end` of stretch number `flat_shard_index`."""
 
-    index: int
+    flat_shard_index: int
     begin: int
     end: int
     offloaded: bool
@@ -35,29 +35,29 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StateSegment:
     """A range with its state; `state` is the moments in the rule's order, behind the master weights where these are apart."""
 
-    range: Range
+    range: SegmentRange
     group: ParameterGroup
-    stretch: Stretch
+    flat_shard: FlatShard
     master: Tensor
     moments: tuple[Tensor, ...]
-    apart: bool
+    has_master_weights: bool
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        return (self.master, *self.moments) if self.apart else self.moments
+        return (self.master, *self.moments) if self.has_master_weights else self.moments
 
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+    def slice_of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Its elements of a quantity given as one tensor per stretch."""
-        return tensors[self.range.index][self.range.begin : self.range.end]
+        return tensors[self.range.flat_shard_index][self.range.begin : self.range.end]
 
 
-def plan_ranges(lengths: Sequence[int], fraction: float, chunk: int = CHUNK) -> Iterator[Range]:
+def plan_ranges(lengths: Sequence[int], fraction: float, chunk: int = CHUNK_ELEMENTS) -> Iterator[SegmentRange]:
     """Cut stretches of these lengths so that the first `fraction` of all elements is offloaded, `chunk` at a time.
 
-    >>> [(r.index, r.begin, r.end, r.offloaded) for r in plan_ranges([100, 900], 0.5, chunk=256)]
+    >>> [(r.flat_shard_index, r.begin, r.end, r.offloaded) for r in plan_ranges([100, 900], 0.5, chunk=256)]
     [(0, 0, 100, True), (1, 0, 256, True), (1, 256, 384, True), (1, 384, 900, False)]
     """
     budget = round(fraction * sum(lengths))
@@ -65,20 +65,20 @@ def plan_ranges(lengths: Sequence[int], fraction: float, chunk: int = CHUNK) -> 
         away = length if budget >= length else budget - budget % _ALIGNMENT
         budget = budget - away if away == length else 0
         for begin in range(0, away, chunk):
-            yield Range(index, begin, min(begin + chunk, away), True)
+            yield SegmentRange(index, begin, min(begin + chunk, away), True)
         if away < length:
-            yield Range(index, away, length, False)
+            yield SegmentRange(index, away, length, False)
 
 
-def cut(stretch: Stretch, begin: int, end: int) -> Stretch:
+def slice_flat_shard(flat_shard: FlatShard, begin: int, end: int) -> FlatShard:
     """Elements `begin` to `end` of a stretch as a stretch of their own."""
-    if (begin, end) == (0, stretch.length):
-        return stretch
+    if (begin, end) == (0, flat_shard.length):
+        return flat_shard
     parts = []
-    for part in stretch.parts:
+    for part in flat_shard.param_ranges:
         low, high = max(part.offset, begin), min(part.offset + part.end - part.begin, end)
         if low < high:
             shift = part.begin - part.offset
             parts.append(replace(part, begin=low + shift, end=high + shift, offset=low - begin))
-    first, last = (min(max(bound, begin), end) - begin for bound in stretch.share)
-    return Stretch(end - begin, tuple(parts), (first, last))
+    first, last = (min(max(bound, begin), end) - begin for bound in flat_shard.replica_share)
+    return FlatShard(end - begin, tuple(parts), (first, last))

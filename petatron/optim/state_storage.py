@@ -18,13 +18,13 @@ from petatron.base.errors import TrainError
 _ALIGNMENT = 4096  # bytes; a page
 
 
-class Home(Protocol):
+class StateStorage(Protocol):
     def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of this length that lives here."""
         ...
 
 
-class DeviceHome:
+class DeviceStorage:
     """Memory of the device that computes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class DeviceHome:
         return torch.zeros(length, dtype=dtype, device=self._device)
 
 
-class HostHome:
+class PinnedHostStorage:
     """Host memory; page-locked where a CUDA device copies from it, since only then copies run beside other work."""
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class HostHome:
         return torch.zeros(length, dtype=dtype, pin_memory=self._pinned)
 
 
-class DiskHome:
+class DiskStorage:
     """One file of a fixed size, mapped into memory.
 
     The file has no name that anybody could find, so the disk space is free again when the process ends, however it ends;
@@ -53,9 +53,9 @@ class DiskHome:
     """
 
     def __init__(self, folder: str, num_bytes: int) -> None:
-        self._at = 0
+        self._offset = 0
         try:
-            self._memory = _mapped(Path(folder), max(num_bytes, 1))
+            self._mapped_file = _map_temporary_file(Path(folder), max(num_bytes, 1))
         except (OSError, RuntimeError) as error:
             raise TrainError(
                 f"Cannot keep {num_bytes / 1e9:.2f} GB of optimizer state in {folder}: {error}. Give --optimizer-nvme-offload a "
@@ -63,21 +63,21 @@ class DiskHome:
             ) from error
 
     @staticmethod
-    def size_of(lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
+    def required_bytes(lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
         """The bytes that so many tensors of all these dtypes need."""
-        return sum(_padded(length * dtype.itemsize) for length in lengths for dtype in dtypes)
+        return sum(_padded_bytes(length * dtype.itemsize) for length in lengths for dtype in dtypes)
 
     def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
-        begin = self._at
-        self._at += _padded(length * dtype.itemsize)
-        assert self._at <= self._memory.numel(), "the file was made for less"
-        return self._memory[begin : begin + length * dtype.itemsize].view(dtype)
+        begin = self._offset
+        self._offset += _padded_bytes(length * dtype.itemsize)
+        assert self._offset <= self._mapped_file.numel(), "the file was made for less"
+        return self._mapped_file[begin : begin + length * dtype.itemsize].view(dtype)
 
 
-def offload_place(folder: str | None, device: torch.device) -> str:
+def describe_offload_target(folder: str | None, device: torch.device) -> str:
     """Where offloaded state waits, for people; on a CPU also what that gains.
 
-    >>> offload_place("scratch", torch.device("cuda"))
+    >>> describe_offload_target("scratch", torch.device("cuda"))
     'a file in scratch'
     """
     if folder is not None:
@@ -86,11 +86,11 @@ def offload_place(folder: str | None, device: torch.device) -> str:
     return "host memory" + ("; on a CPU that gains nothing" if device.type == "cpu" else "")
 
 
-def _padded(num_bytes: int) -> int:
+def _padded_bytes(num_bytes: int) -> int:
     return math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT
 
 
-def _mapped(folder: Path, num_bytes: int) -> Tensor:
+def _map_temporary_file(folder: Path, num_bytes: int) -> Tensor:
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -19,34 +19,34 @@ from petatron.kernels.optimizer.sgd import SgdRates, sgd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elements:
+class ParamSlice:
     """Consecutive elements to update, flat and on one device.
 
-    moments: in the order of the rule's kinds. weight: the model's own in its precision, None where that is the master.
+    moments: in the order of the rule's kinds. model_weight: the model's own in its precision, None where that is the master.
     start: their place in the stretch they belong to.
     """
 
     grad: Tensor
     master: Tensor
     moments: tuple[Tensor, ...]
-    weight: Tensor | None
+    model_weight: Tensor | None
     start: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepFacts:
-    """One step, as far as it is the same for all elements; `factor` and `skipped` are device scalars.
+class StepScalars:
+    """One step, as far as it is the same for all elements; `grad_factor` and `skipped` are device scalars.
 
-    factor: what gradients are multiplied by. skipped: 1.0 leaves everything as it is.
+    grad_factor: what gradients are multiplied by. skipped: 1.0 leaves everything as it is.
     """
 
-    factor: Tensor
+    grad_factor: Tensor
     skipped: Tensor
     lr: float
     weight_decay: float
 
 
-Update = Callable[[Elements, bool], None]
+UpdateFunction = Callable[[ParamSlice, bool], None]
 """Changes some elements; the flag says whether weight decay touches them."""
 
 
@@ -56,13 +56,13 @@ class UpdateRule(Protocol):
         """Kind of every moment and its dtype; None means that of the master weights."""
         ...
 
-    def begin(self, step: StepFacts) -> Update: ...
+    def start_step(self, step: StepScalars) -> UpdateFunction: ...
 
-    def facts(self) -> dict[str, float]:
+    def scalar_state(self) -> dict[str, float]:
         """State that is not a tensor of the model's shape."""
         ...
 
-    def restore(self, facts: Mapping[str, float]) -> None: ...
+    def load_scalar_state(self, state: Mapping[str, float]) -> None: ...
 
 
 class AdamRule:
@@ -71,19 +71,19 @@ class AdamRule:
     def __init__(self, config: OptimizerConfig, kernel: AdamKernel, device: torch.device) -> None:
         self._config = config
         self._kernel = kernel
-        self._updates = torch.zeros((), dtype=torch.float32, device=device)
+        self._num_updates = torch.zeros((), dtype=torch.float32, device=device)
         self.moments: Mapping[str, torch.dtype | None] = {
             "exp_avg": _moment_dtype(config.exp_avg_dtype),
             "exp_avg_sq": _moment_dtype(config.exp_avg_sq_dtype),
         }
 
-    def begin(self, step: StepFacts) -> Update:
+    def start_step(self, step: StepScalars) -> UpdateFunction:
         config = self._config
-        self._updates += 1.0 - step.skipped
+        self._num_updates += 1.0 - step.skipped
         beta1, beta2 = config.adam_beta1, config.adam_beta2
-        scalars = adam_scalars(self._updates, step.factor, step.skipped, beta1=beta1, beta2=beta2)
+        scalars = adam_scalars(self._num_updates, step.grad_factor, step.skipped, beta1=beta1, beta2=beta2)
 
-        def update(elements: Elements, decay: bool) -> None:
+        def update(elements: ParamSlice, decay: bool) -> None:
             rates = AdamRates(
                 lr=step.lr,
                 weight_decay=step.weight_decay if decay else 0.0,
@@ -91,16 +91,16 @@ class AdamRule:
                 beta2=beta2,
                 eps=config.adam_eps,
             )
-            state = AdamState(elements.master, *elements.moments, weight=elements.weight)
+            state = AdamState(elements.master, *elements.moments, weight=elements.model_weight)
             self._kernel(elements.grad, state, scalars, rates=rates, start=elements.start)
 
         return update
 
-    def facts(self) -> dict[str, float]:
-        return {"updates": float(self._updates)}
+    def scalar_state(self) -> dict[str, float]:
+        return {"updates": float(self._num_updates)}
 
-    def restore(self, facts: Mapping[str, float]) -> None:
-        self._updates.fill_(facts["updates"])
+    def load_scalar_state(self, state: Mapping[str, float]) -> None:
+        self._num_updates.fill_(state["updates"])
 
 
 class SgdRule:
@@ -110,25 +110,25 @@ class SgdRule:
         self._momentum = config.sgd_momentum
         self.moments: Mapping[str, torch.dtype | None] = {"momentum_buffer": None} if config.sgd_momentum else {}
 
-    def begin(self, step: StepFacts) -> Update:
-        def update(elements: Elements, decay: bool) -> None:
+    def start_step(self, step: StepScalars) -> UpdateFunction:
+        def update(elements: ParamSlice, decay: bool) -> None:
             decayed = step.weight_decay if decay else 0.0
             sgd(
                 elements.grad,
                 elements.master,
                 elements.moments[0] if elements.moments else None,
-                elements.weight,
-                factor=step.factor,
+                elements.model_weight,
+                factor=step.grad_factor,
                 skipped=step.skipped,
                 rates=SgdRates(lr=step.lr, weight_decay=decayed, momentum=self._momentum),
             )
 
         return update
 
-    def facts(self) -> dict[str, float]:
+    def scalar_state(self) -> dict[str, float]:
         return {}
 
-    def restore(self, facts: Mapping[str, float]) -> None:
+    def load_scalar_state(self, state: Mapping[str, float]) -> None:
         """Nothing is counted."""
 
 

@@ -40,15 +40,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from petatron.config.schema.parallel import MemoryConfig
-from petatron.estimate.offload_plan import AT_ONCE, offloaded_layers
-from petatron.layers.forward_context import Pass
+from petatron.estimate.offload_plan import LAYERS_IN_TRANSIT, offloaded_layers
+from petatron.layers.forward_context import ForwardContext
 from petatron.models.decoder import Decoder, LayerRunner
 
-SMALLEST_BYTES = 1 << 20
+MIN_OFFLOAD_BYTES = 1 << 20
 _SLAB_BYTES = 1 << 28
 
 
-class _Lane:
+class _CopyStream:
     """Copies in one direction, beside the computing stream and in the order they are started."""
 
     def __init__(self, device: torch.device) -> None:
@@ -64,16 +64,16 @@ class _Lane:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def record_event(self) -> torch.cuda.Event | None:
         """The end of what has been started."""
         return None if self._stream is None else self._stream.record_event()
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def wait_event(self, event: torch.cuda.Event | None) -> None:
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
 
-class HostMemory:
+class HostBufferPool:
     """Buffers for what leaves the device, in few sizes, kept when they are free.
 
     torch's own cache of page-locked memory rounds every tensor up to a power of two. Here only slabs are so large; buffers are
@@ -91,16 +91,16 @@ class HostMemory:
         """All memory there is."""
         return self._slabs
 
-    def take(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         step = 1 << max((size - 1).bit_length() - 4, 9)
         size = -(-size // step) * step
         free = self._free.get(size)
-        return free.pop() if free else self._cut(size)
+        return free.pop() if free else self._allocate_from_slab(size)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
-    def _cut(self, size: int) -> Tensor:
+    def _allocate_from_slab(self, size: int) -> Tensor:
         for index, (slab, used) in enumerate(zip(self._slabs, self._used)):
             if slab.numel() - used >= size:
                 self._used[index] += size
@@ -116,195 +116,197 @@ class HostLink:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.memory = HostMemory(pinned=device.type == "cuda")
-        self.out, self.back = _Lane(device), _Lane(device)
-        self.sent_bytes = 0
+        self.buffers = HostBufferPool(pinned=device.type == "cuda")
+        self.to_host, self.to_device = _CopyStream(device), _CopyStream(device)
+        self.offloaded_bytes = 0
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def wait_event(self, event: torch.cuda.Event | None) -> None:
         """Have the computing stream wait."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
-class _Moved:
+class _OffloadedStorage:
     """One memory in a host buffer, and on the device again once it has been fetched."""
 
-    __slots__ = ("__weakref__", "here", "host")
+    __slots__ = ("__weakref__", "on_device", "on_host")
 
-    def __init__(self, host: Tensor, memory: HostMemory, buffer: Tensor) -> None:
-        self.host = host
-        self.here: Tensor | None = None
-        weakref.finalize(self, memory.give_back, buffer).atexit = False
+    def __init__(self, host: Tensor, memory: HostBufferPool, buffer: Tensor) -> None:
+        self.on_host = host
+        self.on_device: Tensor | None = None
+        weakref.finalize(self, memory.release, buffer).atexit = False
 
 
-class _Group:
+class _OffloadGroup:
     """What one offloaded layer keeps in one forward pass: it leaves together and comes back together.
 
     Only the graph holds what was moved: memory on either side is let go with the last node that needs it.
     """
 
-    def __init__(self, link: HostLink, before: _Group | None) -> None:
-        self._link, self._before = link, before
-        self._moved: list[weakref.ref[_Moved]] = []
-        self._leaving: dict[int, tuple[torch.UntypedStorage, _Moved]] = {}
-        self._sent: torch.cuda.Event | None = None
-        self._fetched: torch.cuda.Event | None = None
-        self._begun = self._arrived = False
+    def __init__(self, link: HostLink, previous: _OffloadGroup | None) -> None:
+        self._link, self._previous = link, previous
+        self._offloaded: list[weakref.ref[_OffloadedStorage]] = []
+        self._offloading: dict[int, tuple[torch.UntypedStorage, _OffloadedStorage]] = {}
+        self._offload_event: torch.cuda.Event | None = None
+        self._reload_event: torch.cuda.Event | None = None
+        self._reload_started = self._reloaded = False
 
-    def send(self, memory: torch.UntypedStorage) -> _Moved:
+    def offload(self, storage: torch.UntypedStorage) -> _OffloadedStorage:
         """Have a memory copied to the host, unless it is on its way already."""
-        known = self._leaving.get(memory._cdata)
+        known = self._offloading.get(storage._cdata)
         if known is not None:
             return known[1]
-        link, size = self._link, memory.nbytes()
-        buffer = link.memory.take(size)
-        moved = _Moved(buffer[:size], link.memory, buffer)
+        link, size = self._link, storage.nbytes()
+        buffer = link.buffers.allocate(size)
+        moved = _OffloadedStorage(buffer[:size], link.buffers, buffer)
         # What the buffer held before may still be on its way back, if nobody has waited for it.
-        link.out.wait(link.back.mark())
-        link.out.copy(moved.host, _bytes_of(memory))
-        link.sent_bytes += size
-        self._leaving[memory._cdata] = memory, moved
-        self._moved.append(weakref.ref(moved))
+        link.to_host.wait_event(link.to_device.record_event())
+        link.to_host.copy(moved.on_host, _bytes_of(storage))
+        link.offloaded_bytes += size
+        self._offloading[storage._cdata] = storage, moved
+        self._offloaded.append(weakref.ref(moved))
         return moved
 
     def close(self) -> None:
         """No more will be sent."""
-        self._sent = self._link.out.mark()
+        self._offload_event = self._link.to_host.record_event()
 
-    def let_go(self) -> None:
+    def free_device_memory(self) -> None:
         """Free the device's memory as soon as all of it has left."""
-        self._link.wait(self._sent)
-        self._leaving.clear()
+        self._link.wait_event(self._offload_event)
+        self._offloading.clear()
 
-    def fetch(self) -> None:
+    def start_reload(self) -> None:
         """Have everything sent back that is still needed, unless that was begun before."""
-        if self._begun:
+        if self._reload_started:
             return
-        self._begun = True
+        self._reload_started = True
         link = self._link
-        link.back.wait(self._sent)
-        for reference in self._moved:
+        link.to_device.wait_event(self._offload_event)
+        for reference in self._offloaded:
             moved = reference()
             if moved is not None:
-                moved.here = torch.empty(moved.host.shape, dtype=torch.uint8, device=link.device)
-                link.back.copy(moved.here, moved.host)
-        self._fetched = link.back.mark()
+                moved.on_device = torch.empty(moved.on_host.shape, dtype=torch.uint8, device=link.device)
+                link.to_device.copy(moved.on_device, moved.on_host)
+        self._reload_event = link.to_device.record_event()
 
-    def arrive(self) -> None:
+    def wait_reload(self) -> None:
         """Everything is here for the computing stream; the group before is on its way."""
-        self.fetch()
-        if not self._arrived:
-            self._arrived = True
-            self._link.wait(self._fetched)
-            if self._before is not None:
-                self._before.fetch()
+        self.start_reload()
+        if not self._reloaded:
+            self._reloaded = True
+            self._link.wait_event(self._reload_event)
+            if self._previous is not None:
+                self._previous.start_reload()
 
 
-def _bytes_of(memory: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)  # pyright: ignore[reportArgumentType]
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _OffloadedTensor:
     """What autograd holds in place of a tensor."""
 
-    group: _Group
-    moved: _Moved
+    group: _OffloadGroup
+    storage: _OffloadedStorage
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
-    def fetch(self) -> Tensor:
-        self.group.arrive()
-        here = self.moved.here
+    def reload(self) -> Tensor:
+        self.group.wait_reload()
+        here = self.storage.on_device
         assert here is not None
         empty = torch.empty(0, dtype=self.dtype, device=here.device)
         return empty.set_(here.untyped_storage(), self.offset, self.shape, self.stride)
 
 
-class _Forward:
+class _OffloadForward:
     """One forward pass through a stage's layers."""
 
-    def __init__(self, link: HostLink, smallest_bytes: int, stays: Iterable[Tensor]) -> None:
-        self._link, self._smallest = link, smallest_bytes
-        self._stays = {tensor.untyped_storage()._cdata for tensor in stays}
-        self._open: _Group | None = None
-        self._last: _Group | None = None
-        self._on_device: deque[_Group] = deque()
+    def __init__(self, link: HostLink, min_bytes: int, not_offloaded: Iterable[Tensor]) -> None:
+        self._link, self._min_bytes = link, min_bytes
+        self._not_offloaded = {tensor.untyped_storage()._cdata for tensor in not_offloaded}
+        self._current_group: _OffloadGroup | None = None
+        self._last_group: _OffloadGroup | None = None
+        self._on_device: deque[_OffloadGroup] = deque()
 
-    def enter(self, layer: nn.Module, *, offloaded: bool) -> None:
+    def enter_layer(self, layer: nn.Module, *, offloaded: bool) -> None:
         """What is saved from here on belongs to another layer."""
-        self._close()
+        self._close_group()
         if not offloaded:
             return
         # Sharded weights have no memory of their own; gathered ones are recognised as parameters.
-        self._stays.update(p.untyped_storage()._cdata for p in layer.parameters() if type(p) is nn.Parameter)
-        self._open = self._last = _Group(self._link, self._last)
-        self._on_device.append(self._open)
-        if len(self._on_device) > AT_ONCE:
-            self._on_device.popleft().let_go()
+        self._not_offloaded.update(p.untyped_storage()._cdata for p in layer.parameters() if type(p) is nn.Parameter)
+        self._current_group = self._last_group = _OffloadGroup(self._link, self._last_group)
+        self._on_device.append(self._current_group)
+        if len(self._on_device) > LAYERS_IN_TRANSIT:
+            self._on_device.popleft().free_device_memory()
 
     def finish(self) -> None:
-        self._close()
+        self._close_group()
         while self._on_device:
-            self._on_device.popleft().let_go()
+            self._on_device.popleft().free_device_memory()
 
-    def _close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+    def _close_group(self) -> None:
+        if self._current_group is not None:
+            self._current_group.close()
+            self._current_group = None
 
     @torch.no_grad()
-    def pack(self, saved: Tensor) -> Tensor | _Stored:
-        if self._open is None or not self._moves(saved):
+    def pack(self, saved: Tensor) -> Tensor | _OffloadedTensor:
+        if self._current_group is None or not self._should_offload(saved):
             return saved.detach()  # a saved output with its graph would be a cycle
-        moved = self._open.send(saved.untyped_storage())
-        return _Stored(self._open, moved, saved.dtype, saved.shape, saved.stride(), saved.storage_offset())
+        moved = self._current_group.offload(saved.untyped_storage())
+        return _OffloadedTensor(
+            self._current_group, moved, saved.dtype, saved.shape, saved.stride(), saved.storage_offset()
+        )
 
     @staticmethod
     @torch.no_grad()
-    def unpack(stored: Tensor | _Stored) -> Tensor:
-        return stored if isinstance(stored, Tensor) else stored.fetch()
+    def unpack(stored: Tensor | _OffloadedTensor) -> Tensor:
+        return stored if isinstance(stored, Tensor) else stored.reload()
 
-    def _moves(self, saved: Tensor) -> bool:
+    def _should_offload(self, saved: Tensor) -> bool:
         if type(saved) is not Tensor or saved.layout is not torch.strided or isinstance(saved._base, nn.Parameter):
             return False
         memory = saved.untyped_storage()
         here = saved.device.type == self._link.device.type
-        return here and memory.nbytes() >= self._smallest and memory._cdata not in self._stays
+        return here and memory.nbytes() >= self._min_bytes and memory._cdata not in self._not_offloaded
 
 
-class _Offload:
+class _OffloadLayerRunner:
     """Runs a stage's layers as before, with hooks around them; a hook of every layer says where a pass stands."""
 
-    def __init__(self, run_layers: LayerRunner, link: HostLink, smallest_bytes: int) -> None:
-        self._run_layers, self._link, self._smallest = run_layers, link, smallest_bytes
-        self._forward: _Forward | None = None
+    def __init__(self, run_layers: LayerRunner, link: HostLink, min_bytes: int) -> None:
+        self._run_layers, self._link, self._min_bytes = run_layers, link, min_bytes
+        self._forward: _OffloadForward | None = None
 
-    def enter(self, layer: nn.Module, _: Any, *, offloaded: bool) -> None:
+    def enter_layer(self, layer: nn.Module, _: Any, *, offloaded: bool) -> None:
         # In a backward pass a layer may be computed again, which is no pass of ours.
         if self._forward is not None:
-            self._forward.enter(layer, offloaded=offloaded)
+            self._forward.enter_layer(layer, offloaded=offloaded)
 
-    def __call__(self, blocks: Sequence[nn.Module], x_SBD: Tensor, passing: Pass) -> Tensor:
+    def __call__(self, layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._run_layers(blocks, x_SBD, passing)
-        held = [*(passing.rotation or ()), *([x_SBD] if x_SBD.is_leaf else [])]
-        if passing.documents is not None:
-            held += passing.documents.tensors
-        self._forward = forward = _Forward(self._link, self._smallest, held)
+            return self._run_layers(layers, x_SBD, context)
+        held = [*(context.rope_cos_sin or ()), *([x_SBD] if x_SBD.is_leaf else [])]
+        if context.documents is not None:
+            held += context.documents.tensors
+        self._forward = forward = _OffloadForward(self._link, self._min_bytes, held)
         try:
-            forward.enter(blocks[0], offloaded=True)  # the first is always among them
+            forward.enter_layer(layers[0], offloaded=True)  # the first is always among them
             with saved_tensors_hooks(forward.pack, forward.unpack):
-                return self._run_layers(blocks, x_SBD, passing)
+                return self._run_layers(layers, x_SBD, context)
         finally:
             self._forward = None
             forward.finish()
 
 
 def apply_activation_offload(
-    decoder: Decoder, memory: MemoryConfig, link: HostLink, *, smallest_bytes: int = SMALLEST_BYTES
+    decoder: Decoder, memory: MemoryConfig, link: HostLink, *, min_bytes: int = MIN_OFFLOAD_BYTES
 ) -> str | None:
     """Let `cpu_offloading_num_layers` of a stage's layers keep their activations in host memory; a line for the log, if any do.
 
@@ -314,8 +316,8 @@ def apply_activation_offload(
     chosen = offloaded_layers(len(layers), memory.cpu_offloading_num_layers)
     if not chosen:
         return None
-    offload = _Offload(decoder.run_layers, link, smallest_bytes)
+    offload = _OffloadLayerRunner(decoder.run_layers, link, min_bytes)
     for at, layer in enumerate(layers[1:], start=1):
-        layer.register_forward_pre_hook(partial(offload.enter, offloaded=at in chosen))
+        layer.register_forward_pre_hook(partial(offload.enter_layer, offloaded=at in chosen))
     decoder.run_layers = offload
     return f"offload: activations of {len(chosen)} of {len(layers)} layers wait in host memory"

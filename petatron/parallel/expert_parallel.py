@@ -3,25 +3,25 @@
 The ranks of one replica of the experts are a grid of ep x etp: an expert lies on one place of ep, and each of its matrices is
 cut over etp (column, then row), so that the etp ranks' outputs are summands. All these ranks hold different tokens.
 
-`AllToAll` sends a row once for every choice and etp rank: there with all copies of it, back with all summands, which are
+`AllToAllDispatcher` sends a row once for every choice and etp rank: there with all copies of it, back with all summands, which are
 added at the source together with the weights of the choices. One exchange there and one back move what an all-to-all over ep
 with a gather and a scatter over etp around the experts would move, in one step instead of two. How many rows come from where
 is exchanged first, and the host must read it to know the shapes. With inputs padded to capacity, all shapes are known, and
 neither is needed. Forward 2 exchanges of T K D etp elements (T tokens of this rank, K choices), backward 2 more.
 
-With `overlap_shared`, the shared expert runs beside both exchanges, and by the order of autograd (`mesh/overlapped_all_to_all.py`) its
-backward pass beside the exchanges of the gradients. No number changes: every sum has the order it has without.
+With `overlap_shared_expert`, the shared expert runs beside both exchanges, and by the order of autograd (`mesh/overlapped_all_to_all.py`)
+its backward pass beside the exchanges of the gradients. No number changes: every sum has the order it has without.
 
     communicating   dispatch            |         | combine                 combine grad          |         | dispatch grad
     computing       shared, first GEMM  | experts | shared, second GEMM     shared, second GEMM   | experts | shared, first GEMM
 
 `before_wait` is called before each of these waits; `parallel/pipeline/combined_forward_backward.py` runs another micro-batch's pass there.
 
-`AllGather` sends all tokens to all ranks of the grid, and each computes what belongs to its experts. Forward a gather and a scatter
-of ep x etp x T D elements, backward the same: less than above when K is more than ep, and always one message of one size. How
+`AllGatherDispatcher` sends all tokens to all ranks of the grid, and each computes what belongs to its experts. Forward a gather and a
+scatter of ep x etp x T D elements, backward the same: less than above when K is more than ep, and always one message of one size. How
 many of all ranks' choices are for the experts here only the device knows. A capacity bounds them, to about its factor times an even
-share, and then nothing is read back; without one they could be all, ep times an even share, and room for that many in every
-tensor of the experts would cost more than one number read per layer.
+share, and then nothing is read back; without one they could be all, ep times an even share, and room for that many in every tensor of the
+experts would cost more than one number read per layer.
 
 T tokens, K choices per token, D width, R rows, E experts.
 """
@@ -36,132 +36,145 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
-from petatron.kernels.moe.grouped_gemm import Counts
-from petatron.kernels.moe.permute import Arrangement, combine, inverse, reorder, take
-from petatron.layers.moe.load_balancing import Together
-from petatron.layers.moe.moe_layer import Dispatcher, MoE, RunExperts, SharedHalves, dispatch_here
+from petatron.kernels.moe.grouped_gemm import ExpertCounts
+from petatron.kernels.moe.permute import Permutation, inverse_permutation, permute, reorder, unpermute
+from petatron.layers.moe.load_balancing import ReductionGroup
+from petatron.layers.moe.moe_layer import (
+    ExpertsFunction,
+    MoELayer,
+    SharedExpertHalves,
+    TokenDispatcher,
+    dispatch_locally,
+)
 from petatron.layers.moe.router import Routing
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.mesh.overlapped_all_to_all import Exchange, start_exchange
+from petatron.mesh.overlapped_all_to_all import OverlappedAllToAll, start_overlapped_all_to_all
 
 
-def connect_experts(
+def apply_expert_parallel(
     model: nn.Module, mesh: ParallelMesh, moe: MoEConfig, *, before_wait: Callable[[], None] | None = None
 ) -> None:
     """Fill the seams of every mixture of experts; their weights are already this rank's."""
     sequence, stage = (
-        Together(mesh[name].size, partial(collectives.all_reduce, axis=mesh[name])) for name in ("sequence", "stage")
+        ReductionGroup(mesh[name].size, partial(collectives.all_reduce, axis=mesh[name]))
+        for name in ("sequence", "stage")
     )
     dispatcher = build_dispatcher(mesh, moe, before_wait=before_wait)
     for module in model.modules():
-        if isinstance(module, MoE):
+        if isinstance(module, MoELayer):
             module.dispatcher = dispatcher
-            module.router.sequence, module.router.stage = sequence, stage
-            module.experts.down.bias_share = 1.0 if mesh["etp"].rank == 0 else 0.0
+            module.router.sequence_group, module.router.stage_group = sequence, stage
+            module.experts.down.bias_scale = 1.0 if mesh["etp"].rank == 0 else 0.0
 
 
 def build_dispatcher(
     mesh: ParallelMesh, moe: MoEConfig, *, before_wait: Callable[[], None] | None = None
-) -> Dispatcher:
+) -> TokenDispatcher:
     """How tokens reach experts on this mesh."""
     if mesh["ep_etp"].size == 1:
-        return dispatch_here
+        return dispatch_locally
     axis, ep, etp = mesh["ep_etp"], mesh["ep"].size, mesh["etp"].size
     if moe.moe_token_dispatcher_type == "allgather":
-        return AllGather(axis, ep=ep, etp=etp)
-    return AllToAll(axis, ep=ep, etp=etp, overlap_shared=moe.moe_shared_expert_overlap, before_wait=before_wait)
+        return AllGatherDispatcher(axis, ep_size=ep, etp_size=etp)
+    return AllToAllDispatcher(
+        axis, ep_size=ep, etp_size=etp, overlap_shared_expert=moe.moe_shared_expert_overlap, before_wait=before_wait
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Journey:
+class _DispatchPlan:
     """Rows to and from every rank of the grid, and how the arrived ones are brought into the order of the experts here.
 
-    counts: arrived rows of each expert. order: None when the rows arrive in order.
+    tokens_per_expert: arrived rows of each expert. order: None when the rows arrive in order.
     """
 
     send: list[int]
     receive: list[int]
-    counts: Counts
+    tokens_per_expert: ExpertCounts
     order: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAll:
+class AllToAllDispatcher:
     """Every row to the ranks that hold its expert. The axis runs over ep, and within each over etp."""
 
     axis: Axis
-    ep: int
-    etp: int
-    overlap_shared: bool = True
+    ep_size: int
+    etp_size: int
+    overlap_shared_expert: bool = True
     before_wait: Callable[[], None] | None = None
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None
+        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
     ) -> Tensor:
-        beside = shared if self.overlap_shared else None
-        arrangement = routing.arranged()
-        journey = self._journey(arrangement.counts, routing.num_experts // self.ep, x_TD.device)
-        arrangement = arrangement.cut(sum(journey.send[:: self.etp]))
+        beside = shared if self.overlap_shared_expert else None
+        arrangement = routing.permutation()
+        journey = self._plan_dispatch(arrangement.counts, routing.num_experts // self.ep_size, x_TD.device)
+        arrangement = arrangement.truncate(sum(journey.send[:: self.etp_size]))
         copies, weights = arrangement, routing.weights_TK
-        if self.etp > 1:
-            copies = self._copies(arrangement, journey.send)
-            weights = weights.repeat_interleave(self.etp, dim=1)
-        rows = take(x_TD, copies, kernels=experts.kernels)
-        dispatch = self._start(rows, send=journey.send, receive=journey.receive)
+        if self.etp_size > 1:
+            copies = self._repeat_for_etp(arrangement, journey.send)
+            weights = weights.repeat_interleave(self.etp_size, dim=1)
+        rows = permute(x_TD, copies, kernels=experts.kernels)
+        dispatch = self._start_all_to_all(rows, send=journey.send, receive=journey.receive)
         if beside is not None:
             beside.first_half()
         rows = dispatch.wait()
         if journey.order is not None:
-            back = inverse(journey.order)
-            rows = reorder(experts(reorder(rows, journey.order, back), journey.counts), back, journey.order)
+            back = inverse_permutation(journey.order)
+            rows = reorder(experts(reorder(rows, journey.order, back), journey.tokens_per_expert), back, journey.order)
         else:
-            rows = experts(rows, journey.counts)
-        combining = self._start(rows, send=journey.receive, receive=journey.send)
+            rows = experts(rows, journey.tokens_per_expert)
+        combining = self._start_all_to_all(rows, send=journey.receive, receive=journey.send)
         if beside is not None:
             beside.second_half()
-        return combine(combining.wait(), weights, copies, kernels=experts.kernels)
+        return unpermute(combining.wait(), weights, copies, kernels=experts.kernels)
 
-    def _start(self, rows: Tensor, *, send: list[int], receive: list[int]) -> Exchange:
-        return start_exchange(rows, self.axis, send=send, receive=receive, before_wait=self.before_wait)
+    def _start_all_to_all(self, rows: Tensor, *, send: list[int], receive: list[int]) -> OverlappedAllToAll:
+        return start_overlapped_all_to_all(rows, self.axis, send=send, receive=receive, before_wait=self.before_wait)
 
-    def _journey(self, counts: Counts, experts_here: int, device: torch.device) -> _Journey:
+    def _plan_dispatch(self, counts: ExpertCounts, num_local_experts: int, device: torch.device) -> _DispatchPlan:
         """What comes from the ranks is sorted by expert within each rank; here the experts come first, then the ranks."""
         ranks = self.axis.size
         if isinstance(counts, int):
-            each = [experts_here * counts] * ranks
-            numbers = torch.arange(ranks * experts_here * counts, device=device)
-            order = numbers.view(ranks, experts_here, counts).transpose(0, 1).flatten()
-            return _Journey(each, each, ranks * counts, order if experts_here > 1 else None)
-        leaving = counts.view(self.ep, 1, experts_here).expand(-1, self.etp, -1).reshape(ranks, experts_here)
+            each = [num_local_experts * counts] * ranks
+            numbers = torch.arange(ranks * num_local_experts * counts, device=device)
+            order = numbers.view(ranks, num_local_experts, counts).transpose(0, 1).flatten()
+            return _DispatchPlan(each, each, ranks * counts, order if num_local_experts > 1 else None)
+        leaving = (
+            counts.view(self.ep_size, 1, num_local_experts)
+            .expand(-1, self.etp_size, -1)
+            .reshape(ranks, num_local_experts)
+        )
         ones = [1] * ranks
         arriving = collectives.all_to_all(leaving, self.axis, send=ones, receive=ones)
         send, receive = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
         order = None
-        if experts_here > 1:
-            expert = torch.arange(experts_here, device=device).repeat(ranks)
+        if num_local_experts > 1:
+            expert = torch.arange(num_local_experts, device=device).repeat(ranks)
             order = expert.repeat_interleave(arriving.flatten(), output_size=sum(receive)).argsort(stable=True)
-        return _Journey(send, receive, arriving.sum(0), order)
+        return _DispatchPlan(send, receive, arriving.sum(0), order)
 
-    def _copies(self, arrangement: Arrangement, send: list[int]) -> Arrangement:
+    def _repeat_for_etp(self, permutation: Permutation, send: list[int]) -> Permutation:
         """The arrangement in which each ep rank's rows stand etp times one after the other; each copy is a choice of its own."""
-        device, etp = arrangement.choice_R.device, self.etp
+        device, etp = permutation.choice_R.device, self.etp_size
         lengths = torch.tensor(send[::etp], device=device)
         starts = lengths.cumsum(0) - lengths
-        rows = arrangement.choice_R.shape[0]
-        block_R = torch.arange(self.ep, device=device).repeat_interleave(lengths, output_size=rows)
+        rows = permutation.choice_R.shape[0]
+        block_R = torch.arange(self.ep_size, device=device).repeat_interleave(lengths, output_size=rows)
         copy = torch.arange(etp, device=device)
         # Row i of a block of n rows that begins at a: copy e of it is at etp a + e n + (i - a).
         first_R = torch.arange(rows, device=device) + (etp - 1) * starts[block_R]
         row_RC = first_R[:, None] + copy * lengths[block_R][:, None]
-        choice_RC = arrangement.choice_R[:, None] * etp + copy
+        choice_RC = permutation.choice_R[:, None] * etp + copy
         place = row_RC.flatten()
-        real, kept = arrangement.real_R, arrangement.kept_TK
-        return Arrangement(
+        real, kept = permutation.valid_R, permutation.kept_TK
+        return Permutation(
             choice_R=torch.empty_like(place).scatter_(0, place, choice_RC.flatten()),
-            row_TK=row_RC[arrangement.row_TK.clamp(max=rows - 1)].flatten(1),
-            counts=arrangement.counts,
-            real_R=None
+            row_TK=row_RC[permutation.row_TK.clamp(max=rows - 1)].flatten(1),
+            counts=permutation.counts,
+            valid_R=None
             if real is None
             else torch.empty(place.shape, dtype=torch.bool, device=device).scatter_(
                 0, place, real.repeat_interleave(etp)
@@ -171,28 +184,28 @@ class AllToAll:
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather:
+class AllGatherDispatcher:
     """Every token to every rank, which computes what belongs to its experts; the results are summed on the way back."""
 
     axis: Axis
-    ep: int
-    etp: int
+    ep_size: int
+    etp_size: int
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None
+        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
     ) -> Tensor:
-        here = routing.num_experts // self.ep
-        first = self.axis.rank // self.etp * here
-        x_TD = collectives.gather(x_TD, self.axis)
-        weights_TK = collectives.gather(routing.weights_TK, self.axis)
+        here = routing.num_experts // self.ep_size
+        first = self.axis.rank // self.etp_size * here
+        x_TD = collectives.gather_from_region(x_TD, self.axis)
+        weights_TK = collectives.gather_from_region(routing.weights_TK, self.axis)
         chosen_TK = collectives.all_gather(routing.experts_TK, self.axis)
         elsewhere = (chosen_TK < first) | (chosen_TK >= first + here)
         of_these = Routing(
             (chosen_TK - first).masked_fill(elsewhere, here),
             weights_TK,
             here,
-            incomplete=routing.incomplete or self.ep > 1,
+            may_drop=routing.may_drop or self.ep_size > 1,
             capacity=None if routing.capacity is None else routing.capacity * self.axis.size,
-            padded=routing.padded,
+            pad_to_capacity=routing.pad_to_capacity,
         )
-        return collectives.scatter(dispatch_here(x_TD, of_these, experts), self.axis)
+        return collectives.reduce_scatter_to_region(dispatch_locally(x_TD, of_these, experts), self.axis)

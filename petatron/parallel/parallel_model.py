@@ -14,14 +14,14 @@ from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Architecture, Batch
 from petatron.models.decoder import Decoder
 from petatron.parallel.context import split_batch
-from petatron.parallel.data.gradient_reduction import GradientSync
-from petatron.parallel.parallelize import Parallelized
-from petatron.parallel.pipeline.cuda_graph import Recorder, StepGraphs
-from petatron.parallel.pipeline.executor import Outcome, Pipeline, Scales
-from petatron.parallel.router_statistics import RouterTotals
+from petatron.parallel.data.gradient_reduction import GradientReducer
+from petatron.parallel.parallelize import ParallelizeResult
+from petatron.parallel.pipeline.cuda_graph import GraphCapture, GraphedSteps
+from petatron.parallel.pipeline.executor import LossScales, PipelineExecutor, StepResult
+from petatron.parallel.router_statistics import RouterStatistics
 from petatron.schedule.actions import TimedAction
 from petatron.schedule.pipeline_plan import PipelinePlan
-from petatron.sharding.flat_shard import publish
+from petatron.sharding.flat_shard import all_gather_params
 
 
 class ParallelModel:
@@ -38,11 +38,11 @@ class ParallelModel:
     def __init__(
         self,
         stages: Mapping[int, Decoder],
-        parts: Parallelized,
+        parallelized: ParallelizeResult,
         plan: PipelinePlan,
-        routers: RouterTotals,
+        router_statistics: RouterStatistics,
         mesh: ParallelMesh,
-        streams: RandomStreams,
+        rng_streams: RandomStreams,
         *,
         architecture: Architecture,
         dtype: torch.dtype,
@@ -51,29 +51,29 @@ class ParallelModel:
         self.architecture = architecture
         self.stages = stages
         self.mesh = mesh
-        self.streams = streams
+        self.rng_streams = rng_streams
         self.plan = plan
         self.sequence_parallel = sequence_parallel
-        self.placements = parts.placements
-        self.groups = parts.groups
-        self.gradients = parts.gradients
-        self.eight_bits = parts.eight_bits
-        self._weight_grads = parts.weight_grads
-        self.routers = routers
+        self.placements = parallelized.placements
+        self.param_groups = parallelized.param_groups
+        self.gradient_reducer = parallelized.gradient_reducer
+        self.fp8_gemms = parallelized.fp8_gemms
+        self._weight_grad_queue = parallelized.weight_grad_queue
+        self.router_statistics = router_statistics
         self.dtype = dtype
-        self._pipeline = Pipeline(
+        self._pipeline = PipelineExecutor(
             stages,
             mesh.pp,
-            activation=self._activation,
-            weight_grads=parts.weight_grads,
-            combined=parts.combined,
+            empty_stage_input=self._empty_stage_input,
+            weight_grad_queue=parallelized.weight_grad_queue,
+            combined_passes=parallelized.combined_passes,
         )
-        self._run: Callable[..., Outcome] = self._pipeline.run
+        self._run_step: Callable[..., StepResult] = self._pipeline.run
 
-    def record_steps(self, recorder: Recorder) -> None:
+    def use_cuda_graphs(self, graph_capture: GraphCapture) -> None:
         """From now on, have the passes of training steps recorded and replayed (`parallel/pipeline/cuda_graph.py`)."""
-        assert isinstance(self.gradients, GradientSync), "fully_shard communicates inside a step"
-        self._run = StepGraphs(self._pipeline.run, self.gradients, recorder).run
+        assert isinstance(self.gradient_reducer, GradientReducer), "fully_shard communicates inside a step"
+        self._run_step = GraphedSteps(self._pipeline.run, self.gradient_reducer, graph_capture).run
 
     @property
     def module(self) -> Decoder:
@@ -101,43 +101,45 @@ class ParallelModel:
         """
         self._set_mode(training=True)
         batches = [split_batch(batch, self.mesh.cp) for batch in batches]
-        self._weight_grads.begin()
-        self.gradients.begin(len(batches))
-        self.eight_bits.new_step()
+        self._weight_grad_queue.start_step()
+        self.gradient_reducer.start_step(len(batches))
+        self.fp8_gemms.new_step()
         tokens = self._count_tokens(batches)
         extra = torch.full_like(tokens, loss_scale / (len(batches) * self.mesh.dp.size))
-        scales = Scales(loss=loss_scale / tokens, extra=extra)
+        scales = LossScales(token_loss=loss_scale / tokens, aux_loss=extra)
         clock = self._clock if timeline is not None else None
-        outcome = self._run(self.plan.training(len(batches), rank=self.mesh.pp.rank), batches, scales, clock=clock)
-        self.gradients.finish()
-        self.eight_bits.weights_changed()  # they are about to, and until then nothing is computed with them
-        self.routers.update(outcome.reports)
+        outcome = self._run_step(
+            self.plan.training_schedule(len(batches), rank=self.mesh.pp.rank), batches, scales, clock=clock
+        )
+        self.gradient_reducer.finish_grad_sync()
+        self.fp8_gemms.weights_changed()  # they are about to, and until then nothing is computed with them
+        self.router_statistics.update(outcome.router_statistics)
         if timeline is not None:
-            timeline(outcome.timed)
+            timeline(outcome.timed_actions)
         return self._total_loss(outcome) / tokens
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Sum of the token losses of the global batch and the number of valid tokens, without gradients."""
         self._set_mode(training=False)
-        self.eight_bits.weights_changed()
+        self.fp8_gemms.weights_changed()
         batches = [split_batch(batch, self.mesh.cp) for batch in batches]
         tokens = self._count_tokens(batches)
-        outcome = self._pipeline.run(self.plan.evaluation(len(batches), rank=self.mesh.pp.rank), batches)
+        outcome = self._pipeline.run(self.plan.evaluation_schedule(len(batches), rank=self.mesh.pp.rank), batches)
         return self._total_loss(outcome), tokens
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         """Make weights that were changed from outside known to every rank that computes with them."""
-        self.eight_bits.weights_changed()
-        publish(self.groups)
+        self.fp8_gemms.weights_changed()
+        all_gather_params(self.param_groups)
 
     def _count_tokens(self, batches: Sequence[Batch]) -> Tensor:
         count = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
         first = self.mesh.tp.rank == 0 and self.mesh.pp.rank == 0  # the others count the same tokens
         return self._sum(count, over="dp_cp", here=first).clamp(min=1.0)
 
-    def _total_loss(self, outcome: Outcome) -> Tensor:
+    def _total_loss(self, result: StepResult) -> Tensor:
         """Of the global batch; ranks of one tensor-parallel group have the same part of it."""
-        return self._sum(outcome.total, over="losses", here=self.mesh.tp.rank == 0)
+        return self._sum(result.loss_sum, over="losses", here=self.mesh.tp.rank == 0)
 
     def _sum(self, x: Tensor, *, over: str, here: bool) -> Tensor:
         """The sum of a scalar over an axis, on all ranks; `here` on one of those ranks of the world that have the same.
@@ -154,7 +156,7 @@ class ParallelModel:
             if stage.training != training:  # walking through all modules costs a small model a tenth of its step
                 stage.train(training)
 
-    def _activation(self, batch: Batch) -> Tensor:
+    def _empty_stage_input(self, batch: Batch) -> Tensor:
         """An empty tensor like those that pass between stages: this rank's part of the sequence."""
         size, length = batch.tokens.shape
         rows = length // self.mesh.tp.size if self.sequence_parallel else length

@@ -15,123 +15,139 @@ import torch
 from torch import Tensor, nn
 
 from petatron.base.log import get_logger
-from petatron.config.checks.data_parallel import FSDP
+from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RunConfig
 from petatron.estimate.activation_bytes import ActivationShape
-from petatron.kernels.registry import Situation, choose
+from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.decoder import Decoder
 from petatron.parallel.activation_offload import HostLink, apply_activation_offload
-from petatron.parallel.context import connect_context
-from petatron.parallel.data.gradient_reduction import GradientSync
-from petatron.parallel.data.param_gather_wait import wait_before_use
-from petatron.parallel.expert_parallel import connect_experts
-from petatron.parallel.fp8 import EightBits, multiply_in_eight_bits
-from petatron.parallel.pipeline.combined_forward_backward import CombinedPasses
+from petatron.parallel.context import apply_context_parallel
+from petatron.parallel.data.gradient_reduction import GradientReducer
+from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
+from petatron.parallel.expert_parallel import apply_expert_parallel
+from petatron.parallel.fp8 import Fp8GemmSet, apply_fp8
+from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.recompute import apply_recompute
-from petatron.parallel.select_kernels import fill_kernels
-from petatron.parallel.tensor_parallel import connect, split_vocabulary, split_weights, take_weight_gradients
-from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
-from petatron.sharding.flat_shard import ParameterGroup, group_pieces
-from petatron.sharding.fp8_gather import EightBitWeights
-from petatron.sharding.initial_values import normal_piece
-from petatron.sharding.shard_spec import Piece, Placement, Shard, TensorSplit
+from petatron.parallel.select_kernels import select_kernels
+from petatron.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    set_weight_grad_sink,
+    shard_params,
+    shard_vocabulary,
+)
+from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
+from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
+from petatron.sharding.fp8_gather import Fp8Weights
+from petatron.sharding.initial_values import draw_normal_shard
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, TensorShard
 
 if TYPE_CHECKING:
-    from petatron.parallel.data.fsdp import ShardedGradients, ShardedGroup
+    from petatron.parallel.data.fsdp import FsdpGradientReducer, FsdpParamGroup
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ParamSpecs:
     """What a model says of itself: how its weights are split, the first spread of each (None: a constant), its decay."""
 
-    shards: Mapping[str, Shard]
+    shard_specs: Mapping[str, Shard]
     initial_std: Callable[[str], float | None]
     initial_constant: Callable[[str], float]
-    decays: Callable[[str, nn.Parameter], bool]
+    takes_weight_decay: Callable[[str, nn.Parameter], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Parallelized:
+class ParallelizeResult:
     """Where parameters lie, in which groups they are updated, and who reduces their gradients."""
 
     placements: dict[str, Placement]
-    groups: Sequence[ParameterGroup]
-    gradients: GradientSync | ShardedGradients
-    weight_grads: WeightGradQueue
-    eight_bits: EightBits
-    combined: CombinedPasses | None = None
+    param_groups: Sequence[ParameterGroup]
+    gradient_reducer: GradientReducer | FsdpGradientReducer
+    weight_grad_queue: WeightGradQueue
+    fp8_gemms: Fp8GemmSet
+    combined_passes: CombinedForwardBackward | None = None
 
 
 def parallelize(
     stages: Mapping[int, Decoder],
-    recipe: Recipe,
+    param_specs: ParamSpecs,
     mesh: ParallelMesh,
     run: RunConfig,
     *,
     dtype: torch.dtype,
-    streams: RandomStreams,
+    rng_streams: RandomStreams,
     in_flight: Mapping[int, int],
-    draw: bool = True,
-) -> Parallelized:
+    init_weights: bool = True,
+) -> ParallelizeResult:
     """Apply every kind of parallelism the mesh has.
 
-    `in_flight` is how many micro-batches' activations each stage holds at most. Without `draw` all weights are zero.
+    `in_flight` is how many micro-batches' activations each stage holds at most. Without `init_weights` all weights are zero.
     """
     parallel = run.parallel
     # One process has nobody to share with, and no process group to do it over.
-    fully_sharded = parallel.data_parallel_sharding_strategy in FSDP and mesh.world.size > 1
+    fully_sharded = parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and mesh.world.size > 1
     weight_grads = WeightGradQueue()
     placements: dict[str, Placement] = {}
     for stage in stages.values():
         # Fully sharded parameters are the master weights; the precision of the run is that of their gathered copies.
         stage.to(torch.promote_types(dtype, torch.float32) if fully_sharded else dtype)
-        placements |= _split(stage, recipe, mesh, run, streams)
+        placements |= _shard_stage(stage, param_specs, mesh, run, rng_streams)
         if not fully_sharded:  # fully_shard takes gradients from autograd
-            take_weight_gradients(stage, weight_grads)
-    _tie(stages, run)
-    situation = Situation.of(mesh.device, dtype, compiles=run.train.compile)
-    for choice in {str(c) for stage in stages.values() for c in fill_kernels(stage, situation)}:
+            set_weight_grad_sink(stage, weight_grads)
+    _tie_embeddings(stages, run)
+    situation = KernelContext.of(mesh.device, dtype, allow_compile=run.train.compile)
+    for choice in {str(c) for stage in stages.values() for c in select_kernels(stage, situation)}:
         _log.debug("%s", choice)
-    eight_bits = multiply_in_eight_bits(list(stages.values()), run.precision, situation, keep_weights=not fully_sharded)
-    shape = ActivationShape.of(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
+    eight_bits = apply_fp8(list(stages.values()), run.precision, situation, cache_weights=not fully_sharded)
+    shape = ActivationShape.from_config(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
     link = HostLink(mesh.device)
-    combined = CombinedPasses(mesh.device) if parallel.overlap_moe_expert_parallel_comm else None
+    combined = CombinedForwardBackward(mesh.device) if parallel.overlap_moe_expert_parallel_comm else None
     for number, stage in stages.items():
-        connect_context(
-            stage, mesh, comm_type=parallel.cp_comm_type, sizes=parallel.hierarchical_context_parallel_sizes
+        apply_context_parallel(
+            stage,
+            mesh,
+            comm_type=parallel.cp_comm_type,
+            hierarchical_sizes=parallel.hierarchical_context_parallel_sizes,
         )
-        connect_experts(stage, mesh, run.moe, before_wait=None if combined is None else combined.hand_over)
-        apply_recompute(stage, run.memory, streams, shape=shape, in_flight=in_flight[number], stages_here=len(stages))
+        apply_expert_parallel(
+            stage, mesh, run.moe, before_wait=None if combined is None else combined.switch_to_other_pass
+        )
+        apply_recompute(
+            stage, run.memory, rng_streams, shape=shape, in_flight=in_flight[number], num_local_stages=len(stages)
+        )
         offloaded = apply_activation_offload(stage, run.memory, link)
         if offloaded is not None:
             _log.info("%s", offloaded)
-    weights = _eight_bit_weights(eight_bits, run, mesh, situation)
+    weights = _fp8_weights(eight_bits, run, mesh, situation)
     if fully_sharded:
-        groups, gradients = _shard_fully(stages, placements, recipe, mesh, run, dtype, weights, draw=draw)
+        groups, gradients = _build_fsdp_groups(
+            stages, placements, param_specs, mesh, run, dtype, weights, init_weights=init_weights
+        )
     else:
-        groups, gradients = _flatten(stages, placements, recipe, mesh, run, weights, draw=draw)
-        weight_grads.deliver = gradients.write
-    held = sum(stretch.length for group in groups for stretch in group.stretches)
+        groups, gradients = _build_flat_groups(
+            stages, placements, param_specs, mesh, run, weights, init_weights=init_weights
+        )
+        weight_grads.accumulate = gradients.write_grad
+    held = sum(stretch.length for group in groups for stretch in group.flat_shards)
     _log.debug(
         "rank %d updates %s elements of parameters, padding included, %s", mesh.rank, f"{held:,}", str(dtype)[6:]
     )
-    return Parallelized(placements, groups, gradients, weight_grads, eight_bits, combined)
+    return ParallelizeResult(placements, groups, gradients, weight_grads, eight_bits, combined)
 
 
-def _split(
+def _shard_stage(
     stage: Decoder,
-    recipe: Recipe,
+    param_specs: ParamSpecs,
     mesh: ParallelMesh,
     run: RunConfig,
-    streams: RandomStreams,
+    rng_streams: RandomStreams,
 ) -> dict[str, Placement]:
     sequence = run.parallel.sequence_parallel and mesh.tp.size > 1
-    split = TensorSplit(
+    split = ModelParallelCoordinate(
         tp_size=mesh.tp.size,
         tp_rank=mesh.tp.rank,
         sequence_parallel=sequence,
@@ -140,54 +156,70 @@ def _split(
         etp_size=mesh["etp"].size,
         etp_rank=mesh["etp"].rank,
     )
-    placements = split_weights(stage, recipe.shards, split)
+    placements = shard_params(stage, param_specs.shard_specs, split)
     overlap = run.parallel.tp_comm_overlap_chunks if sequence and run.parallel.tp_comm_overlap else None
-    connect(stage, recipe.shards, mesh.tp, sequence=sequence, shared=streams.shared, overlap_chunks=overlap)
-    split_vocabulary(stage, recipe.shards, mesh.tp)
+    apply_tensor_parallel(
+        stage,
+        param_specs.shard_specs,
+        mesh.tp,
+        sequence_parallel=sequence,
+        shared_generator=rng_streams.tp_shared,
+        overlap_chunks=overlap,
+    )
+    shard_vocabulary(stage, param_specs.shard_specs, mesh.tp)
     return placements
 
 
-def _eight_bit_weights(
-    eight_bits: EightBits, run: RunConfig, mesh: ParallelMesh, situation: Situation
-) -> EightBitWeights:
+def _fp8_weights(
+    fp8_gemms: Fp8GemmSet, run: RunConfig, mesh: ParallelMesh, kernel_context: KernelContext
+) -> Fp8Weights:
     """The weights that are the same in eight bits for all their products, and how they are made so if they are to travel."""
-    if not (run.precision.fp8_param_gather and eight_bits.one_cast and mesh["shard"].size > 1):
-        return EightBitWeights(scalings=eight_bits.one_cast)
-    choice = choose("weights to eight bits", situation)
-    _log.info("%d weights of this rank travel in eight bits; %s", len(eight_bits.one_cast), choice)
-    return EightBitWeights(scalings=eight_bits.one_cast, kernels=choice.functions)
+    if not (run.precision.fp8_param_gather and fp8_gemms.fp8_gather_scalings and mesh["shard"].size > 1):
+        return Fp8Weights(scalings=fp8_gemms.fp8_gather_scalings)
+    choice = choose_kernel("weights to eight bits", kernel_context)
+    _log.info("%d weights of this rank travel in eight bits; %s", len(fp8_gemms.fp8_gather_scalings), choice)
+    return Fp8Weights(scalings=fp8_gemms.fp8_gather_scalings, kernels=choice.functions)
 
 
-def _flatten(
+def _build_flat_groups(
     stages: Mapping[int, Decoder],
     placements: Mapping[str, Placement],
-    recipe: Recipe,
+    param_specs: ParamSpecs,
     mesh: ParallelMesh,
     run: RunConfig,
-    eight_bits: EightBitWeights,
+    fp8_weights: Fp8Weights,
     *,
-    draw: bool,
-) -> tuple[Sequence[FlatGroup], GradientSync]:
+    init_weights: bool,
+) -> tuple[Sequence[FlatParamGroup], GradientReducer]:
     """Weights whole on every rank in flat buffers; the optimizer's state may be shared (ZeRO-1)."""
     parallel = run.parallel
     _materialise(stages, mesh)
-    if draw:
-        _fill(_parameter_pieces(stages, placements), recipe, run.train.seed)
+    if init_weights:
+        _init_weights(_param_tensor_shards(stages, placements), param_specs, run.train.seed)
     assert parallel.ddp_bucket_size is not None
-    options = FlatOptions(
+    options = FlatBufferOptions(
         bucket_size=parallel.ddp_bucket_size,
         sharded=parallel.use_distributed_optimizer,
-        overlap_gather=parallel.overlap_param_gather,
+        overlap_param_gather=parallel.overlap_param_gather,
         grad_dtype=torch.bfloat16 if run.optim.main_grads_dtype == "bf16" else None,
-        eight_bits=eight_bits,
+        fp8_weights=fp8_weights,
     )
-    groups = flatten_parameters(list(stages.values()), placements, recipe.decays, mesh, options, uses=_uses(stages))
+    groups = flatten_parameters(
+        list(stages.values()),
+        placements,
+        param_specs.takes_weight_decay,
+        mesh,
+        options,
+        grads_per_micro_batch=_grads_per_micro_batch(stages),
+    )
     if parallel.overlap_param_gather:
-        wait_before_use(list(stages.values()), groups)
-    return groups, GradientSync(groups, mesh, overlap=parallel.overlap_grad_reduce, wire_dtype=_wire_dtype(run))
+        wait_for_params_before_use(list(stages.values()), groups)
+    return groups, GradientReducer(
+        groups, mesh, overlap=parallel.overlap_grad_reduce, reduce_dtype=_grad_reduce_dtype(run)
+    )
 
 
-def _uses(stages: Mapping[int, Decoder]) -> Counter[nn.Parameter]:
+def _grads_per_micro_batch(stages: Mapping[int, Decoder]) -> Counter[nn.Parameter]:
     """How often each parameter is computed with; a head without a weight of its own takes the embedding's."""
     uses = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
     for stage in stages.values():
@@ -196,46 +228,52 @@ def _uses(stages: Mapping[int, Decoder]) -> Counter[nn.Parameter]:
     return uses
 
 
-def _shard_fully(
+def _build_fsdp_groups(
     stages: Mapping[int, Decoder],
     placements: Mapping[str, Placement],
-    recipe: Recipe,
+    param_specs: ParamSpecs,
     mesh: ParallelMesh,
     run: RunConfig,
     dtype: torch.dtype,
-    eight_bits: EightBitWeights,
+    fp8_weights: Fp8Weights,
     *,
-    draw: bool,
-) -> tuple[Sequence[ShardedGroup], ShardedGradients]:
+    init_weights: bool,
+) -> tuple[Sequence[FsdpParamGroup], FsdpGradientReducer]:
     """Weights and gradients shared too (ZeRO-2 and 3), from the start: a rank never holds more than its part."""
     # torch's fully_shard takes longer to import than all of this package, and every process would wait for it.
-    from petatron.parallel.data.fsdp import ShardedGradients, shard_stages
+    from petatron.parallel.data.fsdp import FsdpGradientReducer, fully_shard_stages
 
-    groups = shard_stages(
+    groups = fully_shard_stages(
         list(stages.values()),
         placements,
         mesh,
-        recipe.decays,
+        param_specs.takes_weight_decay,
         strategy=run.parallel.data_parallel_sharding_strategy,  # pyright: ignore[reportArgumentType]
         compute_dtype=dtype,
-        wire_dtype=_wire_dtype(run),
-        eight_bits=eight_bits,
+        reduce_dtype=_grad_reduce_dtype(run),
+        fp8_weights=fp8_weights,
     )
     _materialise(stages, mesh)
-    if draw:
-        _fill((found for group in groups for found in group_pieces(group, group.weights())), recipe, run.train.seed)
+    if init_weights:
+        _init_weights(
+            (found for group in groups for found in group_tensor_shards(group, group.weights())),
+            param_specs,
+            run.train.seed,
+        )
         for weight in (weight for group in groups for weight in group.weights()):
             weight.copy_(weight.to(dtype))  # the numbers that masters begin with where weights are not shared
-    return groups, ShardedGradients(groups, mesh)
+    return groups, FsdpGradientReducer(groups, mesh)
 
 
-def _wire_dtype(run: RunConfig) -> torch.dtype | None:
+def _grad_reduce_dtype(run: RunConfig) -> torch.dtype | None:
     return torch.bfloat16 if run.parallel.grad_reduce_in_bf16 else None
 
 
-def _tie(stages: Mapping[int, Decoder], run: RunConfig) -> None:
+def _tie_embeddings(stages: Mapping[int, Decoder], run: RunConfig) -> None:
     """Where one rank holds both ends of the model in two stages, a tied head is the embedding itself."""
-    first, last = (next((s for s in stages.values() if getattr(s.stage, end)), None) for end in ("embedding", "loss"))
+    first, last = (
+        next((s for s in stages.values() if getattr(s.stage, end)), None) for end in ("has_embedding", "has_loss")
+    )
     if run.model.untie_embeddings_and_output_weights or first is None or last is None or first is last:
         return
     assert first.embedding is not None and last.head is not None
@@ -257,27 +295,27 @@ def _materialise(stages: Mapping[int, Decoder], mesh: ParallelMesh) -> None:
                     module._buffers[name] = torch.zeros_like(buffer, device=mesh.device)
 
 
-def _parameter_pieces(
+def _param_tensor_shards(
     stages: Mapping[int, Decoder], placements: Mapping[str, Placement]
-) -> Iterable[tuple[Piece, Tensor]]:
+) -> Iterable[tuple[TensorShard, Tensor]]:
     """What two stages share goes by its name in the first."""
     seen: set[nn.Parameter] = set()
     for stage in stages.values():
         for name, parameter in stage.named_parameters():
             if parameter not in seen:
                 seen.add(parameter)
-                for piece in placements[name].pieces:
+                for piece in placements[name].tensor_shards:
                     yield piece, parameter[piece.local_slices()]
 
 
 @torch.no_grad()
-def _fill(pieces: Iterable[tuple[Piece, Tensor]], recipe: Recipe, seed: int) -> None:
+def _init_weights(shards: Iterable[tuple[TensorShard, Tensor]], param_specs: ParamSpecs, seed: int) -> None:
     """First weights by logical tensor: the same in every layout."""
-    for piece, view in pieces:
+    for piece, view in shards:
         if view.device.type == "meta":
             return
-        std = recipe.initial_std(piece.name)
+        std = param_specs.initial_std(piece.name)
         if std is None:
-            view.fill_(recipe.initial_constant(piece.name))
+            view.fill_(param_specs.initial_constant(piece.name))
         else:
-            view.copy_(normal_piece(piece, seed=seed, std=std))
+            view.copy_(draw_normal_shard(piece, seed=seed, std=std))

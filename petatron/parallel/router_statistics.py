@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from petatron.layers.moe.load_balancing import expert_bias_update, expert_counts, report_length
-from petatron.layers.moe.moe_layer import MoE
+from petatron.layers.moe.load_balancing import expert_bias_update, expert_counts, statistics_length
+from petatron.layers.moe.moe_layer import MoELayer
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.decoder import Decoder
 
 
-class RouterTotals:
+class RouterStatistics:
     """The routers of this rank's layers, and the sums of the last step over all ranks."""
 
     def __init__(
@@ -26,25 +26,25 @@ class RouterTotals:
     ) -> None:
         """`layers` are the numbers of all mixtures of experts in the model."""
         self.layers = tuple(layers)
-        self._width = report_length(num_experts)
-        self.totals: Tensor | None = None  # [layers, report], as in `balance.router_report`
+        self._statistics_length = statistics_length(num_experts)
+        self.totals: Tensor | None = None  # [layers, report], as in `load_balancing.router_statistics`
         self._mesh = mesh
         self._routers = {
-            module.number: module.router
+            module.layer_index: module.router
             for stage in stages.values()
             for module in stage.modules()
-            if isinstance(module, MoE)
+            if isinstance(module, MoELayer)
         }
 
     @torch.no_grad()
-    def update(self, reports: Mapping[int, Tensor]) -> None:
+    def update(self, statistics: Mapping[int, Tensor]) -> None:
         """Take a step's reports; experts that were chosen too often are made less likely where that is asked for."""
         if not self.layers:
             return
-        totals = torch.zeros(len(self.layers), self._width, dtype=torch.float64, device=self._mesh.device)
+        totals = torch.zeros(len(self.layers), self._statistics_length, dtype=torch.float64, device=self._mesh.device)
         for row, layer in enumerate(self.layers):
-            if layer in reports:
-                totals[row] = reports[layer]
+            if layer in statistics:
+                totals[row] = statistics[layer]
         self.totals = totals = collectives.all_reduce(totals, self._mesh.world)
         for row, layer in enumerate(self.layers):
             router = self._routers.get(layer)
@@ -53,7 +53,7 @@ class RouterTotals:
                 rate = router.moe.moe_router_bias_update_rate
                 router.expert_bias.copy_(expert_bias_update(router.expert_bias, counts, rate))
 
-    def state(self) -> Iterator[tuple[str, Tensor]]:
+    def expert_biases(self) -> Iterator[tuple[str, Tensor]]:
         """What routers have learnt beside their weights, by name; equal on all ranks that hold the layer."""
         for layer, router in self._routers.items():
             if router.expert_bias is not None:

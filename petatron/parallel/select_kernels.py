@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from petatron.config.schema.model import GATED_ACTIVATIONS
-from petatron.kernels.registry import Choice, Situation, choose
+from petatron.kernels.registry import KernelChoice, KernelContext, choose_kernel
 from petatron.layers.attention import Attention, CoreAttention
 from petatron.layers.embedding import TokenEmbedding
 from petatron.layers.mlp import Activation
@@ -14,27 +14,27 @@ from petatron.layers.norm import LayerNorm, RMSNorm
 from petatron.layers.output_head import OutputHead
 
 
-def fill_kernels(model: nn.Module, situation: Situation) -> list[Choice]:
+def select_kernels(model: nn.Module, kernel_context: KernelContext) -> list[KernelChoice]:
     """Give every layer the fastest kernels there are for it; says which."""
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, KernelChoice] = {}
 
-    def best(operation: str) -> Choice:
+    def best(operation: str) -> KernelChoice:
         if operation not in chosen:
-            chosen[operation] = choose(operation, situation)
+            chosen[operation] = choose_kernel(operation, kernel_context)
         return chosen[operation]
 
     for module in model.modules():
-        operation = _operation(module)
+        operation = _registry_operation(module)
         if operation is not None:
             module.kernels = best(operation).functions
         if isinstance(module, CoreAttention):
-            module.moves = best("packed rows").functions
-        if isinstance(module, Attention) and module.rms_norms is not None:
-            module.norm_kernels = best("normed rotary embedding").functions
+            module.packing_kernels = best("packed rows").functions
+        if isinstance(module, Attention) and module.qk_rms_norms is not None:
+            module.qk_norm_rope_kernels = best("normed rotary embedding").functions
     return list(chosen.values())
 
 
-def _operation(module: nn.Module) -> str | None:
+def _registry_operation(module: nn.Module) -> str | None:
     match module:
         case RMSNorm():
             return "rms_norm"
@@ -42,7 +42,7 @@ def _operation(module: nn.Module) -> str | None:
             return "layer_norm"
         case Activation():
             return "gated activation" if module.name in GATED_ACTIVATIONS else "plain activation"
-        case Attention(rms_norms=None):
+        case Attention(qk_rms_norms=None):
             return "rotary embedding"
         case RoutedExperts():
             return "expert rows"

@@ -34,92 +34,94 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from petatron.kernels.gemm import ChunkedMultiplication, Multiplication, Tensors
+from petatron.kernels.gemm import ChunkedGemm, Gemm, Tensors
 from petatron.layers.dropout import Dropout
 from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.linear import Linear
 from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.norm import LayerNorm, RMSNorm
-from petatron.layers.ops.linear_op import MULTIPLY, Arrival, Multiplied, Multiply, TakesWeightGrads
-from petatron.layers.ops.recompute_output import Remade, remade
+from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
+from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.output_head import OutputHead
 from petatron.layers.seam import Seam
-from petatron.layers.token_layout import batch_first, from_rows, to_rows
-from petatron.layers.vocabulary_shard import Vocabulary
+from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
+from petatron.layers.vocabulary_shard import VocabShard
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
-from petatron.sharding.shard_spec import Placement, Shard, TensorSplit, find, place
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, compute_placement, find_shard_spec
 
 
-def split_weights(model: nn.Module, shards: Mapping[str, Shard], split: TensorSplit) -> dict[str, Placement]:
+def shard_params(
+    model: nn.Module, shard_specs: Mapping[str, Shard], coordinate: ModelParallelCoordinate
+) -> dict[str, Placement]:
     """Replace every parameter by an empty one of this rank's shape (on the meta device still), and say what lies where."""
     placements: dict[str, Placement] = {}
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)
-        placement = place(name, tuple(parameter.shape), find(shards, name), split)
+        placement = compute_placement(name, tuple(parameter.shape), find_shard_spec(shard_specs, name), coordinate)
         placements[name] = placement
         setattr(
             module, leaf, nn.Parameter(torch.empty(placement.shape, dtype=parameter.dtype, device=parameter.device))
         )
-        if isinstance(module, Linear) and leaf == "weight" and find(shards, name).tp == 0:
+        if isinstance(module, Linear) and leaf == "weight" and find_shard_spec(shard_specs, name).tp == 0:
             module.sections = placement.section_rows
     return placements
 
 
 @dataclass(frozen=True, slots=True)
-class GatheredSequence:
+class AllGatherInput:
     """The entrance of a product that needs the whole sequence, of which every rank of an axis has a part."""
 
     axis: Axis
 
-    def enter(self, x: Tensor) -> Tensor:
+    def gather_input(self, x: Tensor) -> Tensor:
         return collectives.all_gather(x, self.axis)
 
-    def start_enter(self, x: Tensor) -> Arrival:
+    def start_gather_input(self, x: Tensor) -> PendingTensor:
         part, whole = x.contiguous(), x.new_empty((x.shape[0] * self.axis.size, *x.shape[1:]))
-        return partial(_arrived, collectives.start_all_gather(whole, part, self.axis), whole, part)
+        return partial(_wait_for, collectives.start_all_gather(whole, part, self.axis), whole, part)
 
-    def start_leave(self, grad: Tensor) -> Arrival:
+    def start_reduce_input_grad(self, grad: Tensor) -> PendingTensor:
         whole, part = grad.contiguous(), grad.new_empty((grad.shape[0] // self.axis.size, *grad.shape[1:]))
-        return partial(_arrived, collectives.start_reduce_scatter(part, whole, self.axis), part, whole)
+        return partial(_wait_for, collectives.start_reduce_scatter(part, whole, self.axis), part, whole)
 
 
 @dataclass(frozen=True, slots=True)
-class SharedSequence:
+class ReplicatedInput:
     """The entrance of a product for which every rank of an axis has the whole sequence, and a summand of its gradient."""
 
     axis: Axis
 
-    def enter(self, x: Tensor) -> Tensor:
+    def gather_input(self, x: Tensor) -> Tensor:
         return x
 
-    def start_enter(self, x: Tensor) -> Arrival:
+    def start_gather_input(self, x: Tensor) -> PendingTensor:
         return lambda: x
 
-    def start_leave(self, grad: Tensor) -> Arrival:
-        by_batch = batch_first(grad)
-        rows = to_rows(grad, by_batch=by_batch)
-        whole = from_rows(rows, grad, by_batch=by_batch)
-        return partial(_arrived, collectives.start_all_reduce(rows, self.axis), whole, rows)
+    def start_reduce_input_grad(self, grad: Tensor) -> PendingTensor:
+        batch_first = is_batch_first(grad)
+        rows = to_rows(grad, batch_first=batch_first)
+        whole = from_rows(rows, grad, batch_first=batch_first)
+        return partial(_wait_for, collectives.start_all_reduce(rows, self.axis), whole, rows)
 
 
-def _arrived(handle: Handle, received: Tensor, sent: Tensor) -> Tensor:
+def _wait_for(handle: Handle, received: Tensor, sent: Tensor) -> Tensor:
     """`sent` must live until it has gone, so it is among the arguments."""
     handle.wait()
     return received
 
 
 @dataclass(frozen=True, slots=True)
-class GatherOverlap:
+class AllGatherOverlap:
     """All-gathers the sequence in chunks, each overlapped with the GEMM of the rows that are there already."""
 
     axis: Axis
     num_chunks: int
 
-    def forward(self, x: Tensor, weight: Tensor, multiplication: Multiplication) -> Multiplied:
-        assert isinstance(multiplication, ChunkedMultiplication)
+    def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
+        assert isinstance(gemm, ChunkedGemm)
         ranks, rank, part = self.axis.size, self.axis.rank, x.contiguous()
         slices = _slices(part.shape[0], self.num_chunks)
         gathered = [x.new_empty((ranks, stop - start, *x.shape[1:])) for start, stop in slices]
@@ -128,45 +130,45 @@ class GatherOverlap:
             for chunk, (start, stop) in zip(gathered, slices)
         ]
         y = x.new_empty((ranks, *x.shape[:-1], weight.shape[0]))
-        multiplication.forward_into(_blocks(part.unsqueeze(0)), weight, _blocks(y[rank : rank + 1]))
+        gemm.forward_into(_row_blocks(part.unsqueeze(0)), weight, _row_blocks(y[rank : rank + 1]))
         others = [block for block in (slice(0, rank), slice(rank + 1, ranks)) if block.start < block.stop]
         for chunk, handle, (start, stop) in zip(gathered, handles, slices):
             handle.wait()
             for block in others:
-                multiplication.forward_into(_blocks(chunk[block]), weight, _blocks(y[block, start:stop]))
-        return Multiplied(y.flatten(0, 1), tuple(gathered))
+                gemm.forward_into(_row_blocks(chunk[block]), weight, _row_blocks(y[block, start:stop]))
+        return GemmResult(y.flatten(0, 1), tuple(gathered))
 
-    def input_rows(self, rows: Tensors) -> Tensor:
-        return torch.cat(rows, dim=1).flatten(0, -2)
+    def input_rows(self, gemm_input: Tensors) -> Tensor:
+        return torch.cat(gemm_input, dim=1).flatten(0, -2)
 
     def output_grad(self, grad: Tensor) -> Tensor:
         return grad
 
 
 @dataclass(frozen=True, slots=True)
-class ScatterOverlap:
+class ReduceScatterOverlap:
     """Reduce-scatters the output in chunks, each overlapped with the GEMM of the next."""
 
     axis: Axis
     num_chunks: int
 
-    def forward(self, x: Tensor, weight: Tensor, multiplication: Multiplication) -> Multiplied:
-        assert isinstance(multiplication, ChunkedMultiplication)
+    def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
+        assert isinstance(gemm, ChunkedGemm)
         ranks, width = self.axis.size, weight.shape[0]
         parts = x.unflatten(0, (ranks, -1))
         y = x.new_empty((*parts.shape[1:-1], width))
         begun: list[tuple[Handle, Tensor]] = []  # what is sent must live until it has gone
         for start, stop in _slices(parts.shape[1], self.num_chunks):
             sent = x.new_empty((ranks, stop - start, *x.shape[1:-1], width))
-            multiplication.forward_into(_blocks(parts[:, start:stop]), weight, _blocks(sent))
+            gemm.forward_into(_row_blocks(parts[:, start:stop]), weight, _row_blocks(sent))
             begun.append((collectives.start_reduce_scatter(y[start:stop], sent.flatten(0, 1), self.axis), sent))
         for handle, _ in begun:
             handle.wait()
-        by_batch = batch_first(x)
-        return Multiplied(y, (to_rows(x, by_batch=by_batch),), by_batch=by_batch)
+        batch_first = is_batch_first(x)
+        return GemmResult(y, (to_rows(x, batch_first=batch_first),), batch_first=batch_first)
 
-    def input_rows(self, rows: Tensors) -> Tensor:
-        return rows[0]
+    def input_rows(self, gemm_input: Tensors) -> Tensor:
+        return gemm_input[0]
 
     def output_grad(self, grad: Tensor) -> Tensor:
         return collectives.all_gather(grad, self.axis)
@@ -183,13 +185,13 @@ def _slices(length: int, num_chunks: int) -> list[tuple[int, int]]:
     return list(zip([0, *stops], stops))
 
 
-def _blocks(x: Tensor) -> Tensor:
+def _row_blocks(x: Tensor) -> Tensor:
     """[N, S, ..., D] as [N, R, D]; a view where the tokens of a block are adjacent in memory, as they always are in outputs."""
     return x.flatten(1, -2)
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnProduct:
+class ColumnParallelOp:
     """A product with a weight split along its output: every rank needs the whole input.
 
     `regather`: a gathered input is not kept but gathered a second time in the backward pass. (Low precision keeps what it
@@ -197,113 +199,119 @@ class ColumnProduct:
     """
 
     axis: Axis
-    sequence: bool
-    multiply: Multiply = MULTIPLY
+    sequence_parallel: bool
+    gemm_op: GemmOp = DEFAULT_GEMM_OP
     regather: bool = True
-    overlap: GatherOverlap | None = None
+    overlap: AllGatherOverlap | None = None
 
-    def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return self.multiply(remade(x), weight)
-        if not self.sequence:
-            return self.multiply(remade(x), weight, entrance=SharedSequence(self.axis))
-        here = remade(x) if self.regather else Remade(x.value if isinstance(x, Remade) else x, None)
-        return self.multiply(here, weight, entrance=GatheredSequence(self.axis), forward=self.overlap)
+            return self.gemm_op(as_recomputable(x), weight)
+        if not self.sequence_parallel:
+            return self.gemm_op(as_recomputable(x), weight, input_comm=ReplicatedInput(self.axis))
+        here = (
+            as_recomputable(x) if self.regather else Recomputable(x.value if isinstance(x, Recomputable) else x, None)
+        )
+        return self.gemm_op(here, weight, input_comm=AllGatherInput(self.axis), gemm_forward=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
-class RowProduct:
+class RowParallelOp:
     """A product with a weight split along its input: the ranks' results are summands."""
 
     axis: Axis
-    sequence: bool
-    multiply: Multiply = MULTIPLY
-    overlap: ScatterOverlap | None = None
+    sequence_parallel: bool
+    gemm_op: GemmOp = DEFAULT_GEMM_OP
+    overlap: ReduceScatterOverlap | None = None
 
-    def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
         if self.overlap is not None:
-            return self.multiply(remade(x), weight, forward=self.overlap)
-        return self.after(self.multiply(remade(x), weight))
+            return self.gemm_op(as_recomputable(x), weight, gemm_forward=self.overlap)
+        return self.reduce_output(self.gemm_op(as_recomputable(x), weight))
 
-    def after(self, partial_sum: Tensor) -> Tensor:
-        together = collectives.scatter if self.sequence else collectives.reduce
+    def reduce_output(self, partial_sum: Tensor) -> Tensor:
+        together = collectives.reduce_scatter_to_region if self.sequence_parallel else collectives.reduce_from_region
         return together(partial_sum, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
-class WholeProduct:
+class ReplicatedOp:
     """A product with a weight that is whole on every rank."""
 
-    multiply: Multiply = MULTIPLY
+    gemm_op: GemmOp = DEFAULT_GEMM_OP
 
-    def __call__(self, x: Tensor | Remade, weight: Tensor) -> Tensor:
-        return self.multiply(remade(x), weight)
+    def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
+        return self.gemm_op(as_recomputable(x), weight)
 
 
-def connect(
+def apply_tensor_parallel(
     model: nn.Module,
-    shards: Mapping[str, Shard],
+    shard_specs: Mapping[str, Shard],
     axis: Axis,
     *,
-    sequence: bool,
-    shared: torch.Generator | None,
+    sequence_parallel: bool,
+    shared_generator: torch.Generator | None,
     overlap_chunks: int | None = None,
 ) -> None:
-    """Fill the seams. `sequence` splits activations between the matrices; `shared` is the dropout stream of the axis.
+    """Fill the seams. `sequence_parallel` splits activations between the matrices; `shared_generator` is the dropout stream of the axis.
 
     `overlap_chunks`: linears overlap the communication of their forward pass in so many chunks; the output head does not, since
     its loss already works block by block on what it has gathered.
     """
-    column, row = ColumnProduct(axis, sequence), RowProduct(axis, sequence)
+    column, row = ColumnParallelOp(axis, sequence_parallel), RowParallelOp(axis, sequence_parallel)
     column_linear, row_linear = column, row
     if overlap_chunks is not None:
-        assert sequence and axis.size > 1
-        column_linear = replace(column, overlap=GatherOverlap(axis, overlap_chunks))
-        row_linear = replace(row, overlap=ScatterOverlap(axis, overlap_chunks))
+        assert sequence_parallel and axis.size > 1
+        column_linear = replace(column, overlap=AllGatherOverlap(axis, overlap_chunks))
+        row_linear = replace(row, overlap=ReduceScatterOverlap(axis, overlap_chunks))
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            tp = find(shards, name + ".weight").tp
-            module.product = WholeProduct() if tp is None else column_linear if tp == 0 else row_linear
+            tp = find_shard_spec(shard_specs, name + ".weight").tp
+            module.linear_op = ReplicatedOp() if tp is None else column_linear if tp == 0 else row_linear
         elif isinstance(module, TokenEmbedding):
-            module.leave = row.after
+            module.output_comm = row.reduce_output
         elif isinstance(module, OutputHead):
-            module.product = column
-            module.enter = partial(collectives.gather if sequence else collectives.copy, axis=axis)
-        elif isinstance(module, PositionEmbedding) and sequence:
-            module.leave = partial(collectives.local_part, axis=axis)
-        elif isinstance(module, Dropout) and not sequence and axis.size > 1:
-            module.generator = shared
+            module.linear_op = column
+            module.input_comm = partial(
+                collectives.gather_from_region if sequence_parallel else collectives.copy_to_region, axis=axis
+            )
+        elif isinstance(module, PositionEmbedding) and sequence_parallel:
+            module.output_comm = partial(collectives.local_slice, axis=axis)
+        elif isinstance(module, Dropout) and not sequence_parallel and axis.size > 1:
+            module.generator = shared_generator
 
 
-def take_weight_gradients(model: nn.Module, taker: TakesWeightGrads) -> None:
+def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
     """Let every product, the embedding and norms give their weight gradients to a taker instead of autograd.
 
-    Comes after `connect`, whose products keep their communication, and before recompute, which wraps what it finds.
+    Comes after `apply_tensor_parallel`, whose products keep their communication, and before recompute, which wraps what it finds.
     """
     for module in model.modules():
         if isinstance(module, Linear | OutputHead):
-            product = module.product
-            assert isinstance(product, ColumnProduct | RowProduct | WholeProduct)
-            module.product = replace(product, multiply=replace(product.multiply, weight_grads=taker))
+            product = module.linear_op
+            assert isinstance(product, ColumnParallelOp | RowParallelOp | ReplicatedOp)
+            module.linear_op = replace(product, gemm_op=replace(product.gemm_op, weight_grad_sink=sink))
         if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | RMSNorm | LayerNorm):
-            module.weight_grads = taker
+            module.weight_grad_sink = sink
 
 
-def split_vocabulary(model: nn.Module, shards: Mapping[str, Shard], axis: Axis) -> None:
+def shard_vocabulary(model: nn.Module, shard_specs: Mapping[str, Shard], axis: Axis) -> None:
     """Tell both ends of the model which part of the vocabulary this rank holds; a part may be all padding."""
-    split = TensorSplit(tp_size=axis.size, tp_rank=axis.rank)
+    split = ModelParallelCoordinate(tp_size=axis.size, tp_rank=axis.rank)
     for name, end in model.named_modules():
         if isinstance(end, TokenEmbedding | OutputHead):
-            size = end.vocabulary.size
-            pieces = place(name, (size,), find(shards, name + ".weight"), split).pieces
-            end.vocabulary = Vocabulary(
-                size=size,
-                first=pieces[0].start[0] if pieces else size,
-                rows=pieces[0].shape[0] if pieces else 0,
-                ranks=_combine(axis) if axis.size > 1 else None,
-                join=partial(collectives.all_gather, axis=axis),
+            size = end.vocab_shard.vocab_size
+            pieces = compute_placement(
+                name, (size,), find_shard_spec(shard_specs, name + ".weight"), split
+            ).tensor_shards
+            end.vocab_shard = VocabShard(
+                vocab_size=size,
+                first_id=pieces[0].start[0] if pieces else size,
+                num_ids=pieces[0].shape[0] if pieces else 0,
+                all_reduce_max_sum=_max_and_sum(axis) if axis.size > 1 else None,
+                all_gather_logits=partial(collectives.all_gather, axis=axis),
             )
 
 
-def _combine(axis: Axis) -> tuple[Seam, Seam]:
+def _max_and_sum(axis: Axis) -> tuple[Seam, Seam]:
     return partial(collectives.all_reduce, axis=axis, op="max"), partial(collectives.all_reduce, axis=axis)

@@ -23,5 +23,5 @@ def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
         axes += ["ep_etp", "sequence", "stage", "edp"]
         if parallel.data_parallel_sharding_strategy != "no_shard":
             axes.append("edp_shard")
-    summed = {piece.sum_over for placement in placements.values() for piece in placement.pieces}
+    summed = {piece.grad_reduce_axis for placement in placements.values() for piece in placement.tensor_shards}
     return [*axes, *sorted(name for name in summed if name is not None and name not in axes), "world"]

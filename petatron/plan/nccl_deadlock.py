@@ -21,73 +21,85 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from petatron.mesh.diagnose.nccl_program import RECEIVE, SEND, Call, Compute, Item, Operation, Program
-from petatron.plan.pipeline_simulator import Costs, message_of
+from petatron.mesh.diagnose.nccl_program import RECEIVE, SEND, Call, Compute, NcclProgram, Operation, ProgramItem
+from petatron.plan.pipeline_simulator import ActionCosts, message_of
 from petatron.schedule import Schedule
-from petatron.schedule.actions import COMPUTE, SENDS, Action, Kind, Product, needed_by, produced_by
+from petatron.schedule.actions import COMPUTE_KINDS, SEND_KINDS, Action, ActionKind, StageOutput, needed_by, produced_by
 
 
-class Transfer(NamedTuple):
+class PipelineTransfer(NamedTuple):
     """A message between two ranks, seen from one of them."""
 
     source: int
     destination: int
-    product: Product
+    message: StageOutput
 
 
-class Communicator(NamedTuple):
+class SimulatedCommunicator(NamedTuple):
     """Ranks that can talk, and in which direction if only in one."""
 
     members: tuple[int, ...]
-    arrow: str = "-"
+    separator: str = "-"
 
     def __str__(self) -> str:
-        return f"communicator {self.arrow.join(map(str, self.members))}"
+        return f"communicator {self.separator.join(map(str, self.members))}"
 
 
-Policy = Callable[[int, Sequence[Transfer]], list[tuple[Communicator, Sequence[Transfer]]]]
+CommunicatorPolicy = Callable[
+    [int, Sequence[PipelineTransfer]], list[tuple[SimulatedCommunicator, Sequence[PipelineTransfer]]]
+]
 """(ranks of the pipeline, transfers of one moment) -> calls, in the order in which they are issued."""
 
 
 @cache
-def _group(ranks: int) -> Communicator:
-    return Communicator(tuple(range(ranks)))
+def _pipeline_communicator(ranks: int) -> SimulatedCommunicator:
+    return SimulatedCommunicator(tuple(range(ranks)))
 
 
 @cache
-def _pair(one: int, two: int) -> Communicator:
-    return Communicator((min(one, two), max(one, two)))
+def _pair_communicator(one: int, two: int) -> SimulatedCommunicator:
+    return SimulatedCommunicator((min(one, two), max(one, two)))
 
 
 @cache
-def _direction(source: int, destination: int) -> Communicator:
-    return Communicator((source, destination), "->")
+def _direction_communicator(source: int, destination: int) -> SimulatedCommunicator:
+    return SimulatedCommunicator((source, destination), "->")
 
 
-def lone_unbatched(ranks: int, transfers: Sequence[Transfer]) -> list[tuple[Communicator, Sequence[Transfer]]]:
+def lone_unbatched(
+    ranks: int, transfers: Sequence[PipelineTransfer]
+) -> list[tuple[SimulatedCommunicator, Sequence[PipelineTransfer]]]:
     return alone(ranks, transfers) if len(transfers) == 1 else group_batch(ranks, transfers)
 
 
-def group_batch(ranks: int, transfers: Sequence[Transfer]) -> list[tuple[Communicator, Sequence[Transfer]]]:
-    return [(_group(ranks), transfers)]
+def group_batch(
+    ranks: int, transfers: Sequence[PipelineTransfer]
+) -> list[tuple[SimulatedCommunicator, Sequence[PipelineTransfer]]]:
+    return [(_pipeline_communicator(ranks), transfers)]
 
 
-def pair(ranks: int, transfers: Sequence[Transfer]) -> list[tuple[Communicator, Sequence[Transfer]]]:
-    calls: dict[Communicator, list[Transfer]] = {}
+def pair(
+    ranks: int, transfers: Sequence[PipelineTransfer]
+) -> list[tuple[SimulatedCommunicator, Sequence[PipelineTransfer]]]:
+    calls: dict[SimulatedCommunicator, list[PipelineTransfer]] = {}
     for transfer in transfers:
-        calls.setdefault(_pair(transfer.source, transfer.destination), []).append(transfer)
+        calls.setdefault(_pair_communicator(transfer.source, transfer.destination), []).append(transfer)
     return list(calls.items())
 
 
-def pair_direction(ranks: int, transfers: Sequence[Transfer]) -> list[tuple[Communicator, Sequence[Transfer]]]:
-    return [(_direction(transfer.source, transfer.destination), (transfer,)) for transfer in transfers]
+def pair_direction(
+    ranks: int, transfers: Sequence[PipelineTransfer]
+) -> list[tuple[SimulatedCommunicator, Sequence[PipelineTransfer]]]:
+    return [(_direction_communicator(transfer.source, transfer.destination), (transfer,)) for transfer in transfers]
 
 
-def alone(ranks: int, transfers: Sequence[Transfer]) -> list[tuple[Communicator, Sequence[Transfer]]]:
-    return [(_pair(transfer.source, transfer.destination), (transfer,)) for transfer in transfers]
+def alone(
+    ranks: int, transfers: Sequence[PipelineTransfer]
+) -> list[tuple[SimulatedCommunicator, Sequence[PipelineTransfer]]]:
+    return [(_pair_communicator(transfer.source, transfer.destination), (transfer,)) for transfer in transfers]
 
 
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, CommunicatorPolicy] = {
     "lone_unbatched": lone_unbatched,
     "group_batch": group_batch,
     "pair": pair,
@@ -101,42 +113,44 @@ def _operation(kind: str, peer: int) -> Operation:
     return Operation(kind, peer)
 
 
-def pipeline_program(schedule: Schedule, policy: Policy, costs: Costs, *, noise: float = 0.0, seed: int = 0) -> Program:
+def pipeline_program(
+    schedule: Schedule, policy: CommunicatorPolicy, costs: ActionCosts, *, noise: float = 0.0, seed: int = 0
+) -> NcclProgram:
     """A schedule as a program; each computation's cost is multiplied by a random factor between 1 - noise and 1 + noise."""
-    times = _Times(schedule, costs, noise=noise, seed=seed)
-    communicators: dict[Communicator, tuple[int, ...]] = {}
-    transfer_cost = costs.of(Kind.SEND_FORWARD, 0)
-    lists: list[list[Item]] = []
-    for rank, batches in enumerate(schedule.batches):
-        items: list[Item] = []
-        received: dict[Product, int] = {}
+    times = _ComputeTimes(schedule, costs, noise=noise, seed=seed)
+    communicators: dict[SimulatedCommunicator, tuple[int, ...]] = {}
+    transfer_cost = costs.time_of(ActionKind.SEND_FORWARD, 0)
+    lists: list[list[ProgramItem]] = []
+    for rank, batches in enumerate(schedule.action_batches):
+        items: list[ProgramItem] = []
+        received: dict[StageOutput, int] = {}
         for batch in batches:
-            if batch[0].kind in COMPUTE:
+            if batch[0].kind in COMPUTE_KINDS:
                 needed = needed_by(batch[0], stages=schedule.stages)
                 needs = tuple(received[product] for product in needed if product in received)
-                items.append(Compute(batch[0], needs, times.of(batch[0])))
+                items.append(Compute(batch[0], needs, times.time_of(batch[0])))
                 continue
             transfers = [_transfer(schedule, rank, action) for action in batch]
             for communicator, together in policy(schedule.ranks, transfers):
                 communicators[communicator] = communicator.members
-                received |= {transfer.product: len(items) for transfer in together if transfer.destination == rank}
+                received |= {transfer.message: len(items) for transfer in together if transfer.destination == rank}
                 operations = tuple(
                     _operation(SEND, to) if source == rank else _operation(RECEIVE, source)
                     for source, to, _ in together
                 )
                 items.append(Call(communicator, operations, transfer_cost))
         lists.append(items)
-    return Program(tuple(lists), communicators)
+    return NcclProgram(tuple(lists), communicators)
 
 
-def unordered_makespan(schedule: Schedule, costs: Costs, *, noise: float = 0.0, seed: int = 0) -> float:
+def unordered_makespan(schedule: Schedule, costs: ActionCosts, *, noise: float = 0.0, seed: int = 0) -> float:
     """How long a schedule takes if a message travels as soon as it is made, whatever else does and whether or not it is awaited."""
-    times = _Times(schedule, costs, noise=noise, seed=seed)
-    transfer_cost = costs.of(Kind.SEND_FORWARD, 0)
-    computations = [[action for action in actions if action.kind in COMPUTE] for actions in schedule.actions]
-    made: dict[Product, tuple[int, float]] = {}
+    times = _ComputeTimes(schedule, costs, noise=noise, seed=seed)
+    transfer_cost = costs.time_of(ActionKind.SEND_FORWARD, 0)
+    computations = [[action for action in actions if action.kind in COMPUTE_KINDS] for actions in schedule.actions]
+    made: dict[StageOutput, tuple[int, float]] = {}
     free, at = [0.0] * schedule.ranks, [0] * schedule.ranks
-    awaited: dict[Product, int] = {}
+    awaited: dict[StageOutput, int] = {}
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()
@@ -148,7 +162,7 @@ def unordered_makespan(schedule: Schedule, costs: Costs, *, noise: float = 0.0, 
                 awaited[missing] = rank
                 break
             arrivals = (end + (transfer_cost if maker != rank else 0.0) for maker, end in map(made.__getitem__, needed))
-            free[rank] = max(free[rank], *arrivals, 0.0) + times.of(action)
+            free[rank] = max(free[rank], *arrivals, 0.0) + times.time_of(action)
             at[rank] += 1
             product = produced_by(action)
             if product is not None:
@@ -159,21 +173,25 @@ def unordered_makespan(schedule: Schedule, costs: Costs, *, noise: float = 0.0, 
     return max(free)
 
 
-class _Times:
+class _ComputeTimes:
     """What computations take: the same for a computation, seed and noise wherever it is asked for."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, *, noise: float, seed: int) -> None:
-        self._times = {(kind, stage): costs.of(kind, stage) for kind in COMPUTE for stage in range(schedule.stages)}
+    def __init__(self, schedule: Schedule, costs: ActionCosts, *, noise: float, seed: int) -> None:
+        self._times = {
+            (kind, stage): costs.time_of(kind, stage) for kind in COMPUTE_KINDS for stage in range(schedule.stages)
+        }
         self._factors: dict[Action, float] = {}
         if noise:
             draw = random.Random(seed)
-            computations = (action for actions in schedule.actions for action in actions if action.kind in COMPUTE)
+            computations = (
+                action for actions in schedule.actions for action in actions if action.kind in COMPUTE_KINDS
+            )
             self._factors = {action: draw.uniform(1.0 - noise, 1.0 + noise) for action in computations}
 
-    def of(self, action: Action) -> float:
+    def time_of(self, action: Action) -> float:
         return self._times[action.kind, action.stage] * self._factors.get(action, 1.0)
 
 
-def _transfer(schedule: Schedule, rank: int, action: Action) -> Transfer:
+def _transfer(schedule: Schedule, rank: int, action: Action) -> PipelineTransfer:
     peer, product = message_of(schedule, action)
-    return Transfer(rank, peer, product) if action.kind in SENDS else Transfer(peer, rank, product)
+    return PipelineTransfer(rank, peer, product) if action.kind in SEND_KINDS else PipelineTransfer(peer, rank, product)

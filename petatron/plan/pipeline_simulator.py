@@ -5,7 +5,8 @@ its list and takes none of the rank's time. A message travels when both its ends
 the messages between two ranks start in the order of their lists; those in the same direction come one after the other, those
 in opposite directions pass each other. A computation waits for the messages it needs.
 
-Activations are counted in micro-batches of one stage (`most_held`); how many are kept depends on the order alone, not on the costs.
+Activations are counted in micro-batches of one stage (`max_held_micro_batches`); how many are kept depends on the order alone, not on the
+costs.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from dataclasses import dataclass
 
 from petatron.schedule import Schedule
 from petatron.schedule.actions import (
-    COMPUTE,
-    SENDS,
+    COMPUTE_KINDS,
+    SEND_KINDS,
     Action,
-    Kind,
-    Product,
+    ActionKind,
+    StageOutput,
     TimedAction,
-    most_held,
+    max_held_micro_batches,
     needed_by,
     produced_by,
 )
@@ -30,7 +31,7 @@ Cost = float | Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class ActionCosts:
     """Time of each kind of action, the same for all stages or a function of the stage.
 
     A whole backward is its two halves together unless it is given.
@@ -42,15 +43,15 @@ class Costs:
     weight_grad: Cost = 1.0
     transfer: Cost = 0.0
 
-    def of(self, kind: Kind, stage: int) -> float:
+    def time_of(self, kind: ActionKind, stage: int) -> float:
         """The time of a computation, or of a message sent by `stage`."""
-        if kind is Kind.BACKWARD and self.backward is None:
-            return self.of(Kind.INPUT_GRAD, stage) + self.of(Kind.WEIGHT_GRAD, stage)
-        by_kind: dict[Kind, Cost | None] = {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.backward,
-            Kind.INPUT_GRAD: self.input_grad,
-            Kind.WEIGHT_GRAD: self.weight_grad,
+        if kind is ActionKind.BACKWARD and self.backward is None:
+            return self.time_of(ActionKind.INPUT_GRAD, stage) + self.time_of(ActionKind.WEIGHT_GRAD, stage)
+        by_kind: dict[ActionKind, Cost | None] = {
+            ActionKind.FORWARD: self.forward,
+            ActionKind.BACKWARD: self.backward,
+            ActionKind.INPUT_GRAD: self.input_grad,
+            ActionKind.WEIGHT_GRAD: self.weight_grad,
         }
         cost = by_kind.get(kind, self.transfer)
         assert cost is not None
@@ -62,7 +63,7 @@ class Simulation:
     """What came of a schedule. `events` are each rank's computations in order."""
 
     makespan: float
-    busy: tuple[float, ...]
+    busy_time: tuple[float, ...]
     peak_activations: tuple[int, ...]
     events: tuple[tuple[TimedAction, ...], ...]
 
@@ -74,7 +75,7 @@ class Simulation:
 
 def bubble_fraction(events: tuple[tuple[TimedAction, ...], ...]) -> float:
     """1 - (time spent computing) / (ranks x time from the first start to the last end)."""
-    timed = [event for rank in events for event in rank if event.action.kind in COMPUTE]
+    timed = [event for rank in events for event in rank if event.action.kind in COMPUTE_KINDS]
     if not timed:
         return 0.0
     span = max(event.end for event in timed) - min(event.start for event in timed)
@@ -105,41 +106,41 @@ def theoretical_bubble(name: str, *, ranks: int, virtual: int, micro_batches: in
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """The most micro-batches of one stage each rank holds at a time."""
-    return tuple(most_held(actions) for actions in schedule.actions)
+    return tuple(max_held_micro_batches(actions) for actions in schedule.actions)
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+def simulate(schedule: Schedule, costs: ActionCosts) -> Simulation:
     """Play a schedule through; ValueError, with what each rank waits for, if it never ends."""
-    clock = _Clock(schedule, costs)
+    clock = _Simulator(schedule, costs)
     clock.run()
     events = tuple(tuple(events) for events in clock.events)
     timed = [event for rank in events for event in rank]
     return Simulation(
         makespan=max(event.end for event in timed),
-        busy=tuple(sum(event.end - event.start for event in rank) for rank in events),
+        busy_time=tuple(sum(event.end - event.start for event in rank) for rank in events),
         peak_activations=peak_activations(schedule),
         events=events,
     )
 
 
-def pair_messages(schedule: Schedule, rank: int) -> dict[int, list[Product]]:
+def messages_by_peer(schedule: Schedule, rank: int) -> dict[int, list[StageOutput]]:
     """For each other rank, the messages between the two in the order of this rank's list, in both directions."""
-    messages: dict[int, list[Product]] = {}
+    messages: dict[int, list[StageOutput]] = {}
     for action in schedule.actions[rank]:
-        if action.kind not in COMPUTE:
+        if action.kind not in COMPUTE_KINDS:
             peer, product = message_of(schedule, action)
             messages.setdefault(peer, []).append(product)
     return messages
 
 
-def message_of(schedule: Schedule, transfer: Action) -> tuple[int, Product]:
+def message_of(schedule: Schedule, transfer: Action) -> tuple[int, StageOutput]:
     """The rank at the other end of a transfer, and what it carries."""
-    forward = transfer.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-    onward = transfer.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
+    forward = transfer.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
+    onward = transfer.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD)
     other = transfer.stage + (1 if onward else -1)
-    source = transfer.stage if transfer.kind in SENDS else other
+    source = transfer.stage if transfer.kind in SEND_KINDS else other
     return schedule.rank_of(other), (
-        Kind.FORWARD if forward else Kind.INPUT_GRAD,
+        ActionKind.FORWARD if forward else ActionKind.INPUT_GRAD,
         source,
         transfer.micro_batch,
     )
@@ -148,46 +149,48 @@ def message_of(schedule: Schedule, transfer: Action) -> tuple[int, Product]:
 class _Channel:
     """The messages between two ranks: which comes next, when each end posted, when each arrived."""
 
-    def __init__(self, messages: list[Product]) -> None:
+    def __init__(self, messages: list[StageOutput]) -> None:
         self.messages = messages
-        self.posted: dict[tuple[Product, int], float] = {}
+        self.posted: dict[tuple[StageOutput, int], float] = {}
         self._next = 0
         self._last_start = 0.0
-        self._free: dict[Kind | int, float] = {}
+        self._link_free_at: dict[ActionKind | int, float] = {}
 
-    def move(
-        self, ranks: tuple[int, int], source_of: Callable[[Product], int], costs: Costs
-    ) -> list[tuple[Product, float]]:
+    def start_ready_messages(
+        self, ranks: tuple[int, int], source_of: Callable[[StageOutput], int], costs: ActionCosts
+    ) -> list[tuple[StageOutput, float]]:
         """Start every message whose turn has come and whose ends are both there; answers them with when they arrive."""
-        arrived: list[tuple[Product, float]] = []
+        arrived: list[tuple[StageOutput, float]] = []
         while self._next < len(self.messages):
             product = self.messages[self._next]
             ends = [self.posted.get((product, rank)) for rank in ranks]
             if ends[0] is None or ends[1] is None:
                 break
             source = source_of(product)
-            start = max(ends[0], ends[1], self._last_start, self._free.get(source, 0.0))
-            end = start + costs.of(Kind.SEND_FORWARD, product[1])
-            self._last_start, self._free[source] = start, end
+            start = max(ends[0], ends[1], self._last_start, self._link_free_at.get(source, 0.0))
+            end = start + costs.time_of(ActionKind.SEND_FORWARD, product[1])
+            self._last_start, self._link_free_at[source] = start, end
             self._next += 1
             arrived.append((product, end))
         return arrived
 
 
-class _Clock:
+class _Simulator:
     """Times of everything in a schedule, found by going through the lists as far as each can go, again and again."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: ActionCosts) -> None:
         self._schedule = schedule
         self._costs = costs
         self._rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
-        self._times = {(kind, stage): costs.of(kind, stage) for kind in COMPUTE for stage in range(schedule.stages)}
+        self._durations = {
+            (kind, stage): costs.time_of(kind, stage) for kind in COMPUTE_KINDS for stage in range(schedule.stages)
+        }
         self.events: list[list[TimedAction]] = [[] for _ in schedule.actions]
         self._next = [0] * schedule.ranks
-        self._free = [0.0] * schedule.ranks
-        self._here: list[dict[Product, float]] = [{} for _ in schedule.actions]
+        self._rank_free_at = [0.0] * schedule.ranks
+        self._available: list[dict[StageOutput, float]] = [{} for _ in schedule.actions]
         self._channels: dict[tuple[int, int], _Channel] = {}
-        lists = [pair_messages(schedule, rank) for rank in range(schedule.ranks)]
+        lists = [messages_by_peer(schedule, rank) for rank in range(schedule.ranks)]
         for rank, peers in enumerate(lists):
             for peer, messages in peers.items():
                 other = lists[peer].get(rank, [])
@@ -199,7 +202,7 @@ class _Clock:
     def run(self) -> None:
         ready = list(range(self._schedule.ranks))
         while ready:
-            ready = [woken for rank in dict.fromkeys(ready) for woken in self._go(rank)]
+            ready = [woken for rank in dict.fromkeys(ready) for woken in self._advance(rank)]
         stuck = [
             f"rank {rank} waits for {actions[at]}"
             for rank, (actions, at) in enumerate(zip(self._schedule.actions, self._next))
@@ -208,12 +211,12 @@ class _Clock:
         if stuck:
             raise ValueError(f"this schedule never ends: {'; '.join(stuck)}")
 
-    def _go(self, rank: int) -> list[int]:
+    def _advance(self, rank: int) -> list[int]:
         """Take a rank through its list until it must wait; answers the ranks that something arrived at meanwhile."""
         actions, woken = self._schedule.actions[rank], []
         while self._next[rank] < len(actions):
             action = actions[self._next[rank]]
-            if action.kind not in COMPUTE:
+            if action.kind not in COMPUTE_KINDS:
                 woken += self._post(rank, action)
             elif not self._compute(rank, action):
                 break
@@ -221,13 +224,13 @@ class _Clock:
         return woken
 
     def _compute(self, rank: int, action: Action) -> bool:
-        here = self._here[rank]
+        here = self._available[rank]
         needs = needed_by(action, stages=self._schedule.stages)
         if any(product not in here for product in needs):
             return False
-        start = max([self._free[rank], *(here[product] for product in needs)])
-        end = start + self._times[action.kind, action.stage]
-        self._free[rank] = end
+        start = max([self._rank_free_at[rank], *(here[product] for product in needs)])
+        end = start + self._durations[action.kind, action.stage]
+        self._rank_free_at[rank] = end
         self.events[rank].append(TimedAction(action, start, end))
         product = produced_by(action)
         if product is not None:
@@ -236,15 +239,15 @@ class _Clock:
 
     def _post(self, rank: int, transfer: Action) -> list[int]:
         peer, product = message_of(self._schedule, transfer)
-        if transfer.kind in SENDS and product not in self._here[rank]:
+        if transfer.kind in SEND_KINDS and product not in self._available[rank]:
             raise ValueError(f"rank {rank} sends before it has anything to send: {transfer}")
         pair = (min(rank, peer), max(rank, peer))
         channel = self._channels[pair]
-        channel.posted[product, rank] = self._free[rank]
+        channel.posted[product, rank] = self._rank_free_at[rank]
         woken: list[int] = []
-        for moved, end in channel.move(pair, lambda product: self._rank_of[product[1]], self._costs):
+        for moved, end in channel.start_ready_messages(pair, lambda product: self._rank_of[product[1]], self._costs):
             source = self._rank_of[moved[1]]
             receiver = pair[0] if source == pair[1] else pair[1]
-            self._here[receiver][moved] = end
+            self._available[receiver][moved] = end
             woken.append(receiver)
         return woken

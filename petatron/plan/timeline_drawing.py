@@ -12,18 +12,23 @@ from dataclasses import dataclass
 from html import escape
 
 from petatron.plan.pipeline_simulator import bubble_fraction
-from petatron.schedule.actions import COMPUTE, Kind, TimedAction
+from petatron.schedule.actions import COMPUTE_KINDS, ActionKind, TimedAction
 
 Events = Sequence[Sequence[TimedAction]]
 
 _NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input gradient",
-    Kind.WEIGHT_GRAD: "weight gradient",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRAD: "input gradient",
+    ActionKind.WEIGHT_GRAD: "weight gradient",
 }
 # Hue and saturation of each kind; lightness tells a rank's stages apart.
-_HUES = {Kind.FORWARD: (212, 62), Kind.BACKWARD: (145, 42), Kind.INPUT_GRAD: (170, 45), Kind.WEIGHT_GRAD: (32, 80)}
+_HUES = {
+    ActionKind.FORWARD: (212, 62),
+    ActionKind.BACKWARD: (145, 42),
+    ActionKind.INPUT_GRAD: (170, 45),
+    ActionKind.WEIGHT_GRAD: (32, 80),
+}
 _DARKEST, _LIGHTEST = 42, 74
 _LABEL_WIDTH, _RIGHT, _TOP, _ROW, _GAP, _BOTTOM = 72, 24, 78, 28, 6, 46
 _DIGIT_WIDTH = 6.6
@@ -41,7 +46,7 @@ class _Rows:
 
 
 def _rows(events: Events) -> _Rows:
-    boxes = tuple(tuple(timed for timed in rank if timed.action.kind in COMPUTE) for rank in events)
+    boxes = tuple(tuple(timed for timed in rank if timed.action.kind in COMPUTE_KINDS) for rank in events)
     every = [timed for rank in boxes for timed in rank]
     if not every:
         raise ValueError("there is nothing to draw: no rank computed anything")
@@ -60,7 +65,7 @@ def timeline_svg(events: Events, *, title: str, unit: str = "", width: int | Non
     within reason.
     """
     rows = _rows(events)
-    width = width or _good_width(rows)
+    width = width or _default_width(rows)
     scale = (width - _LABEL_WIDTH - _RIGHT) / rows.span
     height = _TOP + len(rows.boxes) * (_ROW + _GAP) + _BOTTOM
     parts = [
@@ -81,13 +86,13 @@ def timeline_svg(events: Events, *, title: str, unit: str = "", width: int | Non
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _good_width(rows: _Rows) -> int:
+def _default_width(rows: _Rows) -> int:
     lengths = sorted(timed.end - timed.start for rank in rows.boxes for timed in rank)
     typical = lengths[len(lengths) // 4] or rows.span
     return int(min(4000, max(960, _LABEL_WIDTH + _RIGHT + 20 * rows.span / typical)))
 
 
-def _colour(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
+def _colour(kind: ActionKind, chunk: int, chunks: int) -> tuple[str, str]:
     """Fill of a box, and of the number in it."""
     hue, saturation = _HUES[kind]
     lightness = _DARKEST + (_LIGHTEST - _DARKEST) * chunk / max(1, chunks - 1)

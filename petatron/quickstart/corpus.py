@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import DataError
-from petatron.base.safe_files import publish
-from petatron.base.untrusted_files import read_bytes
+from petatron.base.safe_files import write_atomic
+from petatron.base.untrusted_files import read_limited_bytes
 
-LEFT_OUT_FOLDERS = frozenset(
+EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
-HELD_OUT_ONE_IN = 20
-_MOST_BYTES = 1 << 26
+HELD_OUT_INTERVAL = 20
+_MAX_FILE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def read_corpus(folder: Path, *, max_bytes: int, min_files: int = 200) -> Corpus
     """Up to `max_bytes` of Python source below a folder, divided into training and held-out files."""
     chosen: list[SourceFile] = []
     total = 0
-    for path in sorted(_candidates(folder), key=_hash):
+    for path in sorted(_candidates(folder), key=_path_hash):
         text = _read(folder / path)
         size = len(text.encode()) if text else 0
         if size == 0 or total + size > max_bytes:
@@ -79,7 +79,7 @@ def read_corpus(folder: Path, *, max_bytes: int, min_files: int = 200) -> Corpus
 
 def is_held_out(path: str) -> bool:
     """One file in twenty."""
-    return _hash(path) % HELD_OUT_ONE_IN == 0
+    return _path_hash(path) % HELD_OUT_INTERVAL == 0
 
 
 def write_jsonl(files: Sequence[SourceFile], destination: Path) -> None:
@@ -87,7 +87,7 @@ def write_jsonl(files: Sequence[SourceFile], destination: Path) -> None:
     lines = (json.dumps({"path": file.path, "text": file.text}) + "\n" for file in files)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        publish(destination, "".join(lines))
+        write_atomic(destination, "".join(lines))
     except OSError as error:
         raise DataError(f"Cannot write the corpus to {destination}: {error}. Choose a writable folder.") from error
 
@@ -102,19 +102,19 @@ def _candidates(folder: Path) -> Iterator[str]:
             continue
         for entry in entries:
             if entry.is_dir():
-                if entry.name not in LEFT_OUT_FOLDERS and not entry.is_symlink():
+                if entry.name not in EXCLUDED_FOLDERS and not entry.is_symlink():
                     pending.append(entry)
             elif entry.suffix == ".py":
                 yield entry.relative_to(folder).as_posix()
 
 
-def _hash(path: str) -> int:
+def _path_hash(path: str) -> int:
     return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "big")
 
 
 def _read(path: Path) -> str:
     """The text of a file; empty when it cannot be read or is not UTF-8."""
     try:
-        return read_bytes(path, _MOST_BYTES).decode("utf-8").replace("\r\n", "\n")
+        return read_limited_bytes(path, _MAX_FILE_BYTES).decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError):
         return ""

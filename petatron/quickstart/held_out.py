@@ -21,10 +21,10 @@ from petatron.train.build import build_loaders, launch, open_tokenizer
 from petatron.train.state.train_state import TrainState
 
 
-class Unigram:
+class UnigramModel:
     """Token frequencies, each counted once more than it was seen, so that no token is impossible.
 
-    >>> round(Unigram(np.array([7, 1])).loss(np.array([0, 0, 1])), 3)
+    >>> round(UnigramModel(np.array([7, 1])).loss(np.array([0, 0, 1])), 3)
     2.056
     """
 
@@ -33,7 +33,7 @@ class Unigram:
         self._losses = np.log(smoothed.sum()) - np.log(smoothed)
 
     @classmethod
-    def of(cls, dataset: IndexedDataset, vocab_size: int) -> Unigram:
+    def from_dataset(cls, dataset: IndexedDataset, vocab_size: int) -> UnigramModel:
         """The frequencies of a whole token file."""
         counts = np.zeros(vocab_size, np.int64)
         for sequence in range(dataset.num_sequences):
@@ -46,7 +46,7 @@ class Unigram:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class HeldOutLoss:
     """Mean loss per token, in nats, of the model and of the unigram model."""
 
     tokens: int
@@ -55,16 +55,16 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedModel:
     """A trained model in this one process, whatever layout it was trained in."""
 
     model: ParallelModel
     tokenizer: Tokenizer
-    held_out: HeldOut
-    parameters: int
+    held_out: HeldOutLoss
+    num_parameters: int
 
 
-def evaluate_alone(settings: str, train: IndexedDataset, held_out: IndexedDataset) -> Trained:
+def evaluate_held_out(settings: str, train: IndexedDataset, held_out: IndexedDataset) -> TrainedModel:
     """Load the last checkpoint of a run's settings file into one process, and evaluate every held-out token once."""
     batches = _num_batches(settings, held_out)
     flags = ["--config", settings, "--tp", "1", "--finetune", "--eval-iters", str(batches), "--num-workers", "0"]
@@ -72,12 +72,12 @@ def evaluate_alone(settings: str, train: IndexedDataset, held_out: IndexedDatase
     assert tokenizer is not None and loaded.config.checkpoint.load is not None
     run = loaded.config
     mesh = launch(run)
-    state = TrainState.start(run, mesh)
+    state = TrainState.build_for_load(run, mesh)
     if not state.load(run.checkpoint.load or ""):
         raise DataError(f"{run.checkpoint.load} holds no checkpoint to evaluate. Run the quickstart with --fresh.")
     loader = build_loaders(run, mesh, tokenizer).valid
     assert loader is not None and run.train.global_batch_size is not None
-    unigram = Unigram.of(train, tokenizer.vocab_size)
+    unigram = UnigramModel.from_dataset(train, tokenizer.vocab_size)
     total, known, tokens = 0.0, 0.0, 0
     for index in range(batches):
         step = loader.next_step(run.train.global_batch_size, index * run.train.global_batch_size)
@@ -85,7 +85,7 @@ def evaluate_alone(settings: str, train: IndexedDataset, held_out: IndexedDatase
         total, tokens = total + float(loss), tokens + int(count)
         known += sum(unigram.loss(batch.labels.numpy()) for batch in step)
     parameters = sum(parameter.numel() for parameter in state.model.module.parameters())
-    return Trained(state.model, tokenizer, HeldOut(tokens, total / tokens, known / tokens), parameters)
+    return TrainedModel(state.model, tokenizer, HeldOutLoss(tokens, total / tokens, known / tokens), parameters)
 
 
 def _num_batches(settings: str, held_out: IndexedDataset) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.base.safe_files import publish, remove
+from petatron.base.safe_files import remove_tree, write_atomic
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.preprocess import PreprocessOptions, preprocess
@@ -56,20 +56,20 @@ class Workspace:
                 rule = "is a folder with other files in it"
                 raise ConfigError([Problem("--out", str(self.root), rule, "Give a new or an empty folder.")])
             if fresh:
-                for path in self._made():
-                    remove(path)
+                for path in self._outputs():
+                    remove_tree(path)
             self.root.mkdir(parents=True, exist_ok=True)
             if fresh or not stamp.is_file():
-                self._write_keys({})
+                self._write_stage_keys({})
         except OSError as error:
             rule = f"cannot be used: {error.strerror}"
             raise ConfigError([Problem("--out", str(self.root), rule, "Give a writable folder.")]) from error
 
-    def _made(self) -> Iterable[Path]:
+    def _outputs(self) -> Iterable[Path]:
         folders = (self.root / "corpus", self.root / "data", self.training)
         return (*folders, self.tokenizer, self.settings, self.summary)
 
-    def keys(self) -> dict[str, str]:
+    def stage_keys(self) -> dict[str, str]:
         """Stage -> key of what was last finished; a file that cannot be read counts as nothing finished."""
         try:
             found = json.loads((self.root / STAGES_FILE).read_text(encoding="utf-8"))
@@ -77,84 +77,84 @@ class Workspace:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def mark(self, stage: str, key: str | None) -> None:
+    def set_stage_key(self, stage: str, key: str | None) -> None:
         """Remember that a stage is finished, or with None that it no longer is."""
-        keys = {name: value for name, value in self.keys().items() if name != stage}
-        self._write_keys(keys if key is None else {**keys, stage: key})
+        keys = {name: value for name, value in self.stage_keys().items() if name != stage}
+        self._write_stage_keys(keys if key is None else {**keys, stage: key})
 
-    def _write_keys(self, keys: Mapping[str, str]) -> None:
-        publish(self.root / STAGES_FILE, json.dumps(keys, indent=1) + "\n")
+    def _write_stage_keys(self, keys: Mapping[str, str]) -> None:
+        write_atomic(self.root / STAGES_FILE, json.dumps(keys, indent=1) + "\n")
 
-    def stage(self, name: str, key: str, outputs: Sequence[Path], work: Callable[[], object]) -> bool:
+    def run_stage(self, name: str, key: str, outputs: Sequence[Path], work: Callable[[], object]) -> bool:
         """Do a stage unless it is finished with this key; answers whether it was."""
-        if self.keys().get(name) == key and all(path.is_file() for path in outputs):
+        if self.stage_keys().get(name) == key and all(path.is_file() for path in outputs):
             return True
-        self.mark(name, None)
+        self.set_stage_key(name, None)
         work()
-        self.mark(name, key)
+        self.set_stage_key(name, key)
         return False
 
 
-def key_of(*parts: Any) -> str:
+def stage_key(*parts: Any) -> str:
     """A digest of plain values."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def prepare_corpus(space: Workspace, options: QuickstartOptions) -> tuple[Corpus, bool]:
+def prepare_corpus(workspace: Workspace, options: QuickstartOptions) -> tuple[Corpus, bool]:
     """Read the standard library and keep its two parts as JSON lines; also whether that had been done."""
     corpus = read_corpus(standard_library(), max_bytes=options.corpus_bytes, min_files=options.min_files)
     parts = dict(zip(SPLITS, (corpus.train, corpus.held_out)))
 
     def work() -> None:
         for split, files in parts.items():
-            write_jsonl(files, space.corpus(split))
+            write_jsonl(files, workspace.corpus(split))
 
-    return corpus, space.stage("corpus", corpus.digest, [space.corpus(split) for split in SPLITS], work)
+    return corpus, workspace.run_stage("corpus", corpus.digest, [workspace.corpus(split) for split in SPLITS], work)
 
 
-def prepare_tokenizer(space: Workspace, corpus: Corpus, vocab_size: int) -> tuple[HuggingFaceTokenizer, bool]:
+def prepare_tokenizer(workspace: Workspace, corpus: Corpus, vocab_size: int) -> tuple[HuggingFaceTokenizer, bool]:
     """A byte-level BPE of the training files; the held-out ones have no say in it."""
 
     def work() -> None:
-        train_bpe((file.text for file in corpus.train), vocab_size, space.tokenizer)
+        train_bpe((file.text for file in corpus.train), vocab_size, workspace.tokenizer)
 
-    reused = space.stage("tokenizer", key_of(corpus.digest, vocab_size), [space.tokenizer], work)
-    return HuggingFaceTokenizer(space.tokenizer), reused
+    reused = workspace.run_stage("tokenizer", stage_key(corpus.digest, vocab_size), [workspace.tokenizer], work)
+    return HuggingFaceTokenizer(workspace.tokenizer), reused
 
 
-def prepare_data(space: Workspace) -> tuple[dict[str, IndexedDataset], bool]:
+def prepare_data(workspace: Workspace) -> tuple[dict[str, IndexedDataset], bool]:
     """Token files of both parts, each document ended by the end-of-document token."""
-    outputs = [Path(f"{space.data(split)}.{suffix}") for split in SPLITS for suffix in ("bin", "idx")]
+    outputs = [Path(f"{workspace.data(split)}.{suffix}") for split in SPLITS for suffix in ("bin", "idx")]
 
     def work() -> None:
-        remove(space.root / "data")  # sample indices of other token files would only take room
+        remove_tree(workspace.root / "data")  # sample indices of other token files would only take room
         for split in SPLITS:
-            prefix = str(space.data(split)).removesuffix("_text_document")
-            tokenizer = TokenizerConfig(tokenizer_model=str(space.tokenizer))
+            prefix = str(workspace.data(split)).removesuffix("_text_document")
+            tokenizer = TokenizerConfig(tokenizer_model=str(workspace.tokenizer))
             # One worker: the tokenizer library then uses a thread per core by itself.
             preprocess(
                 PreprocessOptions(
-                    inputs=(str(space.corpus(split)),), output_prefix=prefix, tokenizer=tokenizer, append_eod=True
+                    inputs=(str(workspace.corpus(split)),), output_prefix=prefix, tokenizer=tokenizer, append_eod=True
                 )
             )
 
-    reused = space.stage("data", key_of(space.keys()["tokenizer"]), outputs, work)
-    return {split: IndexedDataset(space.data(split)) for split in SPLITS}, reused
+    reused = workspace.run_stage("data", stage_key(workspace.stage_keys()["tokenizer"]), outputs, work)
+    return {split: IndexedDataset(workspace.data(split)) for split in SPLITS}, reused
 
 
-def prepare_settings(space: Workspace, options: QuickstartOptions) -> None:
+def prepare_settings(workspace: Workspace, options: QuickstartOptions) -> None:
     """Write the settings of the run; results of a run with other settings or data are removed."""
-    settings = training_settings(space, options)
-    key = key_of(space.keys()["data"], settings)
-    if space.keys().get("training") != key:
-        space.mark("training", None)
-        remove(space.training)
+    settings = training_settings(workspace, options)
+    key = stage_key(workspace.stage_keys()["data"], settings)
+    if workspace.stage_keys().get("training") != key:
+        workspace.set_stage_key("training", None)
+        remove_tree(workspace.training)
         text = yaml.safe_dump(settings, sort_keys=False)
-        publish(space.settings, f"# Made by petatron quickstart; for petatron train --config\n{text}")
-        space.mark("training", key)
+        write_atomic(workspace.settings, f"# Made by petatron quickstart; for petatron train --config\n{text}")
+        workspace.set_stage_key("training", key)
 
 
-def training_settings(space: Workspace, options: QuickstartOptions) -> dict[str, dict[str, Any]]:
+def training_settings(workspace: Workspace, options: QuickstartOptions) -> dict[str, dict[str, Any]]:
     """What `petatron train` needs to know but the layout and the time limit, by section of the schema."""
     return {
         "model": dict(options.model),
@@ -168,20 +168,23 @@ def training_settings(space: Workspace, options: QuickstartOptions) -> dict[str,
             "eval_iters": 10,
             "device": "cpu",
         },
-        "data": {"train_data_path": [str(space.data("train"))], "valid_data_path": [str(space.data("held_out"))]},
-        "tokenizer": {"tokenizer_model": str(space.tokenizer)},
-        "checkpoint": {"save": str(space.training), "load": str(space.training)},
+        "data": {
+            "train_data_path": [str(workspace.data("train"))],
+            "valid_data_path": [str(workspace.data("held_out"))],
+        },
+        "tokenizer": {"tokenizer_model": str(workspace.tokenizer)},
+        "checkpoint": {"save": str(workspace.training), "load": str(workspace.training)},
         "log": {"log_interval": max(1, min(20, options.steps // 4))},
     }
 
 
-def training_flags(space: Workspace, options: QuickstartOptions) -> list[str]:
+def training_flags(workspace: Workspace, options: QuickstartOptions) -> list[str]:
     """The words after `petatron train`."""
     limit = ["--exit-duration-in-mins", f"{options.minutes:g}"]
-    return ["--config", str(space.settings), "--tp", str(options.tensor_parallel), *limit]
+    return ["--config", str(workspace.settings), "--tp", str(options.tensor_parallel), *limit]
 
 
-def why_stopped(metrics: Path) -> str:
+def stop_message(metrics: Path) -> str:
     """What a run's metrics say of its last early end, "stopping at iteration 5: ..."; empty when there was none."""
     try:
         records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,8 +1,9 @@
 """Pipeline schedules as data: for each rank, the list of actions of one optimizer step.
 
-A schedule is pure; `pipeline.py` executes one rank's part of it (`RankSchedule`), `plan/pipeline_simulator.py` predicts how long the whole
-(`Schedule`) takes, `plan/timeline_drawing.py` draws it. One device is a pipeline of one stage, so there is one training path.
-`gpipe_and_1f1b.py` and `zero_bubble.py` say which computation comes when, `send_recv.py` puts the sends and receives between them.
+A schedule is pure; `parallel/pipeline/executor.py` executes one rank's part of it (`RankSchedule`), `plan/pipeline_simulator.py` predicts
+how long the whole (`Schedule`) takes, `plan/timeline_drawing.py` draws it. One device is a pipeline of one stage, so there is one
+training path. `gpipe_and_1f1b.py` and `zero_bubble.py` say which computation comes when, `send_recv.py` puts the sends and receives
+between them.
 
 A model is cut into p x v stages, v on each of p ranks. Rank r holds the stages r, r + p, r + 2p, ...; in zb-v it holds
 r and 2p-1-r, so that the model goes down the ranks and comes back up, and the first and the last stage are on one rank.
@@ -15,16 +16,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 
-from petatron.config.checks.moe_overlap import COMBINED
+from petatron.config.checks.moe_overlap import OVERLAP_SCHEDULES
 from petatron.schedule import gpipe_and_1f1b
-from petatron.schedule.actions import Action, Batch, Kind, TimedAction, most_held
-from petatron.schedule.send_recv import Play, RankActions, with_transfers
-from petatron.schedule.zero_bubble import drain, zb_h1, zb_v
+from petatron.schedule.actions import Action, ActionBatch, ActionKind, TimedAction, max_held_micro_batches
+from petatron.schedule.send_recv import RankActions, UnitCostSimulation, insert_send_recv
+from petatron.schedule.zero_bubble import forward_only_orders, zb_h1, zb_v
 
 __all__ = [
     "SCHEDULES",
     "Action",
-    "Kind",
+    "ActionKind",
     "RankSchedule",
     "Schedule",
     "TimedAction",
@@ -49,11 +50,11 @@ class Schedule:
     ranks: int
     stages: int
     micro_batches: int
-    batches: tuple[tuple[Batch, ...], ...]
+    action_batches: tuple[tuple[ActionBatch, ...], ...]
     actions: tuple[tuple[Action, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "actions", tuple(tuple(chain.from_iterable(own)) for own in self.batches))
+        object.__setattr__(self, "actions", tuple(tuple(chain.from_iterable(own)) for own in self.action_batches))
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
@@ -75,9 +76,9 @@ class RankSchedule:
         """The rank that holds a stage."""
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.stages)
 
-    def batches(self) -> Iterator[Batch]:
+    def action_batches(self) -> Iterator[ActionBatch]:
         """In the order of execution: one computation, two that are combined, or transfers that are started together."""
-        return self.actions.batches()
+        return self.actions.action_batches()
 
 
 def stage_rank(name: str, stage: int, *, ranks: int, stages: int) -> int:
@@ -107,8 +108,8 @@ def schedule_problem(
         return f"zb-v has exactly two stages per rank, not {virtual}"
     if name == "interleaved" and group_size is not None and group_size < ranks:
         return f"a group of {group_size} micro-batches is smaller than the pipeline's {ranks} ranks"
-    if combined and ranks > 1 and name not in COMBINED:
-        return f"{name} does not run forwards and backwards in turn, so it cannot combine them; {' and '.join(COMBINED)} can"
+    if combined and ranks > 1 and name not in OVERLAP_SCHEDULES:
+        return f"{name} does not run forwards and backwards in turn, so it cannot combine them; {' and '.join(OVERLAP_SCHEDULES)} can"
     return None
 
 
@@ -133,13 +134,13 @@ def build_schedule(
     computed = computations(
         name, ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size, combined=combined
     )
-    return _of_all_ranks(name, computed, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    return _build_all_ranks(name, computed, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
 
 
 def forward_only(name: str, *, ranks: int, virtual: int, micro_batches: int) -> Schedule:
     """Evaluation: the same stages on the same ranks, no backward."""
-    computed = _forwards(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
-    return _of_all_ranks(name, computed, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    computed = _forward_only_orders(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    return _build_all_ranks(name, computed, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
 
 
 @lru_cache(maxsize=8)
@@ -157,14 +158,14 @@ def rank_schedule(
     """One rank's part of `build_schedule`, or of `forward_only`; a step asks for it every time, so it is kept.
 
     >>> schedule = rank_schedule("1f1b", ranks=2, virtual=1, micro_batches=2, rank=0)
-    >>> " ".join(f"{action.kind}{action.micro_batch}" for batch in schedule.batches() for action in batch)
+    >>> " ".join(f"{action.kind}{action.micro_batch}" for batch in schedule.action_batches() for action in batch)
     'F0 SF0 F1 SF1 RB0 B0 RB1 B1'
     """
     shape = {"ranks": ranks, "virtual": virtual, "micro_batches": micro_batches}
     more = {"group_size": group_size, "combined": combined}
-    computed = computations(name, **shape, **more) if training else _forwards(name, **shape)
+    computed = computations(name, **shape, **more) if training else _forward_only_orders(name, **shape)
     stages = ranks * virtual
-    play = Play(computed, _placement(name, ranks=ranks, stages=stages))
+    play = UnitCostSimulation(computed, _stage_ranks(name, ranks=ranks, stages=stages))
     return RankSchedule(name, ranks, stages, micro_batches, rank, play.actions(rank))
 
 
@@ -191,7 +192,7 @@ def in_flight(
         for action in chain.from_iterable((step,) if isinstance(step, Action) else step for step in order):
             by_stage.setdefault(action.stage, []).append(action)
         for stage, actions in by_stage.items():
-            held[stage] = most_held(actions)
+            held[stage] = max_held_micro_batches(actions)
     return tuple(held)
 
 
@@ -203,7 +204,7 @@ def computations(
     micro_batches: int,
     group_size: int | None = None,
     combined: bool = False,
-) -> Iterable[Sequence[Action | Batch]]:
+) -> Iterable[Sequence[Action | ActionBatch]]:
     """What every rank computes in one training step, in order; ValueError with the reason where there is no such schedule."""
     problem = schedule_problem(
         name, ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size, combined=combined
@@ -226,20 +227,20 @@ def computations(
     return zb_v(ranks=ranks, micro_batches=micro_batches)
 
 
-def _forwards(name: str, *, ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
+def _forward_only_orders(name: str, *, ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
     problem = schedule_problem(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
     if problem:
         raise ValueError(problem)
-    return drain(_placement(name, ranks=ranks, stages=ranks * virtual), micro_batches=micro_batches)
+    return forward_only_orders(_stage_ranks(name, ranks=ranks, stages=ranks * virtual), micro_batches=micro_batches)
 
 
-def _placement(name: str, *, ranks: int, stages: int) -> list[int]:
+def _stage_ranks(name: str, *, ranks: int, stages: int) -> list[int]:
     return [stage_rank(name, stage, ranks=ranks, stages=stages) for stage in range(stages)]
 
 
-def _of_all_ranks(
-    name: str, computed: Iterable[Sequence[Action | Batch]], *, ranks: int, virtual: int, micro_batches: int
+def _build_all_ranks(
+    name: str, computed: Iterable[Sequence[Action | ActionBatch]], *, ranks: int, virtual: int, micro_batches: int
 ) -> Schedule:
     stages = ranks * virtual
-    batches = with_transfers(computed, _placement(name, ranks=ranks, stages=stages))
+    batches = insert_send_recv(computed, _stage_ranks(name, ranks=ranks, stages=stages))
     return Schedule(name, ranks, stages, micro_batches, batches)

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does. A whole backward is B; a split one is I (gradient of the input) and, later, W (of the weights)."""
 
     FORWARD = "F"
@@ -24,8 +24,8 @@ class Kind(StrEnum):
     RECEIVE_BACKWARD = "RB"
 
 
-COMPUTE = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
-SENDS = frozenset((Kind.SEND_FORWARD, Kind.SEND_BACKWARD))
+COMPUTE_KINDS = frozenset((ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD))
+SEND_KINDS = frozenset((ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD))
 
 
 class Action(NamedTuple):
@@ -36,7 +36,7 @@ class Action(NamedTuple):
     gradient of the input of `stage` to the one before it, RB receives the gradient of the output of `stage` from the next one.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -44,7 +44,7 @@ class Action(NamedTuple):
         return f"{self.kind}(stage {self.stage}, micro-batch {self.micro_batch})"
 
 
-Batch = tuple[Action, ...]
+ActionBatch = tuple[Action, ...]
 """One computation, a forward and a backward that run combined, or transfers that are started together."""
 
 
@@ -58,44 +58,44 @@ class TimedAction:
 
 
 # What a computation leaves for others: (FORWARD, s, m) is the output of stage s, (INPUT_GRAD, s, m) the gradient of its input.
-Product = tuple[Kind, int, int]
+StageOutput = tuple[ActionKind, int, int]
 
 
-def produced_by(action: Action) -> Product | None:
+def produced_by(action: Action) -> StageOutput | None:
     """What a computation makes that another may wait for; None for weight gradients, which stay where they are."""
-    if action.kind is Kind.FORWARD:
-        return Kind.FORWARD, action.stage, action.micro_batch
-    if action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
-        return Kind.INPUT_GRAD, action.stage, action.micro_batch
+    if action.kind is ActionKind.FORWARD:
+        return ActionKind.FORWARD, action.stage, action.micro_batch
+    if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
+        return ActionKind.INPUT_GRAD, action.stage, action.micro_batch
     return None
 
 
-def needed_by(action: Action, *, stages: int) -> tuple[Product, ...]:
+def needed_by(action: Action, *, stages: int) -> tuple[StageOutput, ...]:
     """What must have been made before a computation can begin."""
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
-    if kind is Kind.FORWARD:
-        return () if stage == 0 else ((Kind.FORWARD, stage - 1, micro_batch),)
-    own = (Kind.FORWARD, stage, micro_batch)
-    if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
-        return (own,) if stage == stages - 1 else (own, (Kind.INPUT_GRAD, stage + 1, micro_batch))
-    return ((Kind.INPUT_GRAD, stage, micro_batch),)
+    if kind is ActionKind.FORWARD:
+        return () if stage == 0 else ((ActionKind.FORWARD, stage - 1, micro_batch),)
+    own = (ActionKind.FORWARD, stage, micro_batch)
+    if kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
+        return (own,) if stage == stages - 1 else (own, (ActionKind.INPUT_GRAD, stage + 1, micro_batch))
+    return ((ActionKind.INPUT_GRAD, stage, micro_batch),)
 
 
-def most_held(actions: Iterable[Action]) -> int:
+def max_held_micro_batches(actions: Iterable[Action]) -> int:
     """The most micro-batches of one stage whose activations are kept at a time, going through actions of one rank in order.
 
     Each is held from its forward to the end of its backward, or of its weight gradient where the backward is split; a
     forward without any (evaluation) holds nothing.
 
-    >>> most_held([Action(Kind.FORWARD, 0, 0), Action(Kind.FORWARD, 0, 1), Action(Kind.BACKWARD, 0, 0)])
+    >>> max_held_micro_batches([Action(ActionKind.FORWARD, 0, 0), Action(ActionKind.FORWARD, 0, 1), Action(ActionKind.BACKWARD, 0, 0)])
     1
     """
     actions = list(actions)
-    releases = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+    releases = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
     released = {(action.stage, action.micro_batch) for action in actions if action.kind in releases}
     held = most = 0
     for action in actions:
-        if action.kind is Kind.FORWARD and (action.stage, action.micro_batch) in released:
+        if action.kind is ActionKind.FORWARD and (action.stage, action.micro_batch) in released:
             held += 1
             most = max(most, held)
         elif action.kind in releases:

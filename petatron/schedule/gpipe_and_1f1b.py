@@ -28,48 +28,52 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from petatron.schedule.actions import Action, Batch, Kind
+from petatron.schedule.actions import Action, ActionBatch, ActionKind
 
-Order = list[Action | Batch]
+ComputeOrder = list[Action | ActionBatch]
 
 
-def gpipe(*, ranks: int, micro_batches: int) -> Iterator[Order]:
-    forwards = [(Kind.FORWARD, m) for m in range(micro_batches)]
-    backwards = [(Kind.BACKWARD, m) for m in range(micro_batches)]
+def gpipe(*, ranks: int, micro_batches: int) -> Iterator[ComputeOrder]:
+    forwards = [(ActionKind.FORWARD, m) for m in range(micro_batches)]
+    backwards = [(ActionKind.BACKWARD, m) for m in range(micro_batches)]
     for rank in range(ranks):
         yield [Action(kind, rank, m) for kind, m in forwards + backwards]
 
 
-def one_forward_one_backward(*, ranks: int, micro_batches: int, combined: bool = False) -> Iterator[Order]:
+def one_forward_one_backward(*, ranks: int, micro_batches: int, combined: bool = False) -> Iterator[ComputeOrder]:
     for rank in range(ranks):
-        forwards = [Action(Kind.FORWARD, rank, m) for m in range(micro_batches)]
-        backwards = [Action(Kind.BACKWARD, rank, m) for m in range(micro_batches)]
+        forwards = [Action(ActionKind.FORWARD, rank, m) for m in range(micro_batches)]
+        backwards = [Action(ActionKind.BACKWARD, rank, m) for m in range(micro_batches)]
         behind = ranks - 1 - rank
-        yield _alternate(forwards, backwards, ahead=2 * behind + 1 if combined else behind, combined=combined)
+        yield _alternate_1f1b(forwards, backwards, num_warmup=2 * behind + 1 if combined else behind, combined=combined)
 
 
 def interleaved(
     *, ranks: int, virtual: int, micro_batches: int, group_size: int, combined: bool = False
-) -> Iterator[Order]:
+) -> Iterator[ComputeOrder]:
     groups = micro_batch_groups(micro_batches, ranks=ranks, group_size=group_size)
     ahead = (virtual - 1) * len(groups[0]) + combined
     for rank in range(ranks):
         held = range(rank, ranks * virtual, ranks)
-        forwards = [Action(Kind.FORWARD, stage, m) for group in groups for stage in held for m in group]
-        backwards = [Action(Kind.BACKWARD, stage, m) for group in groups for stage in reversed(held) for m in group]
-        yield _alternate(forwards, backwards, ahead=ahead + 2 * (ranks - 1 - rank), combined=combined)
+        forwards = [Action(ActionKind.FORWARD, stage, m) for group in groups for stage in held for m in group]
+        backwards = [
+            Action(ActionKind.BACKWARD, stage, m) for group in groups for stage in reversed(held) for m in group
+        ]
+        yield _alternate_1f1b(forwards, backwards, num_warmup=ahead + 2 * (ranks - 1 - rank), combined=combined)
 
 
-def one_rank(*, stages: int, micro_batches: int, combined: bool = False) -> list[Order]:
+def one_rank(*, stages: int, micro_batches: int, combined: bool = False) -> list[ComputeOrder]:
     """Each micro-batch forward and at once backward, so that one is alive at a time; two where they are combined."""
     if combined:
-        forwards = [Action(Kind.FORWARD, stage, m) for m in range(micro_batches) for stage in range(stages)]
-        backwards = [Action(Kind.BACKWARD, stage, m) for m in range(micro_batches) for stage in reversed(range(stages))]
-        return [_alternate(forwards, backwards, ahead=stages, combined=True)]
-    order: Order = []
+        forwards = [Action(ActionKind.FORWARD, stage, m) for m in range(micro_batches) for stage in range(stages)]
+        backwards = [
+            Action(ActionKind.BACKWARD, stage, m) for m in range(micro_batches) for stage in reversed(range(stages))
+        ]
+        return [_alternate_1f1b(forwards, backwards, num_warmup=stages, combined=True)]
+    order: ComputeOrder = []
     for m in range(micro_batches):
-        order += [Action(Kind.FORWARD, stage, m) for stage in range(stages)]
-        order += [Action(Kind.BACKWARD, stage, m) for stage in reversed(range(stages))]
+        order += [Action(ActionKind.FORWARD, stage, m) for stage in range(stages)]
+        order += [Action(ActionKind.BACKWARD, stage, m) for stage in reversed(range(stages))]
     return [order]
 
 
@@ -86,10 +90,12 @@ def micro_batch_groups(micro_batches: int, *, ranks: int, group_size: int) -> li
     return [range(end - size, end) for end, size in zip(accumulate(sizes), sizes)]
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int, combined: bool) -> Order:
-    """`ahead` forwards, then one forward and one backward in turn or combined, then the backwards that are left."""
-    ahead = min(ahead, len(forwards))
-    order: Order = [*forwards[:ahead]]
-    for forward, backward in zip(forwards[ahead:], backwards):
+def _alternate_1f1b(
+    forwards: list[Action], backwards: list[Action], *, num_warmup: int, combined: bool
+) -> ComputeOrder:
+    """`num_warmup` forwards, then one forward and one backward in turn or combined, then the backwards that are left."""
+    num_warmup = min(num_warmup, len(forwards))
+    order: ComputeOrder = [*forwards[:num_warmup]]
+    for forward, backward in zip(forwards[num_warmup:], backwards):
         order += [(forward, backward)] if combined else [forward, backward]
-    return order + backwards[len(forwards) - ahead :]
+    return order + backwards[len(forwards) - num_warmup :]

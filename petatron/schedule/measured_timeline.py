@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import DataError
-from petatron.base.untrusted_files import read_json
-from petatron.schedule.actions import Action, Kind, TimedAction
+from petatron.base.untrusted_files import read_limited_json
+from petatron.schedule.actions import Action, ActionKind, TimedAction
 
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def write_measured(path: Path | str, schedule_name: str, ranks: Sequence[Sequenc
     content = {
         "name": schedule_name,
         "unit": "seconds",
-        "ranks": [[to_record(timed) for timed in rank] for rank in ranks],
+        "ranks": [[timed_action_to_json(timed) for timed in rank] for rank in ranks],
     }
     try:
         Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -39,13 +39,13 @@ def write_measured(path: Path | str, schedule_name: str, ranks: Sequence[Sequenc
 def read_measured(path: Path | str) -> MeasuredTimeline:
     """Read what `write_measured` wrote; DataError with what is wrong if it is missing or something else."""
     try:
-        content = read_json(Path(path), _MOST_BYTES)
+        content = read_limited_json(Path(path), _MAX_BYTES)
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}. Give the file a run wrote its timeline to.") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}). Give the file a run wrote its timeline to.") from error
     try:
-        ranks = tuple(tuple(from_record(record) for record in rank) for rank in content["ranks"])
+        ranks = tuple(tuple(timed_action_from_json(record) for record in rank) for rank in content["ranks"])
         name = str(content["name"])
     except KeyError as error:
         raise DataError(f"{path} is no measured timeline: {error} is missing. {_EXPECTED}") from error
@@ -59,7 +59,7 @@ def read_measured(path: Path | str) -> MeasuredTimeline:
 _EXPECTED = 'It holds {"name", "ranks": [[{"kind", "stage", "micro_batch", "start", "end"}, ...], ...]}.'
 
 
-def to_record(timed: TimedAction) -> dict[str, str | int | float]:
+def timed_action_to_json(timed: TimedAction) -> dict[str, str | int | float]:
     """A timed action as JSON values."""
     action = timed.action
     return {
@@ -71,9 +71,9 @@ def to_record(timed: TimedAction) -> dict[str, str | int | float]:
     }
 
 
-def from_record(record: dict[str, str | int | float]) -> TimedAction:
+def timed_action_from_json(record: dict[str, str | int | float]) -> TimedAction:
     """The timed action of a record; ValueError if it cannot be one."""
-    action = Action(Kind(record["kind"]), int(record["stage"]), int(record["micro_batch"]))
+    action = Action(ActionKind(record["kind"]), int(record["stage"]), int(record["micro_batch"]))
     start, end = float(record["start"]), float(record["end"])
     if not (math.isfinite(start) and math.isfinite(end) and start <= end):
         raise ValueError(f"{action} goes from {start} to {end}")

@@ -32,7 +32,7 @@ class PipelinePlan:
             combined=self.combined,
         )
 
-    def training(self, micro_batches: int, *, rank: int) -> RankSchedule:
+    def training_schedule(self, micro_batches: int, *, rank: int) -> RankSchedule:
         """What a pipeline rank does in a training step."""
         return rank_schedule(
             self.name,
@@ -44,7 +44,7 @@ class PipelinePlan:
             combined=self.combined,
         )
 
-    def evaluation(self, micro_batches: int, *, rank: int) -> RankSchedule:
+    def evaluation_schedule(self, micro_batches: int, *, rank: int) -> RankSchedule:
         """What a pipeline rank does in an evaluation step."""
         return rank_schedule(
             self.name,
@@ -69,7 +69,7 @@ def pipeline_plan(run: RunConfig) -> PipelinePlan:
     )
 
 
-def steps_micro_batches(run: RunConfig) -> int:
+def num_micro_batches(run: RunConfig) -> int:
     """Per step and data-parallel rank, once a batch-size ramp is over."""
     assert run.train.global_batch_size is not None and run.parallel.data_parallel_size is not None
     return max(1, run.train.global_batch_size // (run.train.micro_batch_size * run.parallel.data_parallel_size))

@@ -26,44 +26,46 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from petatron.schedule.actions import Action, Batch, Kind
+from petatron.schedule.actions import Action, ActionBatch, ActionKind
 
-_KINDS = tuple(Kind)
+_KINDS = tuple(ActionKind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
-_FORWARD, _WEIGHT_GRAD = _CODES[Kind.FORWARD], _CODES[Kind.WEIGHT_GRAD]
-_COSTS = [20 if kind is Kind.BACKWARD else 10 for kind in _KINDS]  # by code
+_FORWARD, _WEIGHT_GRAD = _CODES[ActionKind.FORWARD], _CODES[ActionKind.WEIGHT_GRAD]
+_COSTS = [20 if kind is ActionKind.BACKWARD else 10 for kind in _KINDS]  # by code
 _LATENCY = 1
 _NEVER = -1
 
 
-def with_transfers(orders: Iterable[Sequence[Action | Batch]], rank_of: Sequence[int]) -> tuple[tuple[Batch, ...], ...]:
+def insert_send_recv(
+    orders: Iterable[Sequence[Action | ActionBatch]], rank_of: Sequence[int]
+) -> tuple[tuple[ActionBatch, ...], ...]:
     """The computations of each rank, with transfers; `rank_of[stage]` is the rank that holds a stage.
 
     A computation stands alone, or as a batch with the one it is combined with: both begin when both have their inputs, and
     end together. Transfers of one moment stand together. Raises ValueError, with what each rank waits for,
     if the orders wait for each other in a circle.
     """
-    play = Play(orders, rank_of)
-    return tuple(tuple(play.actions(rank).batches()) for rank in range(play.ranks))
+    play = UnitCostSimulation(orders, rank_of)
+    return tuple(tuple(play.actions(rank).action_batches()) for rank in range(play.ranks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankActions:
-    """One rank's actions in order, a few bytes each; `first` marks those that begin a batch."""
+    """One rank's actions in order, a few bytes each; `starts_batch` marks those that begin a batch."""
 
     kinds: NDArray[np.uint8]
     stages: NDArray[np.int32]
     micro_batches: NDArray[np.int32]
-    first: NDArray[np.bool_]
+    starts_batch: NDArray[np.bool_]
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in (self.kinds, self.stages, self.micro_batches, self.first))
+        return sum(array.nbytes for array in (self.kinds, self.stages, self.micro_batches, self.starts_batch))
 
-    def batches(self) -> Iterator[Batch]:
+    def action_batches(self) -> Iterator[ActionBatch]:
         """One computation, two that are combined, or transfers that are started together, at a time."""
         together: list[Action] = []
-        columns = (self.kinds, self.stages, self.micro_batches, self.first)
+        columns = (self.kinds, self.stages, self.micro_batches, self.starts_batch)
         for kind, stage, micro_batch, first in zip(*(column.tolist() for column in columns)):
             if first and together:
                 yield tuple(together)
@@ -74,19 +76,19 @@ class RankActions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _EncodedOrder:
     """The computations of one rank: the code of each one's kind, its stage and its micro-batch.
 
-    `follows` are the places of those that are combined with the one before them.
+    `combined_with_previous` are the places of those that are combined with the one before them.
     """
 
     kinds: list[int]
     stages: list[int]
     micro_batches: list[int]
-    follows: frozenset[int]
+    combined_with_previous: frozenset[int]
 
     @classmethod
-    def of(cls, order: Sequence[Action | Batch]) -> _Order:
+    def of(cls, order: Sequence[Action | ActionBatch]) -> _EncodedOrder:
         actions: list[Action] = []
         follows: list[int] = []
         for step in order:
@@ -104,12 +106,12 @@ class _Order:
         return Action(_KINDS[self.kinds[at]], self.stages[at], self.micro_batches[at])
 
 
-class Play:
+class UnitCostSimulation:
     """Plays the computations of all ranks through: when each ends, and when its product is made."""
 
-    def __init__(self, orders: Iterable[Sequence[Action | Batch]], rank_of: Sequence[int]) -> None:
+    def __init__(self, orders: Iterable[Sequence[Action | ActionBatch]], rank_of: Sequence[int]) -> None:
         # Millions of objects would be slow to make and to collect; three plain lists per rank are not.
-        self._orders = [_Order.of(order) for order in orders]
+        self._orders = [_EncodedOrder.of(order) for order in orders]
         self._rank_of = rank_of
         self.ranks = len(self._orders)
         micro_batches = 1 + max((max(order.micro_batches, default=-1) for order in self._orders), default=-1)
@@ -119,7 +121,7 @@ class Play:
         self._awaited: list[tuple[list[int], int] | None] = [None] * self.ranks  # product each rank waits for
         self._ready = deque(range(self.ranks))
         while self._ready:
-            self._walk(self._ready.popleft())
+            self._advance_rank(self._ready.popleft())
         waiting = [
             f"rank {rank} waits for {order.action(len(ends))}"
             for rank, (order, ends) in enumerate(zip(self._orders, self._ends))
@@ -128,12 +130,14 @@ class Play:
         if waiting:
             raise ValueError(f"this order of computations never ends: {'; '.join(waiting)}")
 
-    def _walk(self, rank: int) -> None:
+    def _advance_rank(self, rank: int) -> None:
         """Takes a rank through its order until it must wait for another."""
         order, ends = self._orders[rank], self._ends[rank]
         now = ends[-1] if ends else 0
         while (at := len(ends)) < len(order.kinds):
-            step = (at, at + 1) if at + 1 in order.follows else (at,)  # two that are combined begin and end together
+            step = (
+                (at, at + 1) if at + 1 in order.combined_with_previous else (at,)
+            )  # two that are combined begin and end together
             for one in step:
                 ready = self._ready_at(rank, order.kinds[one], order.stages[one], order.micro_batches[one])
                 if ready is None:
@@ -142,7 +146,7 @@ class Play:
             now += sum(_COSTS[order.kinds[one]] for one in step)
             for one in step:
                 ends.append(now)
-                self._made(order.kinds[one], order.stages[one], order.micro_batches[one], now)
+                self._record_output(order.kinds[one], order.stages[one], order.micro_batches[one], now)
 
     def _ready_at(self, rank: int, kind: int, stage: int, micro_batch: int) -> int | None:
         """When what a computation needs is on its rank; None, and noted, if it has not been made yet."""
@@ -162,7 +166,7 @@ class Play:
             return None
         return made if self._rank_of[source] == rank else made + _LATENCY
 
-    def _made(self, kind: int, stage: int, micro_batch: int, now: int) -> None:
+    def _record_output(self, kind: int, stage: int, micro_batch: int, now: int) -> None:
         """Notes a computation's product, and wakes who waits for it."""
         if kind == _WEIGHT_GRAD:
             return
@@ -183,73 +187,81 @@ class Play:
         """A rank's computations and, at the moments at which messages are made, its transfers."""
         order = self._orders[rank]
         parts = [
-            _Part(
+            _ActionArrays(
                 np.array(self._ends[rank], np.int64),
                 np.array(order.kinds, np.uint8),
                 np.array(order.stages, np.int32),
                 np.array(order.micro_batches, np.int32),
-                turn=_COMPUTED,
+                priority=_COMPUTE_PRIORITY,
             ),
-            *self._transfers(rank),
+            *self._send_recv(rank),
         ]
         times, kinds, stages, micro_batches = (
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("times", "kinds", "stages", "micro_batches")
         )
-        turns = np.concatenate([np.full(len(part.times), part.turn, np.int64) for part in parts])
+        turns = np.concatenate([np.full(len(part.times), part.priority, np.int64) for part in parts])
         by_time = np.lexsort((turns, times))
         times, turns = times[by_time], turns[by_time]
         first = np.ones(len(times), bool)
         # Two computations that end together are combined, since each takes time.
-        first[1:] = (times[1:] != times[:-1]) | ((turns[1:] == _COMPUTED) != (turns[:-1] == _COMPUTED))
+        first[1:] = (times[1:] != times[:-1]) | ((turns[1:] == _COMPUTE_PRIORITY) != (turns[:-1] == _COMPUTE_PRIORITY))
         return RankActions(kinds[by_time], stages[by_time], micro_batches[by_time], first)
 
-    def _transfers(self, rank: int) -> Iterator[_Part]:
+    def _send_recv(self, rank: int) -> Iterator[_ActionArrays]:
         """The messages from and to a rank's stages, one part for each stage, neighbour and direction."""
         last = len(self._rank_of) - 1
         for stage in (stage for stage, holder in enumerate(self._rank_of) if holder == rank):
-            for other, ends in ((stage - 1, self._before), (stage + 1, self._after)):
+            for other, ends in ((stage - 1, self._previous_stage_send_recv), (stage + 1, self._next_stage_send_recv)):
                 if 0 <= other <= last and self._rank_of[other] != rank:
                     yield from ends(stage)
 
-    def _before(self, stage: int) -> Iterator[_Part]:
-        yield _Part.of(Kind.RECEIVE_FORWARD, stage, self._outputs[stage - 1], turn=_forward_turn(stage - 1))
-        yield _Part.of(Kind.SEND_BACKWARD, stage, self._input_grads[stage], turn=_backward_turn(stage))
+    def _previous_stage_send_recv(self, stage: int) -> Iterator[_ActionArrays]:
+        yield _ActionArrays.send_recv(
+            ActionKind.RECEIVE_FORWARD, stage, self._outputs[stage - 1], priority=_forward_priority(stage - 1)
+        )
+        yield _ActionArrays.send_recv(
+            ActionKind.SEND_BACKWARD, stage, self._input_grads[stage], priority=_backward_priority(stage)
+        )
 
-    def _after(self, stage: int) -> Iterator[_Part]:
-        yield _Part.of(Kind.SEND_FORWARD, stage, self._outputs[stage], turn=_forward_turn(stage))
-        yield _Part.of(Kind.RECEIVE_BACKWARD, stage, self._input_grads[stage + 1], turn=_backward_turn(stage + 1))
+    def _next_stage_send_recv(self, stage: int) -> Iterator[_ActionArrays]:
+        yield _ActionArrays.send_recv(
+            ActionKind.SEND_FORWARD, stage, self._outputs[stage], priority=_forward_priority(stage)
+        )
+        yield _ActionArrays.send_recv(
+            ActionKind.RECEIVE_BACKWARD, stage, self._input_grads[stage + 1], priority=_backward_priority(stage + 1)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """Actions with the moments they are written down at; `turn` orders those of one moment."""
+class _ActionArrays:
+    """Actions with the moments they are written down at; `priority` orders those of one moment."""
 
     times: NDArray[np.int64]
     kinds: NDArray[np.uint8]
     stages: NDArray[np.int32]
     micro_batches: NDArray[np.int32]
-    turn: int
+    priority: int
 
     @classmethod
-    def of(cls, kind: Kind, stage: int, made: Sequence[int], *, turn: int) -> _Part:
+    def send_recv(cls, kind: ActionKind, stage: int, times_made: Sequence[int], *, priority: int) -> _ActionArrays:
         """One kind of transfer of a stage; a forward-only schedule has no gradients to send."""
-        times = np.array(made, np.int64)
+        times = np.array(times_made, np.int64)
         micro_batches = np.flatnonzero(times != _NEVER).astype(np.int32)
         count = len(micro_batches)
         codes, stages = np.full(count, _CODES[kind], np.uint8), np.full(count, stage, np.int32)
-        return cls(times[micro_batches], codes, stages, micro_batches, turn)
+        return cls(times[micro_batches], codes, stages, micro_batches, priority)
 
 
 # At one moment: what has been computed, then messages, in an order in which a rank sends its own before it receives another's as
 # far as that can be: forward ones from the last stage to the first, then backward ones from the first stage to the last.
-_FORWARD_MESSAGES = 1 << 32
-_COMPUTED = 0
+_SEND_RECV_PRIORITY = 1 << 32
+_COMPUTE_PRIORITY = 0
 
 
-def _forward_turn(source: int) -> int:
-    return _FORWARD_MESSAGES - source
+def _forward_priority(source: int) -> int:
+    return _SEND_RECV_PRIORITY - source
 
 
-def _backward_turn(source: int) -> int:
-    return _FORWARD_MESSAGES + 1 + source
+def _backward_priority(source: int) -> int:
+    return _SEND_RECV_PRIORITY + 1 + source

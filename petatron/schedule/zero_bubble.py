@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from petatron.schedule.actions import Action, Kind
+from petatron.schedule.actions import Action, ActionKind
 
-Order = list[Action]
+ActionOrder = list[Action]
 
 
-class _Progress:
+class _StageProgress:
     """How many micro-batches each stage has finished, by kind. Each stage takes them in order, so counts say all."""
 
     def __init__(self, stages: int, micro_batches: int) -> None:
@@ -51,24 +51,28 @@ class _Progress:
     def weight_grad_ready(self, stage: int) -> bool:
         return self.weight_grad[stage] < self.input_grad[stage]
 
-    def held(self, *stages: int) -> int:
+    def num_held(self, *stages: int) -> int:
         """Micro-batches between F and W."""
         return sum(self.forward[stage] - self.weight_grad[stage] for stage in stages)
 
-    def finish(self, kind: Kind, stage: int) -> Action:
-        counts = {Kind.FORWARD: self.forward, Kind.INPUT_GRAD: self.input_grad, Kind.WEIGHT_GRAD: self.weight_grad}
+    def finish(self, kind: ActionKind, stage: int) -> Action:
+        counts = {
+            ActionKind.FORWARD: self.forward,
+            ActionKind.INPUT_GRAD: self.input_grad,
+            ActionKind.WEIGHT_GRAD: self.weight_grad,
+        }
         counts[kind][stage] += 1
         return Action(kind, stage, counts[kind][stage] - 1)
 
 
-Choice = tuple[Kind, int]
+KindAndStage = tuple[ActionKind, int]
 
 
-def _play(
-    progress: _Progress, choose: Callable[[_Progress, int], Choice | None], *, ranks: int, total: int
-) -> list[Order]:
+def _simulate(
+    progress: _StageProgress, choose: Callable[[_StageProgress, int], KindAndStage | None], *, ranks: int, total: int
+) -> list[ActionOrder]:
     """Let every rank choose at each unit of time, knowing what had ended when it began, until `total` actions are done."""
-    played: list[Order] = [[] for _ in range(ranks)]
+    played: list[ActionOrder] = [[] for _ in range(ranks)]
     while total:
         chosen = [(rank, choose(progress, rank)) for rank in range(ranks)]
         moves = [(rank, choice) for rank, choice in chosen if choice is not None]
@@ -79,44 +83,44 @@ def _play(
     return played
 
 
-def zb_h1(*, ranks: int, micro_batches: int) -> list[Order]:
-    def choose(progress: _Progress, rank: int) -> Choice | None:
+def zb_h1(*, ranks: int, micro_batches: int) -> list[ActionOrder]:
+    def choose(progress: _StageProgress, rank: int) -> KindAndStage | None:
         ahead = progress.forward[rank] - progress.input_grad[rank]
-        if progress.forward_ready(rank) and ahead < ranks - rank and progress.held(rank) < ranks:
-            return Kind.FORWARD, rank
+        if progress.forward_ready(rank) and ahead < ranks - rank and progress.num_held(rank) < ranks:
+            return ActionKind.FORWARD, rank
         if progress.input_grad_ready(rank):
-            return Kind.INPUT_GRAD, rank
-        return (Kind.WEIGHT_GRAD, rank) if progress.weight_grad_ready(rank) else None
+            return ActionKind.INPUT_GRAD, rank
+        return (ActionKind.WEIGHT_GRAD, rank) if progress.weight_grad_ready(rank) else None
 
-    return _play(_Progress(ranks, micro_batches), choose, ranks=ranks, total=3 * ranks * micro_batches)
+    return _simulate(_StageProgress(ranks, micro_batches), choose, ranks=ranks, total=3 * ranks * micro_batches)
 
 
-def zb_v(*, ranks: int, micro_batches: int) -> list[Order]:
+def zb_v(*, ranks: int, micro_batches: int) -> list[ActionOrder]:
     if 3 * micro_batches > 2 * ranks:
         # The phases need 2p-1 micro-batches. Micro-batches do not wait for each other, so leaving some out keeps an order valid.
         whole = (_v_phases(ranks, max(micro_batches, 2 * ranks - 1), rank) for rank in range(ranks))
         return [[action for action in order if action.micro_batch < micro_batches] for order in whole]
 
-    def choose(progress: _Progress, rank: int) -> Choice | None:
+    def choose(progress: _StageProgress, rank: int) -> KindAndStage | None:
         down, up = rank, 2 * ranks - 1 - rank
-        held = progress.held(down, up)
+        held = progress.num_held(down, up)
         late = next((stage for stage in (up, down) if progress.weight_grad_ready(stage)), None)
         if late is not None and progress.forward[down] < micro_batches:
-            return Kind.WEIGHT_GRAD, late  # makes room for the forwards that are left
+            return ActionKind.WEIGHT_GRAD, late  # makes room for the forwards that are left
         if progress.forward_ready(up) and held < 2 * ranks:
-            return Kind.FORWARD, up
+            return ActionKind.FORWARD, up
         # The last place is kept for the second stage: were it taken by the first, nothing could ever be finished.
         if progress.forward_ready(down) and held < 2 * ranks - 1:
-            return Kind.FORWARD, down
+            return ActionKind.FORWARD, down
         for stage in (down, up):
             if progress.input_grad_ready(stage):
-                return Kind.INPUT_GRAD, stage
-        return None if late is None else (Kind.WEIGHT_GRAD, late)
+                return ActionKind.INPUT_GRAD, stage
+        return None if late is None else (ActionKind.WEIGHT_GRAD, late)
 
-    return _play(_Progress(2 * ranks, micro_batches), choose, ranks=ranks, total=6 * ranks * micro_batches)
+    return _simulate(_StageProgress(2 * ranks, micro_batches), choose, ranks=ranks, total=6 * ranks * micro_batches)
 
 
-def _v_phases(ranks: int, micro_batches: int, rank: int) -> Order:
+def _v_phases(ranks: int, micro_batches: int, rank: int) -> ActionOrder:
     """A rank's order in the regular course of zb-v; `down` is its first stage, `up` its second.
 
     The first micro-batch comes back up to rank r when 2(p-r)-1 forwards of its first stage are done. Until gradients come back too
@@ -124,11 +128,11 @@ def _v_phases(ranks: int, micro_batches: int, rank: int) -> Order:
     """
     down, up = rank, 2 * ranks - 1 - rank
     below = ranks - rank
-    progress = _Progress(2 * ranks, micro_batches)
-    order: Order = []
+    progress = _StageProgress(2 * ranks, micro_batches)
+    order: ActionOrder = []
 
     def take(stage: int, kinds: str) -> None:
-        order.extend(progress.finish(Kind(kind), stage) for kind in kinds)
+        order.extend(progress.finish(ActionKind(kind), stage) for kind in kinds)
 
     take(down, "F" * (2 * below - 1))
     for _ in range(rank):
@@ -149,14 +153,16 @@ def _v_phases(ranks: int, micro_batches: int, rank: int) -> Order:
     return order
 
 
-def drain(rank_of: Sequence[int], *, micro_batches: int) -> list[Order]:
+def forward_only_orders(rank_of: Sequence[int], *, micro_batches: int) -> list[ActionOrder]:
     """Forwards only, the latest stage first, so that few micro-batches are on their way at a time."""
     ranks = max(rank_of) + 1
     held = [[stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank] for rank in range(ranks)]
 
-    def choose(progress: _Progress, rank: int) -> Choice | None:
+    def choose(progress: _StageProgress, rank: int) -> KindAndStage | None:
         ready = (stage for stage in held[rank] if progress.forward_ready(stage))
         stage = next(ready, None)
-        return None if stage is None else (Kind.FORWARD, stage)
+        return None if stage is None else (ActionKind.FORWARD, stage)
 
-    return _play(_Progress(len(rank_of), micro_batches), choose, ranks=ranks, total=len(rank_of) * micro_batches)
+    return _simulate(
+        _StageProgress(len(rank_of), micro_batches), choose, ranks=ranks, total=len(rank_of) * micro_batches
+    )

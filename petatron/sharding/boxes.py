@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 Shape = tuple[int, ...]
-_MOST_CUT = 8
-_MOST_COMPARED = 1000
+_MAX_SPLIT_DIMS = 8
+_MAX_COMPARED_BOXES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ def tiling_problem(logical_shape: Shape, boxes: Sequence[Box]) -> str | None:
         if len(box.shape) != len(logical_shape) or (box.volume and overlap(box, whole) != box):
             return f"the box at {list(box.start)} of shape {list(box.shape)} reaches outside {list(logical_shape)}"
     held = sum(box.volume for box in boxes)
-    if held == whole.volume and _tile(logical_shape, boxes):
+    if held == whole.volume and _covers_exactly_once(logical_shape, boxes):
         return None
-    twice = _shared(boxes) if len(boxes) <= _MOST_COMPARED else None
+    twice = _find_overlapping_pair(boxes) if len(boxes) <= _MAX_COMPARED_BOXES else None
     if twice is not None:
         return f"the box at {list(twice.start)} of shape {list(twice.shape)} is there twice"
     if held >= whole.volume:
@@ -76,7 +76,7 @@ def tiling_problem(logical_shape: Shape, boxes: Sequence[Box]) -> str | None:
     return f"{whole.volume - held} of {whole.volume} elements are missing"
 
 
-def _tile(logical_shape: Shape, boxes: Sequence[Box]) -> bool:
+def _covers_exactly_once(logical_shape: Shape, boxes: Sequence[Box]) -> bool:
     """Whether boxes inside a tensor hold every element once, in time linear in their number, whoever chose them.
 
     Corners of a box with alternating signs (+ at the start and - at the stop of each dimension) are the differences of the function
@@ -89,11 +89,13 @@ def _tile(logical_shape: Shape, boxes: Sequence[Box]) -> bool:
         for dim, size in enumerate(logical_shape)
         if any(box.start[dim] != 0 or box.shape[dim] != size for box in kept)
     ]
-    if not cut or len(cut) > _MOST_CUT:
+    if not cut or len(cut) > _MAX_SPLIT_DIMS:
         return len(kept) <= 1
     # Places along a dimension are numbered, and a corner is one number: nobody can make those collide, as one can tuples.
     kept.append(Box((0,) * len(logical_shape), logical_shape))
-    numbers = [_numbered({end for box in kept for end in (box.start[d], box.start[d] + box.shape[d])}) for d in cut]
+    numbers = [
+        _coordinate_index({end for box in kept for end in (box.start[d], box.start[d] + box.shape[d])}) for d in cut
+    ]
     corners: dict[int, int] = {}
     for at, box in enumerate(kept):
         found = [(0, -1 if at == len(kept) - 1 else 1)]
@@ -109,11 +111,11 @@ def _tile(logical_shape: Shape, boxes: Sequence[Box]) -> bool:
     return not any(corners.values())
 
 
-def _numbered(places: set[int]) -> dict[int, int]:
-    return {place: number for number, place in enumerate(sorted(places))}
+def _coordinate_index(coordinates: set[int]) -> dict[int, int]:
+    return {place: number for number, place in enumerate(sorted(coordinates))}
 
 
-def _shared(boxes: Sequence[Box]) -> Box | None:
+def _find_overlapping_pair(boxes: Sequence[Box]) -> Box | None:
     """Some box that two of these have in common.
 
     Sweeps along the dimension with the most distinct starts, so that the usual splits (one cut dimension) compare only

@@ -21,11 +21,11 @@ from typing import Protocol
 from torch import Tensor
 
 from petatron.mesh.mesh import Axis
-from petatron.sharding.shard_spec import Piece, Placement, Shape
+from petatron.sharding.shard_spec import Placement, Shape, TensorShard
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParamRange:
     """Elements `begin` to `end` of one parameter, at `offset` of a stretch."""
 
     placement: Placement
@@ -35,57 +35,59 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive elements this rank updates; `share` is the range it speaks for when replicas of it exist."""
+class FlatShard:
+    """Consecutive elements this rank updates; `replica_share` is the range it speaks for when replicas of it exist."""
 
     length: int
-    parts: tuple[Part, ...]
-    share: tuple[int, int]
+    param_ranges: tuple[ParamRange, ...]
+    replica_share: tuple[int, int]
 
-    def pieces(self, flat: Tensor, *, wanted: Callable[[Piece], bool] | None = None) -> Iterator[tuple[Piece, Tensor]]:
+    def tensor_shards(
+        self, flat: Tensor, *, wanted: Callable[[TensorShard], bool] | None = None
+    ) -> Iterator[tuple[TensorShard, Tensor]]:
         """Every logical box inside the stretch, or those wanted, with its view into a tensor of the stretch's length."""
-        for part in self.parts:
-            pieces = part.placement.pieces if wanted is None else [*filter(wanted, part.placement.pieces)]
+        for part in self.param_ranges:
+            pieces = part.placement.tensor_shards if wanted is None else [*filter(wanted, part.placement.tensor_shards)]
             if not pieces:
                 continue
             for start, shape, skipped in range_boxes(part.placement.shape, part.begin, part.end):
                 at = part.offset + skipped
                 box = flat[at : at + math.prod(shape)].view(shape)
                 for piece in pieces:
-                    found = _meet(piece, start, shape)
+                    found = _intersect(piece, start, shape)
                     if found is not None:
                         narrowed, inside = found
                         yield narrowed, box[inside]
 
-    def spoken_for(self) -> list[tuple[int, int]]:
+    def primary_ranges(self) -> list[tuple[int, int]]:
         """Ranges of the stretch whose elements this rank alone speaks for: primary pieces, no padding, in its share."""
         ranges = []
-        for part in self.parts:
-            for piece in part.placement.pieces:
+        for part in self.param_ranges:
+            for piece in part.placement.tensor_shards:
                 if piece.primary:
-                    for begin, end in _piece_ranges(piece, part.placement.shape):
+                    for begin, end in _element_ranges(piece, part.placement.shape):
                         low, high = max(begin, part.begin), min(end, part.end)
                         shift = part.offset - part.begin
-                        low, high = max(low + shift, self.share[0]), min(high + shift, self.share[1])
+                        low, high = max(low + shift, self.replica_share[0]), min(high + shift, self.replica_share[1])
                         if low < high:
                             ranges.append((low, high))
-        return _joined(ranges)
+        return _merge_adjacent(ranges)
 
 
 class ParameterGroup(Protocol):
     """Parameters with one update rule, as far as this rank updates them: one tensor per stretch of each quantity.
 
-    `copies` is the axis over which other ranks own the same stretches.
+    `replica_axis` is the axis over which other ranks own the same stretches.
     """
 
     @property
-    def decay(self) -> bool: ...
+    def takes_weight_decay(self) -> bool: ...
 
     @property
-    def stretches(self) -> Sequence[Stretch]: ...
+    def flat_shards(self) -> Sequence[FlatShard]: ...
 
     @property
-    def copies(self) -> Axis: ...
+    def replica_axis(self) -> Axis: ...
 
     def weights(self) -> list[Tensor]:
         """The owned weights in the model's precision, as they lie in memory."""
@@ -95,34 +97,34 @@ class ParameterGroup(Protocol):
         """The owned gradients, reduced over all ranks; in at least float32."""
         ...
 
-    def agree(self) -> None:
+    def sync_fp8_scales(self) -> None:
         """Exchange what publishing needs to know and has to wait for."""
         ...
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         """Make changed weights known to every rank that computes with them."""
         ...
 
 
-def publish(groups: Sequence[ParameterGroup]) -> None:
+def all_gather_params(param_groups: Sequence[ParameterGroup]) -> None:
     """Make all groups' changed weights known; nothing that is waited for stands behind weights under way."""
-    for group in groups:
-        group.agree()
-    for group in groups:
-        group.publish()
+    for group in param_groups:
+        group.sync_fp8_scales()
+    for group in param_groups:
+        group.all_gather_params()
 
 
-def share_of(length: int, axis: Axis) -> tuple[int, int]:
+def rank_share(length: int, axis: Axis) -> tuple[int, int]:
     """This rank's part of a range that every rank of an axis holds."""
     return length * axis.rank // axis.size, length * (axis.rank + 1) // axis.size
 
 
-def group_pieces(
-    group: ParameterGroup, tensors: Sequence[Tensor], *, wanted: Callable[[Piece], bool] | None = None
-) -> Iterator[tuple[Piece, Tensor]]:
+def group_tensor_shards(
+    group: ParameterGroup, tensors: Sequence[Tensor], *, wanted: Callable[[TensorShard], bool] | None = None
+) -> Iterator[tuple[TensorShard, Tensor]]:
     """Every logical box, or those wanted, of a quantity given as one tensor per stretch."""
-    for stretch, tensor in zip(group.stretches, tensors, strict=True):
-        yield from stretch.pieces(tensor, wanted=wanted)
+    for stretch, tensor in zip(group.flat_shards, tensors, strict=True):
+        yield from stretch.tensor_shards(tensor, wanted=wanted)
 
 
 def range_boxes(shape: Shape, begin: int, end: int) -> Iterator[tuple[Shape, Shape, int]]:
@@ -151,41 +153,41 @@ def range_boxes(shape: Shape, begin: int, end: int) -> Iterator[tuple[Shape, Sha
         at = stop
 
 
-def _meet(piece: Piece, start: Shape, shape: Shape) -> tuple[Piece, tuple[slice, ...]] | None:
+def _intersect(shard: TensorShard, start: Shape, shape: Shape) -> tuple[TensorShard, tuple[slice, ...]] | None:
     """The part of a piece inside a box of the local parameter, and where it lies in that box."""
-    low = tuple(map(max, piece.local_start, start))
-    high = tuple(min(a + n, b + m) for a, n, b, m in zip(piece.local_start, piece.shape, start, shape))
+    low = tuple(map(max, shard.local_start, start))
+    high = tuple(min(a + n, b + m) for a, n, b, m in zip(shard.local_start, shard.shape, start, shape))
     if any(a >= b for a, b in zip(low, high)):
         return None
     narrowed = replace(
-        piece,
-        start=tuple(at + a - b for at, a, b in zip(piece.start, low, piece.local_start)),
+        shard,
+        start=tuple(at + a - b for at, a, b in zip(shard.start, low, shard.local_start)),
         shape=tuple(b - a for a, b in zip(low, high)),
         local_start=low,
     )
     return narrowed, tuple(slice(a - at, b - at) for a, b, at in zip(low, high, start))
 
 
-def _piece_ranges(piece: Piece, shape: Shape) -> Iterator[tuple[int, int]]:
+def _element_ranges(shard: TensorShard, shape: Shape) -> Iterator[tuple[int, int]]:
     """The contiguous ranges of a parameter's elements that a piece covers."""
     dim = len(shape)  # from here on the piece spans the whole parameter
-    while dim > 0 and piece.shape[dim - 1] == shape[dim - 1]:
+    while dim > 0 and shard.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
     inner = math.prod(shape[dim:])
     if dim == 0:
         yield 0, inner
         return
     last = dim - 1
-    for index in range(math.prod(piece.shape[:last])):
+    for index in range(math.prod(shard.shape[:last])):
         row = 0
         for d in range(last):
-            step = math.prod(piece.shape[d + 1 : last])
-            row = row * shape[d] + piece.local_start[d] + index // step % piece.shape[d]
-        begin = (row * shape[last] + piece.local_start[last]) * inner
-        yield begin, begin + piece.shape[last] * inner
+            step = math.prod(shard.shape[d + 1 : last])
+            row = row * shape[d] + shard.local_start[d] + index // step % shard.shape[d]
+        begin = (row * shape[last] + shard.local_start[last]) * inner
+        yield begin, begin + shard.shape[last] * inner
 
 
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_adjacent(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorted, neighbours made one."""
     out: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):

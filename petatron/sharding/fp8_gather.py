@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, Scaling, power_scale
-from petatron.kernels.fp8.gather_cast import WireKernels
+from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, Scaling, power_of_two_scale
+from petatron.kernels.fp8.gather_cast import GatherCastKernels
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
@@ -24,109 +24,113 @@ from petatron.sharding.shard_spec import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EightBitWeights:
+class Fp8Weights:
     """The weights whose products are in eight bits and how each is scaled; `kernels` only where they also travel so."""
 
     scalings: Mapping[str, Scaling]
-    kernels: WireKernels | None = None
+    kernels: GatherCastKernels | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class ScaledMatrix:
     """A weight of `size` elements and its place in a table of scales; `columns` where each square of it has one."""
 
     size: int
-    first: int
-    scales: int
+    first_scale: int
+    num_scales: int
     columns: int | None
 
     @classmethod
-    def of(cls, shape: Shape, scaling: Scaling, *, first: int) -> Matrix:
-        """`first` is where its scales begin in the table."""
+    def from_shape(cls, shape: Shape, scaling: Scaling, *, first_scale: int) -> ScaledMatrix:
+        """`first_scale` is where its scales begin in the table."""
         if scaling == "tensor":
-            return cls(math.prod(shape), first, 1, None)
+            return cls(math.prod(shape), first_scale, 1, None)
         assert scaling == "squares" and len(shape) == 2 and not any(size % BLOCK for size in shape), (
             f"{scaling} {shape}"
         )
-        return cls(math.prod(shape), first, math.prod(shape) // BLOCK**2, shape[1])
+        return cls(math.prod(shape), first_scale, math.prod(shape) // BLOCK**2, shape[1])
 
-    def among(self, table: Tensor) -> Tensor:
-        return table[self.first : self.first + self.scales]
+    def scales_in(self, scales: Tensor) -> Tensor:
+        return scales[self.first_scale : self.first_scale + self.num_scales]
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class MatrixShard:
     """Elements `begin` onwards of a matrix, which this rank has."""
 
-    matrix: Matrix
+    matrix: ScaledMatrix
     begin: int
     values: Tensor
 
 
-def agree_on_scales(
-    parts: Iterable[Owned], count: int, axis: Axis, kernels: WireKernels, device: torch.device
+def all_reduce_scales(
+    shards: Iterable[MatrixShard], num_scales: int, axis: Axis, kernels: GatherCastKernels, device: torch.device
 ) -> Tensor:
     """The scales of all matrices, from the parts that each rank of the axis has of them."""
-    amax = torch.zeros(count, dtype=torch.float32, device=device)
-    for part in parts:
+    amax = torch.zeros(num_scales, dtype=torch.float32, device=device)
+    for part in shards:
         matrix = part.matrix
-        kernels.raise_largest(part.values, matrix.among(amax), begin=part.begin, columns=matrix.columns)
+        kernels.update_shard_amax(part.values, matrix.scales_in(amax), begin=part.begin, columns=matrix.columns)
     # The bits of magnitudes order as they do, and lose no NaN.
     collectives.all_reduce(amax.view(torch.int32), axis, op="max")
-    return power_scale(amax, E4M3)
+    return power_of_two_scale(amax, E4M3)
 
 
-def narrow(part: Owned, table: Tensor, out: Tensor, kernels: WireKernels) -> None:
+def quantise_shard(shard: MatrixShard, scales: Tensor, out: Tensor, kernels: GatherCastKernels) -> None:
     """What this rank has of a matrix as bytes."""
-    matrix = part.matrix
-    kernels.narrow(part.values, matrix.among(table), out.view(E4M3), begin=part.begin, columns=matrix.columns)
+    matrix = shard.matrix
+    kernels.quantise_shard(
+        shard.values, matrix.scales_in(scales), out.view(E4M3), begin=shard.begin, columns=matrix.columns
+    )
 
 
-def restore(matrix: Matrix, received: Tensor, table: Tensor, out: Tensor, kernels: WireKernels) -> None:
+def dequantise_shards(
+    matrix: ScaledMatrix, received: Tensor, scales: Tensor, out: Tensor, kernels: GatherCastKernels
+) -> None:
     """A matrix [parts, elements] from its bytes."""
-    kernels.restore(received.view(E4M3), matrix.among(table), out, columns=matrix.columns)
+    kernels.dequantise_shards(received.view(E4M3), matrix.scales_in(scales), out, columns=matrix.columns)
 
 
-class BucketWire:
+class BucketFp8Gather:
     """Gathers buckets that hold nothing but eight-bit weights, of which each rank owns an equal part."""
 
     def __init__(
-        self, buckets: Sequence[Sequence[tuple[int, Shape, Scaling]]], axis: Axis, kernels: WireKernels
+        self, buckets: Sequence[Sequence[tuple[int, Shape, Scaling]]], axis: Axis, kernels: GatherCastKernels
     ) -> None:
         """`buckets` are where each matrix of each begins in its bucket, its shape, and how it is scaled."""
         self._axis, self._kernels = axis, kernels
-        self._buckets: list[list[tuple[int, Matrix]]] = []
-        self._count = 0
+        self._buckets: list[list[tuple[int, ScaledMatrix]]] = []
+        self._num_scales = 0
         for bucket in buckets:
             self._buckets.append([])
             for start, shape, scaling in bucket:
-                matrix = Matrix.of(shape, scaling, first=self._count)
-                self._count += matrix.scales
+                matrix = ScaledMatrix.from_shape(shape, scaling, first_scale=self._num_scales)
+                self._num_scales += matrix.num_scales
                 self._buckets[-1].append((start, matrix))
 
-    def scales(self, owned: Sequence[Tensor]) -> Tensor:
+    def compute_scales(self, owned: Sequence[Tensor]) -> Tensor:
         """Of all buckets, from what this rank owns of each."""
-        parts = [part for index, own in enumerate(owned) for _, part in self._parts(index, own)]
-        return agree_on_scales(parts, self._count, self._axis, self._kernels, owned[0].device)
+        parts = [part for index, own in enumerate(owned) for _, part in self._owned_shards(index, own)]
+        return all_reduce_scales(parts, self._num_scales, self._axis, self._kernels, owned[0].device)
 
-    def start(self, index: int, out: Tensor, own: Tensor, table: Tensor) -> Handle:
+    def start_all_gather(self, index: int, out: Tensor, owned: Tensor, scales: Tensor) -> Handle:
         """Begin to gather a bucket; `out` is filled when it is waited for. Padding stays as it is."""
-        sent = torch.empty(own.numel(), dtype=torch.uint8, device=own.device)
-        for at, part in self._parts(index, own):
-            narrow(part, table, sent[at : at + part.values.numel()], self._kernels)
+        sent = torch.empty(owned.numel(), dtype=torch.uint8, device=owned.device)
+        for at, part in self._owned_shards(index, owned):
+            quantise_shard(part, scales, sent[at : at + part.values.numel()], self._kernels)
         received = torch.empty(out.numel(), dtype=torch.uint8, device=out.device)
-        after = partial(self._fill, index, out, received, table)
-        return collectives.start_all_gather(received, sent, self._axis, after=after)
+        after = partial(self._dequantise, index, out, received, scales)
+        return collectives.start_all_gather(received, sent, self._axis, on_complete=after)
 
-    def _parts(self, index: int, own: Tensor) -> Iterable[tuple[int, Owned]]:
+    def _owned_shards(self, index: int, owned: Tensor) -> Iterable[tuple[int, MatrixShard]]:
         """What this rank has of each matrix of a bucket, and where in its part."""
-        begin = self._axis.rank * own.numel()
+        begin = self._axis.rank * owned.numel()
         for start, matrix in self._buckets[index]:
-            low, high = max(begin, start), min(begin + own.numel(), start + matrix.size)
+            low, high = max(begin, start), min(begin + owned.numel(), start + matrix.size)
             if low < high:
-                yield low - begin, Owned(matrix, low - start, own[low - begin : high - begin])
+                yield low - begin, MatrixShard(matrix, low - start, owned[low - begin : high - begin])
 
-    def _fill(self, index: int, out: Tensor, received: Tensor, table: Tensor) -> None:
+    def _dequantise(self, index: int, out: Tensor, received: Tensor, scales: Tensor) -> None:
         for start, matrix in self._buckets[index]:
             there = slice(start, start + matrix.size)
-            restore(matrix, received[there].view(1, -1), table, out[there].view(1, -1), self._kernels)
+            dequantise_shards(matrix, received[there].view(1, -1), scales, out[there].view(1, -1), self._kernels)

@@ -17,25 +17,25 @@ import torch
 from torch import Tensor
 
 from petatron.mesh.rng import stable_seed
-from petatron.sharding.shard_spec import Piece, Shape
+from petatron.sharding.shard_spec import Shape, TensorShard
 
 _BLOCK = 1024
 _MOST_THREADS = 16  # beyond these, memory is the limit
 
 
-def normal_piece(piece: Piece, *, seed: int, std: float) -> Tensor:
+def draw_normal_shard(shard: TensorShard, *, seed: int, std: float) -> Tensor:
     """The part of a logical tensor of normal draws (mean 0) that lies in this piece's box.
 
     A tensor of more than two dimensions is a stack of matrices, each drawn under a name of its own.
     """
-    out = torch.empty(piece.shape)
-    if len(piece.shape) == 2:
-        blocks = list(_blocks(piece.name, piece.logical_shape, piece.start, out))
+    out = torch.empty(shard.shape)
+    if len(shard.shape) == 2:
+        blocks = list(_draw_blocks(shard.name, shard.logical_shape, shard.start, out))
     else:
         blocks = [
             block
-            for index, matrix in enumerate(out, start=piece.start[0])
-            for block in _blocks(f"{piece.name}[{index}]", piece.logical_shape[1:], piece.start[1:], matrix)
+            for index, matrix in enumerate(out, start=shard.start[0])
+            for block in _draw_blocks(f"{shard.name}[{index}]", shard.logical_shape[1:], shard.start[1:], matrix)
         ]
     # Drawing releases the interpreter's lock, and a block depends on no other: the order they are drawn in is free.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -50,23 +50,23 @@ def normal_piece(piece: Piece, *, seed: int, std: float) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _DrawBlock:
     """One block of a logical matrix, the part of it that is wanted, and the memory that part goes to."""
 
     name: str
-    place: tuple[int, int]
+    coordinate: tuple[int, int]
     shape: tuple[int, int]
     wanted: tuple[slice, slice]
     out: Tensor
 
     def draw(self, seed: int, std: float) -> None:
-        generator = torch.Generator().manual_seed(stable_seed(seed, self.name, *self.place))
+        generator = torch.Generator().manual_seed(stable_seed(seed, self.name, *self.coordinate))
         drawn = torch.randn(self.shape, generator=generator)
         # NumPy, because a copy by torch would start a team of threads in every thread of the pool.
         np.multiply(drawn.numpy()[self.wanted], np.float32(std), out=self.out.numpy())
 
 
-def _blocks(name: str, logical_shape: Shape, start: Shape, out: Tensor) -> Iterator[_Block]:
+def _draw_blocks(name: str, logical_shape: Shape, start: Shape, out: Tensor) -> Iterator[_DrawBlock]:
     """The blocks of a logical matrix that a box at `start` touches; `out` is the memory of the whole box."""
     rows, columns = logical_shape
     (top, left), (height, width) = start, out.shape
@@ -78,4 +78,4 @@ def _blocks(name: str, logical_shape: Shape, start: Shape, out: Tensor) -> Itera
             to_y, to_x = min(top + height, y + shape[0]), min(left + width, x + shape[1])
             wanted = (slice(from_y - y, to_y - y), slice(from_x - x, to_x - x))
             part = out[from_y - top : to_y - top, from_x - left : to_x - left]
-            yield _Block(name, (block_row, block_column), shape, wanted, part)
+            yield _DrawBlock(name, (block_row, block_column), shape, wanted, part)

@@ -1,7 +1,7 @@
 """Which box of which logical tensor a parameter holds: one table, read by everyone who splits, saves, counts or names weights.
 
-A model declares a `Shard` per parameter-name pattern. `place` turns that declaration, the parameter's logical shape and
-this rank's tensor-parallel coordinate into a `Placement`: the shape of the local parameter and the `Piece`s in it, each
+A model declares a `Shard` per parameter-name pattern. `compute_placement` turns that declaration, the parameter's logical shape and
+this rank's tensor-parallel coordinate into a `Placement`: the shape of the local parameter and the `TensorShard`s in it, each
 a box of one *logical* tensor. Logical tensors are what a checkpoint or a comparison sees: q, k and v are three of them
 although the layer multiplies them as one fused weight, and the vocabulary has exactly as many rows as there are token
 ids although memory is padded. No layout changes a logical tensor's name, shape or content.
@@ -48,13 +48,13 @@ class Shard:
     ep: int | None = None
     sections: tuple[Section, ...] = ()
     pad_to: int | None = None
-    partial: Literal["never", "sequence", "always"] = "never"
-    ends: bool = False
-    copy_of: str | None = None
+    partial_grad: Literal["never", "sequence", "always"] = "never"
+    shared_embedding: bool = False
+    replica_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorShard:
     """A box of a logical tensor, and where it lies in the local parameter."""
 
     name: str
@@ -63,7 +63,7 @@ class Piece:
     shape: Shape
     local_start: Shape
     primary: bool
-    sum_over: str | None = None
+    grad_reduce_axis: str | None = None
 
     def local_slices(self) -> tuple[slice, ...]:
         return tuple(slice(at, at + size) for at, size in zip(self.local_start, self.shape))
@@ -80,13 +80,13 @@ class Placement:
     """
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    tensor_shards: tuple[TensorShard, ...]
     section_rows: tuple[int, ...]
     expert: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSplit:
+class ModelParallelCoordinate:
     """This rank's coordinate on the axes that split tensors."""
 
     tp_size: int = 1
@@ -99,16 +99,16 @@ class TensorSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
-    """A rank's part of one logical dimension: `real` rows from `start`, in `local` rows of memory."""
+class _DimShard:
+    """A rank's part of one logical dimension: `num_rows` rows from `start`, in `num_padded_rows` rows of memory."""
 
     start: int
-    real: int
-    local: int
+    num_rows: int
+    num_padded_rows: int
     replicas: int
 
 
-def find(specs: Mapping[str, Shard], name: str) -> Shard:
+def find_shard_spec(specs: Mapping[str, Shard], name: str) -> Shard:
     """The Shard whose pattern matches a parameter name; patterns leave out the trailing `.weight` or `.bias`."""
     module, _, _ = name.rpartition(".")
     for pattern, shard in specs.items():
@@ -117,23 +117,23 @@ def find(specs: Mapping[str, Shard], name: str) -> Shard:
     raise KeyError(f"no Shard is declared for parameter {name}; declared patterns: {', '.join(specs)}")
 
 
-def padded(rows: int, pad_to: int, tp_size: int) -> int:
+def padded_rows(rows: int, pad_to: int, tp_size: int) -> int:
     """Rows in memory over all ranks: the next multiple of `pad_to` x ranks."""
     multiple = pad_to * tp_size
     return -(-rows // multiple) * multiple
 
 
-def _divide(rows: int, units: int, ranks: int, rank: int, pad_to: int | None) -> _Range:
+def _split_dim(rows: int, units: int, num_ranks: int, rank: int, pad_to: int | None) -> _DimShard:
     if pad_to is not None:
-        local = padded(rows, pad_to, ranks) // ranks
+        local = padded_rows(rows, pad_to, num_ranks) // num_ranks
         start = min(rank * local, rows)
-        return _Range(start, min(local, rows - start), local, 1)
+        return _DimShard(start, min(local, rows - start), local, 1)
     unit_rows = rows // units
-    if units % ranks == 0:
-        local = units // ranks * unit_rows
-        return _Range(rank * local, local, local, 1)
-    assert ranks % units == 0, f"{units} units cannot be split over {ranks} ranks"
-    return _Range(rank * units // ranks * unit_rows, unit_rows, unit_rows, ranks // units)
+    if units % num_ranks == 0:
+        local = units // num_ranks * unit_rows
+        return _DimShard(rank * local, local, local, 1)
+    assert num_ranks % units == 0, f"{units} units cannot be split over {num_ranks} ranks"
+    return _DimShard(rank * units // num_ranks * unit_rows, unit_rows, unit_rows, num_ranks // units)
 
 
 def section_name(parameter: str, section: str) -> str:
@@ -143,74 +143,81 @@ def section_name(parameter: str, section: str) -> str:
     return ".".join(parts)
 
 
-def place(name: str, shape: Shape, shard: Shard, split: TensorSplit) -> Placement:
+def compute_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelParallelCoordinate) -> Placement:
     """Where a parameter of this logical (fused) shape lies on this rank."""
-    if shard.ep is not None:
-        return _place_experts(name, shape, shard, split)
-    ranks, rank = split.tp_size, split.tp_rank
-    dim = shard.tp
+    if spec.ep is not None:
+        return _expert_placement(name, shape, spec, coordinate)
+    ranks, rank = coordinate.tp_size, coordinate.tp_rank
+    dim = spec.tp
     if dim is None or dim >= len(shape):  # a bias of a weight that is split along its input is whole
         partial = ranks > 1 and (
-            shard.partial == "always" or (split.sequence_parallel and (shard.partial == "sequence" or dim is not None))
+            spec.partial_grad == "always"
+            or (coordinate.sequence_parallel and (spec.partial_grad == "sequence" or dim is not None))
         )
-        return _whole(name, shape, primary=rank == 0, sum_over="tp" if partial else None)
-    placement = _cut(name, shape, shard, dim, ranks, rank)
-    if not shard.ends:
+        return _replicated_placement(name, shape, primary=rank == 0, grad_reduce_axis="tp" if partial else None)
+    placement = _sharded_placement(name, shape, spec, dim, ranks, rank)
+    if not spec.shared_embedding:
         return placement
-    copy = {} if shard.copy_of is None else {"name": shard.copy_of, "primary": False}
-    return replace(placement, pieces=tuple(replace(p, sum_over="ends", **copy) for p in placement.pieces))
+    copy = {} if spec.replica_of is None else {"name": spec.replica_of, "primary": False}
+    return replace(
+        placement, tensor_shards=tuple(replace(p, grad_reduce_axis="ends", **copy) for p in placement.tensor_shards)
+    )
 
 
-def _place_experts(name: str, shape: Shape, shard: Shard, split: TensorSplit) -> Placement:
+def _expert_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelParallelCoordinate) -> Placement:
     """Whole experts over ep along dimension 0, each cut over the experts' tensor axis."""
-    assert shard.ep == 0 and shape[0] % split.ep_size == 0, f"{name}: {shape[0]} experts over {split.ep_size} ranks"
-    here = shape[0] // split.ep_size
+    assert spec.ep == 0 and shape[0] % coordinate.ep_size == 0, (
+        f"{name}: {shape[0]} experts over {coordinate.ep_size} ranks"
+    )
+    here = shape[0] // coordinate.ep_size
     local = (here, *shape[1:])
-    if shard.tp is None or shard.tp >= len(shape):
-        sum_over = "etp" if split.etp_size > 1 else None
-        inner = _whole(name, local, primary=split.etp_rank == 0, sum_over=sum_over)
+    if spec.tp is None or spec.tp >= len(shape):
+        sum_over = "etp" if coordinate.etp_size > 1 else None
+        inner = _replicated_placement(name, local, primary=coordinate.etp_rank == 0, grad_reduce_axis=sum_over)
     else:
-        inner = _cut(name, local, shard, shard.tp, split.etp_size, split.etp_rank, "etp")
+        inner = _sharded_placement(name, local, spec, spec.tp, coordinate.etp_size, coordinate.etp_rank, "etp")
     pieces = tuple(
         replace(
             piece,
             logical_shape=(shape[0], *piece.logical_shape[1:]),
-            start=(split.ep_rank * here, *piece.start[1:]),
+            start=(coordinate.ep_rank * here, *piece.start[1:]),
         )
-        for piece in inner.pieces
+        for piece in inner.tensor_shards
     )
-    return replace(inner, pieces=pieces, expert=True)
+    return replace(inner, tensor_shards=pieces, expert=True)
 
 
-def _whole(name: str, shape: Shape, *, primary: bool, sum_over: str | None) -> Placement:
+def _replicated_placement(name: str, shape: Shape, *, primary: bool, grad_reduce_axis: str | None) -> Placement:
     origin = (0,) * len(shape)
-    piece = Piece(name, shape, origin, shape, origin, primary, sum_over)
+    piece = TensorShard(name, shape, origin, shape, origin, primary, grad_reduce_axis)
     return Placement(shape, (piece,), (shape[0],) if shape else ())
 
 
-def _cut(name: str, shape: Shape, shard: Shard, dim: int, ranks: int, rank: int, axis: str = "tp") -> Placement:
+def _sharded_placement(
+    name: str, shape: Shape, spec: Shard, dim: int, num_ranks: int, rank: int, axis: str = "tp"
+) -> Placement:
     """Every section's part of the split dimension, one after the other."""
-    sections = shard.sections or (Section("", shape[dim], shape[dim] if shard.pad_to is None else 1),)
+    sections = spec.sections or (Section("", shape[dim], shape[dim] if spec.pad_to is None else 1),)
     assert sum(section.rows for section in sections) == shape[dim], f"sections of {name} do not add up to {shape}"
     pieces, section_rows, local_at = [], [], 0
     for section in sections:
-        part = _divide(section.rows, section.units, ranks, rank, shard.pad_to)
-        if part.real:
+        part = _split_dim(section.rows, section.units, num_ranks, rank, spec.pad_to)
+        if part.num_rows:
             pieces.append(
-                Piece(
+                TensorShard(
                     name=section_name(name, section.name) if section.name else name,
                     logical_shape=(*shape[:dim], section.rows, *shape[dim + 1 :]),
                     start=tuple(part.start if d == dim else 0 for d in range(len(shape))),
-                    shape=(*shape[:dim], part.real, *shape[dim + 1 :]),
+                    shape=(*shape[:dim], part.num_rows, *shape[dim + 1 :]),
                     local_start=tuple(local_at if d == dim else 0 for d in range(len(shape))),
                     primary=rank % part.replicas == 0,
-                    sum_over=None
+                    grad_reduce_axis=None
                     if part.replicas == 1
                     else axis
-                    if part.replicas == ranks
+                    if part.replicas == num_ranks
                     else f"{axis}/{part.replicas}",
                 )
             )
-        section_rows.append(part.local)
-        local_at += part.local
+        section_rows.append(part.num_padded_rows)
+        local_at += part.num_padded_rows
     return Placement((*shape[:dim], local_at, *shape[dim + 1 :]), tuple(pieces), tuple(section_rows))

@@ -17,35 +17,35 @@ from functools import partial
 
 import torch
 
-from petatron.base.device import detect
+from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.config import Loaded, RunConfig, load_config, parse_split, with_vocab_size
-from petatron.config.checks.cuda_graphs import draws
+from petatron.config import LoadedConfig, RunConfig, load_config, parse_split, with_vocab_size
+from petatron.config.checks.cuda_graphs import uses_random_numbers
 from petatron.config.nccl_communicators import communicator_options
-from petatron.config.pipeline_stages import stages
+from petatron.config.pipeline_stages import pipeline_stages
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.data.batch_loader import BatchLoader, LoaderOptions
-from petatron.data.build_datasets import Datasets, build_datasets
+from petatron.data.build_datasets import SplitDatasets, build_datasets
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
-from petatron.kernels.registry import Situation, choose
+from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Architecture, Batch
-from petatron.models.decoder import Decoder, initial_constant, initial_std, shards, takes_weight_decay
+from petatron.models.decoder import Decoder, initial_constant, initial_std, shard_specs, takes_weight_decay
 from petatron.optim.build import OptimizerKernels
 from petatron.optim.loss_scaler import compute_dtype
-from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.parallel.parallelize import Recipe, parallelize
-from petatron.parallel.pipeline.cuda_graph import CudaRecorder
-from petatron.parallel.router_statistics import RouterTotals
+from petatron.parallel.parallelize import ParamSpecs, parallelize
+from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture
+from petatron.parallel.router_statistics import RouterStatistics
 from petatron.parallel.used_axes import used_axes
-from petatron.schedule.pipeline_plan import pipeline_plan, steps_micro_batches
-from petatron.train.global_batch_size import BatchSchedule
+from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
+from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.checkpoint_args import read_checkpoint_args
 from petatron.train.state.run_model import Model
 
@@ -65,7 +65,7 @@ def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: in
     return loaded.config
 
 
-def open_tokenizer(loaded: Loaded) -> tuple[Loaded, Tokenizer | None]:
+def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
     """The config with its vocabulary size known, and the tokenizer if one is configured."""
     config = loaded.config
     if config.tokenizer.tokenizer_type is None:
@@ -91,12 +91,12 @@ def launch(run: RunConfig) -> ParallelMesh:
     'one device (1 rank)'
     """
     environment = read_environment()
-    facts = detect(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
+    facts = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
     backend = start_process_group(
         environment,
         backend=run.parallel.distributed_backend,
         timeout_minutes=run.parallel.distributed_timeout_minutes,
-        device_kind=facts.kind,
+        device_type=facts.kind,
         deterministic=run.train.deterministic_mode,
         ranks_per_device=run.launch.ranks_per_device,
     )
@@ -111,8 +111,8 @@ def launch(run: RunConfig) -> ParallelMesh:
     )
 
 
-def build_model(run: RunConfig, mesh: ParallelMesh, *, draw: bool = True) -> Model:
-    """This rank's part of the model, initialised; the same weights in every layout. Without `draw` they are zero.
+def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True) -> Model:
+    """This rank's part of the model, initialised; the same weights in every layout. Without `init_weights` they are zero.
 
     >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> model = build_model(run, launch(run))
@@ -120,31 +120,31 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, draw: bool = True) -> Mod
     (128, 128)
     """
     # Only what is recorded has to do without reading random states, so only that relies on knowing who draws.
-    drawn = draws(run) or not run.train.cuda_graphs
-    streams = RandomStreams.start(run.train.seed, mesh, drawn=drawn)
+    drawn = uses_random_numbers(run) or not run.train.cuda_graphs
+    streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=drawn)
     plan = pipeline_plan(run)
     dtype = compute_dtype(run.precision)
     architecture = architecture_of(run)
-    moe, experts_in = architecture.moe, architecture.experts_in
-    every = stages(run)
+    moe, moe_layer_mask = architecture.moe, architecture.moe_layer_mask
+    every = pipeline_stages(run)
     own = [number for number in range(len(every)) if plan.rank_of(number) == mesh.pp.rank]
     with torch.device("meta"):
-        modules = {n: Decoder(run.model, moe, experts_in=experts_in, stage=every[n]) for n in own}
-    table = shards(run.model, moe, ends_apart=plan.rank_of(0) != plan.rank_of(len(every) - 1))
-    in_flight = plan.in_flight(steps_micro_batches(run))
+        modules = {n: Decoder(run.model, moe, moe_layer_mask=moe_layer_mask, stage=every[n]) for n in own}
+    table = shard_specs(run.model, moe, head_on_other_rank=plan.rank_of(0) != plan.rank_of(len(every) - 1))
+    in_flight = plan.in_flight(num_micro_batches(run))
     parts = parallelize(
         modules,
-        Recipe(table, partial(initial_std, run.model), partial(initial_constant, run.model), takes_weight_decay),
+        ParamSpecs(table, partial(initial_std, run.model), partial(initial_constant, run.model), takes_weight_decay),
         mesh,
         run,
         dtype=dtype,
-        streams=streams,
+        rng_streams=streams,
         in_flight={number: in_flight[number] for number in own},
-        draw=draw,
+        init_weights=init_weights,
     )
-    mesh.connect(used_axes(run, parts.placements))
-    mixed = [layer for layer, has_experts in enumerate(experts_in) if has_experts]
-    routers = RouterTotals(modules, mixed, run.moe.num_experts or 0, mesh)
+    mesh.create_groups(used_axes(run, parts.placements))
+    mixed = [layer for layer, has_experts in enumerate(moe_layer_mask) if has_experts]
+    routers = RouterStatistics(modules, mixed, run.moe.num_experts or 0, mesh)
     model = Model(
         modules,
         parts,
@@ -157,7 +157,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, draw: bool = True) -> Mod
         sequence_parallel=run.parallel.sequence_parallel,
     )
     if run.train.cuda_graphs and mesh.device.type == "cuda":
-        model.record_steps(CudaRecorder(mesh.device))
+        model.use_cuda_graphs(CudaGraphCapture(mesh.device))
     elif (
         run.train.cuda_graphs and mesh.rank == 0 and run.train.device != "cpu"
     ):  # asked for, that is said with the flags
@@ -171,21 +171,21 @@ def architecture_of(run: RunConfig) -> Architecture:
     return Architecture(run.model, moe, tuple(moe_layers(run)))
 
 
-def build_optimizer(run: RunConfig, model: ParallelModel) -> MasterOptimizer:
+def build_optimizer(run: RunConfig, model: ParallelModel) -> MixedPrecisionOptimizer:
     """The update rule over the model's flat buffers.
 
     >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> optimizer = build_optimizer(run, build_model(run, launch(run)))
-    >>> optimizer.facts()
+    >>> optimizer.scalar_state()
     {'updates': 0.0}
     """
-    situation = Situation.of(model.mesh.device, model.dtype, compiles=run.train.compile)
-    kernels = OptimizerKernels.chosen(choose("adamw", situation))
-    return MasterOptimizer(run.optim, model.groups, model.mesh, memory=run.memory, kernels=kernels)
+    situation = KernelContext.of(model.mesh.device, model.dtype, allow_compile=run.train.compile)
+    kernels = OptimizerKernels.from_choice(choose_kernel("adamw", situation))
+    return MixedPrecisionOptimizer(run.optim, model.param_groups, model.mesh, memory=run.memory, kernels=kernels)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaders:
+class DataLoaders:
     """A loader per split; None where the run needs none."""
 
     train: BatchLoader
@@ -201,9 +201,9 @@ class RunLength:
     samples: int
 
     @classmethod
-    def of(cls, run: RunConfig, *, iteration: int = 0, consumed_samples: int = 0) -> RunLength:
+    def from_config(cls, run: RunConfig, *, iteration: int = 0, consumed_samples: int = 0) -> RunLength:
         """The length as seen from where the run stands: a resumed run may have another batch size than it began with."""
-        batch = BatchSchedule.from_config(run)
+        batch = BatchSizeSchedule.from_config(run)
         if run.train.train_samples is not None:
             left = max(0, run.train.train_samples - consumed_samples)
             return cls(iteration + batch.iterations_for(left, consumed_samples), run.train.train_samples)
@@ -214,14 +214,14 @@ class RunLength:
 
 def build_loaders(
     run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None, *, train_samples: int | None = None
-) -> Loaders:
+) -> DataLoaders:
     """Open every dataset of the run and find every problem of the data.
 
     `train_samples` is how many training samples there must be, counted from the start of the run.
     """
     if tokenizer is None and run.tokenizer.tokenizer_type is not None:
         tokenizer = build_tokenizer(run.tokenizer, vocab_size=run.model.vocab_size)
-    needed = RunLength.of(run).samples if train_samples is None else train_samples
+    needed = RunLength.from_config(run).samples if train_samples is None else train_samples
     datasets = build_datasets(run, tokenizer, (needed, *_evaluation_samples(run)))
     assert datasets.train is not None
     options = LoaderOptions(
@@ -235,13 +235,13 @@ def build_loaders(
         reset_attention_mask=run.data.reset_attention_mask,
         pin_memory=mesh.device.type == "cuda",
     )
-    return _wrap(datasets, options, mesh)
+    return _build_batch_loaders(datasets, options, mesh)
 
 
-def _wrap(datasets: Datasets, options: LoaderOptions, mesh: ParallelMesh) -> Loaders:
+def _build_batch_loaders(datasets: SplitDatasets, options: LoaderOptions, mesh: ParallelMesh) -> DataLoaders:
     make = partial(BatchLoader, options=options, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
     assert datasets.train is not None
-    return Loaders(
+    return DataLoaders(
         train=make(datasets.train),
         valid=make(datasets.valid) if datasets.valid is not None else None,
         test=make(datasets.test) if datasets.test is not None else None,
@@ -266,8 +266,8 @@ def build_loader(run: RunConfig, mesh: ParallelMesh, *, consumed_samples: int = 
     [4, 4, 4]
     """
     loader = build_loaders(run, mesh).train
-    batch_size = BatchSchedule.from_config(run)
-    for _ in range(RunLength.of(run).iterations):
+    batch_size = BatchSizeSchedule.from_config(run)
+    for _ in range(RunLength.from_config(run).iterations):
         size = batch_size.at(consumed_samples)
         batches = loader.next_step(size, consumed_samples)
         if not batches:

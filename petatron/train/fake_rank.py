@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from petatron.config import RunConfig
-from petatron.mesh.launch.environment import SINGLE
+from petatron.mesh.launch.environment import SINGLE_PROCESS
 from petatron.mesh.launch.process_group import start_process_group, stop_process_group
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
@@ -22,17 +22,17 @@ from petatron.train.build import build_model
 
 
 @contextmanager
-def pretend_rank(run: RunConfig, rank: int) -> Iterator[ParallelModel]:
+def fake_rank(run: RunConfig, rank: int) -> Iterator[ParallelModel]:
     """This run's model as one of its ranks would hold it.
 
     >>> import petatron
     >>> run = petatron.load("llama3-8b", ["--tp", "8", "--mock-data", "--lr", "1e-4", "--train-iters", "1"], world_size=64)
-    >>> with pretend_rank(run, 63) as model:
+    >>> with fake_rank(run, 63) as model:
     ...     sum(parameter.numel() for parameter in model.module.parameters())
     1004802048
     """
     layout = Layout.from_config(run.parallel)
-    environment = replace(SINGLE, rank=rank, world_size=layout.world_size, local_world_size=layout.world_size)
+    environment = replace(SINGLE_PROCESS, rank=rank, world_size=layout.world_size, local_world_size=layout.world_size)
     start_process_group(environment, backend="fake")
     try:
         yield build_model(run, ParallelMesh(layout, rank, device=torch.device("meta")))
@@ -40,8 +40,11 @@ def pretend_rank(run: RunConfig, rank: int) -> Iterator[ParallelModel]:
         stop_process_group()
 
 
-def spoken_for(model: ParallelModel) -> int:
+def num_primary_elements(model: ParallelModel) -> int:
     """How many elements of logical tensors this rank alone speaks for; over all ranks they add up to the model."""
     return sum(
-        end - begin for group in model.groups for stretch in group.stretches for begin, end in stretch.spoken_for()
+        end - begin
+        for group in model.param_groups
+        for stretch in group.flat_shards
+        for begin, end in stretch.primary_ranges()
     )

@@ -15,10 +15,10 @@ from petatron.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSchedule:
+class BatchSizeSchedule:
     """Samples per optimizer step as a function of the samples consumed before it.
 
-    >>> schedule = BatchSchedule(final=8, start=4, increment=2, ramp_samples=16)
+    >>> schedule = BatchSizeSchedule(final=8, start=4, increment=2, ramp_samples=16)
     >>> [schedule.at(consumed) for consumed in (0, 7, 8, 15, 16, 1000)]
     [4, 4, 6, 6, 8, 8]
     >>> schedule.samples_after(5)  # 4 + 4 + 6 + 6 + 8
@@ -33,7 +33,7 @@ class BatchSchedule:
     ramp_samples: int = 0
 
     @classmethod
-    def from_config(cls, run: RunConfig) -> BatchSchedule:
+    def from_config(cls, run: RunConfig) -> BatchSizeSchedule:
         """The schedule of a derived and checked configuration."""
         final = run.train.global_batch_size
         assert final is not None, "the configuration is not derived"
@@ -47,18 +47,18 @@ class BatchSchedule:
         assert (self.final - self.start) % self.increment == 0, "the increments do not end at the final batch size"
 
     @property
-    def _increments(self) -> int:
+    def _num_increments(self) -> int:
         return (self.final - self.start) // self.increment
 
     def at(self, consumed_samples: int) -> int:
         """The size of the batch that begins after this many samples."""
         if consumed_samples >= self.ramp_samples:
             return self.final
-        return self.start + consumed_samples * self._increments // self.ramp_samples * self.increment
+        return self.start + consumed_samples * self._num_increments // self.ramp_samples * self.increment
 
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
         """Samples consumed in all once this many more iterations have run."""
-        for batch, batches in self._runs(consumed):
+        for batch, batches in self._constant_size_spans(consumed):
             taken = iterations if batches is None else min(iterations, batches)
             consumed += taken * batch
             iterations -= taken
@@ -69,7 +69,7 @@ class BatchSchedule:
     def iterations_for(self, samples: int, consumed: int = 0) -> int:
         """Whole batches that fit into a budget of samples from a position on; a last partial one is left out."""
         iterations = 0
-        for batch, batches in self._runs(consumed):
+        for batch, batches in self._constant_size_spans(consumed):
             fitting = samples // batch
             taken = fitting if batches is None else min(fitting, batches)
             iterations += taken
@@ -78,11 +78,11 @@ class BatchSchedule:
                 break
         return iterations
 
-    def _runs(self, consumed: int) -> Iterator[tuple[int, int | None]]:
+    def _constant_size_spans(self, consumed: int) -> Iterator[tuple[int, int | None]]:
         """(batch size, number of batches of that size in a row) from a position on; None: for ever."""
         while (batch := self.at(consumed)) < self.final:
             next_span = (batch - self.start) // self.increment + 1
-            span_end = -(-next_span * self.ramp_samples // self._increments)
+            span_end = -(-next_span * self.ramp_samples // self._num_increments)
             batches = -(-(span_end - consumed) // batch)
             yield batch, batches
             consumed += batches * batch

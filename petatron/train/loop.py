@@ -7,19 +7,26 @@ from dataclasses import dataclass
 
 import torch
 
-from petatron.base.device import DeviceFacts, DeviceKind, memory_in_use
+from petatron.base.device import DeviceInfo, DeviceKind, peak_memory_bytes
 from petatron.base.errors import CheckpointError, TrainError
 from petatron.base.log import get_logger
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.data.batch_loader import BatchLoader
 from petatron.estimate.flops import model_flops_per_token
-from petatron.estimate.memory.forecast import memory_line
+from petatron.estimate.memory.forecast import memory_log_line
 from petatron.models.batch import Batch
-from petatron.optim.loss_scaler import DynamicScale, compute_dtype
-from petatron.train.build import Loaders
-from petatron.train.report.metrics import IntervalMeter, Record, Sink, StepMetrics, event_record, validation_record
-from petatron.train.report.profiler import StepProfile
-from petatron.train.signals import EvaluationWatch, Stopping
+from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
+from petatron.train.build import DataLoaders
+from petatron.train.report.metrics import (
+    IntervalMeter,
+    MetricRecord,
+    MetricSink,
+    StepMetrics,
+    event_record,
+    validation_record,
+)
+from petatron.train.report.profiler import StepProfiler
+from petatron.train.signals import EvaluationStopCheck, StopMonitor
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 
@@ -27,23 +34,23 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrainingResult:
     """How a run ended: at which iteration, why if it was early, and the last evaluation."""
 
     iteration: int
-    stopped_early: str | None
+    stop_reason: str | None
     valid_loss: float | None
 
 
-class Loop:
+class TrainLoop:
     """One run from wherever its state stands to its end."""
 
     def __init__(
         self,
         state: TrainState,
-        loaders: Loaders,
-        sinks: Sequence[Sink],
-        device: DeviceFacts,
+        loaders: DataLoaders,
+        sinks: Sequence[MetricSink],
+        device: DeviceInfo,
         *,
         started_s: float | None = None,
     ) -> None:
@@ -52,90 +59,94 @@ class Loop:
         self._run = state.run
         self._loaders = loaders
         self._sinks = sinks
-        self._length = state.length()
+        self._run_length = state.run_length()
         self._started_s = started_s
-        self._saved_at: int | None = None
-        self._saving: int | None = None
-        self._valid: tuple[int, float] | None = None
-        self._profile = StepProfile(
+        self._last_saved_iteration: int | None = None
+        self._pending_save_iteration: int | None = None
+        self._last_validation: tuple[int, float] | None = None
+        self._profiler = StepProfiler(
             self._run,
             rank=state.mesh.rank,
-            iterations=self._length.iterations,
+            iterations=self._run_length.iterations,
             device=state.mesh.device,
-            tell=self._event,
+            log_event=self._log_event,
         )
         self._device_kind: DeviceKind = device.kind
-        self._told_memory = False
-        self._first_bad = torch.full((), -1, dtype=torch.int64, device=state.mesh.device)
+        self._memory_logged = False
+        self._first_nonfinite_iteration = torch.full((), -1, dtype=torch.int64, device=state.mesh.device)
         self._meter = IntervalMeter(
-            train_iters=self._length.iterations,
+            train_iters=self._run_length.iterations,
             train_samples=self._run.train.train_samples,
             num_devices=state.mesh.world.size,
             flops_per_token=model_flops_per_token(
                 self._run.model,
                 self._run.moe,
-                experts_in=moe_layers(self._run),
-                tensor_parallel=self._run.parallel.tensor_model_parallel_size,
+                moe_layer_mask=moe_layers(self._run),
+                tp_size=self._run.parallel.tensor_model_parallel_size,
             ),
             peak_flops=device.peak(str(compute_dtype(self._run.precision))[6:]),
             consumed_tokens=state.progress.consumed_tokens,
-            memory=lambda: memory_in_use(device.kind),
-            router_layers=state.model.routers.layers,
+            read_memory_bytes=lambda: peak_memory_bytes(device.kind),
+            router_layers=state.model.router_statistics.layers,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> TrainingResult:
         """Train to the end. The last state is always saved (where there is a folder), and evaluated when it is the end."""
         try:
-            return self._run_to_the_end()
+            return self._train()
         except Exception:
-            self._keep_what_was_saved()
+            self._finish_pending_save_after_failure()
             raise
 
-    def _keep_what_was_saved(self) -> None:
+    def _finish_pending_save_after_failure(self) -> None:
         """Finish the save that a failure came upon: it is what the next run begins with."""
         try:
-            self._settle_save()
+            self._finish_save_or_log()
         except Exception:  # ranks may be gone; the failure that brought us here is the one to tell
             _log.exception("a checkpoint that was being written was lost")
 
-    def _run_to_the_end(self) -> Outcome:
+    def _train(self) -> TrainingResult:
         state, config = self._state, self._run
         stopped: str | None = None
         began_at = state.progress.iteration
-        if began_at >= self._length.iterations:
-            self._event(f"nothing left to train: the run is at iteration {began_at} of {self._length.iterations}")
-        saves = state.saver is not None
-        stops = Stopping(config.train, state.mesh.control, saves=saves, started_s=self._started_s)
+        if began_at >= self._run_length.iterations:
+            self._log_event(
+                f"nothing left to train: the run is at iteration {began_at} of {self._run_length.iterations}"
+            )
+        saves = state.checkpoint_manager is not None
+        stops = StopMonitor(config.train, state.mesh.control, will_save=saves, started_s=self._started_s)
         with stops as stopping:
-            with self._profile as traced:
-                while state.progress.iteration < self._length.iterations and stopped is None:
+            with self._profiler as traced:
+                while state.progress.iteration < self._run_length.iterations and stopped is None:
                     traced.begin(state.progress.iteration + 1)
                     batches = self._next_batches()
                     metrics = train_step(state, batches)
                     traced.end(metrics.iteration)
-                    self._watch(metrics)
+                    self._record_step(metrics)
                     iteration = metrics.iteration
-                    last = iteration == self._length.iterations
+                    last = iteration == self._run_length.iterations
                     if iteration == 1 or iteration % config.log.log_interval == 0 or last:
-                        self._report()
+                        self._log_metrics()
                     if config.train.eval_interval and iteration % config.train.eval_interval == 0:
-                        stopped = self._evaluate(self._loaders.valid, "valid", stopping, saves=saves)
+                        stopped = self._evaluate(self._loaders.valid, "valid", stopping, will_save=saves)
                     if config.checkpoint.save_interval and iteration % config.checkpoint.save_interval == 0:
                         self._save()
-                    self._watch_save()
-                    stopped = stopped or stopping.reason(iteration)
-                self._tell_stop(stopped)
+                    self._poll_async_save()
+                    stopped = stopped or stopping.stop_reason(iteration)
+                self._log_stop(stopped)
                 if state.progress.iteration > began_at:
                     self._save(last=True)
             for split, loader in (("valid", self._loaders.valid), ("test", self._loaders.test)):
                 if stopped is None:
-                    stopped = self._evaluate(loader, split, stopping, saves=False)
-                    self._tell_stop(stopped)
-        return Outcome(state.progress.iteration, stopped, self._valid[1] if self._valid else None)
+                    stopped = self._evaluate(loader, split, stopping, will_save=False)
+                    self._log_stop(stopped)
+        return TrainingResult(
+            state.progress.iteration, stopped, self._last_validation[1] if self._last_validation else None
+        )
 
     def _next_batches(self) -> list[Batch]:
         progress = self._state.progress
-        size = self._state.batch_sizes.at(progress.consumed_samples)
+        size = self._state.batch_size_schedule.at(progress.consumed_samples)
         batches = self._loaders.train.next_step(size, progress.consumed_samples)
         if not batches:
             raise TrainError(
@@ -144,25 +155,29 @@ class Loop:
             )
         return [batch.to(self._state.mesh.device) for batch in batches]
 
-    def _watch(self, metrics: StepMetrics) -> None:
+    def _record_step(self, metrics: StepMetrics) -> None:
         """Remember on the device which iteration first had a number that is not finite."""
         bad = torch.as_tensor(metrics.nan) | torch.as_tensor(metrics.skipped).bool()
-        fresh = bad & (self._first_bad < 0)
-        self._first_bad = torch.where(fresh, torch.full_like(self._first_bad, metrics.iteration), self._first_bad)
+        fresh = bad & (self._first_nonfinite_iteration < 0)
+        self._first_nonfinite_iteration = torch.where(
+            fresh, torch.full_like(self._first_nonfinite_iteration, metrics.iteration), self._first_nonfinite_iteration
+        )
         self._meter.update(metrics)
 
-    def _report(self) -> None:
-        self._write(self._meter.report().as_record())
+    def _log_metrics(self) -> None:
+        self._write_record(self._meter.report().as_record())
         self._check_finite()
-        if not self._told_memory:
-            self._told_memory = True
+        if not self._memory_logged:
+            self._memory_logged = True
             kind, rank = self._device_kind, self._state.mesh.pp.rank
-            self._event(memory_line(self._run, device=kind, pipeline_rank=rank, measured_bytes=memory_in_use(kind)))
+            self._log_event(
+                memory_log_line(self._run, device=kind, pipeline_rank=rank, measured_bytes=peak_memory_bytes(kind))
+            )
 
     def _check_finite(self) -> None:
-        if not self._run.train.check_for_nan_in_loss_and_grad or isinstance(self._state.scaler, DynamicScale):
+        if not self._run.train.check_for_nan_in_loss_and_grad or isinstance(self._state.scaler, DynamicLossScaler):
             return
-        first_bad = int(self._first_bad)
+        first_bad = int(self._first_nonfinite_iteration)
         if first_bad >= 0:
             raise TrainError(
                 f"The loss or a gradient was not finite first at iteration {first_bad}. Weights were not updated "
@@ -170,26 +185,30 @@ class Loop:
                 "regardless with --no-check-for-nan-in-loss-and-grad."
             )
 
-    def _tell_stop(self, why: str | None) -> None:
-        if why is not None:
-            self._event(f"stopping at iteration {self._state.progress.iteration}: {why}")
+    def _log_stop(self, reason: str | None) -> None:
+        if reason is not None:
+            self._log_event(f"stopping at iteration {self._state.progress.iteration}: {reason}")
 
-    def _evaluate(self, loader: BatchLoader | None, split: str, stopping: Stopping, *, saves: bool) -> str | None:
+    def _evaluate(
+        self, loader: BatchLoader | None, split: str, stopping: StopMonitor, *, will_save: bool
+    ) -> str | None:
         """Report the loss of a split; why to stop, if that came first, and then nothing is reported."""
         iteration = self._state.progress.iteration
-        if loader is None or (split == "valid" and self._valid is not None and self._valid[0] == iteration):
+        if loader is None or (
+            split == "valid" and self._last_validation is not None and self._last_validation[0] == iteration
+        ):
             return None
         self._meter.pause()
-        with stopping.watch_evaluation(saves=saves) as watch:
+        with stopping.evaluation_stop_check(will_save=will_save) as watch:
             loss = evaluate(self._state, loader, watch)
         self._meter.resume()
-        if isinstance(loss, Interrupted):
-            batches = f"{loss.batches:,} of {self._run.train.eval_iters:,} batches"
-            self._event(f"the evaluation ({split}) was interrupted after {batches} and reports no loss")
-            return loss.why
+        if isinstance(loss, InterruptedEvaluation):
+            batches = f"{loss.completed_batches:,} of {self._run.train.eval_iters:,} batches"
+            self._log_event(f"the evaluation ({split}) was interrupted after {batches} and reports no loss")
+            return loss.reason
         if split == "valid":
-            self._valid = (iteration, loss)
-        self._write(
+            self._last_validation = (iteration, loss)
+        self._write_record(
             validation_record(
                 iteration=iteration,
                 lm_loss=loss,
@@ -206,75 +225,83 @@ class Loop:
         save tries again. Only the last one must succeed.
         """
         self._check_finite()
-        saver, iteration = self._state.saver, self._state.progress.iteration
+        saver, iteration = self._state.checkpoint_manager, self._state.progress.iteration
         if saver is None:
             return
         self._meter.pause()
-        self._settle_save()
+        self._finish_save_or_log()
         try:
-            if self._saved_at != iteration:
+            if self._last_saved_iteration != iteration:
                 self._state.save(wait=not self._run.checkpoint.async_save)
-                self._saving = iteration
+                self._pending_save_iteration = iteration
             if last or not self._run.checkpoint.async_save:
-                self._finish_save()
+                self._wait_for_save()
         except CheckpointError as error:
             if last:
                 raise
-            self._report_failed_save(error)
+            self._log_failed_save(error)
         self._meter.resume()
 
-    def _watch_save(self) -> None:
+    def _poll_async_save(self) -> None:
         """Report a save in the background that has come to its end."""
-        if self._saving is not None and self._state.saver is not None and not self._state.saver.writing:
-            self._settle_save()
+        if (
+            self._pending_save_iteration is not None
+            and self._state.checkpoint_manager is not None
+            and not self._state.checkpoint_manager.is_saving
+        ):
+            self._finish_save_or_log()
 
-    def _settle_save(self) -> None:
+    def _finish_save_or_log(self) -> None:
         try:
-            self._finish_save()
+            self._wait_for_save()
         except CheckpointError as error:
-            self._report_failed_save(error)
+            self._log_failed_save(error)
 
-    def _finish_save(self) -> None:
+    def _wait_for_save(self) -> None:
         """Wait for the save that was begun, if there is one."""
-        saver, saving, self._saving = self._state.saver, self._saving, None
+        saver, saving, self._pending_save_iteration = self._state.checkpoint_manager, self._pending_save_iteration, None
         if saver is None or saving is None:
             return
         saver.drain()
-        self._saved_at = saving
-        self._event(f"saved checkpoint of iteration {saving} to {self._run.checkpoint.save}")
+        self._last_saved_iteration = saving
+        self._log_event(f"saved checkpoint of iteration {saving} to {self._run.checkpoint.save}")
         if saver.pruned:
             plural = "s" if len(saver.pruned) > 1 else ""
-            self._event(f"removed the checkpoint{plural} of iteration{plural} {', '.join(map(str, saver.pruned))}")
+            self._log_event(f"removed the checkpoint{plural} of iteration{plural} {', '.join(map(str, saver.pruned))}")
 
-    def _report_failed_save(self, error: CheckpointError) -> None:
-        self._event(f"WARNING: a checkpoint was not saved; training goes on, and the next save tries again. {error}")
+    def _log_failed_save(self, error: CheckpointError) -> None:
+        self._log_event(
+            f"WARNING: a checkpoint was not saved; training goes on, and the next save tries again. {error}"
+        )
 
-    def _event(self, message: str) -> None:
-        self._write(event_record(message, iteration=self._state.progress.iteration))
+    def _log_event(self, message: str) -> None:
+        self._write_record(event_record(message, iteration=self._state.progress.iteration))
 
-    def _write(self, record: Record) -> None:
+    def _write_record(self, record: MetricRecord) -> None:
         for sink in self._sinks:
             sink.write(record)
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupted:
+class InterruptedEvaluation:
     """An evaluation that was told to stop after so many batches."""
 
-    why: str
-    batches: int
+    reason: str
+    completed_batches: int
 
 
-def evaluate(state: TrainState, loader: BatchLoader, watch: EvaluationWatch | None = None) -> float | Interrupted:
+def evaluate(
+    state: TrainState, loader: BatchLoader, stop_check: EvaluationStopCheck | None = None
+) -> float | InterruptedEvaluation:
     """Mean loss per token over the first `eval_iters` batches of a split; the same batches every time."""
     size = state.run.train.global_batch_size
     assert size is not None
     total = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
     tokens = torch.zeros_like(total)
     for index in range(state.run.train.eval_iters):
-        why = watch.reason(index) if watch is not None else None
+        why = stop_check.stop_reason(index) if stop_check is not None else None
         if why is not None:
-            return Interrupted(why, index)
+            return InterruptedEvaluation(why, index)
         batches = loader.next_step(size, index * size)
         loss, count = state.model.evaluate([batch.to(state.mesh.device) for batch in batches])
         total, tokens = total + loss, tokens + count

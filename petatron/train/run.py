@@ -11,30 +11,30 @@ from typing import Any, TypeVar
 
 import torch
 
-from petatron.base.device import detect
+from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, DataError, PetatronError, TrainError
 from petatron.base.log import get_logger
-from petatron.base.safe_files import publish
-from petatron.base.text import counted
-from petatron.config import Loaded, RunConfig
+from petatron.base.safe_files import write_atomic
+from petatron.base.text import count_with_noun
+from petatron.config import LoadedConfig, RunConfig
 from petatron.config.checks.preflight import preflight
 from petatron.config.saved_config import saved_yaml
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.flops import parameter_count
-from petatron.estimate.memory.forecast import memory_plans, shared_device_problem
+from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
 from petatron.mesh import collectives
 from petatron.mesh.diagnose.watchdog import Watchdog
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.train.build import Loaders, RunLength, build_loaders, launch, open_tokenizer
-from petatron.train.global_batch_size import BatchSchedule
-from petatron.train.loop import Loop, Outcome
+from petatron.train.build import DataLoaders, RunLength, build_loaders, launch, open_tokenizer
+from petatron.train.global_batch_size import BatchSizeSchedule
+from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.report.metrics import event_record
-from petatron.train.report.out_of_memory import memory_reported
+from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.report.sinks import build_sinks
-from petatron.train.state.run_dirs import check_folders, claimed
+from petatron.train.state.run_dirs import check_run_dirs, lock_save_dir
 from petatron.train.state.train_state import TrainState
 
 _log = get_logger(__name__)
@@ -42,7 +42,7 @@ _CONFIG_FILE = "config.yaml"
 Result = TypeVar("Result")
 
 
-def run_training(loaded: Loaded) -> Outcome:
+def run_training(loaded: LoadedConfig) -> TrainingResult:
     """Train as configured; every rank calls it. Nothing is computed before files, folders and data are known to be good.
 
     >>> import contextlib, io, tempfile
@@ -57,79 +57,85 @@ def run_training(loaded: Loaded) -> Outcome:
     problems = preflight(loaded.config)
     if problems:
         raise ConfigError(problems)
-    check_folders(loaded.config.checkpoint)
+    check_run_dirs(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
-    plans = memory_plans(loaded.config, device=detect(loaded.config.train.device).kind)
+    plans = recompute_plans(loaded.config, device=detect_device(loaded.config.train.device).kind)
     _check_shared_device(loaded.config)
     for notice in loaded.notices:
         _log.info("note: %s", notice)
     for number, plan in enumerate(plans):
         _log.info("stage %d: %s", number, plan.describe())
-    with claimed(loaded.config.checkpoint.save, rank=read_environment().rank):
+    with lock_save_dir(loaded.config.checkpoint.save, rank=read_environment().rank):
         mesh = launch(loaded.config)
-        with watchdog(mesh, timeout_minutes=loaded.config.parallel.distributed_timeout_minutes):
+        with build_watchdog(mesh, timeout_minutes=loaded.config.parallel.distributed_timeout_minutes):
             return _build_and_run(loaded, mesh, tokenizer, started_s=started_s)
 
 
-def watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
+def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
     """What watches this rank's communication."""
     environment, device = read_environment(), mesh.device
     busy = (lambda: not torch.cuda.current_stream(device).query()) if mesh.backend == "nccl" else None
     # The ranks of one machine are ended by their launcher, where that is ours.
     peers = partial(Rendezvous, environment) if environment.store_file is None else None
-    return Watchdog(mesh.record, timeout_s=60 * timeout_minutes, busy=busy, peers=peers)
+    return Watchdog(mesh.record, timeout_s=60 * timeout_minutes, device_busy=busy, connect_peers=peers)
 
 
-def _build_and_run(loaded: Loaded, mesh: ParallelMesh, tokenizer: Tokenizer | None, *, started_s: float) -> Outcome:
+def _build_and_run(
+    loaded: LoadedConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None, *, started_s: float
+) -> TrainingResult:
     run = loaded.config
-    with memory_reported(run, mesh.device, when=lambda: "building the model"):
-        state = TrainState.start(run, mesh, tokenizer)
-    with memory_reported(run, mesh.device, when=lambda: "loading the checkpoint"):
+    with report_out_of_memory(run, mesh.device, phase=lambda: "building the model"):
+        state = TrainState.build_for_load(run, mesh, tokenizer)
+    with report_out_of_memory(run, mesh.device, phase=lambda: "loading the checkpoint"):
         resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
         pretrained = None if resumed else run.checkpoint.pretrained_checkpoint
         if pretrained is not None:
-            state.take_weights(pretrained)
-    length = state.length()
-    loaders = _in_turns(
+            state.load_pretrained_weights(pretrained)
+    length = state.run_length()
+    loaders = _build_on_rank_zero_first(
         mesh.control,
         lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples),
         local_rank=read_environment().local_rank,
     )
-    headline = [_headline(run, length, mesh, tokenizer)]
+    headline = [_run_summary(run, length, mesh, tokenizer)]
     if resumed:
         how = "weights" if run.checkpoint.finetune else f"resumed at iteration {state.progress.iteration}"
         headline.append(f"{how} from {run.checkpoint.load}")
-        headline += [f"changed since the checkpoint: {change}" for change in state.changes]
+        headline += [f"changed since the checkpoint: {change}" for change in state.resume_changes]
     if pretrained is not None:
         headline.append(f"first weights from {pretrained}")
-    headline += state.note_data(loaders.train.dataset.fingerprint)
+    headline += state.record_data_fingerprint(loaders.train.dataset.fingerprint)
     settings = saved_yaml(loaded)
-    return _run(state, loaders, settings=settings, headline=headline, started_s=started_s)
+    return _run_loop(state, loaders, config_yaml=settings, header_lines=headline, started_s=started_s)
 
 
-def _run(state: TrainState, loaders: Loaders, *, settings: str, headline: list[str], started_s: float) -> Outcome:
+def _run_loop(
+    state: TrainState, loaders: DataLoaders, *, config_yaml: str, header_lines: list[str], started_s: float
+) -> TrainingResult:
     """Open the sinks, keep the settings beside the metrics, and train."""
     run, mesh = state.run, state.mesh
     directory = log_directory(run)
-    sinks = build_sinks(run.log, directory, mesh.rank, run_facts=_run_facts(run))
+    sinks = build_sinks(run.log, directory, mesh.rank, config_values=_config_values(run))
     try:
         if mesh.rank == 0:
-            _keep_settings(directory / _CONFIG_FILE, settings)
+            _write_config(directory / _CONFIG_FILE, config_yaml)
         for sink in sinks:
-            for text in headline:
+            for text in header_lines:
                 sink.write(event_record(text, iteration=state.progress.iteration))
-        device = detect(run.train.device, local_rank=read_environment().local_rank // run.launch.ranks_per_device)
-        with memory_reported(run, mesh.device, when=lambda: f"iteration {state.progress.iteration + 1}"):
-            return Loop(state, loaders, sinks, device, started_s=started_s).run()
+        device = detect_device(
+            run.train.device, local_rank=read_environment().local_rank // run.launch.ranks_per_device
+        )
+        with report_out_of_memory(run, mesh.device, phase=lambda: f"iteration {state.progress.iteration + 1}"):
+            return TrainLoop(state, loaders, sinks, device, started_s=started_s).run()
     finally:
         for sink in sinks:
             sink.close()
 
 
-def _keep_settings(path: Path, settings: str) -> None:
+def _write_config(path: Path, config_yaml: str) -> None:
     """In the place of what is there: an earlier run's settings, or a link that came with the folder."""
     try:
-        publish(path, settings)
+        write_atomic(path, config_yaml)
     except OSError as error:
         raise TrainError(
             f"Cannot write {path}: {error.strerror}. Settings are always kept; choose a writable --log-dir."
@@ -138,7 +144,7 @@ def _keep_settings(path: Path, settings: str) -> None:
 
 def _check_shared_device(run: RunConfig) -> None:
     """Ranks that share a GPU on purpose must fit into it, and whoever started them should not take their speed for a speed."""
-    facts, ranks = detect(run.train.device), run.launch.ranks_per_device
+    facts, ranks = detect_device(run.train.device), run.launch.ranks_per_device
     if ranks == 1 or facts.kind != "cuda":
         return
     problem = shared_device_problem(run, memory_bytes=facts.memory_bytes)
@@ -153,27 +159,28 @@ def log_directory(run: RunConfig) -> Path:
     return Path(chosen) if chosen else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
 
 
-def _run_facts(run: RunConfig) -> Mapping[str, Any]:
+def _config_values(run: RunConfig) -> Mapping[str, Any]:
     return {key: value for section in asdict(run).values() for key, value in section.items()}
 
 
-def _headline(run: RunConfig, length: RunLength, mesh: ParallelMesh, tokenizer: Tokenizer | None) -> str:
-    samples = BatchSchedule.from_config(run).samples_after(length.iterations)
+def _run_summary(run: RunConfig, length: RunLength, mesh: ParallelMesh, tokenizer: Tokenizer | None) -> str:
+    samples = BatchSizeSchedule.from_config(run).samples_after(length.iterations)
     tokens = samples * run.model.seq_length
     text = f"{tokenizer.name}, {tokenizer.vocab_size:,} ids" if tokenizer is not None else "no tokenizer"
     return (
-        f"{_parameters(run)} on {mesh.describe()}, {mesh.device.type}; "
-        f"{counted(length.iterations, 'iteration')}, {counted(samples, 'sample')}, {counted(tokens, 'token')}; {text}"
+        f"{_parameter_counts_text(run)} on {mesh.describe()}, {mesh.device.type}; "
+        f"{count_with_noun(length.iterations, 'iteration')}, {count_with_noun(samples, 'sample')}, "
+        f"{count_with_noun(tokens, 'token')}; {text}"
     )
 
 
-def _parameters(run: RunConfig) -> str:
-    count = partial(parameter_count, run.model, run.moe, experts_in=moe_layers(run))
+def _parameter_counts_text(run: RunConfig) -> str:
+    count = partial(parameter_count, run.model, run.moe, moe_layer_mask=moe_layers(run))
     active = "" if run.moe.num_experts is None else f" ({count(active=True):,} active)"
     return f"{count():,} parameters{active}"
 
 
-def _in_turns(world: Axis, build: Callable[[], Result], *, local_rank: int) -> Result:
+def _build_on_rank_zero_first(world: Axis, build: Callable[[], Result], *, local_rank: int) -> Result:
     """Rank 0 builds and fills caches, then one rank of each other node, whose disks may be its own, then the rest.
 
     If one of the first cannot, every rank says why.
@@ -187,7 +194,7 @@ def _in_turns(world: Axis, build: Callable[[], Result], *, local_rank: int) -> R
                 result = build()
             except PetatronError as error:
                 failure = error
-        texts = collectives.gather_objects(str(failure) if failure else None, world)
+        texts = collectives.all_gather_objects(str(failure) if failure else None, world)
         if failure is not None:
             raise failure
         text = next((text for text in texts if text is not None), None)

@@ -18,11 +18,11 @@ from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_CHECK_EVERY_S = 0.5
+_EVALUATION_CHECK_INTERVAL_S = 0.5
 _log = get_logger(__name__)
 
 
-class Stopping:
+class StopMonitor:
     """Listens for SIGTERM and SIGINT while it is entered, and asks all ranks once per iteration.
 
     A signal may reach ranks at different iterations, or only some of them; the question goes round over a CPU group, so
@@ -30,126 +30,126 @@ class Stopping:
     runs, so at large worlds nobody waits for it either, and a signal is heeded one iteration later. A rank by itself has
     nobody to ask, and stops after the iteration that the signal came in.
 
-    An evaluation may last for hours, so ranks ask within it too (`watch_evaluation`), over the same group and in the same way.
+    An evaluation may last for hours, so ranks ask within it too (`evaluation_stop_check`), over the same group and in the same way.
     """
 
     def __init__(
-        self, config: TrainConfig, control: Axis, *, saves: bool = True, started_s: float | None = None
+        self, config: TrainConfig, control: Axis, *, will_save: bool = True, started_s: float | None = None
     ) -> None:
         self._config = config
         self._control = control
         self._started_s = time.monotonic() if started_s is None else started_s
-        self._place = "after this step" if control.size == 1 else "after the next step"
-        self._saves = saves
-        self._signal = 0
-        self._interrupted = False
-        self._asked: tuple[torch.Tensor, collectives.Handle] | None = None
-        self._previous: dict[int, object] = {}
-        self._listener: _Listener | None = None
+        self._stop_point = "after this step" if control.size == 1 else "after the next step"
+        self._will_save = will_save
+        self._received_signal = 0
+        self._sigint_received = False
+        self._pending_all_reduce: tuple[torch.Tensor, collectives.Handle] | None = None
+        self._previous_handlers: dict[int, object] = {}
+        self._signal_logger: _SignalLogger | None = None
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopMonitor:
         for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._remember)
+            self._previous_handlers[number] = signal.signal(number, self._handle_signal)
         if self._control.rank == 0:
-            self._listener = _Listener(self._tell)
+            self._signal_logger = _SignalLogger(self._log_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        if self._asked is not None and exception[0] is None:
-            self._asked[1].wait()  # leave no question on the wire
-        for number, handler in self._previous.items():
+        if self._signal_logger is not None:
+            self._signal_logger.close()
+        if self._pending_all_reduce is not None and exception[0] is None:
+            self._pending_all_reduce[1].wait()  # leave no question on the wire
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._interrupted:
+    def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and self._sigint_received:
             raise KeyboardInterrupt  # asked twice: do not wait for the end of the step
-        self._interrupted |= number == signal.SIGINT
-        self._signal = number
+        self._sigint_received |= signum == signal.SIGINT
+        self._received_signal = signum
 
-    def _tell(self, number: int) -> None:
-        again = "; once more to stop at once" if number == signal.SIGINT else ""
-        saving = " and saving" if self._saves else ""
-        _log.warning("%s: stopping %s%s%s", signal.Signals(number).name, self._place, saving, again)
+    def _log_signal(self, signum: int) -> None:
+        again = "; once more to stop at once" if signum == signal.SIGINT else ""
+        saving = " and saving" if self._will_save else ""
+        _log.warning("%s: stopping %s%s%s", signal.Signals(signum).name, self._stop_point, saving, again)
 
-    def reason(self, iteration: int) -> str | None:
+    def stop_reason(self, iteration: int) -> str | None:
         """Why to stop after this iteration, or None; every rank must ask."""
         interval = self._config.exit_interval
-        early = self._early(self._agreed(0)[:2])
+        early = self._describe_stop(self._all_reduce_requests(0)[:2])
         if early is None and interval and iteration % interval == 0:
             return f"--exit-interval {interval}"
         return early
 
     @contextmanager
-    def watch_evaluation(self, *, saves: bool) -> Iterator[EvaluationWatch]:
-        """While open, a signal is answered for an evaluation; `saves` says whether a checkpoint follows it."""
-        before = self._place, self._saves
-        self._place, self._saves = "the evaluation", saves
+    def evaluation_stop_check(self, *, will_save: bool) -> Iterator[EvaluationStopCheck]:
+        """While open, a signal is answered for an evaluation; `will_save` says whether a checkpoint follows it."""
+        before = self._stop_point, self._will_save
+        self._stop_point, self._will_save = "the evaluation", will_save
         try:
-            yield EvaluationWatch(self._ask, several=self._control.size > 1)
+            yield EvaluationStopCheck(self._poll, multi_rank=self._control.size > 1)
         finally:
-            self._place, self._saves = before
+            self._stop_point, self._will_save = before
 
-    def _ask(self, elapsed_ms: int) -> tuple[str | None, int]:
-        number, late, slowest_ms = self._agreed(elapsed_ms)
-        return self._early((number, late)), slowest_ms
+    def _poll(self, elapsed_ms: int) -> tuple[str | None, int]:
+        number, late, slowest_ms = self._all_reduce_requests(elapsed_ms)
+        return self._describe_stop((number, late)), slowest_ms
 
-    def _early(self, agreed: tuple[int, int]) -> str | None:
-        number, late = agreed
+    def _describe_stop(self, reduced: tuple[int, int]) -> str | None:
+        number, late = reduced
         if number:
             return f"received {signal.Signals(number).name}"
         return f"--exit-duration-in-mins {self._config.exit_duration_in_mins:g} is over" if late else None
 
-    def _agreed(self, elapsed_ms: int) -> tuple[int, int, int]:
+    def _all_reduce_requests(self, elapsed_ms: int) -> tuple[int, int, int]:
         """What all ranks wished when they were last asked; the wishes of now are the next question."""
         minutes = self._config.exit_duration_in_mins
         overtime = minutes is not None and time.monotonic() - self._started_s > minutes * 60.0
-        wishes = torch.tensor([self._signal, int(overtime), elapsed_ms])
+        wishes = torch.tensor([self._received_signal, int(overtime), elapsed_ms])
         agreed = torch.zeros_like(wishes)
         if self._control.size == 1:
             agreed = wishes
         else:
-            if self._asked is not None:
-                agreed, handle = self._asked
+            if self._pending_all_reduce is not None:
+                agreed, handle = self._pending_all_reduce
                 handle.wait()
-            self._asked = wishes, collectives.start_all_reduce(wishes, self._control, op="max")
+            self._pending_all_reduce = wishes, collectives.start_all_reduce(wishes, self._control, op="max")
         number, late, slowest_ms = agreed.tolist()
         return number, late, slowest_ms
 
 
-class EvaluationWatch:
+class EvaluationStopCheck:
     """Decides before each evaluation batch whether to stop; all ranks stop at the same batch.
 
     Batches may take a millisecond or a minute, and clocks differ between ranks, so ranks agree on the batches at which they
-    ask: every `stride`-th, where the stride follows from the time of the slowest rank, which travels with the question, and is
+    poll: every `stride`-th, where the stride follows from the time of the slowest rank, which travels with the question, and is
     therefore the same on all of them. It aims at two questions per second and at most doubles each time, since the first batches
     of a GPU are only launched and seem to take no time. A rank by itself looks at every batch.
     """
 
-    def __init__(self, ask: Callable[[int], tuple[str | None, int]], *, several: bool) -> None:
-        self._ask, self._several = ask, several
-        self._stride, self._asked_stride = 1, 1
-        self._next_batch = 0
-        self._asked_at_s = time.monotonic()
+    def __init__(self, poll: Callable[[int], tuple[str | None, int]], *, multi_rank: bool) -> None:
+        self._poll, self._multi_rank = poll, multi_rank
+        self._stride, self._previous_stride = 1, 1
+        self._next_check_batch = 0
+        self._last_check_s = time.monotonic()
 
-    def reason(self, batch: int) -> str | None:
+    def stop_reason(self, batch: int) -> str | None:
         """Why to stop before this batch, or None; every rank must ask, for every batch in order."""
-        if self._several and batch < self._next_batch:
+        if self._multi_rank and batch < self._next_check_batch:
             return None
         now_s = time.monotonic()
-        elapsed_ms = 0 if batch == 0 else max(1, round((now_s - self._asked_at_s) * 1000))
-        reason, slowest_ms = self._ask(elapsed_ms)
+        elapsed_ms = 0 if batch == 0 else max(1, round((now_s - self._last_check_s) * 1000))
+        reason, slowest_ms = self._poll(elapsed_ms)
         stride = self._stride
         if batch > 0 and slowest_ms:  # what is answered at the first batch was asked before the evaluation
-            fitting = int(self._asked_stride * _CHECK_EVERY_S * 1000 / slowest_ms)
+            fitting = int(self._previous_stride * _EVALUATION_CHECK_INTERVAL_S * 1000 / slowest_ms)
             stride = max(1, min(fitting, 2 * self._stride))
-        self._asked_at_s, self._asked_stride, self._stride = now_s, self._stride, stride
-        self._next_batch = batch + stride
+        self._last_check_s, self._previous_stride, self._stride = now_s, self._stride, stride
+        self._next_check_batch = batch + stride
         return reason
 
 
-class _Listener:
+class _SignalLogger:
     """A thread that says, once for each, which signal has come.
 
     A handler would be the wrong place. Python runs it on the main thread when that is back from whatever library it is in, which
@@ -158,27 +158,27 @@ class _Listener:
     whatever it likes.
     """
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
-        self._reads, self._writes = os.pipe()
-        os.set_blocking(self._writes, False)  # as `set_wakeup_fd` demands
-        self._previous = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
+        self._on_signal = on_signal
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)  # as `set_wakeup_fd` demands
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
         told: set[int] = set()
         while True:
-            for number in os.read(self._reads, 64):
+            for number in os.read(self._read_fd, 64):
                 if number == 0:
                     return
                 if number in _SIGNALS and number not in told:
                     told.add(number)
-                    self._tell(number)
+                    self._on_signal(number)
 
     def close(self) -> None:
-        signal.set_wakeup_fd(self._previous)
-        os.write(self._writes, b"\0")  # no signal has the number 0
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        os.write(self._write_fd, b"\0")  # no signal has the number 0
         self._thread.join()
-        os.close(self._reads)
-        os.close(self._writes)
+        os.close(self._read_fd)
+        os.close(self._write_fd)

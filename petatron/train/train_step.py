@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from petatron.models.batch import Batch
-from petatron.optim.loss_scaler import DynamicScale
+from petatron.optim.loss_scaler import DynamicLossScaler
 from petatron.schedule.actions import TimedAction
 from petatron.train.report.metrics import StepMetrics
 from petatron.train.report.timeline import write_timeline
@@ -19,15 +19,15 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
 
     Nothing here waits for the device, but for one number per step under dynamic loss scaling, which has to know.
     """
-    run, progress, scale = state.run, state.progress, state.scaler.value
+    run, progress, scale = state.run, state.progress, state.scaler.scale
     size = sum(batch.tokens.shape[0] for batch in batches) * state.mesh.dp.size
-    loss = state.model.train_step(batches, loss_scale=scale, timeline=_timeline(state))
-    zeros = state.optimizer.zero_grad_elements() if run.log.log_num_zeros_in_grad else None
-    lr = state.rates.at(progress.updates, progress.update_samples)
-    decay = state.decays.at(progress.updates, progress.update_samples)
+    loss = state.model.train_step(batches, loss_scale=scale, timeline=_timeline_writer(state))
+    zeros = state.optimizer.count_zero_grads() if run.log.log_num_zeros_in_grad else None
+    lr = state.lr_schedule.at(progress.updates, progress.update_samples)
+    decay = state.weight_decay_schedule.at(progress.updates, progress.update_samples)
     result = state.optimizer.step(lr=lr, weight_decay=decay, loss_scale=scale)
 
-    dynamic = isinstance(state.scaler, DynamicScale)
+    dynamic = isinstance(state.scaler, DynamicLossScaler)
     overflow = dynamic and bool(result.skipped)
     state.scaler.update(overflow)
     progress.iteration += 1
@@ -49,11 +49,11 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
         nan=~loss.isfinite() if dynamic else ~loss.isfinite() | result.skipped.bool(),
         params_norm=state.optimizer.weight_norm() if run.log.log_params_norm else None,
         num_zeros=zeros,
-        routers=state.model.routers.totals,
+        router_statistics=state.model.router_statistics.totals,
     )
 
 
-def _timeline(state: TrainState) -> Callable[[list[TimedAction]], None] | None:
+def _timeline_writer(state: TrainState) -> Callable[[list[TimedAction]], None] | None:
     """Where this step's measured timeline goes, if this is the step to be measured."""
     log, next_iteration = state.run.log, state.progress.iteration + 1
     if log.pipeline_timeline is None or next_iteration != log.pipeline_timeline_step:

@@ -14,34 +14,34 @@ import torch
 
 from petatron.config import load_config
 from petatron.mesh import collectives
-from petatron.mesh.diagnose.bandwidth import Measured, measure_axis, measure_channels
+from petatron.mesh.diagnose.bandwidth import BandwidthResult, measure_axis, measure_send_recv
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.verify.trace import record_steps
 
 _STEPS = 2
-_BOUND = 1e-9
+_LOSS_TOLERANCE = 1e-9
 _MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 96 --seq-length 64 --vocab-size 131 --mock-data "
     "--make-vocab-size-divisible-by 8 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     f"--hidden-dropout 0 --attention-dropout 0 --num-workers 0 --lr 1e-3 --eval-iters 0 --train-iters {_STEPS} --fp64"
 )
-_SIZES = (1 << 18, 1 << 24, 1 << 28)
-_SIZES_SHARED = (1 << 16, 1 << 20, 1 << 24)
+_MESSAGE_BYTES = (1 << 18, 1 << 24, 1 << 28)
+_SHARED_DEVICE_MESSAGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
 
 
 @dataclass(slots=True)
-class Findings:
+class CommunicationReport:
     """What a rank saw; `losses` are of the layout and of one process, which only the first rank trains."""
 
     layout: str
     connect_s: float
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[BandwidthResult] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
-    def wrong(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Everything that is not as it should be, in words."""
         found = [
             f"{one.op} over {one.axis} ({one.ranks} ranks, {one.bytes:,} bytes) gave wrong values"
@@ -49,7 +49,7 @@ class Findings:
             if not one.correct
         ]
         for step, (own, alone) in enumerate(self.losses, start=1):
-            if abs(own - alone) > _BOUND * abs(alone):
+            if abs(own - alone) > _LOSS_TOLERANCE * abs(alone):
                 found.append(f"step {step} of {self.layout} has loss {own:.12f}, one process {alone:.12f}")
         return found
 
@@ -69,37 +69,40 @@ def layout_flags(ranks: int) -> str:
 
 
 def check_communication(
-    make_mesh: Callable[[Layout], ParallelMesh], *, ranks: int, shared: bool, tell: Callable[[str], None]
-) -> Findings:
-    """On every rank of the world; `tell` hears of progress on the first."""
+    make_mesh: Callable[[Layout], ParallelMesh], *, ranks: int, shared_device: bool, log: Callable[[str], None]
+) -> CommunicationReport:
+    """On every rank of the world; `log` hears of progress on the first."""
     started = time.monotonic()
     flags = layout_flags(ranks)
     config = load_config(f"{_MODEL} {flags} --global-batch-size {4 * ranks}".split(), world_size=ranks).config
     mesh = make_mesh(Layout.from_config(config.parallel))
     run = replace(config, train=replace(config.train, device=mesh.device.type))
     names = [name for name in ("tp", "pp", "dp_cp", "world") if mesh[name].size > 1]
-    mesh.connect(names)
-    findings = Findings(flags, time.monotonic() - started)
-    tell(f"{mesh.describe()}: connected in {findings.connect_s:.1f} s")
-    sizes = _SIZES_SHARED if shared or mesh.device.type == "cpu" else _SIZES
+    mesh.create_groups(names)
+    findings = CommunicationReport(flags, time.monotonic() - started)
+    log(f"{mesh.describe()}: connected in {findings.connect_s:.1f} s")
+    sizes = _SHARED_DEVICE_MESSAGE_BYTES if shared_device or mesh.device.type == "cpu" else _MESSAGE_BYTES
     for name in names:
-        tell(f"measuring {name} ({mesh[name].size} ranks)")
+        log(f"measuring {name} ({mesh[name].size} ranks)")
         findings.measured += measure_axis(mesh[name], sizes, mesh.device)
         if name == "pp":
-            findings.measured += measure_channels(mesh.pp, sizes, mesh.device)
-    tell(f"training {_STEPS} steps in {flags} and in one process")
-    own = [step.loss for step in record_steps(run, mesh, keep=lambda step: False)]
+            findings.measured += measure_send_recv(mesh.pp, sizes, mesh.device)
+    log(f"training {_STEPS} steps in {flags} and in one process")
+    own = [step.loss for step in record_steps(run, mesh, keep_tensors=lambda step: False)]
     alone = own
     if mesh.rank == 0:
         words = f"{_MODEL} --global-batch-size {4 * ranks} --device {mesh.device.type}".split()
         single = load_config(words, world_size=1).config
-        alone = [step.loss for step in record_steps(single, ParallelMesh.single(mesh.device), keep=lambda step: False)]
+        alone = [
+            step.loss
+            for step in record_steps(single, ParallelMesh.single(mesh.device), keep_tensors=lambda step: False)
+        ]
     findings.losses = list(zip(own, alone, strict=True))
     collectives.barrier(mesh.control)
     findings.seconds = time.monotonic() - started
     return findings
 
 
-def device_of(kind: str) -> torch.device:
+def current_device(kind: str) -> torch.device:
     """The device this rank is bound to."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from petatron.verify.trace import Part, StepTrace, assemble
+from petatron.verify.trace import StepTrace, TracedShard, assemble_tensors
 
-_SHARE_FLOOR = 1e-3
-_NOISE_SHARE = 1e-5
+_NORM_FLOOR = 1e-3
+_NOISE_FLOOR = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Tolerances:
     """Largest relative differences that count as equal."""
 
     loss: float
@@ -31,15 +31,15 @@ class Bounds:
     parameter: float
 
 
-BOUNDS = {
-    "float32": Bounds(loss=1e-5, gradient=1e-3, parameter=1e-3),
-    "float64": Bounds(loss=1e-9, gradient=1e-9, parameter=1e-7),
+TOLERANCES = {
+    "float32": Tolerances(loss=1e-5, gradient=1e-3, parameter=1e-3),
+    "float64": Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-7),
 }
 """What counts as equal in each precision, over some tens of steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Worst:
+class WorstTensor:
     """The tensor of one kind that differs most at a step."""
 
     kind: str
@@ -56,11 +56,11 @@ class StepComparison:
     candidate_loss: float
     loss_difference: float
     norm_difference: float
-    worst: tuple[Worst, ...]
+    worst: tuple[WorstTensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TraceComparison:
     """All steps, and what departed first (None when nothing did)."""
 
     steps: tuple[StepComparison, ...]
@@ -75,51 +75,55 @@ class Verdict:
         return max((step.loss_difference for step in self.steps), default=math.inf)
 
 
-def compare(
-    reference: Sequence[Sequence[StepTrace]], candidate: Sequence[Sequence[StepTrace]], bounds: Bounds
-) -> Verdict:
+def compare_traces(
+    reference: Sequence[Sequence[StepTrace]], candidate: Sequence[Sequence[StepTrace]], tolerances: Tolerances
+) -> TraceComparison:
     """Compare two runs, each given as one list of steps per rank."""
     if len(reference[0]) != len(candidate[0]):
         text = f"the reference made {len(reference[0])} steps, the layout {len(candidate[0])}"
-        return Verdict((), text)
+        return TraceComparison((), text)
     steps, first = [], None
     moved: set[str] = set()
     for number in range(1, len(reference[0]) + 1):
         step = _compare_step(number, [r[number - 1] for r in reference], [c[number - 1] for c in candidate], moved)
         steps.append(step)
-        first = first or _departure(step, bounds)
-    return Verdict(tuple(steps), first)
+        first = first or _first_mismatch(step, tolerances)
+    return TraceComparison(tuple(steps), first)
 
 
 def _compare_step(
-    number: int, reference: Sequence[StepTrace], candidate: Sequence[StepTrace], moved: set[str]
+    number: int, reference: Sequence[StepTrace], candidate: Sequence[StepTrace], significant_names: set[str]
 ) -> StepComparison:
-    """`moved` collects the tensors whose gradient has been more than noise so far."""
+    """`significant_names` collects the tensors whose gradient has been more than noise so far."""
     ours = reference[0].loss
-    theirs = max((trace.loss for trace in candidate), key=lambda loss: _relative(abs(ours - loss), abs(ours)))
-    left = assemble(part for rank in reference for part in rank.parts)
-    right = assemble(part for rank in candidate for part in rank.parts)
+    theirs = max(
+        (trace.loss for trace in candidate), key=lambda loss: _relative_difference(abs(ours - loss), abs(ours))
+    )
+    left = assemble_tensors(part for rank in reference for part in rank.shards)
+    right = assemble_tensors(part for rank in candidate for part in rank.shards)
     gradients = _of_kind(left, "gradient"), _of_kind(right, "gradient")
-    shares = _fair_shares(gradients[0])
-    moved |= {name for name, x in gradients[0].items() if float(x.norm()) > _NOISE_SHARE * shares[name]}
-    parameters = _of_kind(left, "parameter", moved), _of_kind(right, "parameter", moved)
+    shares = _expected_norms(gradients[0])
+    significant_names |= {name for name, x in gradients[0].items() if float(x.norm()) > _NOISE_FLOOR * shares[name]}
+    parameters = _of_kind(left, "parameter", significant_names), _of_kind(right, "parameter", significant_names)
     worst = []
     for kind, (a, b) in (("gradient", gradients), ("parameter", parameters)):
-        held = [part for rank in candidate for part in rank.parts if part.kind == kind and part.name in a]
+        held = [part for rank in candidate for part in rank.shards if part.kind == kind and part.name in a]
         differences = _differences(a, b, held)
         if differences:
             name = max(differences, key=lambda key: differences[key])
-            worst.append(Worst(kind, name, differences[name]))
+            worst.append(WorstTensor(kind, name, differences[name]))
     norm = reference[0].grad_norm
-    norms = max(_relative(abs(norm - trace.grad_norm), abs(norm)) for trace in candidate)
-    return StepComparison(number, ours, theirs, _relative(abs(ours - theirs), abs(ours)), norms, tuple(worst))
+    norms = max(_relative_difference(abs(norm - trace.grad_norm), abs(norm)) for trace in candidate)
+    return StepComparison(
+        number, ours, theirs, _relative_difference(abs(ours - theirs), abs(ours)), norms, tuple(worst)
+    )
 
 
 def _of_kind(tensors: dict[tuple[str, str], Tensor], kind: str, names: set[str] | None = None) -> dict[str, Tensor]:
     return {name: x for (k, name), x in tensors.items() if k == kind and (names is None or name in names)}
 
 
-def _fair_shares(tensors: dict[str, Tensor]) -> dict[str, float]:
+def _expected_norms(tensors: dict[str, Tensor]) -> dict[str, float]:
     """The norm each tensor would have if all elements were of one size; one that is not finite does not blur the others'."""
     squares = [float(x.square().sum()) for x in tensors.values()]
     total = math.sqrt(sum(square for square in squares if math.isfinite(square)))
@@ -127,37 +131,39 @@ def _fair_shares(tensors: dict[str, Tensor]) -> dict[str, float]:
     return {name: total * math.sqrt(x.numel() / elements) for name, x in tensors.items()}
 
 
-def _differences(left: dict[str, Tensor], right: dict[str, Tensor], held: Sequence[Part]) -> dict[str, float]:
-    """By name: the difference of the whole tensors, or of one rank's piece (`held`) where replicas differ more."""
-    shares = _fair_shares(left)
-    scales = {name: max(float(x.norm()), _SHARE_FLOOR * shares[name]) for name, x in left.items()}
+def _differences(
+    left: dict[str, Tensor], right: dict[str, Tensor], replica_shards: Sequence[TracedShard]
+) -> dict[str, float]:
+    """By name: the difference of the whole tensors, or of one rank's piece (`replica_shards`) where replicas differ more."""
+    shares = _expected_norms(left)
+    scales = {name: max(float(x.norm()), _NORM_FLOOR * shares[name]) for name, x in left.items()}
     out = {}
     for name in dict.fromkeys([*left, *right]):  # in one order, so that of equal ones always the same is named
         if name not in left or name not in right or left[name].shape != right[name].shape:
             out[name] = math.inf
         else:
-            out[name] = _relative(float((left[name] - right[name]).norm()), scales[name])
-    for part in held:
+            out[name] = _relative_difference(float((left[name] - right[name]).norm()), scales[name])
+    for part in replica_shards:
         if left[part.name].shape == part.logical_shape:
-            own = _relative(float((left[part.name][part.box()] - part.values).norm()), scales[part.name])
+            own = _relative_difference(float((left[part.name][part.slices()] - part.values).norm()), scales[part.name])
             out[part.name] = max(out[part.name], own)
     return out
 
 
-def _relative(difference: float, scale: float) -> float:
+def _relative_difference(difference: float, scale: float) -> float:
     """What is not finite on either side counts as an infinite difference, so that it can never pass a bound."""
     if not (math.isfinite(difference) and math.isfinite(scale)):
         return math.inf
     return difference / scale if scale > 0.0 else (0.0 if difference == 0.0 else math.inf)
 
 
-def _departure(step: StepComparison, bounds: Bounds) -> str | None:
+def _first_mismatch(step: StepComparison, tolerances: Tolerances) -> str | None:
     """The loss, then the gradients one by one, then their norm (which clipping uses), then the updated parameters."""
     by_kind = {worst.kind: (f"{worst.kind} {worst.name}", worst.difference) for worst in step.worst}
-    found = [("loss", step.loss_difference, bounds.loss)]
-    found += [(*by_kind["gradient"], bounds.gradient)] if "gradient" in by_kind else []
-    found += [("gradient norm", step.norm_difference, bounds.gradient)]
-    found += [(*by_kind["parameter"], bounds.parameter)] if "parameter" in by_kind else []
+    found = [("loss", step.loss_difference, tolerances.loss)]
+    found += [(*by_kind["gradient"], tolerances.gradient)] if "gradient" in by_kind else []
+    found += [("gradient norm", step.norm_difference, tolerances.gradient)]
+    found += [(*by_kind["parameter"], tolerances.parameter)] if "parameter" in by_kind else []
     for what, difference, bound in found:
         if difference > bound:
             return f"step {step.step}: {what} differs by {difference:.1e} (bound {bound:.0e})"

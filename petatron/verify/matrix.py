@@ -28,21 +28,21 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.verify.compare_traces import Bounds
+from petatron.verify.compare_traces import Tolerances
 
-BOUNDS = {
-    "float32": Bounds(loss=1e-5, gradient=1e-4, parameter=1e-4),
-    "float64": Bounds(loss=1e-9, gradient=1e-9, parameter=1e-7),
+MATRIX_TOLERANCES = {
+    "float32": Tolerances(loss=1e-5, gradient=1e-4, parameter=1e-4),
+    "float64": Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-7),
 }
 """What counts as equal here: tighter than what `petatron verify` asks of models of any size."""
 
-TRAINING = (
+TRAINING_FLAGS = (
     "--mock-data --num-workers 0 --device cpu --lr 2e-3 --weight-decay 0.1 --init-method-std 0.1 --ddp-bucket-size 3000"
 )
 """How every model of the matrix is trained. Buckets are small, so that there are several even in a small model."""
-_BATCH = "--global-batch-size 16 --micro-batch-size 2"
+_BATCH_FLAGS = "--global-batch-size 16 --micro-batch-size 2"
 
-_LLAMA = (
+_LLAMA_FLAGS = (
     "--hidden-size 32 --num-attention-heads 8 --num-query-groups 4 --ffn-hidden-size 48 --seq-length 16 --vocab-size 131 "
     "--make-vocab-size-divisible-by 8 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 )
@@ -50,26 +50,26 @@ _LLAMA = (
 # is zero in exact arithmetic. In float32 that is noise: over the comparison's floor for such tensors it comes out at 1e-4, the very
 # bound, and with a part of the head rotated Adam makes full steps of it in the other part of the same tensor.
 # The small base keeps the slowest rotation away from none.
-_GPT = (
+_GPT_FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16 --vocab-size 67 "
     "--make-vocab-size-divisible-by 2 --position-embedding-type rope --rotary-base 100 --activation gelu_tanh "
     "--untie-embeddings-and-output-weights --add-qkv-bias --qk-layernorm --window-size 9 "
     "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 )
-_EXPERTS = (
+_MOE_FLAGS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 1e-3 "
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 16 --moe-layer-freq [0,1,1,1]"
 )
-MODELS = {
-    "dense": f"--num-layers 4 {_LLAMA}",
-    "deep": f"--num-layers 8 {_LLAMA} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
-    "gpt": _GPT,
-    "moe": f"--num-layers 4 {_LLAMA} --untie-embeddings-and-output-weights {_EXPERTS}",
+MODEL_FLAGS = {
+    "dense": f"--num-layers 4 {_LLAMA_FLAGS}",
+    "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
+    "gpt": _GPT_FLAGS,
+    "moe": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, norms of queries and keys, a window, packed documents); and a mixture of experts."""
 
-_FORMS = {
+_AXIS_OPTIONS = {
     # Three chunks do not divide a rank's part of the sequence, so they are of different lengths.
     "tp": {"sp": "--sequence-parallel", "overlap": "--tp-comm-overlap --tp-comm-overlap-chunks 3"},
     "pp": {
@@ -103,12 +103,12 @@ _FORMS = {
         "experts": "--recompute-granularity selective --recompute-modules core_attn moe_act shared_experts",
     },
 }
-_PART = re.compile(r"(?P<axis>[a-z]+)(?P<size>\d*)(?P<forms>(?:-[a-z0-9]+)*)")
-_ADDS_RANKS = ("tp", "pp", "cp", "dp")
+_LAYOUT_PART = re.compile(r"(?P<axis>[a-z]+)(?P<size>\d*)(?P<forms>(?:-[a-z0-9]+)*)")
+_RANK_AXES = ("tp", "pp", "cp", "dp")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MatrixEntry:
     """One layout of one model."""
 
     name: str
@@ -118,32 +118,32 @@ class Entry:
 
     @property
     def model_flags(self) -> str:
-        return f"{MODELS[self.model]} {TRAINING} {_BATCH}"
+        return f"{MODEL_FLAGS[self.model]} {TRAINING_FLAGS} {_BATCH_FLAGS}"
 
 
-def entry(name: str) -> Entry:
+def parse_entry(name: str) -> MatrixEntry:
     """`dense:tp2-sp.dp2` in flags.
 
-    >>> entry("dense:tp2-sp.dp2-zero1")
-    Entry(name='dense:tp2-sp.dp2-zero1', model='dense', flags='--tp 2 --sequence-parallel --dp 2 --use-distributed-optimizer \
+    >>> parse_entry("dense:tp2-sp.dp2-zero1")
+    MatrixEntry(name='dense:tp2-sp.dp2-zero1', model='dense', flags='--tp 2 --sequence-parallel --dp 2 --use-distributed-optimizer \
 --overlap-param-gather', world_size=4)
     """
     model, _, layout = name.partition(":")
-    assert model in MODELS, f"{name}: no model {model}"
+    assert model in MODEL_FLAGS, f"{name}: no model {model}"
     words: list[str] = []
     sizes: list[int] = []
     for part in layout.split("."):
-        match = _PART.fullmatch(part)
-        assert match is not None and match["axis"] in _FORMS, f"{name}: cannot read {part!r}"
+        match = _LAYOUT_PART.fullmatch(part)
+        assert match is not None and match["axis"] in _AXIS_OPTIONS, f"{name}: cannot read {part!r}"
         if match["size"]:
             words.append(f"--{match['axis']} {match['size']}")
-        if match["axis"] in _ADDS_RANKS:
+        if match["axis"] in _RANK_AXES:
             sizes.append(int(match["size"]))
-        words += [_FORMS[match["axis"]][form] for form in match["forms"].split("-")[1:]]
-    return Entry(name, model, " ".join(words), prod(sizes))
+        words += [_AXIS_OPTIONS[match["axis"]][form] for form in match["forms"].split("-")[1:]]
+    return MatrixEntry(name, model, " ".join(words), prod(sizes))
 
 
-_ALONE = """
+_SINGLE_AXIS = """
 dense:tp2 dense:tp4 dense:tp2-sp dense:tp4-sp gpt:tp2 gpt:tp4-sp
 dense:tp2-sp-overlap dense:tp4-sp-overlap gpt:tp2-sp-overlap gpt:tp4-sp-overlap deep:tp2-sp-overlap
 dense:pp2 dense:pp4 dense:pp2-gpipe dense:pp4-gpipe dense:pp2-uneven gpt:pp4
@@ -156,7 +156,7 @@ dense:dp2-zero2 dense:dp4-zero2 dense:dp2-fsdp dense:dp4-fsdp dense:dp4-fsdp-cop
 moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
 moe:dp2.ep2-apart moe:dp2.ep2-overlap moe:dp4.ep4-overlap
 """
-_PAIRS = """
+_AXIS_PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
 dense:pp2.cp2 dense:pp2.dp2-zero1 dense:pp2.dp2-fsdp dense:pp2-zbh1.dp2-zero1 dense:pp2-zbv.tp2-sp
 dense:pp2-vpp2.cp2 dense:pp2-vpp2.dp2-zero1 dense:pp2-vpp2.dp2-fsdp
@@ -172,7 +172,7 @@ dense:tp2-sp-overlap.dp2-fsdp moe:tp2-sp-overlap.dp2.ep2 moe:tp4-sp-overlap.ep2.
 moe:tp2-sp.dp2.ep2-overlap.etp1 moe:pp2.dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-overlap moe:cp2.ep2-overlap
 moe:dp4-zero1.ep2-overlap moe:dp2.ep2-overlap.recompute-experts
 """
-_PRODUCTS = """
+_MULTI_AXIS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
 dense:pp2-zbv.cp2.dp2-zero1 dense:pp2-vpp2.cp2-gather.dp2-zero1 dense:tp2-sp.pp2-zbh1.dp2 dense:tp2-sp.dp4-zero1-copies2
 dense:tp2-sp.dp4-fsdp-copies2 deep:tp2-sp.pp4-vpp2 dense:cp4-both.dp2-zero1 gpt:tp2-sp.pp2-vpp2.cp2
@@ -182,17 +182,17 @@ dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
 """
-MATRIX = tuple(entry(name) for names in (_ALONE, _PAIRS, _PRODUCTS) for name in names.split())
+MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI_AXIS) for name in names.split())
 
 
-def select(
+def select_entries(
     *, pattern: str | None = None, sample: int | None = None, seed: int = 1234, max_ranks: int = 8
-) -> tuple[Entry, ...]:
+) -> tuple[MatrixEntry, ...]:
     """Entries of at most `max_ranks` by name, and of these a random sample.
 
     A name means that entry alone, any other word every entry with the word in its name; *, ? and [] are as in a shell.
     """
-    named = [found for found in MATRIX if pattern is None or _fits(found.name, pattern)]
+    named = [found for found in MATRIX if pattern is None or _matches(found.name, pattern)]
     chosen = [found for found in named if found.world_size <= max_ranks]
     if not named:
         names = ", ".join(found.name for found in random.Random(seed).sample(MATRIX, 3))
@@ -208,7 +208,7 @@ def select(
     return tuple(found for index, found in enumerate(chosen) if index in kept)
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     if any(found.name == pattern for found in MATRIX):
         return name == pattern
     return fnmatchcase(name, pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*")

@@ -30,26 +30,26 @@ from typing import Any
 import torch
 
 from petatron.base.errors import PetatronError
-from petatron.base.safe_files import publish, remove
+from petatron.base.safe_files import remove_tree, write_atomic
 from petatron.config import load_config
-from petatron.mesh.launch.environment import Environment, is_echo
+from petatron.mesh.launch.environment import RankEnvironment, is_echo
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build import open_tokenizer
-from petatron.verify.compare_traces import Verdict, compare
-from petatron.verify.matrix import BOUNDS, Entry
-from petatron.verify.trace import Injection, StoredSteps, record_steps, write_step
-from petatron.verify.verify import parse_injection, plan
+from petatron.verify.compare_traces import TraceComparison, compare_traces
+from petatron.verify.matrix import MATRIX_TOLERANCES, MatrixEntry
+from petatron.verify.trace import Injection, StoredTrace, record_steps, write_step_trace
+from petatron.verify.verify import parse_injection, plan_verification
 
 TIMEOUT_MINUTES = 1.5
 """How long ranks wait for each other; a step of these models takes a fraction of a second."""
-BEGUN = "begun"
+STARTED_FILE = "begun"
 """The file without which a failure of the ranks is no case's fault."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class MatrixCase:
     """One layout to be run, as words of the two command lines."""
 
     name: str
@@ -78,7 +78,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CaseResult:
     """What came of a case: the largest relative differences over all steps, and what departed first or went wrong."""
 
     name: str
@@ -94,53 +94,54 @@ class Outcome:
         return self.departure is None and self.error is None
 
 
-def make_case(entry: Entry, *, model_flags: str, steps: int, dtype: str, inject: str | None = None) -> Case:
+def make_case(entry: MatrixEntry, *, model_flags: str, steps: int, dtype: str, inject: str | None = None) -> MatrixCase:
     """The case of an entry; ConfigError if the layout does not fit the model, or the fault names no tensor of it."""
     model, layout = model_flags.split(), entry.flags.split()
-    both = plan([*model, *layout], steps=steps, dtype=dtype)
+    both = plan_verification([*model, *layout], steps=steps, dtype=dtype)
     assert both.candidate.config.parallel.world_size == entry.world_size, entry.name
     if inject is not None:
         parse_injection(inject, both.candidate.config)
     fixed = both.candidate_argv[len(model) + len(layout) :]
     words = tuple(both.candidate_argv), (*model, *fixed)
-    return Case(entry.name, model_flags, entry.flags, *words, entry.world_size, dtype, steps, inject)
+    return MatrixCase(entry.name, model_flags, entry.flags, *words, entry.world_size, dtype, steps, inject)
 
 
-def write_cases(cases: Sequence[Case], folder: Path) -> None:
-    publish(folder / "cases.json", json.dumps([asdict(case) for case in cases]))
+def write_cases(cases: Sequence[MatrixCase], folder: Path) -> None:
+    write_atomic(folder / "cases.json", json.dumps([asdict(case) for case in cases]))
 
 
-def read_cases(folder: Path) -> list[Case]:
+def read_cases(folder: Path) -> list[MatrixCase]:
     found: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
     return [
-        Case(**{**case, "argv": tuple(case["argv"]), "reference_argv": tuple(case["reference_argv"])}) for case in found
+        MatrixCase(**{**case, "argv": tuple(case["argv"]), "reference_argv": tuple(case["reference_argv"])})
+        for case in found
     ]
 
 
-def read_outcome(folder: Path, number: int) -> Outcome | None:
+def read_result(folder: Path, number: int) -> CaseResult | None:
     """The verdict on a case, or the error that kept it from one; None while it has not been run."""
     path = folder / f"outcome-{number:05d}.json"
     if path.exists():
-        return Outcome(**json.loads(path.read_text()))
+        return CaseResult(**json.loads(path.read_text()))
     errors = [json.loads(file.read_text()) for file in sorted(folder.glob(f"error-{number:05d}-*.json"))]
     if not errors:
         return None
     first = min(errors, key=lambda error: (error["echo"], error["time"]))  # a broken connection is not the cause
-    return Outcome(first["name"], error=f"rank {first['rank']}: {first['text']}", seconds=first["seconds"])
+    return CaseResult(first["name"], error=f"rank {first['rank']}: {first['text']}", seconds=first["seconds"])
 
 
-def fail(folder: Path, number: int, name: str, text: str) -> Outcome:
+def record_failure(folder: Path, number: int, name: str, text: str) -> CaseResult:
     """Note that a case ended without a word from any rank."""
-    return _publish(folder, number, Outcome(name, error=text))
+    return _write_result(folder, number, CaseResult(name, error=text))
 
 
-def run_cases(folder: Path, environment: Environment, tell: Callable[[Case, Outcome], None]) -> None:
-    """On every rank: run all cases that have no outcome; rank 0 hands each verdict to `tell`."""
+def run_cases(folder: Path, environment: RankEnvironment, on_result: Callable[[MatrixCase, CaseResult], None]) -> None:
+    """On every rank: run all cases that have no outcome; rank 0 hands each verdict to `on_result`."""
     torch.set_num_threads(1)
     meeting = Rendezvous(environment)
     cases = read_cases(folder)
-    (folder / BEGUN).touch()
-    todo = [number for number in range(len(cases)) if read_outcome(folder, number) is None]
+    (folder / STARTED_FILE).touch()
+    todo = [number for number in range(len(cases)) if read_result(folder, number) is None]
     for number in todo:
         case, started = cases[number], time.monotonic()
         if environment.rank >= case.world_size:
@@ -148,30 +149,30 @@ def run_cases(folder: Path, environment: Environment, tell: Callable[[Case, Outc
         try:
             verdict = _run_case(case, number, folder, meeting)
         except Exception as error:
-            _leave_error(error, case, number, folder, environment.rank, seconds=time.monotonic() - started)
+            _write_error(error, case, number, folder, environment.rank, seconds=time.monotonic() - started)
             raise
         if verdict is not None:
-            tell(case, _publish(folder, number, _outcome(case, verdict, time.monotonic() - started)))
+            on_result(case, _write_result(folder, number, _case_result(case, verdict, time.monotonic() - started)))
     meeting.close()
 
 
-def _run_case(case: Case, number: int, folder: Path, meeting: Rendezvous) -> Verdict | None:
+def _run_case(case: MatrixCase, number: int, folder: Path, rendezvous: Rendezvous) -> TraceComparison | None:
     """The verdict on rank 0, None on the others."""
     own = folder / f"case-{number:05d}"
     reference = folder / case.reference_name
-    with meeting.group(f"case-{number}", case.world_size, timeout_minutes=TIMEOUT_MINUTES):
+    with rendezvous.process_group(f"case-{number}", case.world_size, timeout_minutes=TIMEOUT_MINUTES):
         injection = parse_injection(case.inject) if case.inject else None
-        _record(case.argv, own, rank=meeting.rank, world_size=case.world_size, injection=injection)
-    if meeting.rank:
+        _record(case.argv, own, rank=rendezvous.rank, world_size=case.world_size, injection=injection)
+    if rendezvous.rank:
         return None
     if not reference.exists():
         partial = folder / "reference-partial"
-        remove(partial)
+        remove_tree(partial)
         _record(case.reference_argv, partial, rank=0, world_size=1)
         partial.rename(reference)
-    ranks = [[StoredSteps(rank) for rank in sorted(run.glob("rank-*"))] for run in (reference, own)]
-    verdict = compare(ranks[0], ranks[1], BOUNDS[case.dtype])
-    remove(own)
+    ranks = [[StoredTrace(rank) for rank in sorted(run.glob("rank-*"))] for run in (reference, own)]
+    verdict = compare_traces(ranks[0], ranks[1], MATRIX_TOLERANCES[case.dtype])
+    remove_tree(own)
     return verdict
 
 
@@ -183,30 +184,32 @@ def _record(
     own = folder / f"rank-{rank:05d}"
     own.mkdir(parents=True)
     for number, step in enumerate(record_steps(loaded.config, mesh, injection=injection), start=1):
-        write_step(step, own / f"step-{number:06d}.safetensors")
+        write_step_trace(step, own / f"step-{number:06d}.safetensors")
 
 
-def _outcome(case: Case, verdict: Verdict, seconds: float) -> Outcome:
+def _case_result(case: MatrixCase, verdict: TraceComparison, seconds: float) -> CaseResult:
     worst = {
         kind: max((w.difference for step in verdict.steps for w in step.worst if w.kind == kind), default=0.0)
         for kind in ("gradient", "parameter")
     }
     loss = verdict.largest_loss_difference
-    return Outcome(case.name, loss, worst["gradient"], worst["parameter"], verdict.first_departure, None, seconds)
+    return CaseResult(case.name, loss, worst["gradient"], worst["parameter"], verdict.first_departure, None, seconds)
 
 
-def _publish(folder: Path, number: int, outcome: Outcome) -> Outcome:
-    _write_whole(folder / f"outcome-{number:05d}.json", asdict(outcome))
-    return outcome
+def _write_result(folder: Path, number: int, result: CaseResult) -> CaseResult:
+    _write_json_atomically(folder / f"outcome-{number:05d}.json", asdict(result))
+    return result
 
 
-def _leave_error(error: Exception, case: Case, number: int, folder: Path, rank: int, *, seconds: float) -> None:
+def _write_error(error: Exception, case: MatrixCase, number: int, folder: Path, rank: int, *, seconds: float) -> None:
     plain = isinstance(error, PetatronError)
     text = str(error) if plain else "".join(traceback.format_exception(error)).rstrip()
     facts = {"name": case.name, "rank": rank, "text": text, "echo": is_echo(error)}
-    _write_whole(folder / f"error-{number:05d}-{rank:05d}.json", {**facts, "time": time.time(), "seconds": seconds})
+    _write_json_atomically(
+        folder / f"error-{number:05d}-{rank:05d}.json", {**facts, "time": time.time(), "seconds": seconds}
+    )
 
 
-def _write_whole(path: Path, facts: dict[str, object]) -> None:
+def _write_json_atomically(path: Path, facts: dict[str, object]) -> None:
     """Under its name only when complete: the process may be ended at any moment."""
-    publish(path, json.dumps(facts))
+    write_atomic(path, json.dumps(facts))

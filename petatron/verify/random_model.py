@@ -10,32 +10,37 @@ from random import Random
 
 from petatron.base.errors import ConfigError
 from petatron.config import load_config
-from petatron.verify.matrix import TRAINING, Entry
+from petatron.verify.matrix import TRAINING_FLAGS, MatrixEntry
 
-_TRIES = 2000
-_NOT_THE_MODELS = "--hidden-dropout 0 --attention-dropout 0 --train-iters 1"
+_MAX_TRIES = 2000
+_FIXED_FLAGS = "--hidden-dropout 0 --attention-dropout 0 --train-iters 1"
 
 
-def random_model(entry: Entry, *, seed: int) -> str:
+def random_model_flags(entry: MatrixEntry, *, seed: int) -> str:
     """The flags of a model that fits the entry's layout; the same for the same entry and seed."""
     random = Random(f"{seed}:{entry.name}")
     last: ConfigError | None = None
-    for _ in range(_TRIES):
-        flags = " ".join(_draw(random, experts=entry.model == "moe"))
+    for _ in range(_MAX_TRIES):
+        flags = " ".join(_random_flags(random, experts=entry.model == "moe"))
         try:
-            load_config(f"{flags} {_NOT_THE_MODELS} {entry.flags}".split(), world_size=entry.world_size)
+            load_config(f"{flags} {_FIXED_FLAGS} {entry.flags}".split(), world_size=entry.world_size)
         except ConfigError as error:
             last = error
         else:
             return flags
-    raise AssertionError(f"no model of {_TRIES} fits {entry.name}: {last}")
+    raise AssertionError(f"no model of {_MAX_TRIES} fits {entry.name}: {last}")
 
 
-def _draw(random: Random, *, experts: bool) -> list[str]:
-    return [*_shape(random), *_parts(random), *(_experts(random) if experts else []), *_training(random)]
+def _random_flags(random: Random, *, experts: bool) -> list[str]:
+    return [
+        *_shape_flags(random),
+        *_component_flags(random),
+        *(_moe_flags(random) if experts else []),
+        *_training_flags(random),
+    ]
 
 
-def _shape(random: Random) -> list[str]:
+def _shape_flags(random: Random) -> list[str]:
     groups = random.choice((1, 2, 4, 6))
     heads = groups * random.choice((1, 1, 2, 3))
     length = 4 * random.randint(2, 8)
@@ -50,7 +55,7 @@ def _shape(random: Random) -> list[str]:
     return words
 
 
-def _parts(random: Random) -> list[str]:
+def _component_flags(random: Random) -> list[str]:
     positions = random.choice(("rope", "rope", "learned_absolute", "none"))
     activation = random.choice(("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "squared_relu", "silu"))
     words = [
@@ -70,7 +75,7 @@ def _parts(random: Random) -> list[str]:
     return words
 
 
-def _experts(random: Random) -> list[str]:
+def _moe_flags(random: Random) -> list[str]:
     """Not drawn: what is defined by the layout (a global balancing loss), and noise in the router."""
     score = random.choice(("softmax", "sigmoid"))
     balance = random.choice(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
@@ -91,6 +96,6 @@ def _experts(random: Random) -> list[str]:
     return [*words, f"--moe-token-dispatcher-type {dispatcher}"]
 
 
-def _training(random: Random) -> list[str]:
+def _training_flags(random: Random) -> list[str]:
     micro = random.choice((1, 2, 3))
-    return [TRAINING, f"--micro-batch-size {micro} --global-batch-size {8 * micro}"]
+    return [TRAINING_FLAGS, f"--micro-batch-size {micro} --global-batch-size {8 * micro}"]

@@ -20,13 +20,13 @@ from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.sharding.flat_shard import group_pieces
-from petatron.sharding.shard_spec import Piece
+from petatron.sharding.flat_shard import group_tensor_shards
+from petatron.sharding.shard_spec import TensorShard
 from petatron.train.build import build_loader, build_model, build_optimizer
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TracedShard:
     """A piece of one logical tensor at one step; `kind` is gradient (after all sums) or parameter (after the update)."""
 
     kind: str
@@ -35,7 +35,7 @@ class Part:
     start: tuple[int, ...]
     values: Tensor
 
-    def box(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[slice, ...]:
         return tuple(slice(at, at + size) for at, size in zip(self.start, self.values.shape))
 
 
@@ -45,7 +45,7 @@ class StepTrace:
 
     loss: float
     grad_norm: float
-    parts: list[Part] = field(default_factory=list)
+    shards: list[TracedShard] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Injection:
 
     def apply(self, model: ParallelModel) -> None:
         """Change the gradient on every rank that holds the tensor."""
-        for group in model.groups:
-            for piece, view in group_pieces(group, group.grads()):
+        for group in model.param_groups:
+            for piece, view in group_tensor_shards(group, group.grads()):
                 if piece.name == self.name:
                     view.mul_(1.01).add_(1e-3)
 
@@ -67,10 +67,10 @@ def record_steps(
     run: RunConfig,
     mesh: ParallelMesh,
     *,
-    keep: Callable[[int], bool] = lambda step: True,
+    keep_tensors: Callable[[int], bool] = lambda step: True,
     injection: Injection | None = None,
 ) -> Iterator[StepTrace]:
-    """Train the run and yield each step; `keep` says at which steps (from 1) tensors are kept, not only the loss."""
+    """Train the run and yield each step; `keep_tensors` says at which steps (from 1) tensors are kept, not only the loss."""
     model = build_model(run, mesh)
     optimizer = build_optimizer(run, model)
     rates, decays = LearningRateSchedule.from_config(run), WeightDecaySchedule.from_config(run)
@@ -79,55 +79,57 @@ def record_steps(
         loss = model.train_step(batches)
         if injection is not None and injection.step == step:
             injection.apply(model)
-        parts = list(_parts(model, "gradient")) if keep(step) else []
+        parts = list(_traced_shards(model, "gradient")) if keep_tensors(step) else []
         progress = (step - 1, samples)
         result = optimizer.step(lr=rates.at(*progress), weight_decay=decays.at(*progress))
-        parts += list(_parts(model, "parameter")) if keep(step) else []
+        parts += list(_traced_shards(model, "parameter")) if keep_tensors(step) else []
         samples += sum(batch.tokens.shape[0] for batch in batches) * mesh.dp.size
         yield StepTrace(float(loss), float(result.grad_norm), parts)
 
 
-def _parts(model: ParallelModel, kind: str) -> Iterator[Part]:
+def _traced_shards(model: ParallelModel, kind: str) -> Iterator[TracedShard]:
     """Every piece this rank updates, replicas too: ranks that should hold the same may have drifted apart."""
-    for group in model.groups:
-        for piece, view in group_pieces(group, group.grads() if kind == "gradient" else group.weights()):
-            yield _part(kind, piece, view)
+    for group in model.param_groups:
+        for piece, view in group_tensor_shards(group, group.grads() if kind == "gradient" else group.weights()):
+            yield _traced_shard(kind, piece, view)
 
 
-def _part(kind: str, piece: Piece, view: Tensor) -> Part:
-    return Part(kind, piece.name, piece.logical_shape, piece.start, view.detach().to("cpu", copy=True).contiguous())
+def _traced_shard(kind: str, piece: TensorShard, view: Tensor) -> TracedShard:
+    return TracedShard(
+        kind, piece.name, piece.logical_shape, piece.start, view.detach().to("cpu", copy=True).contiguous()
+    )
 
 
-def assemble(parts: Iterable[Part]) -> dict[tuple[str, str], Tensor]:
+def assemble_tensors(shards: Iterable[TracedShard]) -> dict[tuple[str, str], Tensor]:
     """Whole logical tensors from the parts of all ranks; elements that no rank supplied are NaN."""
     whole: dict[tuple[str, str], Tensor] = {}
-    for part in parts:
+    for part in shards:
         key = (part.kind, part.name)
         if key not in whole:
             whole[key] = torch.full(part.logical_shape, float("nan"), dtype=torch.float64)
-        whole[key][part.box()] = part.values.to(torch.float64)
+        whole[key][part.slices()] = part.values.to(torch.float64)
     return whole
 
 
-def write_step(step: StepTrace, path: Path) -> None:
+def write_step_trace(step: StepTrace, path: Path) -> None:
     """One step of one rank as a safetensors file."""
-    tensors = {str(index): part.values for index, part in enumerate(step.parts)}
-    parts = [[part.kind, part.name, part.logical_shape, part.start] for part in step.parts]
+    tensors = {str(index): part.values for index, part in enumerate(step.shards)}
+    parts = [[part.kind, part.name, part.logical_shape, part.start] for part in step.shards]
     facts = {"loss": step.loss, "grad_norm": step.grad_norm, "parts": parts}
     save_file(tensors, path, metadata={"trace": json.dumps(facts)})
 
 
-def read_step(path: Path) -> StepTrace:
+def read_step_trace(path: Path) -> StepTrace:
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()["trace"])
         parts = [
-            Part(kind, name, tuple(shape), tuple(start), file.get_tensor(str(index)))
+            TracedShard(kind, name, tuple(shape), tuple(start), file.get_tensor(str(index)))
             for index, (kind, name, shape, start) in enumerate(facts["parts"])
         ]
     return StepTrace(facts["loss"], facts["grad_norm"], parts)
 
 
-class StoredSteps(Sequence[StepTrace]):
+class StoredTrace(Sequence[StepTrace]):
     """The steps a rank wrote into a folder, read one at a time: a trace may be larger than memory."""
 
     def __init__(self, folder: Path) -> None:
@@ -137,4 +139,4 @@ class StoredSteps(Sequence[StepTrace]):
         return len(self._files)
 
     def __getitem__(self, index: int) -> StepTrace:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return read_step(self._files[index])
+        return read_step_trace(self._files[index])

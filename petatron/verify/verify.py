@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config import Loaded, RunConfig, load_config, resolve_config
-from petatron.config.schema.fields import by_path, flatten
+from petatron.config import LoadedConfig, RunConfig, load_config, resolve_config
+from petatron.config.schema.fields import fields_by_path, flatten_config
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.flops import parameter_count
 from petatron.mesh.launch.environment import read_environment
 from petatron.models.hf import logical_shapes
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.train.build import launch, open_tokenizer
-from petatron.verify.compare_traces import BOUNDS, Verdict, compare
-from petatron.verify.trace import Injection, StoredSteps, record_steps, write_step
+from petatron.verify.compare_traces import TOLERANCES, TraceComparison, compare_traces
+from petatron.verify.trace import Injection, StoredTrace, record_steps, write_step_trace
 
-ONE_PROCESS = (
+SINGLE_PROCESS_FLAGS = (
     "--tp 1 --pp 1 --cp 1 --ep 1 --etp 1 --dp 1 --no-sequence-parallel --pipeline-schedule none "
     "--num-virtual-stages-per-pipeline-rank none --num-layers-per-virtual-pipeline-stage none "
     "--microbatch-group-size-per-virtual-pipeline-stage none --decoder-first-pipeline-num-layers none "
@@ -29,25 +29,25 @@ ONE_PROCESS = (
 )
 # Dropout differs between layouts by design. A schedule made for thousands of steps says nothing about a few, and warm-up
 # from zero would make the first of them idle.
-_FIXED = (
+_FIXED_FLAGS = (
     "--hidden-dropout 0 --attention-dropout 0 --no-bf16 --no-fp16 --eval-iters 0 --save none --load none --save-interval none "
     "--train-samples none --lr-decay-style constant --min-lr 0 --lr-warmup-iters 0 --lr-warmup-samples 0 "
     "--lr-warmup-fraction none --lr-decay-iters none --lr-decay-samples none"
 )
-_NUMBER_FORMATS = ("bf16", "fp16", "fp64")
+_PRECISION_FIELDS = ("bf16", "fp16", "fp64")
 # Gradients and weights of every step are written to disk; beyond this, only those of the first and last step.
-_TRACE_BYTES = 4 << 30
+_MAX_TRACE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class VerifyPlan:
     """The two command lines, and the configs they load to."""
 
     candidate_argv: list[str]
     reference_argv: list[str]
-    candidate: Loaded
-    reference: Loaded
-    left_out: tuple[str, ...]
+    candidate: LoadedConfig
+    reference: LoadedConfig
+    ignored_settings: tuple[str, ...]
     """Settings that were asked for and are no part of the comparison, as the user would write them."""
 
     @property
@@ -55,20 +55,22 @@ class Comparison:
         """Whether tensors of every step are compared, or only of the first and the last."""
         config = self.candidate.config
         replicas = config.parallel.data_parallel_size or 1
-        parameters = parameter_count(config.model, config.moe, experts_in=moe_layers(config))
+        parameters = parameter_count(config.model, config.moe, moe_layer_mask=moe_layers(config))
         step_bytes = 2 * parameters * compute_dtype(config.precision).itemsize * replicas
-        return step_bytes * (config.train.train_iters or 0) <= _TRACE_BYTES
+        return step_bytes * (config.train.train_iters or 0) <= _MAX_TRACE_BYTES
 
 
-def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PROCESS) -> Comparison:
-    """Both runs, with what does not belong to the question taken out (see `_FIXED`)."""
+def plan_verification(
+    argv: Sequence[str], *, steps: int, dtype: str, reference: str = SINGLE_PROCESS_FLAGS
+) -> VerifyPlan:
+    """Both runs, with what does not belong to the question taken out (see `_FIXED_FLAGS`)."""
     asked = resolve_config(argv, require_training=False)[0]
     given = asked.config
     if dtype == "float64" and given.precision.fp8_format is not None:
         rule = f"leaves no room for --fp8-format {given.precision.fp8_format}, whose products are summed in float32"
         fix = "Use --dtype float32, or leave FP8 out: a layout is the same with and without it."
         raise ConfigError([Problem("--dtype", dtype, rule, fix)])
-    fixed = [f"--train-iters={steps}", *_FIXED.split(), "--fp64" if dtype == "float64" else "--no-fp64"]
+    fixed = [f"--train-iters={steps}", *_FIXED_FLAGS.split(), "--fp64" if dtype == "float64" else "--no-fp64"]
     if not (given.data.data_path or given.data.train_data_path or given.data.data_args_path):
         fixed += ["--mock-data"]
     if given.optim.lr is None:
@@ -78,22 +80,22 @@ def plan(argv: Sequence[str], *, steps: int, dtype: str, reference: str = ONE_PR
     size = candidate.config.train.global_batch_size
     reference_argv = [*candidate_argv, "--world-size", "none", "--nproc-per-node", "none", *reference.split()]
     reference_argv += ["--global-batch-size", str(size)]
-    left_out = tuple(_left_out(asked, candidate.config, dtype))
-    return Comparison(candidate_argv, reference_argv, candidate, load_config(reference_argv), left_out)
+    left_out = tuple(_ignored_settings(asked, candidate.config, dtype))
+    return VerifyPlan(candidate_argv, reference_argv, candidate, load_config(reference_argv), left_out)
 
 
-def _left_out(asked: Loaded, compared: RunConfig, dtype: str) -> Iterator[str]:
+def _ignored_settings(requested: LoadedConfig, compared: RunConfig, dtype: str) -> Iterator[str]:
     """What someone asked for that both runs do without, as it was written, and for a number format why."""
-    kept = flatten(compared)
-    for path, value in flatten(asked.config).items():
-        if asked.origins[path].kind in ("flag", "file") and kept[path] != value:
-            info = by_path()[path]
+    kept = flatten_config(compared)
+    for path, value in flatten_config(requested.config).items():
+        if requested.origins[path].kind in ("flag", "file") and kept[path] != value:
+            info = fields_by_path()[path]
             typed = f"{info.flag} {value}" if info.kind != "bool" else info.flag if value else f"--no-{info.flag[2:]}"
             why = f" (both runs are in {dtype}, since bounds for rounding are those of --dtype)"
-            yield typed + (why if info.name in _NUMBER_FORMATS else "")
+            yield typed + (why if info.name in _PRECISION_FIELDS else "")
 
 
-def record(argv: Sequence[str], folder: Path, *, every_step: bool, injection: Injection | None) -> None:
+def record_run(argv: Sequence[str], folder: Path, *, every_step: bool, injection: Injection | None) -> None:
     """Run on every rank of one of the two runs: train, and write each step into the folder."""
     environment = read_environment()
     loaded, _ = open_tokenizer(load_config(argv, world_size=environment.world_size))
@@ -101,15 +103,15 @@ def record(argv: Sequence[str], folder: Path, *, every_step: bool, injection: In
     mesh = launch(loaded.config)
     own = folder / f"rank-{environment.rank:05d}"
     own.mkdir(parents=True, exist_ok=True)
-    steps = record_steps(loaded.config, mesh, keep=lambda step: every_step or step in ends, injection=injection)
+    steps = record_steps(loaded.config, mesh, keep_tensors=lambda step: every_step or step in ends, injection=injection)
     for number, step in enumerate(steps, start=1):
-        write_step(step, own / f"step-{number:06d}.safetensors")
+        write_step_trace(step, own / f"step-{number:06d}.safetensors")
 
 
-def compare_folders(reference: Path, candidate: Path, dtype: str) -> Verdict:
+def compare_recorded_runs(reference: Path, candidate: Path, dtype: str) -> TraceComparison:
     """Hold what two runs wrote against each other."""
-    ranks = [[StoredSteps(own) for own in sorted(folder.glob("rank-*"))] for folder in (reference, candidate)]
-    return compare(ranks[0], ranks[1], BOUNDS[dtype])
+    ranks = [[StoredTrace(own) for own in sorted(folder.glob("rank-*"))] for folder in (reference, candidate)]
+    return compare_traces(ranks[0], ranks[1], TOLERANCES[dtype])
 
 
 def parse_injection(text: str, run: RunConfig | None = None) -> Injection:

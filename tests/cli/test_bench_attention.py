@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from petatron.bench.ops import attention as bench_attention
-from petatron.bench.ops.attention import SHAPES, Shape
+from petatron.bench.ops.attention import SHAPES, AttentionShape
 
 
 def test_a_small_table():
@@ -18,10 +18,13 @@ def test_a_small_table():
 
 
 def test_flops_are_those_of_what_is_visible():
-    whole, halves = Shape("", ((8,),), 2, 1, 4), Shape("", ((4, 4),), 2, 1, 4)
+    whole, halves = AttentionShape("", ((8,),), 2, 1, 4), AttentionShape("", ((4, 4),), 2, 1, 4)
     assert whole.flops == 3.5 * 2 * 64 * 2 * 4 == 2 * halves.flops
 
 
 def test_rows_of_a_shape_are_equally_long():
     for shape in SHAPES:
-        assert len({sum(row) for row in shape.lengths}) == 1 and min(min(row) for row in shape.lengths) >= 1
+        assert (
+            len({sum(row) for row in shape.document_lengths}) == 1
+            and min(min(row) for row in shape.document_lengths) >= 1
+        )

@@ -12,17 +12,17 @@ import torch
 from petatron.base.errors import ConfigError
 from petatron.bench import optimizer as bench_optimizer
 from petatron.bench.checkpoint import model_shapes
-from petatron.bench.optimizer import _groups, _torch_step
+from petatron.bench.optimizer import _flat_groups, _torch_step
 from petatron.cli import bench
 from petatron.config.schema.training import OptimizerConfig
-from petatron.kernels.registry import Situation
+from petatron.kernels.registry import KernelContext
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_optimizer, "_STEPS", 1)
+    monkeypatch.setattr(bench_optimizer, "_STEPS_PER_ROUND", 1)
 
 
 CPU = ["optimizer", "--device", "cpu", "--parameters", "1e5", "--repeat", "3"]
@@ -38,8 +38,8 @@ def test_reports_a_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_takes_what_the_registry_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    without = Situation("cuda", (9, 0), torch.bfloat16, True, "triton is not installed")
-    monkeypatch.setattr(Situation, "of", lambda *_, **__: without)
+    without = KernelContext("cuda", (9, 0), torch.bfloat16, True, "triton is not installed")
+    monkeypatch.setattr(KernelContext, "of", lambda *_, **__: without)
     assert bench.main([*CPU, "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["kernels"] == "adamw: torch fused; not triton: triton is not installed"
@@ -103,13 +103,13 @@ def test_both_sides_make_the_same_update():
     found = []
     for ours in (True, False):
         torch.manual_seed(0)
-        groups = _groups(100_000, torch.device("cpu"), "fp32")
+        groups = _flat_groups(100_000, torch.device("cpu"), "fp32")
         config = OptimizerConfig(lr=1e-4, weight_decay=0.01)
-        optimizer = MasterOptimizer(config, groups, ParallelMesh.single())
+        optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single())
         step = optimizer.step if ours else _torch_step(optimizer, groups)
         before = groups[0].flat_weights.clone()
         step()
         assert not torch.equal(groups[0].flat_weights, before)
-        found.append([view.clone() for _, _, view in optimizer.weights()])
+        found.append([view.clone() for _, _, view in optimizer.master_weights()])
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

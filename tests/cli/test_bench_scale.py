@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import ConfigError
-from petatron.bench.scale import Measured, _verdict, growth, layout_flags
-from petatron.bench.scale_checkpoint import _boxes
+from petatron.bench.scale import ScaleMeasurement, _verdict, growth_exponent, layout_flags
+from petatron.bench.scale_checkpoint import _boxes_per_rank
 from petatron.cli.bench import main
 from petatron.config import load_config
 from petatron.models.hf.folder_entries import logical_shapes
@@ -68,7 +68,7 @@ def test_the_made_up_tables_are_the_whole_model(flags: str):
     data = "--mock-data --lr 1e-3 --train-iters 1 --bf16 --use-distributed-optimizer"
     run = load_config(f"{flags} {data}".split(), preset="tiny-llama", world_size=16).config
     shapes = logical_shapes(run.model)
-    held = _boxes(shapes, run)
+    held = _boxes_per_rank(shapes, run)
     assert len(held) == 16
     for name, shape in shapes.items():
         boxes = [box for rank in held for other, _, box in rank if other == name]
@@ -76,14 +76,14 @@ def test_the_made_up_tables_are_the_whole_model(flags: str):
 
 
 def test_growth_is_the_power_of_the_world():
-    assert growth([1.0, 1.0], [64, 1024]) == 0
-    assert growth([1.0, 2.0, 32.0], [8, 64, 256]) == pytest.approx(2)
-    assert growth([1.0], [64]) is None and growth([0.0, 1.0], [64, 128]) is None
+    assert growth_exponent([1.0, 1.0], [64, 1024]) == 0
+    assert growth_exponent([1.0, 2.0, 32.0], [8, 64, 256]) == pytest.approx(2)
+    assert growth_exponent([1.0], [64]) is None and growth_exponent([0.0, 1.0], [64, 128]) is None
 
 
 def test_the_verdict_names_what_is_too_slow_or_too_steep():
-    def measured(size: int, manifest: float) -> Measured:
-        return Measured(size, "", {"mesh": 0.1, "manifest": manifest})
+    def measured(size: int, manifest: float) -> ScaleMeasurement:
+        return ScaleMeasurement(size, "", {"mesh": 0.1, "manifest": manifest})
 
     good = _verdict([measured(64, 0.1), measured(4096, 2.0)], checkpoint=True)
     assert good == "start 0.1 s at 64 ranks, within 10 s; save 2.0 s at 4,096 ranks, within 10 s"

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from petatron.base.device import DeviceFacts
+from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError, DataError
 from petatron.bench import train as bench_train
 from petatron.bench.measure import progress as bench_news
 from petatron.bench.measure import runner as bench_runner
-from petatron.bench.measure.runner import Runner
-from petatron.bench.measure.units import prefixed
+from petatron.bench.measure.runner import BenchRunner
+from petatron.bench.measure.units import format_si
 from petatron.bench.peers import BenchSpec, Contender
 from petatron.bench.peers.bf16 import without_fp8
 from petatron.cli import bench
@@ -84,7 +84,7 @@ def test_several_micro_batches_of_our_own(tmp_path: Path):
 @pytest.mark.parametrize("flags", ["--against hf,bf16", "--against hf --against bf16 --against hf"])
 def test_all_take_turns_after_one_warm_up(flags: str, tmp_path: Path, scripted: list[str]):
     found = run(tmp_path, flags)
-    there, first_steps = ["petatron", "bf16", "hf"], 3 * bench_runner.FIRST_STEPS
+    there, first_steps = ["petatron", "bf16", "hf"], 3 * bench_runner.COMPILE_STEPS
     turns = [*there, *reversed(there)]
     assert blocks(scripted, first_steps) == [name for name, _ in groupby(turns)]
     assert list(found["ratio"]) == ["bf16", "hf"] and not found["in_pairs"] and not found["apart"]
@@ -94,7 +94,7 @@ def test_all_take_turns_after_one_warm_up(flags: str, tmp_path: Path, scripted: 
 def test_two_at_a_time_where_three_do_not_fit(
     tmp_path: Path, scripted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(bench_train, "_fits", lambda first, peers, device: len(peers) == 1)
+    monkeypatch.setattr(bench_train, "_fits_in_memory", lambda first, peers, device: len(peers) == 1)
     found = run(tmp_path, "--against hf,bf16")
     assert found["in_pairs"] and list(found["ratio"]) == ["bf16", "hf"]
     assert "bf16" not in scripted[scripted.index("hf") :], "the first peer is gone when the second comes"
@@ -123,9 +123,9 @@ def test_two_at_a_time_where_the_third_runs_out_of_memory(
 
 def test_room(capsys: pytest.CaptureFixture[str]):
     """An H200 holds the 8B shape of eight layers twice, not three times; of the 1B model it holds three."""
-    device = DeviceFacts(kind="cuda", name="H200", memory_bytes=150 * 10**9, peak_flops=None, reason="")
-    runner = Runner("petatron", Scripted("petatron", []), [], torch.device("cpu"))
-    bench.configure()
+    device = DeviceInfo(kind="cuda", name="H200", memory_bytes=150 * 10**9, peak_flops=None, reason="")
+    runner = BenchRunner("petatron", Scripted("petatron", []), [], torch.device("cpu"))
+    bench.configure_logging()
     for held, peak, peers, fits in (
         (27, 60, "torchtitan", True),
         (50, 65, "torchtitan", True),
@@ -137,7 +137,7 @@ def test_room(capsys: pytest.CaptureFixture[str]):
         (27, 56, "torchtitan bf16", True),
     ):
         runner.held_bytes, runner.peak_bytes = held * 10**9, peak * 10**9
-        assert bench_train._fits(runner, peers.split(), device) == fits, (held, peak, peers)
+        assert bench_train._fits_in_memory(runner, peers.split(), device) == fits, (held, peak, peers)
     assert "petatron, torchtitan, bf16 together would take about 191 GB of the 140 GB" in capsys.readouterr().err
 
 
@@ -243,7 +243,7 @@ def test_a_run_without_its_fp8_flags():
 
 
 def test_progress_is_said_on_the_way(tmp_path: Path, scripted: list[str], monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(bench_news, "NEWS_S", 0.0)
+    monkeypatch.setattr(bench_news, "LOG_INTERVAL_S", 0.0)
     run(tmp_path, "--against bf16 --warmup-seconds 0.01")
     said = capsys.readouterr().err.splitlines()
     for line in ("building petatron", "building bf16", "warming up for 0 s: petatron, bf16", "timed 1 of 2 rounds"):
@@ -279,7 +279,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("words", OTHERS, ids=lambda words: words.partition(" ")[0])
 def test_so_it_is_in_other_benches(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(bench_news, "NEWS_S", 0.0)
+    monkeypatch.setattr(bench_news, "LOG_INTERVAL_S", 0.0)
     monkeypatch.chdir(tmp_path)
     assert bench.main(words.split()) == 0
     assert set(OTHERS[words]) <= set(capsys.readouterr().err.splitlines())
@@ -340,7 +340,7 @@ def test_looking_leaves_no_trace(tmp_path: Path):
     ("amount", "text"), [(0.0, "0.00 B/s"), (999.0, "999 B/s"), (3.14159e7, "31.4 MB/s"), (2.5e12, "2.50 TB/s")]
 )
 def test_units_have_something_before_the_point(amount: float, text: str):
-    assert prefixed(amount, "B/s") == text
+    assert format_si(amount, "B/s") == text
 
 
 def test_kernels_on_a_cpu_are_given_in_units_that_say_something(capsys: pytest.CaptureFixture[str]):

@@ -13,9 +13,9 @@ import torch
 
 from petatron.base.errors import ConfigError
 from petatron.bench.measure import timing as bench_timing
-from petatron.bench.measure.arguments import device_of, not_positive, too_small
+from petatron.bench.measure.arguments import minimum_problems, positive_problems, resolve_device
 from petatron.bench.measure.machine import device_name, large_copy
-from petatron.bench.measure.timing import collector_off, mean_ms, median_ms, orders
+from petatron.bench.measure.timing import alternating_orders, gc_disabled, mean_ms, median_ms
 from petatron.bench.peers import OURS, OWN_BF16, PEERS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -24,14 +24,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.mark.parametrize("rounds", [1, 2, 3, 10])
 @pytest.mark.parametrize("items", ["ab", "abc", "abcd"])
 def test_nobody_always_follows_the_same_one(items: str, rounds: int):
-    found = list(orders(items, rounds=rounds))
+    found = list(alternating_orders(items, rounds=rounds))
     assert rounds <= len(found) <= rounds + 1
     follows = Counter(pair for order in found for pair in pairwise(order))
     assert all(follows[a, b] == follows[b, a] == len(found) / 2 for a, b in pairwise(items))
 
 
 def test_one_alone_has_no_order():
-    assert list(orders(["a"], rounds=3)) == [["a"]] * 3
+    assert list(alternating_orders(["a"], rounds=3)) == [["a"]] * 3
 
 
 @pytest.mark.parametrize(("repeat", "turns"), [(1, "abba"), (3, "abbaabba"), (4, "abbaabba")])
@@ -79,7 +79,7 @@ def test_a_mean_on_a_device(head_start: bool, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_collector_comes_back():
-    with collector_off():
+    with gc_disabled():
         assert not gc.isenabled()
     assert gc.isenabled()
 
@@ -93,13 +93,13 @@ def test_a_copy_says_what_it_moves():
 
 def test_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device_of("auto") == device_of("cpu") == CPU
-    others = [*too_small({"--repeat": (0, 1)}), *not_positive({"--workers": 0})]
+    assert resolve_device("auto") == resolve_device("cpu") == CPU
+    others = [*minimum_problems({"--repeat": (0, 1)}), *positive_problems({"--workers": 0})]
     with pytest.raises(ConfigError) as alone:
-        device_of("cpu", problems=others)
+        resolve_device("cpu", problems=others)
     assert list(alone.value.problems) == others
     with pytest.raises(ConfigError) as together:
-        device_of("cuda", problems=others)
+        resolve_device("cuda", problems=others)
     assert [problem.where for problem in together.value.problems] == ["--repeat", "--workers", "--device"]
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from petatron.bench.peers import BenchSpec, build, problems
-from petatron.bench.peers.bench_model import model_spec
+from petatron.bench.peers.bench_model import bench_spec
 from petatron.models.batch import Batch
 
 SOURCE = Path(__file__).parent.parent.parent / ".carry" / "torchtitan"
@@ -144,7 +144,7 @@ def made_up(folder: Path) -> BenchSpec:
         path = folder / "torchtitan" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
-    return replace(model_spec(FLAGS.split()), peer_paths=(folder,))
+    return replace(bench_spec(FLAGS.split()), peer_paths=(folder,))
 
 
 def losses(name: str, spec: BenchSpec, steps: int = 4) -> list[float]:
@@ -169,13 +169,13 @@ def test_kept_weights_change_nothing(tmp_path: Path):
 
 @pytest.mark.skipif(not SOURCE.is_dir(), reason="the source of torchtitan is not here")
 def test_the_real_one_trains_our_model():
-    spec = replace(model_spec(FLAGS.split()), peer_paths=(SOURCE, SOURCE.parent / "torchao"))
+    spec = replace(bench_spec(FLAGS.split()), peer_paths=(SOURCE, SOURCE.parent / "torchao"))
     assert losses("torchtitan", spec) == pytest.approx(losses("petatron", spec), rel=BFLOAT16)
 
 
 @pytest.mark.skipif(not (SOURCE.parent / "torchao").is_dir(), reason="the source of torchao is not here")
 def test_the_real_one_in_float8():
-    spec = replace(model_spec(FLAGS.split()), peer_paths=(SOURCE, SOURCE.parent / "torchao"))
+    spec = replace(bench_spec(FLAGS.split()), peer_paths=(SOURCE, SOURCE.parent / "torchao"))
     assert losses("torchtitan", replace(spec, fp8_recipe="tensorwise")) == pytest.approx(
         losses("petatron", spec), rel=2e-2
     )

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from petatron.base.device import DeviceFacts
+from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError, TrainError
 from petatron.bench import generate as bench_generate
 from petatron.bench import train as bench_train
-from petatron.bench.measure.kernel_breakdown import CLASSES, break_down, kernel_class
-from petatron.bench.measure.machine import parse_readings, sampled
-from petatron.bench.measure.report import Findings, joined, report
-from petatron.bench.measure.runner import Runner, alternate
+from petatron.bench.measure.kernel_breakdown import KERNEL_CLASSES, break_down_kernels, kernel_class
+from petatron.bench.measure.machine import parse_readings, sample_gpu
+from petatron.bench.measure.report import TrainMeasurements, merge_runs, report
+from petatron.bench.measure.runner import BenchRunner, time_alternating
 from petatron.bench.peers import BenchSpec, Contender, build, problems
-from petatron.bench.peers.bench_model import BATCHES, make_batches, model_spec
+from petatron.bench.peers.bench_model import NUM_BATCHES, bench_spec, make_batches
 from petatron.cli.bench import main
 from petatron.models.batch import Batch
 
@@ -32,7 +32,7 @@ QUICK = "--warmup-seconds 0 --steps 4 --block 2".split()
 
 
 def spec_of(*flags: str) -> BenchSpec:
-    return model_spec([*SMALL, *flags])
+    return bench_spec([*SMALL, *flags])
 
 
 def bench(tmp_path: Path, *flags: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_a_peer_that_does_not_fit_beside_ours_is_measured_apart(monkeypatch: pyt
 
     answer = {"blocks_ms": [[1.0]], "peak_bytes": None, "losses": [1.0], "build_s": 0, "first_steps_s": 0}
     monkeypatch.setattr("petatron.bench.peers.build", build_or_fail)
-    monkeypatch.setattr(bench_train, "_child", lambda args, flags, name: answer)
+    monkeypatch.setattr(bench_train, "_run_subprocess", lambda args, flags, name: answer)
     assert bench(tmp_path, "--against", "hf")["apart"]
     monkeypatch.setattr("petatron.bench.peers.build", lambda *_: build_or_fail("hf", spec_of()))
     assert bench(tmp_path, "--only", "petatron")["contenders"]["petatron"] == {"out_of_memory": True}
@@ -187,8 +187,11 @@ def test_bf16_alone_needs_no_fp8(tmp_path: Path):
 
 
 def test_how_one_was_measured():
-    assert Findings(contenders={"petatron": {}}, apart=True).how == "alone, in two processes of its own"
-    assert Findings(contenders={"petatron": {}, "hf": {}}).how == "alternating in one process"
+    assert (
+        TrainMeasurements(contenders={"petatron": {}}, separate_processes=True).description
+        == "alone, in two processes of its own"
+    )
+    assert TrainMeasurements(contenders={"petatron": {}, "hf": {}}).description == "alternating in one process"
 
 
 def test_other_benches_take_no_run_flags(capsys: pytest.CaptureFixture[str]):
@@ -227,37 +230,37 @@ class Scripted:
 def test_contenders_alternate_in_both_orders():
     calls: list[str] = []
     batch = Batch(*[torch.zeros(1, 1)] * 3)
-    runners = [Runner(name, Scripted(name, calls), [batch], torch.device("cpu")) for name in "ab"]
-    alternate(runners, steps=6, block=2, warmup_s=0.0)
+    runners = [BenchRunner(name, Scripted(name, calls), [batch], torch.device("cpu")) for name in "ab"]
+    time_alternating(runners, steps=6, block=2, warmup_s=0.0)
     assert "".join(calls) == "aabbbbaa" * 2  # three rounds become four, so that both orders come as often
     assert [len(runner.blocks_ms) for runner in runners] == [4, 4]
     calls.clear()
-    alternate(runners[:1], steps=3, block=5, warmup_s=0.01)
+    time_alternating(runners[:1], steps=3, block=5, warmup_s=0.01)
     assert len(calls) >= 5 + 3 and len(runners[0].blocks_ms[-1]) == 3
 
 
 def test_losses_are_compared_over_a_cycle_of_batches():
     """The same tokens at the start and at the end, as many as there are different ones."""
-    spec, device = spec_of(), DeviceFacts(kind="cpu", name="x", memory_bytes=1, peak_flops=None, reason="")
-    assert len(make_batches(spec)) == BATCHES
-    losses = [4.0] * BATCHES + [3.0] * 7 + [2.0] * BATCHES
+    spec, device = spec_of(), DeviceInfo(kind="cpu", name="x", memory_bytes=1, peak_flops=None, reason="")
+    assert len(make_batches(spec)) == NUM_BATCHES
+    losses = [4.0] * NUM_BATCHES + [3.0] * 7 + [2.0] * NUM_BATCHES
     values = {"blocks_ms": [[1.0]], "losses": losses, "peak_bytes": None, "build_s": 0.0, "first_steps_s": 0.0}
-    contenders = report(spec, device, Findings(contenders={"petatron": values})).values["contenders"]
+    contenders = report(spec, device, TrainMeasurements(contenders={"petatron": values})).values["contenders"]
     assert contenders["petatron"]["loss"] == {"first": 4.0, "last": 2.0, "falls": True}  # type: ignore[index]
 
 
 def test_a_slow_outlier_does_not_change_the_ratio():
     spec, device = (
         spec_of(),
-        DeviceFacts(kind="cuda", name="x", memory_bytes=1, peak_flops={"bfloat16": 1e9}, reason=""),
+        DeviceInfo(kind="cuda", name="x", memory_bytes=1, peak_flops={"bfloat16": 1e9}, reason=""),
     )
     values = {"losses": [2.0, 1.0], "peak_bytes": 10, "build_s": 0.0, "first_steps_s": 0.0, "breakdown": None}
-    found = Findings(
+    found = TrainMeasurements(
         contenders={
             "petatron": {**values, "blocks_ms": [[1.0, 1.0, 50.0]]},
             "hf": {**values, "blocks_ms": [[1.5, 1.5, 1.5]], "peak_bytes": 20, "losses": [2.0, 1.5]},
         },
-        pairs={"hf": [1.5]},
+        paired_speedups={"hf": [1.5]},
     )
     result = report(spec, device, found)
     contenders, ratio = result.values["contenders"], result.values["ratio"]
@@ -267,7 +270,7 @@ def test_a_slow_outlier_does_not_change_the_ratio():
     assert ratio["hf"]["speed"] == 1.5 and ratio["hf"]["memory"] == 0.5  # type: ignore[index]
     rows = dict(result.rows)
     assert rows["loss / hf"].startswith("NOT the same: at most 25.00% of the first apart")
-    assert joined([{"out_of_memory": True}]) == {"out_of_memory": True}
+    assert merge_runs([{"out_of_memory": True}]) == {"out_of_memory": True}
 
 
 KERNELS = {
@@ -283,7 +286,7 @@ KERNELS = {
     "triton_red_fused__fused_rms_norm_add_5": "elementwise",
     "_forward": "elementwise",
     "_losses_and_gradient_kernel": "elementwise",
-    "_cast_squares": "elementwise",
+    "_cast_square_blocks": "elementwise",
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",
     "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>": "copies",
     "Memcpy DtoD (Device -> Device)": "copies",
@@ -292,7 +295,7 @@ KERNELS = {
     "void at::native::multi_tensor_apply_kernel<LpNormFunctor<float>>": "optimizer",
     "void at::native::multi_tensor_apply_kernel<Copy<float, c10::BFloat16>>": "copies",
     "_adamw": "optimizer",
-    "_squares": "optimizer",
+    "_sum_of_squares": "optimizer",
     "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": "communication",
     "something_nobody_has_heard_of": "other",
 }
@@ -319,17 +322,17 @@ def test_breakdown_of_a_made_up_trace():
         {"ph": "M", "name": "process_name"},
     ]
     events = step + [{**event, "ts": event["ts"] + 10_000} for event in step if "ts" in event]  # type: ignore[operator]
-    found = break_down(events, steps=2, top=2)
+    found = break_down_kernels(events, steps=2, top=2)
     assert found.step_ms == 10.0
     busy = {"GEMM": 4.0, "attention": 2.0, "copies": 1.0, "optimizer": 2.0}
-    assert found.classes == {**dict.fromkeys(CLASSES, 0.0), **busy, "idle": 2.0}
+    assert found.classes == {**dict.fromkeys(KERNEL_CLASSES, 0.0), **busy, "idle": 2.0}
     assert found.top[0] == ("nvjet_a", "GEMM", 4.0, 1) and len(found.top) == 2
     assert json.loads(json.dumps(found.as_json()))["top"][0]["name"] == "nvjet_a"
-    assert break_down([], steps=1).step_ms == 0.0
+    assert break_down_kernels([], steps=1).step_ms == 0.0
 
 
 def test_clocks_are_read_where_there_is_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with sampled(torch.device("cpu")) as samples:
+    with sample_gpu(torch.device("cpu")) as samples:
         pass
     assert "unknown" in samples.describe()
     told, fake = tmp_path / "told", tmp_path / "nvidia-smi"
@@ -338,7 +341,7 @@ def test_clocks_are_read_where_there_is_a_reader(tmp_path: Path, monkeypatch: py
     )
     fake.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda _: str(fake))
-    with sampled(torch.device("cuda", 0)) as samples:
+    with sample_gpu(torch.device("cuda", 0)) as samples:
         until = time.monotonic() + 20
         while not told.exists() and time.monotonic() < until:
             time.sleep(0.01)

@@ -20,7 +20,7 @@ from petatron.bench.checkpoint import model_shapes
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import BLOCK_BYTES, Disk, digest_file
 from petatron.checkpoint.inspect import diff
-from petatron.checkpoint.inspect.inspect import examine
+from petatron.checkpoint.inspect.inspect import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
@@ -106,7 +106,7 @@ def _wrong_config(step: Path) -> None:
     """Another model's config.json, with a table to match."""
     _edit_config(step)
     found = digest_file(step / "model" / "config.json")
-    row = [found.size_bytes, list(found.blocks)]
+    row = [found.size_bytes, list(found.block_digests)]
     rewrite_table(step, lambda table: table["files"].update({"model/config.json": row}))
 
 
@@ -247,15 +247,15 @@ def test_every_block_of_a_large_file_is_read(tmp_path: Path):
     values = torch.arange(5 * (BLOCK_BYTES // 8) + 3, dtype=torch.float64)
     manager.save(1, [Chunk("model/w", (len(values),), (0,), values)], facts={}, same_layout_key="")
     step, told = tmp_path / "step-00000001", []
-    assert examine(step, lambda done, total: told.append((done, total))).sound
+    assert verify_checkpoint(step, lambda done, total: told.append((done, total))).is_valid
     assert told[-1][0] == told[-1][1] and len(told) == 7, "six blocks and the table"
     content = bytearray((step / STATE).read_bytes())
     for block in (1, 4):
         content[block * BLOCK_BYTES + 5] ^= 4
     (step / STATE).write_bytes(content)
-    [finding] = examine(step).findings
+    [finding] = verify_checkpoint(step).findings
     assert f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} and 1 more blocks of 6" in finding.text
-    assert examine(step, content=False).sound
+    assert verify_checkpoint(step, read_content=False).is_valid
 
 
 @pytest.mark.parametrize(
@@ -375,9 +375,14 @@ def test_diff_of_a_damaged_checkpoint_is_an_error(folder: Path, capsys: pytest.C
 
 def test_prune(folder: Path, capsys: pytest.CaptureFixture[str]):
     code, out, _ = _ask(capsys, "prune", folder, "--keep", 1, "--dry-run")
-    assert code == 0 and "would remove 3, 6 (" in out and "would keep 9" in out and len(step_folder.steps(folder)) == 3
+    assert (
+        code == 0
+        and "would remove 3, 6 (" in out
+        and "would keep 9" in out
+        and len(step_folder.list_steps(folder)) == 3
+    )
     code, out, _ = _ask(capsys, "prune", folder, "--keep", 1, "--retain-interval", 6)
-    assert code == 0 and "removed 3 (" in out and list(step_folder.steps(folder)) == [6, 9]
+    assert code == 0 and "removed 3 (" in out and list(step_folder.list_steps(folder)) == [6, 9]
     code, out, _ = _ask(capsys, "prune", folder, "--keep", 5)
     assert code == 0 and "nothing to remove" in out
     assert _ask(capsys, "verify", folder, "--all")[0] == 0
@@ -392,7 +397,7 @@ def test_prune_refuses(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert code == 1 and "Another run is writing" in err
     _truncate(folder / NEWEST)
     code, _, err = _ask(capsys, "prune", folder, "--keep", 1)
-    assert code == 1 and "Nothing was removed" in err and STATE in err and len(step_folder.steps(folder)) == 3
+    assert code == 1 and "Nothing was removed" in err and STATE in err and len(step_folder.list_steps(folder)) == 3
 
 
 def test_prune_of_a_folder_that_cannot_be_written(
@@ -408,7 +413,7 @@ def test_prune_of_a_folder_that_cannot_be_written(
     (folder / ".lock").mkdir()  # cannot be opened for writing, by anyone
     code, _, err = _ask(capsys, "prune", folder, "--keep", 1)
     assert code == 1 and f"{folder / '.lock'} cannot be opened" in err and "Is a directory. Remove it" in err
-    assert len(step_folder.steps(folder)) == 3
+    assert len(step_folder.list_steps(folder)) == 3
 
 
 def test_help_needs_no_torch():

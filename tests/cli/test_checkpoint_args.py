@@ -13,7 +13,7 @@ from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.manifest import _digest
 from petatron.cli.main import main
 from petatron.cli.train import read_checkpoint
-from petatron.config import Loaded, load_config, resolve_config
+from petatron.config import LoadedConfig, load_config, resolve_config
 from petatron.config.saved_config import saved_yaml
 from tests.cli.test_run_again import write_dataset
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(*argv: str) -> Loaded:
+def read(*argv: str) -> LoadedConfig:
     return load_config(argv, read_checkpoint=read_checkpoint, require_training=False)
 
 

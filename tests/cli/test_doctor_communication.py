@@ -12,8 +12,8 @@ import torch
 from petatron.base.errors import ConfigError
 from petatron.cli.doctor import main
 from petatron.cli.doctor_nccl import render
-from petatron.mesh.diagnose.bandwidth import Measured
-from petatron.verify.communication_check import Findings
+from petatron.mesh.diagnose.bandwidth import BandwidthResult
+from petatron.verify.communication_check import CommunicationReport
 from tests.cli.test_launch import _run
 
 
@@ -28,8 +28,8 @@ def test_two_ranks_get_a_verdict_and_a_report(tmp_path: Path):
 
 
 def test_wrong_values_and_losses_are_a_verdict_too():
-    measured = [Measured("tp", 2, "all_reduce", 1 << 20, 0.001, 1.0, False)]
-    findings = Findings("--tp 2", 0.1, measured, [(1.0, 1.0), (1.1, 1.0)])
+    measured = [BandwidthResult("tp", 2, "all_reduce", 1 << 20, 0.001, 1.0, False)]
+    findings = CommunicationReport("--tp 2", 0.1, measured, [(1.0, 1.0), (1.1, 1.0)])
     text = render(findings, shared=False, backend="nccl")
     assert "all_reduce over tp (2 ranks, 1,048,576 bytes) gave wrong values" in text
     assert "step 2 of --tp 2 has loss" in text and "VERDICT: communication over nccl does not work" in text

@@ -61,13 +61,13 @@ def test_a_saved_config_asks_about_a_changed_schedule_every_time(run_folder: Pat
 
 def test_an_older_checkpoints_relative_paths_are_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from petatron.config import load_config
-    from petatron.train.state.resume_diff import changes, plain
+    from petatron.train.state.resume_diff import config_for_checkpoint, resume_changes
 
     monkeypatch.chdir(tmp_path)
     run = load_config([*MODEL, "--data-path", "0.5", "a", "0.5", "b", "--train-iters", "2"]).config
-    then = plain(run)
+    then = config_for_checkpoint(run)
     assert then["data"]["data_path"] == ["0.5", str(tmp_path / "a"), "0.5", str(tmp_path / "b")]
     then["data"]["data_path"] = ["0.5", "a", "0.5", "b"]
-    assert changes(then, run, iteration=1, samples=1) == []
+    assert resume_changes(then, run, iteration=1, consumed_samples=1) == []
     then["data"]["data_path"] = ["0.5", "a", "0.5", "c"]
-    assert len(changes(then, run, iteration=1, samples=1)) == 1
+    assert len(resume_changes(then, run, iteration=1, consumed_samples=1)) == 1

@@ -14,9 +14,9 @@ from petatron.cli.main import main
 from petatron.config import load_config
 from petatron.config.checks.preflight import preflight
 from petatron.data.indexed_writer import IndexedWriter
-from petatron.estimate.memory.forecast import memory_plans
+from petatron.estimate.memory.forecast import recompute_plans
 from petatron.train.run import run_training
-from petatron.train.state.run_dirs import claimed
+from petatron.train.state.run_dirs import lock_save_dir
 
 MODEL = (
     "train --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 2 --lr 1e-3 --eval-iters 0 "
@@ -223,7 +223,7 @@ def test_save_folder_of_another_run(tmp_path: Path, capsys):
 
 
 def test_two_runs_at_once_in_one_folder(tmp_path: Path, capsys):
-    with claimed(str(tmp_path), rank=0):
+    with lock_save_dir(str(tmp_path), rank=0):
         assert "Another run is writing to" in _fails(capsys, "--mock-data", "--save", str(tmp_path))[1]
     assert main([*MODEL, "--mock-data", "--save", str(tmp_path)]) == 0
 
@@ -275,7 +275,7 @@ def test_a_budget_no_stage_can_keep_is_refused_before_ranks_start():
         run_training(load_config([*flags.split(), "0.00001"], preset="tiny-llama", world_size=2))
     needed = str(error.value).split("Give at least ")[1].split(",")[0]
     enough = load_config([*flags.split(), needed], preset="tiny-llama", world_size=2).config
-    assert len(memory_plans(enough, device="cpu")) == 2
+    assert len(recompute_plans(enough, device="cpu")) == 2
 
 
 def test_a_rank_that_finds_a_problem_ends_like_the_command_line():

@@ -9,7 +9,7 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
-from petatron.verify.verify import parse_injection, plan
+from petatron.verify.verify import parse_injection, plan_verification
 
 TINY = "tiny-llama --num-layers 1 --hidden-size 32 --seq-length 16 --vocab-size 61 --global-batch-size 4 --num-workers 0".split()
 
@@ -47,10 +47,14 @@ def test_unknown_tensor_is_an_error(capfd: pytest.CaptureFixture[str]):
 
 
 def test_what_is_left_out_is_said():
-    both = plan(["--preset", *TINY, "--tp", "2", "--bf16", "--hidden-dropout", "0.3"], steps=2, dtype="float32")
+    both = plan_verification(
+        ["--preset", *TINY, "--tp", "2", "--bf16", "--hidden-dropout", "0.3"], steps=2, dtype="float32"
+    )
     why = "(both runs are in float32, since bounds for rounding are those of --dtype)"
-    assert both.left_out == ("--hidden-dropout 0.3", f"--bf16 {why}")
-    assert plan(["--preset", *TINY, "--load", "x"], steps=2, dtype="float64").left_out == ("--load x",)
+    assert both.ignored_settings == ("--hidden-dropout 0.3", f"--bf16 {why}")
+    assert plan_verification(["--preset", *TINY, "--load", "x"], steps=2, dtype="float64").ignored_settings == (
+        "--load x",
+    )
 
 
 def test_eight_bits_are_compared_over_float32(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -76,7 +80,7 @@ def test_bad_injection_step():
 
 
 def test_both_runs_differ_only_in_layout():
-    both = plan(["--preset", *TINY, "--tp", "2", "--dp", "2"], steps=2, dtype="float32")
+    both = plan_verification(["--preset", *TINY, "--tp", "2", "--dp", "2"], steps=2, dtype="float32")
     reference, candidate = both.reference.config, both.candidate.config
     assert (reference.parallel.world_size, candidate.parallel.world_size) == (1, 4)
     assert (

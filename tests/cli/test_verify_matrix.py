@@ -9,8 +9,8 @@ import pytest
 
 from petatron.cli import verify_matrix
 from petatron.cli.main import main
-from petatron.verify.matrix import entry
-from petatron.verify.matrix_run import BEGUN, Case, make_case, read_outcome
+from petatron.verify.matrix import parse_entry
+from petatron.verify.matrix_run import STARTED_FILE, MatrixCase, make_case, read_result
 
 
 def test_layouts_of_different_sizes_agree(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -35,8 +35,8 @@ def test_random_models_and_the_command_that_repeats_a_fault(capfd: pytest.Captur
     assert command in out[out.index(departure) :] and command.endswith("--inject layers.1.mlp.down.weight@2")
 
 
-def _case(name: str) -> Case:
-    found = entry(name)
+def _case(name: str) -> MatrixCase:
+    found = parse_entry(name)
     return make_case(found, model_flags=found.model_flags, steps=1, dtype="float32")
 
 
@@ -48,7 +48,7 @@ def test_a_failing_rank_costs_one_case(
     (tmp_path / "case-00000" / "rank-00001").mkdir(parents=True)
     options = verify_matrix._parser().parse_args(["--dtype", "float32", "--steps", "1"])
     assert verify_matrix._run([_case("dense:dp2"), _case("dense:tp2")], options) == 1
-    first, second = read_outcome(tmp_path, 0), read_outcome(tmp_path, 1)
+    first, second = read_result(tmp_path, 0), read_result(tmp_path, 1)
     assert first is not None and (first.error or "").startswith("rank 1: ") and "FileExistsError" in (first.error or "")
     assert second is not None and second.agrees
     captured = capfd.readouterr()
@@ -84,7 +84,7 @@ def test_ranks_that_end_without_a_word_are_a_failure(
 
 
 def _killed(command: list[str], nproc: int) -> int:
-    (Path(command[-1]) / BEGUN).touch()
+    (Path(command[-1]) / STARTED_FILE).touch()
     return 137
 
 

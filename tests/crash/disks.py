@@ -20,8 +20,8 @@ class WatchedDisk(Disk):
     def __init__(self) -> None:
         self.moments: list[Moment] = []
 
-    def reach(self, moment: str, path: Path) -> None:
-        self.moments.append((moment, path.name))
+    def failpoint(self, event: str, path: Path) -> None:
+        self.moments.append((event, path.name))
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> StoredFile:
         return super().write(path, _halves(parts))
@@ -34,8 +34,8 @@ class DeadlyDisk(WatchedDisk):
         super().__init__()
         self._kill_at = kill_at
 
-    def reach(self, moment: str, path: Path) -> None:
-        super().reach(moment, path)
+    def failpoint(self, event: str, path: Path) -> None:
+        super().failpoint(event, path)
         if len(self.moments) > self._kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
             signal.pause()  # another thread may be the one that the signal finds first

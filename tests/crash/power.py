@@ -73,14 +73,14 @@ class PoweredDisk(Disk):
         """Make `target` what the folder may be after a power cut now."""
         self.root.leave(target, survives)
 
-    def reach(self, moment: str, path: Path) -> None:
-        if moment == "renaming":
+    def failpoint(self, event: str, path: Path) -> None:
+        if event == "renaming":
             self._renaming = path.name
             return
-        if moment == "written" or (moment == "folder made" and self._find(path) is not None):
+        if event == "written" or (event == "folder made" and self._find(path) is not None):
             return
-        self._note(moment, path)
-        self._watch(self, f"{moment} {path.relative_to(self._folder)}")
+        self._note(event, path)
+        self._watch(self, f"{event} {path.relative_to(self._folder)}")
 
     def _find(self, path: Path) -> Node | None:
         node: Node | None = self.root
@@ -88,25 +88,25 @@ class PoweredDisk(Disk):
             node = node.live.get(part) if node is not None else None
         return node
 
-    def _note(self, moment: str, path: Path) -> None:
-        if moment == "folder synced":
+    def _note(self, event: str, path: Path) -> None:
+        if event == "folder synced":
             node = self._find(path)
             assert node is not None
             node.sync()
             return
-        if moment == "folder made" and self._find(path.parent) is None:
-            self._note(moment, path.parent)
+        if event == "folder made" and self._find(path.parent) is None:
+            self._note(event, path.parent)
         parent, name = self._find(path.parent), path.name
         assert parent is not None
-        if moment in ("folder made", "opened"):
-            node = Node(moment == "folder made")
+        if event in ("folder made", "opened"):
+            node = Node(event == "folder made")
             parent.change(lambda names: names.update({name: node}))
-        elif moment == "synced":
+        elif event == "synced":
             parent.live[name].content = path.read_bytes()
-        elif moment == "removed":
+        elif event == "removed":
             parent.change(lambda names: names.pop(name, None))
         else:
-            assert moment == "renamed", moment
+            assert event == "renamed", event
             old, node = self._renaming, parent.live[self._renaming]
             parent.change(lambda names: (names.pop(old, None), names.update({name: node})))
 

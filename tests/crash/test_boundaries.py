@@ -70,13 +70,13 @@ def _prepare(nursery: Nursery, scenario: Scenario, folder: Path, base: Path) -> 
         shutil.copytree(whole / step_folder.step_name(step), base / step_folder.step_name(step))
     if scenario.saved:
         latest = scenario.latest or scenario.saved
-        (base / step_folder.LATEST).write_text(f"{step_folder.step_name(latest)}\n")
+        (base / step_folder.LATEST_FILE).write_text(f"{step_folder.step_name(latest)}\n")
     if scenario.left_over:
         one, three = base / step_folder.step_name(1), base / step_folder.step_name(3)
         shutil.copytree(one, base / f"{step_folder.step_name(4)}.tmp")
         one.rename(base / f"{one.name}.pruned")
         three.rename(base / f"{three.name}.replaced")
-        (base / f"{step_folder.LATEST}.tmp").write_text("step-")
+        (base / f"{step_folder.LATEST_FILE}.tmp").write_text("step-")
     return Content.of(whole)
 
 

@@ -67,7 +67,7 @@ def _check_lost(folder: Path, disk: FailingDisk, messages: list[str], expected: 
     assert len(warnings) == 1 == len(disk.failed), messages
     assert os.strerror(error) in warnings[0] and f"step {lost} could not be saved to {folder}" in warnings[0]
     assert check_folder(folder, expected) == ITERATIONS
-    found = set(step_folder.steps(folder))
+    found = set(step_folder.list_steps(folder))
     assert {*range(1, ITERATIONS + 1)} - {lost} <= found, (
         "a step that was published before its save failed may be there"
     )
@@ -124,7 +124,7 @@ def test_a_long_outage(tmp_path: Path, saving: str, expected: Content):
     # In the background the save of step 1 may still be under way when the outage begins.
     assert disk.failed and (lost == 2 if not saving else 1 <= lost <= 3)
     assert check_folder(tmp_path, expected) == ITERATIONS
-    assert len(step_folder.steps(tmp_path)) >= ITERATIONS - lost
+    assert len(step_folder.list_steps(tmp_path)) >= ITERATIONS - lost
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -167,4 +167,4 @@ def test_the_system_itself_refuses(nursery: Nursery, tmp_path: Path, saving: str
     messages = nursery.run(_limited, _run(tmp_path, saving)).lived()
     assert os.strerror(errno.EFBIG) in next(message for message in messages if message.startswith(WARNING))
     assert check_folder(tmp_path, expected) == ITERATIONS
-    assert 1 not in step_folder.steps(tmp_path)
+    assert 1 not in step_folder.list_steps(tmp_path)

@@ -41,7 +41,7 @@ class Cutter:
         folder.mkdir()
         for step in range(1, saved + 1):
             shutil.copytree(self._whole / step_folder.step_name(step), folder / step_folder.step_name(step))
-        (folder / step_folder.LATEST).write_text(f"{step_folder.step_name(latest)}\n")
+        (folder / step_folder.LATEST_FILE).write_text(f"{step_folder.step_name(latest)}\n")
 
     def __call__(self, disk: PoweredDisk, moment: str) -> None:
         for survives in chances(self._random):

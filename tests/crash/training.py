@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from petatron.base.device import detect
+from petatron.base.device import detect_device
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk, StoredFile
 from petatron.checkpoint.manager import CheckpointManager, Retention
@@ -16,8 +16,8 @@ from petatron.config import RunConfig, load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build import build_loaders
-from petatron.train.loop import Loop
-from petatron.train.report.metrics import Record
+from petatron.train.loop import TrainLoop
+from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
 
 TINY = (
@@ -34,7 +34,7 @@ class Events:
 
     messages: list[str]
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricRecord) -> None:
         if record["kind"] == "event":
             self.messages.append(record["message"])
 
@@ -53,17 +53,17 @@ def train(run: RunConfig, disk: Disk | None = None, events: Events | None = None
     state = TrainState.build(run, mesh)
     config = run.checkpoint
     assert config.save is not None
-    state.saver = CheckpointManager(
+    state.checkpoint_manager = CheckpointManager(
         config.save,
         mesh.control,
-        world=mesh.world,
-        background=mesh.another_control() if config.async_save else None,
+        world_axis=mesh.world,
+        async_axis=mesh.background_control_axis() if config.async_save else None,
         disk=disk,
         retention=Retention(config.save_total_limit, config.save_retain_interval),
     )
     if config.load is not None:
         state.load(config.load)
-    Loop(state, build_loaders(run, mesh), [events], detect("cpu")).run()
+    TrainLoop(state, build_loaders(run, mesh), [events], detect_device("cpu")).run()
     return events.messages
 
 
@@ -76,7 +76,7 @@ class Content:
     @classmethod
     def of(cls, folder: Path) -> Content:
         return cls(
-            {step: dict(step_folder.read_manifest(path).files) for step, path in step_folder.steps(folder).items()}
+            {step: dict(step_folder.read_manifest(path).files) for step, path in step_folder.list_steps(folder).items()}
         )
 
 
@@ -85,14 +85,14 @@ def check_folder(folder: Path, expected: Content, *, at_least: int | None = None
 
     at_least: the newest step that was there before. Returns the newest now.
     """
-    for step, path in step_folder.steps(folder).items():
+    for step, path in step_folder.list_steps(folder).items():
         manifest = step_folder.read_manifest(path)
         assert manifest.step == step and not step_folder.extra_files(path, manifest)
         assert dict(manifest.files) == expected.steps[step], f"step {step} is not that of the uninterrupted run"
         for name, stored in manifest.files.items():
             step_folder.check_content(path / name, stored)
     newest = step_folder.latest_step(folder)
-    if (folder / step_folder.LATEST).exists():
-        assert (folder / step_folder.LATEST).read_text().strip() == step_folder.step_name(newest or 0)
+    if (folder / step_folder.LATEST_FILE).exists():
+        assert (folder / step_folder.LATEST_FILE).read_text().strip() == step_folder.step_name(newest or 0)
     assert at_least is None or (newest is not None and newest >= at_least), f"{newest} is older than {at_least}"
     return newest

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention import block_attention, causal_attention, flash, reference
-from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
 from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.mask import BlockMask, Bounds
+from petatron.kernels.attention.mask import AttentionBounds, BlockMask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -62,7 +62,7 @@ def test_pieces(dtype: torch.dtype, window: int | None, documents: bool):
     """What context parallelism uses in every precision: kernels for whole pieces and tiles for the others."""
     rounded, exact = inputs(8, 2, dtype)
     starts = starts_on_device() if documents else None
-    bounds = Bounds.build(LENGTH, window=window, document_starts_BS=starts, device=torch.device("cuda"))
+    bounds = AttentionBounds.build(LENGTH, window=window, document_starts_BS=starts, device=torch.device("cuda"))
     whole = (range(LENGTH),)
     ours = with_gradients(block_attention(*rounded, BlockMask(whole, whole, bounds)), rounded)
     wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
@@ -77,16 +77,16 @@ def test_blocks_of_keys_are_merged(dtype: torch.dtype, heads: int, groups: int):
     runs = [range(900, LENGTH), range(333), range(333, 900)]
     partial = PartialAttention(q, value_width=v.shape[-1])
     for run in runs:
-        partial.meet(k[run.start : run.stop], v[run.start : run.stop], BlockMask((range(LENGTH),), (run,)))
+        partial.attend_block(k[run.start : run.stop], v[run.start : run.stop], BlockMask((range(LENGTH),), (run,)))
     out = partial.out_SBHE.to(dtype)
     wanted = with_gradients(reference.attention(*exact), exact)
     grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).view(out.shape).to(dtype)
-    answered = Answered.of(q, out_SBHE=out, lse_BHS=partial.lse_BHS, grad_SBHE=grad)
-    dq, dk, dv = zero_gradients(q, k, v)
+    answered = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=partial.lse_BHS, grad_SBHE=grad)
+    dq, dk, dv = zero_qkv_grads(q, k, v)
     for run in runs:
         rows = slice(run.start, run.stop)
         mask = BlockMask((range(LENGTH),), (run,))
-        block_backward(answered, k[rows], v[rows], mask, into=(dq, dk[rows], dv[rows]))
+        block_backward(answered, k[rows], v[rows], mask, grads=(dq, dk[rows], dv[rows]))
     assert_close([out, *(x.to(dtype) for x in (dq, dk, dv))], wanted, dtype)
 
 
@@ -94,9 +94,9 @@ def test_half_precision_has_kernels_and_others_have_tiles():
     def query(dtype: torch.dtype, width: int = 64) -> Tensor:
         return torch.empty(1, 1, 1, width, dtype=dtype, device="cuda")
 
-    assert flash.serves(query(torch.bfloat16), query(torch.bfloat16))
-    assert not flash.serves(query(torch.float32), query(torch.float32))
-    assert not flash.serves(query(torch.bfloat16, 20), query(torch.bfloat16, 20))
+    assert flash.supports(query(torch.bfloat16), query(torch.bfloat16))
+    assert not flash.supports(query(torch.float32), query(torch.float32))
+    assert not flash.supports(query(torch.bfloat16, 20), query(torch.bfloat16, 20))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

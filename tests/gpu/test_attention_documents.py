@@ -18,7 +18,7 @@ ORDERS = ["sequence first", "batch first", "slices"]
 BOUND = 8e-3  # relative error in norm; bfloat16 operands give 2e-3 to 3e-3
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available()
-    or cudnn.lacks("cuda", torch.cuda.get_device_capability(), torch.bfloat16) is not None,
+    or cudnn.unsupported_reason("cuda", torch.cuda.get_device_capability(), torch.bfloat16) is not None,
     reason="needs cuDNN on Hopper",
 )
 
@@ -80,7 +80,7 @@ def test_documents_of_any_length(moves, order: str, heads: int, groups: int, wid
     documents = Documents.of(starts_of(lengths).cuda())
     inputs = tensors(2, 1456, heads, groups, width, order)
     grad = torch.randn(1456, 2, heads, width, device="cuda").bfloat16()
-    ours = both_ways(causal_attention(*inputs, documents=documents, moves=moves), inputs, grad)
+    ours = both_ways(causal_attention(*inputs, documents=documents, packing_kernels=moves), inputs, grad)
     assert_close(ours, wanted_for(inputs, grad, documents.starts_BS))
 
 
@@ -90,7 +90,7 @@ def test_groups_and_short_documents(moves, order: str):
     """Both kernels, padding and groups of several; the twin's moves and the reference's give the same bits."""
     lengths = [[1030, 1100, 1, 2, 1], [1000, 1050, 84], [2134]]
     documents = Documents.of(starts_of(lengths).cuda())
-    assert documents.rows is not None and [(g.count, g.length) for g in documents.rows.groups] == [
+    assert documents.padded_rows is not None and [(g.count, g.length) for g in documents.padded_rows.groups] == [
         (1, 2304),
         (2, 1152),
         (1, 1152),
@@ -98,7 +98,7 @@ def test_groups_and_short_documents(moves, order: str):
     inputs = tensors(3, 2134, 8, 2, 128, order)
     grad = torch.randn(2134, 3, 8, 128, device="cuda").bfloat16()
     ours, theirs = (
-        both_ways(padded_attention(*inputs, documents.rows, PaddedKernels(way, cudnn, flash)), inputs, grad)
+        both_ways(padded_attention(*inputs, documents.padded_rows, PaddedKernels(way, cudnn, flash)), inputs, grad)
         for way in (moves, reference_rows)
     )
     assert_close(ours, wanted_for(inputs, grad, documents.starts_BS))
@@ -109,10 +109,10 @@ def test_groups_and_short_documents(moves, order: str):
 @pytest.mark.parametrize("order", ORDERS)
 def test_documents_of_one_length(moves, order: str):
     documents = Documents.of(starts_of([[256] * 3] * 2).cuda())
-    assert documents.equal == 256
+    assert documents.equal_length == 256
     inputs = tensors(2, 768, 8, 2, 64, order)
     grad = torch.randn(768, 2, 8, 64, device="cuda").bfloat16()
-    ours = both_ways(causal_attention(*inputs, documents=documents, moves=moves), inputs, grad)
+    ours = both_ways(causal_attention(*inputs, documents=documents, packing_kernels=moves), inputs, grad)
     assert_close(ours, wanted_for(inputs, grad, documents.starts_BS))
 
 
@@ -139,7 +139,7 @@ def test_cudnn_is_what_runs_and_nothing_waits(moves, documents: list[list[int]] 
     grad = torch.randn(2134, 2, 8, 64, device="cuda").bfloat16()
 
     def run() -> None:
-        both_ways(causal_attention(*inputs, documents=packed, moves=moves), inputs, grad)
+        both_ways(causal_attention(*inputs, documents=packed, packing_kernels=moves), inputs, grad)
 
     run()
     torch.cuda.synchronize()
@@ -152,4 +152,4 @@ def test_cudnn_is_what_runs_and_nothing_waits(moves, documents: list[list[int]] 
         run()
         torch.cuda.synchronize()
     fast = any("cudnn" in event.key for event in trace.key_averages())
-    assert fast == (packed is None or packed.rows is not None)
+    assert fast == (packed is None or packed.padded_rows is not None)

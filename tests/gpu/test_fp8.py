@@ -11,14 +11,14 @@ from torch import Tensor
 
 from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8 import cast_and_gemm
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Cast, Operand
-from petatron.layers.ops.fp8_gemm import Fp8Experts, fp8_multiplication
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Matrix, Fp8Operand
+from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, fp8_gemm_factory
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CAPABLE, reason="needs a CUDA device of capability 9.0")]
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
-CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_squares"]
+CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_blocks_2d"]
 SHAPES = [(128, 128), (272, 400), (2048, 1024), (1040, 4096)]
 
 
@@ -32,12 +32,12 @@ def draw(*shape: int, spread: float = 0.0, dtype: torch.dtype = torch.bfloat16) 
     return (x * torch.exp2(spread * torch.randn(shape[0], *[1] * (len(shape) - 1), device="cuda"))).to(dtype)
 
 
-def assert_same(ours: Operand, wanted: Operand) -> None:
+def assert_same(ours: Fp8Operand, wanted: Fp8Operand) -> None:
     assert torch.equal(ours.scale, wanted.scale)
     assert torch.equal(ours.values.view(torch.uint8), wanted.values.view(torch.uint8))
 
 
-def assert_casts_same(ours: Cast, wanted: Cast) -> None:
+def assert_casts_same(ours: Fp8Matrix, wanted: Fp8Matrix) -> None:
     assert_same(ours.rows, wanted.rows)
     assert_same(ours.columns, wanted.columns)
 
@@ -87,16 +87,16 @@ def test_product(
     kernels: Any, name: str, fast: bool, out_dtype: torch.dtype, left: torch.dtype, sizes: tuple[int, int, int]
 ):
     rows, width, length = sizes
-    a_cast = "cast_blocks" if name == "cast_squares" else name
+    a_cast = "cast_blocks" if name == "cast_blocks_2d" else name
     a = getattr(cast_and_gemm, a_cast)(draw(rows, length, spread=2.0), left).rows
     b = getattr(cast_and_gemm, name)(draw(width, length, spread=2.0), E4M3).rows
-    wanted = cast_and_gemm.emulated_product(a, b, dtype=torch.float64, fast=False)
+    wanted = cast_and_gemm.emulated_gemm(a, b, dtype=torch.float64, fast=False)
     bound = 1e-2 if fast else 3e-3  # short sums keep 14 bits, long ones more; bfloat16 has 8
-    assert distance(kernels.product(a, b, dtype=out_dtype, fast=fast), wanted) < bound
+    assert distance(kernels.gemm(a, b, dtype=out_dtype, fast=fast), wanted) < bound
     buffer = torch.full((rows * width + 3,), math.nan, dtype=out_dtype, device="cuda")
     for start in (0, 3):  # the second is not aligned
         out = buffer[start : start + rows * width].view(rows, width)
-        kernels.product(a, b, dtype=out_dtype, fast=fast, out=out)
+        kernels.gemm(a, b, dtype=out_dtype, fast=fast, out=out)
         assert distance(out, wanted) < bound
 
 
@@ -104,7 +104,7 @@ def test_product(
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
 def test_a_weight_in_training_without_waiting_for_the_device(kernels: Any, recipe: str, fp8_format: str):
     config = PrecisionConfig(bf16=True, fp8_format=fp8_format, fp8_recipe=recipe)  # pyright: ignore[reportArgumentType]
-    ways = [fp8_multiplication(config, kernels=which)() for which in (kernels, cast_and_gemm.REFERENCE)]
+    ways = [fp8_gemm_factory(config, kernels=which)() for which in (kernels, cast_and_gemm.REFERENCE)]
     x, w, g = draw(2048, 512), draw(1536, 512), draw(2048, 1536) * 1e-4
     found = []
     for way in ways:
@@ -129,7 +129,7 @@ def test_a_weight_in_training_without_waiting_for_the_device(kernels: Any, recip
 @pytest.mark.parametrize("counts", [[300, 0, 17, 707], [256, 256, 256, 256], [300, 0, 17, 600]])
 def test_experts(kernels: Any, counts: list[int]):
     """Rows of no expert reach nothing."""
-    layers = [Fp8Experts(which) for which in (kernels, cast_and_gemm.REFERENCE)]
+    layers = [Fp8ExpertGemms(which) for which in (kernels, cast_and_gemm.REFERENCE)]
     x, w, g = draw(1024, 256), draw(4, 384, 256), draw(1024, 384)
     sizes, rows = torch.tensor(counts, device="cuda"), sum(counts)
     x[rows:], g[rows:] = math.nan, math.nan

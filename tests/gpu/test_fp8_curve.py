@@ -23,8 +23,8 @@ from torch import Tensor
 
 from petatron.config import load_config
 from petatron.data.tokenizer import train_bpe
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Cast, Fp8Kernels, Operand, to_eight_bits
-from petatron.layers.ops.fp8_gemm import CurrentScaling, Quantiser, Recipe
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, quantise
+from petatron.layers.ops.fp8_gemm import CurrentScaling, Fp8Recipe, Quantiser
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.quickstart.corpus import read_corpus, standard_library
@@ -129,22 +129,22 @@ def test_the_curve_is_that_of_bfloat16(recipe: str, capsys: pytest.CaptureFixtur
     assert departure(ours, wide) == pytest.approx(0.0, abs=ALLOWED)
 
 
-def without_scale(x_RC: Tensor) -> Cast:
+def without_scale(x_RC: Tensor) -> Fp8Matrix:
     """Gradients as they are in e4m3, whose smallest number is 2^-9: nearly all of them are lost."""
     scale = torch.ones(1, device=x_RC.device)
-    values = to_eight_bits(x_RC, scale, E4M3)
-    return Cast(Operand(values, scale, "tensor"), Operand(values.t().contiguous(), scale, "tensor"))
+    values = quantise(x_RC, scale, E4M3)
+    return Fp8Matrix(Fp8Operand(values, scale, "tensor"), Fp8Operand(values.t().contiguous(), scale, "tensor"))
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Leaves the scales of gradients out from then on."""
-    sound = Recipe.quantiser
+    sound = Fp8Recipe.quantiser
 
-    def quantiser(recipe: Recipe, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
+    def quantiser(recipe: Fp8Recipe, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
         return CurrentScaling(without_scale) if dtype == E5M2 else sound(recipe, kernels, dtype)
 
-    return lambda: monkeypatch.setattr(Recipe, "quantiser", quantiser)
+    return lambda: monkeypatch.setattr(Fp8Recipe, "quantiser", quantiser)
 
 
 @pytest.mark.gpu

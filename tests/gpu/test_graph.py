@@ -20,7 +20,7 @@ from petatron.config import RunConfig, load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
-from petatron.parallel.pipeline.cuda_graph import WARM_UP
+from petatron.parallel.pipeline.cuda_graph import WARM_UP_STEPS
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from tests.dist import RankPool
@@ -100,7 +100,7 @@ def train(
         found.norms.append(float(torch.as_tensor(metrics.grad_norm)))
         if step in evaluate_after:
             found.evaluated.append(float(state.model.evaluate(batches(run, 3, 99, rank=rank))[0]))
-    found.weights = [weight.cpu().clone() for group in state.model.groups for weight in group.weights()]
+    found.weights = [weight.cpu().clone() for group in state.model.param_groups for weight in group.weights()]
     return found
 
 
@@ -145,7 +145,7 @@ def test_every_replay_draws_anew():
     """Without an update between them, equal batches differ by their dropout alone."""
     run = run_of(f"--hidden-dropout 0.3 --attention-dropout 0.3 {GRAPHS}")
     model = TrainState.build(run, ParallelMesh.single(DEVICE)).model
-    losses = [float(model.train_step(batches(run, 2, 0))) for _ in range(WARM_UP + 5)]
+    losses = [float(model.train_step(batches(run, 2, 0))) for _ in range(WARM_UP_STEPS + 5)]
     assert len(set(losses)) == len(losses)
 
 
@@ -153,16 +153,16 @@ def test_going_back_to_a_checkpoint_between_replays(tmp_path: Path):
     """Weights, optimizer state and random states are read into memory that graphs know."""
     run = run_of(f"--hidden-dropout 0.1 --save {tmp_path} {GRAPHS}")
     state = TrainState.build(run, ParallelMesh.single(DEVICE))
-    state.note_data("made up")
+    state.record_data_fingerprint("made up")
 
     def steps(first: int, last: int) -> list[float]:
         return [float(train_step(state, batches(run, 2, step)).loss) for step in range(first, last)]
 
-    steps(0, WARM_UP + 2)
+    steps(0, WARM_UP_STEPS + 2)
     state.save()
-    ahead = steps(WARM_UP + 2, WARM_UP + 5)
+    ahead = steps(WARM_UP_STEPS + 2, WARM_UP_STEPS + 5)
     assert state.load(str(tmp_path))
-    assert steps(WARM_UP + 2, WARM_UP + 5) == ahead
+    assert steps(WARM_UP_STEPS + 2, WARM_UP_STEPS + 5) == ahead
 
 
 def train_on_rank(flags: str) -> Trained:
@@ -186,7 +186,7 @@ def test_a_small_model_is_faster():
         run = run_of(f"--num-layers 8 --micro-batch-size 1 --global-batch-size 1 {flags}")
         state = TrainState.build(run, ParallelMesh.single(DEVICE))
         given = batches(run, 1, 0)
-        for _ in range(WARM_UP + 5):
+        for _ in range(WARM_UP_STEPS + 5):
             train_step(state, given)
         blocks = []
         for _ in range(5):

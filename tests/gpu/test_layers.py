@@ -10,8 +10,8 @@ from torch import Tensor
 
 from petatron.kernels import activation, norm, qk_norm_rope, rope
 from petatron.kernels.attention import causal_attention
-from petatron.kernels.qk_norm_rope import HeadNorm
-from petatron.kernels.registry import Situation, choose
+from petatron.kernels.qk_norm_rope import QKNormSpec
+from petatron.kernels.registry import KernelContext, choose_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -20,7 +20,7 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
 def kernels(operation: str, dtype: torch.dtype, wanted: str) -> Any:
-    choice = choose(operation, Situation.of(torch.device("cuda"), dtype, compiles=True))
+    choice = choose_kernel(operation, KernelContext.of(torch.device("cuda"), dtype, allow_compile=True))
     assert choice.name == wanted, str(choice)
     return choice.functions
 
@@ -42,20 +42,29 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "joined", "from_one"), NORMS, ids=str)
-def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, joined: bool, from_one: bool):
+@pytest.mark.parametrize(("shape", "dtype", "joined", "zero_centered_gamma"), NORMS, ids=str)
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, joined: bool, zero_centered_gamma: bool):
     found = kernels("rms_norm", dtype, "triton")
     x, branch, grad, grad_total = (draw(*shape, dtype=dtype) for _ in range(4))
     weight = draw(shape[1], dtype=dtype)
-    total, normal, rstd = found.rms_norm(x, weight, eps=1e-5, from_one=from_one, branch=branch if joined else None)
+    total, normal, rstd = found.rms_norm(
+        x, weight, eps=1e-5, zero_centered_gamma=zero_centered_gamma, branch=branch if joined else None
+    )
     assert torch.equal(total, x + branch) if joined else total is x
-    _, true, true_rstd = norm.rms_norm(total.double(), weight.double(), eps=1e-5, from_one=from_one)
+    _, true, true_rstd = norm.rms_norm(
+        total.double(), weight.double(), eps=1e-5, zero_centered_gamma=zero_centered_gamma
+    )
     assert far(normal, true) <= BOUNDS[dtype] and far(rstd, true_rstd) <= 2e-6
     joining = grad_total if joined else None
-    ours = found.rms_norm_backward(grad, total, rstd, weight, from_one=from_one, grad_total=joining, again=True)
+    ours = found.rms_norm_backward(
+        grad, total, rstd, weight, zero_centered_gamma=zero_centered_gamma, grad_total=joining, recompute_output=True
+    )
     wide = [tensor.double() for tensor in (grad, total, rstd, weight)]
     true = norm.rms_norm_backward(
-        *wide, from_one=from_one, grad_total=grad_total.double() if joined else None, again=False
+        *wide,
+        zero_centered_gamma=zero_centered_gamma,
+        grad_total=grad_total.double() if joined else None,
+        recompute_output=False,
     )
     assert far(ours[0], true[0]) <= BOUNDS[dtype]
     assert ours[1].dtype == torch.float32 and far(ours[1], true[1]) <= 2e-6
@@ -70,10 +79,10 @@ GATES += [(name, (1000, 768), torch.bfloat16) for name in ("geglu", "geglu_tanh"
 def test_gated_activation(name: str, shape: tuple[int, int], dtype: torch.dtype):
     found, (rows, width) = kernels("gated activation", dtype, "triton"), shape
     gate_up, grad = draw(rows, 2 * width, dtype=dtype), draw(rows, width, dtype=dtype)
-    out = found.gated(gate_up, name)
-    assert far(out, activation.gated(gate_up.double(), name)) <= BOUNDS[dtype]
-    ours, again = found.gated_backward(grad, gate_up, name, again=True)
-    true, _ = activation.gated_backward(grad.double(), gate_up.double(), name, again=False)
+    out = found.gated_activation(gate_up, name)
+    assert far(out, activation.gated_activation(gate_up.double(), name)) <= BOUNDS[dtype]
+    ours, again = found.gated_activation_backward(grad, gate_up, name, recompute_output=True)
+    true, _ = activation.gated_activation_backward(grad.double(), gate_up.double(), name, recompute_output=False)
     assert far(ours, true) <= BOUNDS[dtype] and torch.equal(again, out)
 
 
@@ -84,61 +93,61 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "groups", "width", "turned", "batch_major", "dtype"), HEADS, ids=str)
-def test_rotary_embedding(heads: int, groups: int, width: int, turned: int, batch_major: bool, dtype: torch.dtype):
+@pytest.mark.parametrize(("heads", "groups", "width", "turned", "batch_first", "dtype"), HEADS, ids=str)
+def test_rotary_embedding(heads: int, groups: int, width: int, turned: int, batch_first: bool, dtype: torch.dtype):
     found, (length, batch) = kernels("rotary embedding", dtype, "triton"), (1001, 2)
     qkv = draw(length, batch, (heads + 2 * groups) * width, dtype=dtype)
-    half = torch.rand(batch if batch_major else 1, length, 1, turned // 2, device="cuda") * 1000
+    half = torch.rand(batch if batch_first else 1, length, 1, turned // 2, device="cuda") * 1000
     angles = torch.cat((half, half), dim=-1).transpose(0, 1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    options = {"heads": heads, "groups": groups, "batch_major": batch_major}
-    ours = found.split_rotate(qkv, cos, sin, **options)
-    for part, true in zip(ours, rope.split_rotate(qkv.double(), cos.double(), sin.double(), **options), strict=True):
+    options = {"num_heads": heads, "num_kv_heads": groups, "batch_first": batch_first}
+    ours = found.split_qkv_rope(qkv, cos, sin, **options)
+    for part, true in zip(ours, rope.split_qkv_rope(qkv.double(), cos.double(), sin.double(), **options), strict=True):
         assert far(part, true) <= BOUNDS[dtype]
     grads = [torch.randn_like(part) for part in ours]
-    back = found.split_rotate_backward(*grads, cos, sin, out=torch.full_like(qkv, float("nan")))
+    back = found.split_qkv_rope_backward(*grads, cos, sin, out=torch.full_like(qkv, float("nan")))
     wide = [tensor.double() for tensor in (*grads, cos, sin)]
-    true = rope.split_rotate_backward(*wide, out=torch.empty_like(qkv, dtype=torch.float64))
+    true = rope.split_qkv_rope_backward(*wide, out=torch.empty_like(qkv, dtype=torch.float64))
     assert far(back, true) <= BOUNDS[dtype]
 
 
 NORMED = [
-    (HeadNorm(32, 8, 1e-6, False), 128, 128, True, torch.bfloat16),
-    (HeadNorm(9, 3, 1e-6, True), 64, 64, False, torch.bfloat16),
-    (HeadNorm(5, 5, 1e-5, False), 96, 96, True, torch.bfloat16),
-    (HeadNorm(6, 2, 1e-5, True), 80, 32, True, torch.float32),
+    (QKNormSpec(32, 8, 1e-6, False), 128, 128, True, torch.bfloat16),
+    (QKNormSpec(9, 3, 1e-6, True), 64, 64, False, torch.bfloat16),
+    (QKNormSpec(5, 5, 1e-5, False), 96, 96, True, torch.bfloat16),
+    (QKNormSpec(6, 2, 1e-5, True), 80, 32, True, torch.float32),
 ]
 
 
-@pytest.mark.parametrize(("how", "width", "turned", "batch_major", "dtype"), NORMED, ids=str)
-def test_normed_rotary_embedding(how: HeadNorm, width: int, turned: int, batch_major: bool, dtype: torch.dtype):
+@pytest.mark.parametrize(("how", "width", "turned", "batch_first", "dtype"), NORMED, ids=str)
+def test_normed_rotary_embedding(how: QKNormSpec, width: int, turned: int, batch_first: bool, dtype: torch.dtype):
     found, (length, batch) = kernels("normed rotary embedding", dtype, "triton"), (4099, 2)
-    columns = (how.heads + 2 * how.groups) * width
+    columns = (how.num_heads + 2 * how.num_kv_heads) * width
     qkv = (
         draw(batch, length, columns, dtype=dtype).transpose(0, 1)
-        if batch_major
+        if batch_first
         else draw(length, batch, columns, dtype=dtype)
     )
-    half = torch.rand(batch if batch_major else 1, length, 1, turned // 2, device="cuda") * 1000
+    half = torch.rand(batch if batch_first else 1, length, 1, turned // 2, device="cuda") * 1000
     angles = torch.cat((half, half), dim=-1).transpose(0, 1)
     weights, rotation = (
         (draw(width, dtype=dtype), draw(width, dtype=dtype)),
         (angles.cos().to(dtype), angles.sin().to(dtype)),
     )
     wide = [tuple(each.double() for each in pair) for pair in (weights, rotation)]
-    ours = found.split_norm_rotate(qkv, weights, rotation, how, batch_major=batch_major)
-    true = qk_norm_rope.split_norm_rotate(qkv.double(), *wide, how, batch_major=batch_major)
+    ours = found.split_qkv_norm_rope(qkv, weights, rotation, how, batch_first=batch_first)
+    true = qk_norm_rope.split_qkv_norm_rope(qkv.double(), *wide, how, batch_first=batch_first)
     for part, wanted in zip(ours, true, strict=True):
         assert far(part, wanted) <= BOUNDS[dtype]
     grads = tuple(torch.randn_like(part) for part in ours)
 
     def back(out: Tensor) -> tuple[Tensor, ...]:
-        return out, *found.split_norm_rotate_backward(grads, qkv, weights, rotation, how, out=out)
+        return out, *found.split_qkv_norm_rope_backward(grads, qkv, weights, rotation, how, out=out)
 
     gradient, *weight_gradients = first = back(torch.full_like(qkv, float("nan")))
     true_gradient = torch.empty_like(qkv, dtype=torch.float64)
     wide_grads = tuple(grad.double() for grad in grads)
-    true = qk_norm_rope.split_norm_rotate_backward(wide_grads, qkv.double(), *wide, how, out=true_gradient)
+    true = qk_norm_rope.split_qkv_norm_rope_backward(wide_grads, qkv.double(), *wide, how, out=true_gradient)
     assert far(gradient, true_gradient) <= BOUNDS[dtype]
     for part, wanted in zip(weight_gradients, true, strict=True):
         assert part.dtype == torch.float32 and far(part, wanted) <= 5e-6
@@ -150,14 +159,14 @@ def test_attention_takes_values_that_lie_in_the_product():
     """They are a view with longer strides than queries and keys have."""
     found, how, dtype = (
         kernels("normed rotary embedding", torch.bfloat16, "triton"),
-        HeadNorm(8, 2, 1e-6, False),
+        QKNormSpec(8, 2, 1e-6, False),
         torch.bfloat16,
     )
     qkv = draw(2, 512, 12 * 128, dtype=dtype).transpose(0, 1)
     angles = torch.rand(512, 1, 1, 64, device="cuda").repeat(1, 1, 1, 2)
     weights = torch.ones(128, device="cuda", dtype=dtype), torch.ones(128, device="cuda", dtype=dtype)
-    heads = found.split_norm_rotate(
-        qkv, weights, (angles.cos().to(dtype), angles.sin().to(dtype)), how, batch_major=True
+    heads = found.split_qkv_norm_rope(
+        qkv, weights, (angles.cos().to(dtype), angles.sin().to(dtype)), how, batch_first=True
     )
     q, k, v = (part.detach().requires_grad_() for part in heads)
     dense = v.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
@@ -174,15 +183,17 @@ def test_compiled_layer_norm():
     found, dtype = kernels("layer_norm", torch.bfloat16, "compiled"), torch.bfloat16
     x, grad, grad_total = (draw(1001, 1536, dtype=dtype) for _ in range(3))
     weight, bias = draw(1536, dtype=dtype), draw(1536, dtype=dtype)
-    total, normal, statistics = found.layer_norm(x, weight, bias, eps=1e-5, from_one=False)
+    total, normal, statistics = found.layer_norm(x, weight, bias, eps=1e-5, zero_centered_gamma=False)
     wide = [tensor.double() for tensor in (x, weight, bias)]
-    _, true_normal, _ = norm.layer_norm(*wide, eps=1e-5, from_one=False)
+    _, true_normal, _ = norm.layer_norm(*wide, eps=1e-5, zero_centered_gamma=False)
     assert far(normal, true_normal) <= BOUNDS[dtype]
     *ours, again = found.layer_norm_backward(
-        grad, total, statistics, weight, bias, from_one=False, grad_total=grad_total, again=True
+        grad, total, statistics, weight, bias, zero_centered_gamma=False, grad_total=grad_total, recompute_output=True
     )
     wide = [tensor.double() for tensor in (grad, total, statistics, weight, bias)]
-    *true, _ = norm.layer_norm_backward(*wide, from_one=False, grad_total=grad_total.double(), again=False)
+    *true, _ = norm.layer_norm_backward(
+        *wide, zero_centered_gamma=False, grad_total=grad_total.double(), recompute_output=False
+    )
     for mine, wanted, bound in zip(ours, true, (BOUNDS[dtype], 1e-5, 1e-5), strict=True):
         assert far(mine, wanted) <= bound
     assert far(again, true_normal) <= BOUNDS[dtype]
@@ -192,7 +203,7 @@ def test_compiled_layer_norm():
 def test_compiled_activation(name: str):
     found, dtype = kernels("plain activation", torch.bfloat16, "compiled"), torch.bfloat16
     x, grad = draw(1001, 1536, dtype=dtype), draw(1001, 1536, dtype=dtype)
-    assert far(found.plain(x, name), activation.plain(x.double(), name)) <= BOUNDS[dtype]
-    ours, again = found.plain_backward(grad, x, name, again=True)
-    true, _ = activation.plain_backward(grad.double(), x.double(), name, again=False)
-    assert far(ours, true) <= BOUNDS[dtype] and far(again, activation.plain(x.double(), name)) <= BOUNDS[dtype]
+    assert far(found.activation(x, name), activation.activation(x.double(), name)) <= BOUNDS[dtype]
+    ours, again = found.activation_backward(grad, x, name, recompute_output=True)
+    true, _ = activation.activation_backward(grad.double(), x.double(), name, recompute_output=False)
+    assert far(ours, true) <= BOUNDS[dtype] and far(again, activation.activation(x.double(), name)) <= BOUNDS[dtype]

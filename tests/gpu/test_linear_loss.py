@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.embedding_grad import embedding_grad as plain_embedding_grad
-from petatron.kernels.linear_cross_entropy import REFERENCE, Columns, SoftmaxKernels, Wanted, linear_cross_entropy
+from petatron.kernels.linear_cross_entropy import (
+    REFERENCE,
+    CrossEntropyKernels,
+    GradRequest,
+    VocabColumns,
+    linear_cross_entropy,
+)
 from tests.kernels.loss_cases import Case, MainGrad, distance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -19,7 +25,7 @@ VOCABULARY = 128256
 BOUNDS = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 
 
-def triton_kernels() -> SoftmaxKernels:
+def triton_kernels() -> CrossEntropyKernels:
     pytest.importorskip("triton")
     from petatron.kernels.triton.linear_cross_entropy import TRITON
 
@@ -49,10 +55,10 @@ def test_against_float64(size: int, dtype: torch.dtype, kernels: str):
         case.x,
         case.weight,
         case.targets,
-        Columns(size),
-        wanted=Wanted(case.token_weights, grad.deliver),
+        VocabColumns(size),
+        grad_request=GradRequest(case.token_weights, grad.deliver),
         kernels=KERNELS[kernels](),
-        chunk=400,
+        chunk_size=400,
     )
     assert distance(losses, true_losses) <= BOUNDS[dtype]
     assert distance(grad_x, true_grad_x) <= BOUNDS[dtype]
@@ -100,11 +106,11 @@ def test_time_and_memory_at_full_size(hidden: int):
     kernels, tokens = triton_kernels(), 16384
     case = on_device(tokens, VOCABULARY, hidden=hidden, dtype=torch.bfloat16)
     grad = MainGrad.poisoned(case.weight)
-    wanted = Wanted(case.token_weights, grad.deliver)
+    wanted = GradRequest(case.token_weights, grad.deliver)
 
     def ours() -> None:
-        columns = Columns(VOCABULARY)
-        linear_cross_entropy(case.x, case.weight, case.targets, columns, wanted=wanted, kernels=kernels)
+        columns = VocabColumns(VOCABULARY)
+        linear_cross_entropy(case.x, case.weight, case.targets, columns, grad_request=wanted, kernels=kernels)
 
     ours()
     torch.cuda.set_sync_debug_mode("error")

@@ -18,10 +18,10 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.decoder import takes_weight_decay
 from petatron.optim import mixed_precision
 from petatron.optim.build import OptimizerKernels
-from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.state_segments import plan_ranges
-from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
-from petatron.sharding.shard_spec import Shard, TensorSplit, place
+from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -72,12 +72,14 @@ def test_sum_of_squares(dtype: torch.dtype):
     assert torch.equal(kernel(views), kernel(views))
 
 
-def flat_model(dtype: torch.dtype) -> list[FlatGroup]:
+def flat_model(dtype: torch.dtype) -> list[FlatParamGroup]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(300, 700), nn.LayerNorm(700), nn.Linear(700, 110)).to(CUDA, dtype)
-    placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
-    options, uses, mesh = FlatOptions(bucket_size=10**9), Counter(model.parameters()), ParallelMesh.single(CUDA)
-    return flatten_parameters([model], placements, takes_weight_decay, mesh, options, uses=uses)
+    placements = {
+        n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
+    }
+    options, uses, mesh = FlatBufferOptions(bucket_size=10**9), Counter(model.parameters()), ParallelMesh.single(CUDA)
+    return flatten_parameters([model], placements, takes_weight_decay, mesh, options, grads_per_micro_batch=uses)
 
 
 def trained(memory: MemoryConfig, moments: str, *, steps: int = 4) -> list[Tensor]:
@@ -85,7 +87,7 @@ def trained(memory: MemoryConfig, moments: str, *, steps: int = 4) -> list[Tenso
     formats = {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
     config = OptimizerConfig(lr=0.01, **formats)  # type: ignore[arg-type]
     mesh = ParallelMesh.single(CUDA)
-    optimizer = MasterOptimizer(config, groups, mesh, memory=memory, kernels=triton_kernels())
+    optimizer = MixedPrecisionOptimizer(config, groups, mesh, memory=memory, kernels=triton_kernels())
     generator = torch.Generator(CUDA).manual_seed(4)
     for step in range(steps):
         for group in groups:
@@ -97,10 +99,10 @@ def trained(memory: MemoryConfig, moments: str, *, steps: int = 4) -> list[Tenso
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert optimizer.facts() == {"updates": steps}
+    assert optimizer.scalar_state() == {"updates": steps}
     assert float(optimizer.weight_norm()) > 0
     ends = [view.cpu().flatten() for _, _, _, view in optimizer.moments()]
-    masters = [view.cpu().flatten() for _, _, view in optimizer.weights()]
+    masters = [view.cpu().flatten() for _, _, view in optimizer.master_weights()]
     return [group.flat_weights.cpu() for group in groups] + [torch.cat(masters), torch.cat(ends).sort().values]
 
 

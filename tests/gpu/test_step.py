@@ -62,7 +62,7 @@ def stepper(flags: str, device: torch.device) -> Callable[[], None]:
     state, loader = TrainState.build(run, mesh), build_loaders(run, mesh).train
 
     def step() -> None:
-        size = state.batch_sizes.at(state.progress.consumed_samples)
+        size = state.batch_size_schedule.at(state.progress.consumed_samples)
         batches = loader.next_step(size, state.progress.consumed_samples % (WARM_UP * size))
         train_step(state, [batch.to(device) for batch in batches])
 

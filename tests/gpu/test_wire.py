@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from petatron.kernels.fp8 import cast_and_gemm
-from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, power_scale
-from petatron.kernels.fp8.gather_cast import REFERENCE, RUN
+from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, power_of_two_scale
+from petatron.kernels.fp8.gather_cast import REFERENCE, RUN_LENGTH
 from tests.kernels.test_wire import assert_same_operands, draw, same, travelled
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -28,10 +28,10 @@ def kernels() -> Any:
 @pytest.mark.parametrize(("shape", "squares"), CASES)
 def test_as_the_reference(kernels: Any, shape: tuple[int, int], squares: bool, top: float):
     w = draw(shape, seed=1, spread=30.0, top=top, dtype=torch.bfloat16).cuda()
-    cuts = [RUN * 7, RUN * 80]
+    cuts = [RUN_LENGTH * 7, RUN_LENGTH * 80]
     ours, wanted = (travelled(w, squares=squares, cuts=cuts, kernels=way) for way in (kernels, REFERENCE))
     assert torch.equal(ours.view(torch.int16), wanted.view(torch.int16))
-    cast = cast_and_gemm.cast_squares if squares else cast_and_gemm.cast_tensor
+    cast = cast_and_gemm.cast_blocks_2d if squares else cast_and_gemm.cast_tensor
     assert_same_operands(cast(ours, E4M3), cast(w, E4M3))
 
 
@@ -39,7 +39,7 @@ def test_as_the_reference(kernels: Any, shape: tuple[int, int], squares: bool, t
 def test_what_is_not_finite(kernels: Any, shape: tuple[int, int], squares: bool):
     w = draw(shape, seed=2, spread=4.0, top=100.0, dtype=torch.bfloat16).cuda()
     w[3, 3], w[-1, -1] = math.inf, math.nan
-    ours, wanted = (travelled(w, squares=squares, cuts=[RUN * 9], kernels=way) for way in (kernels, REFERENCE))
+    ours, wanted = (travelled(w, squares=squares, cuts=[RUN_LENGTH * 9], kernels=way) for way in (kernels, REFERENCE))
     assert same(ours, wanted) and int(ours.isnan().sum()) == 2
 
 
@@ -55,12 +55,12 @@ def test_parts_that_lie_apart_without_waiting(kernels: Any, squares: bool):
     try:
         amax = torch.zeros(w.numel() // BLOCK**2 if squares else 1, device="cuda")
         for rank, part in enumerate(w.view(ranks, -1)):
-            kernels.raise_largest(part, amax, begin=rank * length, columns=columns)
-        scale = power_scale(amax, E4M3)
+            kernels.update_shard_amax(part, amax, begin=rank * length, columns=columns)
+        scale = power_of_two_scale(amax, E4M3)
         for rank, part in enumerate(w.view(ranks, -1)):
             out_N = messages[rank, 16 : 16 + length].view(E4M3)
-            kernels.narrow(part, scale, out_N, begin=rank * length, columns=columns)
-        kernels.restore(messages[:, 16 : 16 + length].view(E4M3), scale, out[:, 32:], columns=columns)
+            kernels.quantise_shard(part, scale, out_N, begin=rank * length, columns=columns)
+        kernels.dequantise_shards(messages[:, 16 : 16 + length].view(E4M3), scale, out[:, 32:], columns=columns)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out[:, 32:].reshape(shape), travelled(w, squares=squares, cuts=[]))

@@ -19,9 +19,9 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
-from petatron.models.hf import fill_model, read_config_json
-from petatron.sharding.flat_shard import group_pieces
-from petatron.sharding.shard_spec import Piece
+from petatron.models.hf import fill_model, parse_config_json
+from petatron.sharding.flat_shard import group_tensor_shards
+from petatron.sharding.shard_spec import TensorShard
 from petatron.train.build import build_model
 
 _FLAGS = "--mock-data --train-iters 1 --lr 1e-3 --num-workers 0 --make-vocab-size-divisible-by 4"
@@ -32,7 +32,7 @@ def run_config(
 ) -> RunConfig:
     """The config of a run on a Hugging Face model, through the same door as a user's YAML file."""
     file = folder / "model.yaml"
-    values, experts = read_config_json(hf_config)
+    values, experts = parse_config_json(hf_config)
     file.write_text(json.dumps({"model": {**values, "seq_length": length}, "moe": experts}))
     flags = f"{_FLAGS} --micro-batch-size 2 {layout}".split()
     return load_config(flags, files=[file], world_size=world_size).config
@@ -50,7 +50,7 @@ class Computed:
     logits: Tensor
     greedy: Tensor
     loss: float
-    grads: list[tuple[Piece, Tensor]]
+    grads: list[tuple[TensorShard, Tensor]]
 
 
 def compute(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, counted: Tensor, new_tokens: int) -> Computed:
@@ -68,7 +68,11 @@ def compute(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, counted:
         for _ in range(0 if sequence else new_tokens):  # a split sequence must be a multiple of tp
             grown = torch.cat((grown, model.module.logits(grown)[:, -1].argmax(-1, keepdim=True)), dim=1)
     loss = model.train_step([Batch(tokens, tokens.roll(-1, dims=1), counted.float())])
-    grads = [(piece, view.clone()) for group in model.groups for piece, view in group_pieces(group, group.grads())]
+    grads = [
+        (piece, view.clone())
+        for group in model.param_groups
+        for piece, view in group_tensor_shards(group, group.grads())
+    ]
     return Computed(logits, grown, loss.item(), grads)
 
 

@@ -15,12 +15,12 @@ from petatron.config import RunConfig, load_config, preset_names
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.models.hf import (
-    family_for,
-    family_of,
-    family_or_none,
+    build_config_json,
+    family_name_for_model,
+    family_name_of_config,
     from_hf_config,
-    model_config_json,
-    read_config_json,
+    matching_family,
+    parse_config_json,
     to_hf_config,
 )
 from tests.hf.ours import architecture, run_config
@@ -45,16 +45,16 @@ GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_hea
 def test_there_and_back(name: str, tmp_path: Path):
     """Read, written and read again is the same, and so is what is written of that."""
     run = run_config(truth(name).config, tmp_path)
-    first = read_config_json(truth(name).config)
-    written = model_config_json(*architecture(run), torch.bfloat16)
+    first = parse_config_json(truth(name).config)
+    written = build_config_json(*architecture(run), torch.bfloat16)
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
-    for before, after, section in zip(first, read_config_json(written), (run.model, run.moe)):
+    for before, after, section in zip(first, parse_config_json(written), (run.model, run.moe)):
         assert before == {
             key: pytest.approx(value) if isinstance(value, float) else value for key, value in after.items()
         }
         assert all(value == pytest.approx(getattr(section, key)) for key, value in after.items() if value is not None)
     again = run_config(written, tmp_path)
-    assert model_config_json(*architecture(again), "bfloat16") == written
+    assert build_config_json(*architecture(again), "bfloat16") == written
 
 
 def test_llama2_as_published():
@@ -202,7 +202,7 @@ UNREADABLE = {
 def test_what_the_decoder_cannot_express_is_refused(case: str):
     config, message = UNREADABLE[case]
     with pytest.raises(ConfigError) as caught:
-        read_config_json(config)
+        parse_config_json(config)
     assert message in str(caught.value)
 
 
@@ -263,7 +263,7 @@ def test_what_the_family_cannot_express_is_refused(case: str):
     with pytest.raises(ConfigError) as caught:
         to_hf_config(*derived(flags))
     assert message in str(caught.value)
-    assert family_or_none(*derived(flags)) is None
+    assert matching_family(*derived(flags)) is None
 
 
 FAMILY = {
@@ -284,24 +284,24 @@ FAMILY = {
 
 @pytest.mark.parametrize("flags", FAMILY)
 def test_family_is_told_by_the_model(flags: str):
-    model, moe, experts_in = derived(flags)
-    assert family_for(model, moe if any(experts_in) else None) == FAMILY[flags]
-    assert family_of(to_hf_config(model, moe, experts_in)) == FAMILY[flags]
-    family = family_or_none(model, moe, experts_in)
+    model, moe, moe_layer_mask = derived(flags)
+    assert family_name_for_model(model, moe if any(moe_layer_mask) else None) == FAMILY[flags]
+    assert family_name_of_config(to_hf_config(model, moe, moe_layer_mask)) == FAMILY[flags]
+    family = matching_family(model, moe, moe_layer_mask)
     assert family is not None and family.name == FAMILY[flags]
 
 
 @pytest.mark.parametrize("case", UNWRITABLE)
 def test_what_no_family_expresses_is_written_as_our_own_and_read_back(case: str):
-    model, moe, experts_in = derived(UNWRITABLE[case][0])
-    content = json.loads(json.dumps(model_config_json(model, moe, experts_in, torch.float32)))
+    model, moe, moe_layer_mask = derived(UNWRITABLE[case][0])
+    content = json.loads(json.dumps(build_config_json(model, moe, moe_layer_mask, torch.float32)))
     assert content["model_type"] == "petatron" and content["dtype"] == "float32"
-    values, experts = read_config_json(content)
+    values, experts = parse_config_json(content)
     assert replace(model, **values) == model and values["hidden_size"] == 64 and "seq_length" not in values
-    assert bool(experts) == any(experts_in)
+    assert bool(experts) == any(moe_layer_mask)
     if experts:
         again = replace(moe, **experts)
-        assert moe_layers(RunConfig(model=model, moe=again)) == experts_in
+        assert moe_layers(RunConfig(model=model, moe=again)) == moe_layer_mask
         assert replace(again, moe_layer_freq=moe.moe_layer_freq) == moe
 
 

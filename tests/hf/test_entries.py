@@ -17,20 +17,20 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.models.decoder import Decoder, shards
+from petatron.models.decoder import Decoder, shard_specs
 from petatron.models.hf import (
-    Entry,
-    Region,
-    family_or_none,
+    EntryRegion,
+    FolderEntry,
+    build_config_json,
     fill_model,
     folder_entries,
     logical_shapes,
-    model_config_json,
-    read_config_json,
+    matching_family,
+    parse_config_json,
     to_hf,
     to_logical,
 )
-from petatron.sharding.shard_spec import TensorSplit, find, place
+from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement, find_shard_spec
 from tests.hf.ours import architecture, run_config
 from tests.hf.zoo import BUILDERS, truth
 
@@ -84,14 +84,14 @@ def architectures(draw: st.DrawFn, *, usual: bool = False) -> Architecture:
 ANY, USUAL = st.one_of(architectures(), architectures(usual=True)), architectures(usual=True)
 
 
-def assert_covers(entries: tuple[Entry, ...], parts: Architecture) -> None:
+def assert_covers(entries: tuple[FolderEntry, ...], parts: Architecture) -> None:
     """Every element of every entry is in one region, and every element of every logical tensor too."""
     assert len({entry.name for entry in entries}) == len(entries)
     held = {name: np.zeros(shape, int) for name, shape in logical_shapes(*parts).items()}
     for entry in entries:
         counts = np.zeros(entry.shape, int)
         for region in entry.regions:
-            assert counts[region.entry_slices()].shape == region.extent, "a region stands outside of its entry"
+            assert counts[region.entry_slices()].shape == region.shape_in_entry, "a region stands outside of its entry"
             assert held[region.name][region.logical_slices()].shape == region.shape
             counts[region.entry_slices()] += 1
             held[region.name][region.logical_slices()] += 1
@@ -112,7 +112,7 @@ def test_a_folder_holds_what_transformers_saves(name: str, tmp_path: Path):
 @settings(max_examples=80, deadline=None)
 @given(ANY)
 def test_every_model_has_a_folder(parts: Architecture):
-    entries, family = folder_entries(*parts), family_or_none(*parts)
+    entries, family = folder_entries(*parts), matching_family(*parts)
     assert_covers(entries, parts)
     shapes = logical_shapes(*parts)
     if family is None:
@@ -128,34 +128,34 @@ def test_every_model_has_a_folder(parts: Architecture):
 @settings(max_examples=80, deadline=None)
 @given(ANY)
 def test_config_json_makes_the_same_folder(parts: Architecture):
-    model, _, experts_in = parts
-    content = json.loads(json.dumps(model_config_json(*parts, torch.bfloat16)))
-    assert (content["model_type"] == "petatron") == (family_or_none(*parts) is None)
-    values, experts = read_config_json(content)
+    model, _, moe_layer_mask = parts
+    content = json.loads(json.dumps(build_config_json(*parts, torch.bfloat16)))
+    assert (content["model_type"] == "petatron") == (matching_family(*parts) is None)
+    values, experts = parse_config_json(content)
     again = replace(model, **values)
     moe_again = replace(MoEConfig(), **experts) if experts else None
-    assert folder_entries(again, moe_again, experts_in) == folder_entries(*parts)
-    assert model_config_json(again, moe_again, experts_in, torch.bfloat16) == content
+    assert folder_entries(again, moe_again, moe_layer_mask) == folder_entries(*parts)
+    assert build_config_json(again, moe_again, moe_layer_mask, torch.bfloat16) == content
 
 
 @settings(max_examples=40, deadline=None)
 @given(USUAL)
 def test_a_model_of_a_family_computes_the_same_there(parts: Architecture):
     """No setting of ours that changes what a model computes is lost on the way to a family."""
-    model, moe, experts_in = parts
-    family = family_or_none(*parts)
+    model, moe, moe_layer_mask = parts
+    family = matching_family(*parts)
     assume(family is not None)
     assert family is not None
     logical = {name: torch.randn(shape) for name, shape in logical_shapes(*parts).items()}
-    mixed = moe if any(experts_in) else None
-    ours, table = Decoder(model, mixed, experts_in=experts_in).eval(), shards(model, mixed)
+    mixed = moe if any(moe_layer_mask) else None
+    ours, table = Decoder(model, mixed, moe_layer_mask=moe_layer_mask).eval(), shard_specs(model, mixed)
     placements = {
-        name: place(name, tuple(parameter.shape), find(table, name), TensorSplit())
+        name: compute_placement(name, tuple(parameter.shape), find_shard_spec(table, name), ModelParallelCoordinate())
         for name, parameter in ours.named_parameters()
     }
     fill_model(ours, placements, logical)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(model_config_json(*parts, torch.float32)))
+        Path(folder, "config.json").write_text(json.dumps(build_config_json(*parts, torch.float32)))
         save_file(to_hf(family.name, logical, *parts), Path(folder, "model.safetensors"), {"format": "pt"})
         theirs, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(found.values()), found
@@ -172,15 +172,15 @@ def test_regions_of_fused_transposed_matrices_and_of_experts():
     )  # fmt: skip
     fused = {entry.name: entry for entry in folder_entries(gpt2, None, ())}["transformer.h.0.attn.c_attn.weight"]
     assert fused.shape == (4, 12)
-    assert fused.regions[1] == Region("layers.0.attention.k.weight", (0, 0), (4, 4), (0, 4), transposed=True)
+    assert fused.regions[1] == EntryRegion("layers.0.attention.k.weight", (0, 0), (4, 4), (0, 4), transposed=True)
     mixtral = replace(
         gpt2, position_embedding_type="rope", normalization="RMSNorm", activation="swiglu", add_bias_linear=False
     )
     moe = MoEConfig(num_experts=3, moe_ffn_hidden_size=6)
     entries = {entry.name: entry for entry in folder_entries(mixtral, moe, [True])}
     expert = entries["model.layers.0.block_sparse_moe.experts.2.w1.weight"]
-    assert expert.shape == expert.regions[0].extent == (6, 4)
-    assert expert.regions == (Region("layers.0.mlp.experts.gate.weight", (2, 0, 0), (1, 6, 4), (0, 0)),)
+    assert expert.shape == expert.regions[0].shape_in_entry == (6, 4)
+    assert expert.regions == (EntryRegion("layers.0.mlp.experts.gate.weight", (2, 0, 0), (1, 6, 4), (0, 0)),)
 
 
 def test_the_expert_bias_is_state_and_no_tensor_of_the_folder():

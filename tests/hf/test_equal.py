@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from petatron.models.hf import family_of, to_logical
+from petatron.models.hf import family_name_of_config, to_logical
 from tests.dist import RankPool
 from tests.hf.ours import architecture, assemble, compute, run_config
 from tests.hf.zoo import DENSE, MIXED, NEW_TOKENS, truth
@@ -22,7 +22,7 @@ FOUR = {"tp4": ("--tp 4", 4), "tp4-sp": ("--tp 4 --sequence-parallel", 4)}
 def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path) -> None:
     true = truth(name)
     run = run_config(true.config, folder, layout=layout, world_size=world_size, length=true.tokens.shape[1])
-    family = family_of(true.config)
+    family = family_name_of_config(true.config)
     args = (run, to_logical(family, true.weights, *architecture(run)), true.tokens, true.counted, NEW_TOKENS)
     parts = ranks.run(compute, world_size, *args) if world_size > 1 else [compute(*args)]
     assert true.logits.std() > 1, "logits this small would hide a difference"
@@ -102,6 +102,6 @@ def test_a_wrong_setting_shows(name: str, change: dict, least: float, tmp_path: 
     run = run_config(true.config, tmp_path)
     part = "moe" if all(key.startswith("moe_") for key in change) else "model"
     run = replace(run, **{part: replace(getattr(run, part), **change)})
-    logical = to_logical(family_of(true.config), true.weights, *architecture(run))
+    logical = to_logical(family_name_of_config(true.config), true.weights, *architecture(run))
     logits = compute(run, logical, true.tokens, true.counted, 0).logits
     assert (logits - true.logits).abs().max() > least

@@ -16,9 +16,17 @@ from transformers import AutoModelForCausalLM
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import Decoder, shards
-from petatron.models.hf import family_for, family_of, fill_model, logical_shapes, model_config_json, to_hf, to_logical
-from petatron.sharding.shard_spec import TensorSplit, find, place
+from petatron.models.decoder import Decoder, shard_specs
+from petatron.models.hf import (
+    build_config_json,
+    family_name_for_model,
+    family_name_of_config,
+    fill_model,
+    logical_shapes,
+    to_hf,
+    to_logical,
+)
+from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement, find_shard_spec
 from petatron.train.build import build_model
 from tests.hf.ours import architecture, run_config
 from tests.hf.zoo import BUILDERS, MIXED, build, truth
@@ -35,7 +43,7 @@ def dense(name: str, folder: Path) -> ModelConfig:
 @pytest.mark.parametrize("name", BUILDERS)
 def test_round_trip(name: str, tmp_path: Path):
     true, parts = truth(name), model_of(name, tmp_path)
-    family = family_of(true.config)
+    family = family_name_of_config(true.config)
     logical = to_logical(family, true.weights, *parts)
     assert {key: tuple(value.shape) for key, value in logical.items()} == logical_shapes(*parts)
     back = to_hf(family, logical, *parts)
@@ -48,9 +56,9 @@ def test_round_trip(name: str, tmp_path: Path):
 def test_transformers_opens_what_we_write(name: str, tmp_path: Path):
     """A folder of our config.json and tensors makes transformers compute the same logits."""
     true, parts = truth(name), model_of(name, tmp_path)
-    content = model_config_json(*parts, torch.float32)
-    assert content["model_type"] == family_for(parts[0], parts[1] if any(parts[2]) else None)
-    written = to_hf(content["model_type"], to_logical(family_of(true.config), true.weights, *parts), *parts)
+    content = build_config_json(*parts, torch.float32)
+    assert content["model_type"] == family_name_for_model(parts[0], parts[1] if any(parts[2]) else None)
+    written = to_hf(content["model_type"], to_logical(family_name_of_config(true.config), true.weights, *parts), *parts)
     (tmp_path / "config.json").write_text(json.dumps(content))
     save_file(written, tmp_path / "model.safetensors", {"format": "pt"})
     reread, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -63,7 +71,7 @@ def test_transformers_opens_what_we_write(name: str, tmp_path: Path):
 def test_a_model_in_memory_has_the_same_tensors(name: str, tmp_path: Path):
     """transformers joins experts when it loads a model; both kinds of names are read."""
     true, parts = truth(name), model_of(name, tmp_path)
-    family = family_of(true.config)
+    family = family_name_of_config(true.config)
     held = dict(build(name).named_parameters())
     assert any(key.endswith("experts.gate_up_proj") for key in held)
     logical = to_logical(family, held, *parts)
@@ -146,7 +154,7 @@ def test_misfits_are_named(case: str, tmp_path: Path):
     weights = dict(truth(name).weights)
     spoil(weights)
     with pytest.raises(CheckpointError, match=message):
-        to_logical(family_of(truth(name).config), weights, *model_of(name, tmp_path))
+        to_logical(family_name_of_config(truth(name).config), weights, *model_of(name, tmp_path))
 
 
 def test_all_misfits_come_at_once(tmp_path: Path):
@@ -197,24 +205,26 @@ class TestFill:
         """Every rank's boxes of a split model, filled one after the other in this process."""
         model = dense("llama-gqa", tmp_path)
         logical = to_logical("llama", truth("llama-gqa").weights, model)
-        table = shards(model)
+        table = shard_specs(model)
         seen = dict.fromkeys(logical, 0)
         for rank in range(4):
             module = Decoder(model)
             placements = {}
             for name, parameter in module.named_parameters():
-                place_here = place(name, tuple(parameter.shape), find(table, name), TensorSplit(4, rank))
+                place_here = compute_placement(
+                    name, tuple(parameter.shape), find_shard_spec(table, name), ModelParallelCoordinate(4, rank)
+                )
                 placements[name] = place_here
                 parameter.data = torch.full(place_here.shape, float("nan"))
             fill_model(module, placements, logical)
             for name, parameter in module.named_parameters():
                 assert not parameter.isnan().any()
-                for piece in placements[name].pieces:
+                for piece in placements[name].tensor_shards:
                     assert torch.equal(parameter[piece.local_slices()], logical[piece.name][piece.logical_slices()])
                     seen[piece.name] += parameter[piece.local_slices()].numel() * piece.primary
-                covered = sum(piece.shape[0] * parameter[0].numel() for piece in placements[name].pieces)
+                covered = sum(piece.shape[0] * parameter[0].numel() for piece in placements[name].tensor_shards)
                 if covered < parameter.numel():
-                    assert not parameter[placements[name].pieces[0].shape[0] :].any()
+                    assert not parameter[placements[name].tensor_shards[0].shape[0] :].any()
         assert seen == {name: value.numel() for name, value in logical.items()}
 
     def test_misfits_are_named(self, tmp_path: Path):

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.convert.convert import Conversion, convert
-from petatron.checkpoint.convert.open_model import open_source
+from petatron.checkpoint.convert.convert import ConversionOptions, convert
+from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
@@ -53,9 +53,9 @@ def test_a_folder_of_transformers_is_converted(name: str, tmp_path: Path):
     """There: the same logits. Back: the same tensors, bit for bit, and the same settings."""
     true = truth(name)
     theirs = their_folder(name, tmp_path / "theirs")
-    convert(open_source(theirs), tmp_path / "ours", Conversion(to="petatron"))
+    convert(open_model_source(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
     close(our_logits(str(tmp_path / "ours"), true.tokens, {}), true.logits)
-    convert(open_source(tmp_path / "ours"), tmp_path / "back", Conversion(to="huggingface"))
+    convert(open_model_source(tmp_path / "ours"), tmp_path / "back", ConversionOptions(target_format="huggingface"))
     again = load_file(tmp_path / "back" / "model.safetensors")
     assert again.keys() == true.weights.keys()
     assert all(torch.equal(again[key], tensor) for key, tensor in true.weights.items())
@@ -75,7 +75,11 @@ LAYOUTS = [
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_any_layout_reads_a_converted_model(ranks: RankPool, name: str, layout: dict[str, int], tmp_path: Path):
     true = truth(name)
-    convert(open_source(their_folder(name, tmp_path / "theirs")), tmp_path / "ours", Conversion(to="petatron"))
+    convert(
+        open_model_source(their_folder(name, tmp_path / "theirs")),
+        tmp_path / "ours",
+        ConversionOptions(target_format="petatron"),
+    )
     for logits in ranks.run(our_logits, 2, str(tmp_path / "ours"), true.tokens, layout):
         close(logits, true.logits)
 
@@ -149,8 +153,12 @@ def test_dtypes(tmp_path: Path):
     assert petatron.from_pretrained(model).dtype == torch.bfloat16
     assert petatron.from_pretrained(tmp_path / "theirs", dtype=torch.float32).dtype == torch.float32
     assert petatron.from_pretrained(tmp_path / "theirs", flags=["--fp16"]).dtype == torch.float16
-    convert(open_source(tmp_path / "theirs"), tmp_path / "ours", Conversion(to="petatron"))
-    convert(open_source(tmp_path / "ours"), tmp_path / "half", Conversion(to="huggingface", dtype=torch.float16))
+    convert(open_model_source(tmp_path / "theirs"), tmp_path / "ours", ConversionOptions(target_format="petatron"))
+    convert(
+        open_model_source(tmp_path / "ours"),
+        tmp_path / "half",
+        ConversionOptions(target_format="huggingface", dtype=torch.float16),
+    )
     for folder, dtype in (("ours/step-00000000/model", torch.bfloat16), ("half", torch.float16)):
         opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype="auto")
         assert {parameter.dtype for parameter in opened.parameters()} == {dtype}
@@ -162,11 +170,11 @@ def test_a_tied_head_that_is_stored_anyway(tmp_path: Path):
     theirs = their_folder("llama-mha-tied", tmp_path / "theirs")
     tensors = load_file(theirs / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, theirs / "model.safetensors")
-    convert(open_source(theirs), tmp_path / "ours", Conversion(to="petatron"))
+    convert(open_model_source(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
     close(our_logits(str(tmp_path / "ours"), truth("llama-mha-tied").tokens, {}), truth("llama-mha-tied").logits)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, theirs / "model.safetensors")
     with pytest.raises(CheckpointError, match="differs from the embedding"):
-        open_source(theirs)
+        open_model_source(theirs)
 
 
 def _contradicted(folder: str) -> str:
@@ -183,7 +191,7 @@ def test_flags_that_contradict_the_mesh(ranks: RankPool, tmp_path: Path):
 def test_a_run_starts_from_a_folder_of_transformers(tmp_path: Path):
     """The command line, at two ranks: with the settings of the converted model and the weights of the folder itself."""
     theirs = their_folder("llama-gqa", tmp_path / "theirs")
-    convert(open_source(theirs), tmp_path / "ours", Conversion(to="petatron"))
+    convert(open_model_source(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
     words = "train --config ours/config.yaml --load theirs --finetune --tp 2 --mock-data --lr 1e-3 --train-iters 2 "
     words += "--eval-iters 0 --log-interval 1 --live off --seq-length 32 --save run --make-vocab-size-divisible-by 4"
     done = subprocess.run(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.linear_cross_entropy import Columns, Exchange, Write
+from petatron.kernels.linear_cross_entropy import AllReduce, VocabColumns, WriteWeightGrad
 
 Result = TypeVar("Result")
 
@@ -25,7 +25,7 @@ class MainGrad:
     written: bool = False
     deliveries: int = 0
 
-    def deliver(self, write: Write) -> None:
+    def deliver(self, write: WriteWeightGrad) -> None:
         write(self.out, self.written)
         self.written = True
         self.deliveries += 1
@@ -57,15 +57,15 @@ class Ranks:
         self._turn.acquire()
         return stacked
 
-    def columns(self, rank: int, size: int, local: int) -> Columns:
+    def columns(self, rank: int, size: int, local: int) -> VocabColumns:
         """Of `size` ids, `local` rows on every rank, the last of them padding."""
         rows = min(max(size - rank * local, 0), local)
-        return Columns(rows, rank * local, *self.exchanges(rank))
+        return VocabColumns(rows, rank * local, *self.exchanges(rank))
 
-    def exchanges(self, rank: int) -> tuple[Exchange, Exchange]:
+    def exchanges(self, rank: int) -> tuple[AllReduce, AllReduce]:
         """The maximum and the sum over the ranks."""
-        max_over: Exchange = lambda x: x.copy_(self.all_of(rank, x).amax(0))  # noqa: E731
-        sum_over: Exchange = lambda x: x.copy_(self.all_of(rank, x).sum(0))  # noqa: E731
+        max_over: AllReduce = lambda x: x.copy_(self.all_of(rank, x).amax(0))  # noqa: E731
+        sum_over: AllReduce = lambda x: x.copy_(self.all_of(rank, x).sum(0))  # noqa: E731
         return max_over, sum_over
 
     def run(self, work: Callable[[int], Result]) -> list[Result]:

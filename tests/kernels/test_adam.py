@@ -80,17 +80,17 @@ def test_bfloat16_moments_follow_the_wide_ones():
 
 def test_rounding_is_up_or_down_by_the_distance_and_repeats():
     value = torch.full((20_000,), 1.0 + 0.3 * 2**-7)
-    low, high = adam._noise(20_000, 5, torch.tensor(9.0))
+    low, high = adam._rounding_bits(20_000, 5, torch.tensor(9.0))
     for noise in (low, high):
-        rounded = adam._rounded(value, torch.bfloat16, noise).float()
+        rounded = adam._stochastic_round(value, torch.bfloat16, noise).float()
         assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
         assert float((rounded > 1.0).float().mean()) == pytest.approx(0.3, abs=0.02)
-        assert torch.equal(adam._rounded(-value, torch.bfloat16, noise).float(), -rounded)
+        assert torch.equal(adam._stochastic_round(-value, torch.bfloat16, noise).float(), -rounded)
     assert abs(float(torch.corrcoef(torch.stack((low, high)).float())[0, 1])) < 0.05
-    again, _ = adam._noise(10, 5 + 100, torch.tensor(9.0))
+    again, _ = adam._rounding_bits(10, 5 + 100, torch.tensor(9.0))
     assert torch.equal(again, low[100:110])
     exact = torch.tensor([0.0, -2.5, 1e-30])
-    assert torch.equal(adam._rounded(exact.bfloat16().float(), torch.bfloat16, low[:3]), exact.bfloat16())
+    assert torch.equal(adam._stochastic_round(exact.bfloat16().float(), torch.bfloat16, low[:3]), exact.bfloat16())
 
 
 def test_sum_of_squares():

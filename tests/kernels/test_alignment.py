@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petatron.kernels.alignment import begins_aligned
+from petatron.kernels.alignment import is_aligned
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_16_bytes_of_a_buffer(dtype: torch.dtype):
     buffer = torch.zeros(64, dtype=dtype)
-    found = [start for start in range(33) if begins_aligned(buffer[start:])]
+    found = [start for start in range(33) if is_aligned(buffer[start:])]
     assert found == list(range(0, 33, 16 // dtype.itemsize))
 
 
@@ -21,5 +21,5 @@ def test_memory_that_does_not_begin_there_itself():
     shift = -torch.frombuffer(whole, dtype=torch.uint8).data_ptr() % 16
     for start in (0, 4, 8, 16):
         one = torch.frombuffer(whole, dtype=torch.float32, count=4, offset=shift + start)
-        assert begins_aligned(one) == (start % 16 == 0)
+        assert is_aligned(one) == (start % 16 == 0)
         assert one.storage_offset() == 0

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from petatron.kernels.attention import block_attention, causal_attention, flash, reference
-from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
 from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.mask import BlockMask, Bounds, Piece, pieces, tiles
-from petatron.kernels.attention.tiles import Dropout, tile_backward, tile_forward
+from petatron.kernels.attention.mask import AttentionBounds, BlockMask, MaskRectangle, mask_rectangles, mask_tiles
+from petatron.kernels.attention.tiles import AttentionDropout, tile_backward, tile_forward
 
 CPU = torch.device("cpu")
 
@@ -63,8 +63,8 @@ def visible(mask: BlockMask, starts: Tensor | None, window: int | None) -> Tenso
     return seen
 
 
-def bounds_of(length: int, window: int | None, starts: Tensor | None) -> Bounds | None:
-    return Bounds.build(length, window=window, document_starts_BS=starts, device=CPU)
+def bounds_of(length: int, window: int | None, starts: Tensor | None) -> AttentionBounds | None:
+    return AttentionBounds.build(length, window=window, document_starts_BS=starts, device=CPU)
 
 
 @st.composite
@@ -92,7 +92,7 @@ def blocks(draw: st.DrawFn) -> tuple[BlockMask, Tensor | None, int | None, int]:
         sides.append(tuple(kept))
     if draw(st.booleans()):
         sides[1] = sides[0]
-    mask = BlockMask(sides[0], sides[1], bounds_of(length, window, starts), tile=draw(st.integers(1, 9)))
+    mask = BlockMask(sides[0], sides[1], bounds_of(length, window, starts), tile_size=draw(st.integers(1, 9)))
     return mask, starts, window, length
 
 
@@ -102,7 +102,7 @@ def test_pieces_cover_what_is_seen_once(block):
     mask, starts, window, _ = block
     wanted = visible(mask, starts, window)
     covered = torch.zeros(wanted.shape[-2:], dtype=torch.int64)
-    for piece in pieces(mask):
+    for piece in mask_rectangles(mask):
         part = wanted[:, piece.rows.start : piece.rows.stop, piece.columns.start : piece.columns.stop]
         assert part.any(), "a piece that nobody sees"
         covered[piece.rows.start : piece.rows.stop, piece.columns.start : piece.columns.stop] += 1
@@ -122,11 +122,11 @@ def test_tiles_mask_what_is_not_seen(block):
     batch = wanted.shape[0] if starts is None else starts.shape[0]
     wanted = wanted.expand(batch, -1, -1)
     found = torch.zeros_like(wanted)
-    for piece in pieces(mask):
-        for tile in tiles(piece, mask, CPU):
-            assert len(tile.rows) <= mask.tile and len(tile.columns) <= mask.tile
+    for piece in mask_rectangles(mask):
+        for tile in mask_tiles(piece, mask, CPU):
+            assert len(tile.rows) <= mask.tile_size and len(tile.columns) <= mask.tile_size
             seen = torch.ones(len(tile.rows), len(tile.columns), dtype=torch.bool)
-            seen = seen if tile.hidden is None else ~tile.hidden
+            seen = seen if tile.masked_out is None else ~tile.masked_out
             found[:, tile.rows.start : tile.rows.stop, tile.columns.start : tile.columns.stop] = seen
     assert torch.equal(found, wanted)
 
@@ -135,9 +135,13 @@ def test_neighbouring_full_pieces_are_one_call():
     """The three shapes of a zigzag ring step each cost one kernel call."""
     early, late, other_early, other_late = range(2, 4), range(12, 14), range(2), range(14, 16)
     here, there = (early, late), (other_early, other_late)
-    assert pieces(BlockMask(here, here)) == [Piece("causal", range(4), range(4), 0, 0)]
-    assert [(p.kind, p.rows, p.columns) for p in pieces(BlockMask(here, there))] == [("full", range(4), range(2))]
-    assert [(p.kind, p.rows, p.columns) for p in pieces(BlockMask(there, here))] == [("full", range(2, 4), range(4))]
+    assert mask_rectangles(BlockMask(here, here)) == [MaskRectangle("causal", range(4), range(4), 0, 0)]
+    assert [(p.kind, p.rows, p.columns) for p in mask_rectangles(BlockMask(here, there))] == [
+        ("full", range(4), range(2))
+    ]
+    assert [(p.kind, p.rows, p.columns) for p in mask_rectangles(BlockMask(there, here))] == [
+        ("full", range(2, 4), range(4))
+    ]
 
 
 @pytest.mark.parametrize("starts", [None, starts_of([7, 23, 1, 9], [20, 20])])
@@ -164,7 +168,7 @@ def test_any_tile_equals_reference(case, heads: tuple[int, int]):
     length, window, starts, tile = case
     tensors = inputs(length, *heads)
     whole = (range(length),)
-    mask = BlockMask(whole, whole, bounds_of(length, window, starts), tile=tile)
+    mask = BlockMask(whole, whole, bounds_of(length, window, starts), tile_size=tile)
     ours = with_gradients(block_attention(*tensors, mask), tensors)
     assert_same(ours, with_gradients(reference.attention(*tensors, window=window, document_starts_BS=starts), tensors))
 
@@ -185,24 +189,26 @@ def test_keys_met_in_any_order(cuts: set[int], order, window: int | None, starts
     order.shuffle(runs)
     partial = PartialAttention(q.detach(), value_width=4)
     for run in runs:
-        mask = BlockMask((range(24),), (run,), bounds, tile=5)
-        partial.meet(k.detach()[run.start : run.stop], v.detach()[run.start : run.stop], mask)
+        mask = BlockMask((range(24),), (run,), bounds, tile_size=5)
+        partial.attend_block(k.detach()[run.start : run.stop], v.detach()[run.start : run.stop], mask)
     out = reference.attention(*tensors, window=window, document_starts_BS=starts)
     grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    answered = Answered.of(q.detach(), out_SBHE=partial.out_SBHE, lse_BHS=partial.lse_BHS, grad_SBHE=grad)
-    dq, dk, dv = zero_gradients(q, k, v)
+    answered = AttentionBackwardInputs.of(
+        q.detach(), out_SBHE=partial.out_SBHE, lse_BHS=partial.lse_BHS, grad_SBHE=grad
+    )
+    dq, dk, dv = zero_qkv_grads(q, k, v)
     order.shuffle(runs)
     for run in runs:
         rows = slice(run.start, run.stop)
-        mask = BlockMask((range(24),), (run,), bounds, tile=5)
-        block_backward(answered, k.detach()[rows], v.detach()[rows], mask, into=(dq, dk[rows], dv[rows]))
+        mask = BlockMask((range(24),), (run,), bounds, tile_size=5)
+        block_backward(answered, k.detach()[rows], v.detach()[rows], mask, grads=(dq, dk[rows], dv[rows]))
     assert_same([partial.out_SBHE, dq, dk, dv], with_gradients(out, tensors))
 
 
 def test_a_query_that_sees_nothing_stays_empty():
     q, k, v = (x.detach() for x in inputs(6, 2, 2))
     partial = PartialAttention(q, value_width=4)
-    partial.meet(k[3:], v[3:], BlockMask((range(6),), (range(3, 6),), bounds_of(6, 2, None), tile=2))
+    partial.attend_block(k[3:], v[3:], BlockMask((range(6),), (range(3, 6),), bounds_of(6, 2, None), tile_size=2))
     assert partial.lse_BHS[:, :, :3].isneginf().all() and partial.lse_BHS[:, :, 3:].isfinite().all()
     assert (partial.out_SBHE[:3] == 0).all()
 
@@ -215,11 +221,11 @@ def test_tile_and_kernel_agree(heads: int, groups: int, causal: bool):
     q, grad, out = (torch.randn(2, heads, 9, 8, dtype=torch.float64) for _ in range(3))
     k, v = (torch.randn(2, groups, 9, 8, dtype=torch.float64) for _ in range(2))
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1) if causal else None
-    assert flash.serves(q, v)
-    theirs, ours = flash.forward(q, k, v, causal=causal), tile_forward(q, k, v, hidden=hidden)
+    assert flash.supports(q, v)
+    theirs, ours = flash.forward(q, k, v, causal=causal), tile_forward(q, k, v, masked_out=hidden)
     assert_same(list(ours), list(theirs))
     lse, delta = ours[1] + 0.5, (grad * out).sum(-1)
-    mine = tile_backward(grad, q, k, v, lse_BHQ=lse, delta_BHQ=delta, hidden=hidden)
+    mine = tile_backward(grad, q, k, v, lse_BHQ=lse, delta_BHQ=delta, masked_out=hidden)
     assert_same(list(mine), list(flash.backward(grad, q, k, v, out=out, lse=lse, causal=causal)))
 
 
@@ -228,7 +234,7 @@ def test_values_may_have_another_width():
     q, k, _ = inputs(20, 4, 2)
     v = torch.randn(20, 2, 2, 6, dtype=torch.float64, requires_grad=True)
     whole = (range(20),)
-    ours = with_gradients(block_attention(q, k, v, BlockMask(whole, whole, tile=6)), [q, k, v])
+    ours = with_gradients(block_attention(q, k, v, BlockMask(whole, whole, tile_size=6)), [q, k, v])
     assert_same(ours, with_gradients(reference.attention(q, k, v), [q, k, v]))
 
 
@@ -238,7 +244,7 @@ def test_lower_precisions(dtype: torch.dtype, bound: float):
     starts = starts_of([7, 23, 1, 33], [30, 34])
     exact = [x.detach().to(dtype).to(torch.float64).requires_grad_() for x in inputs(64, 4, 2, 8)]
     rounded = [x.detach().to(dtype).requires_grad_() for x in exact]
-    mask = BlockMask((range(64),), (range(64),), bounds_of(64, 20, starts), tile=7)
+    mask = BlockMask((range(64),), (range(64),), bounds_of(64, 20, starts), tile_size=7)
     ours = with_gradients(block_attention(*rounded, mask), rounded)
     wanted = with_gradients(reference.attention(*exact, window=20, document_starts_BS=starts), exact)
     for mine, true in zip(ours, wanted):
@@ -250,7 +256,7 @@ class TestDropout:
     """Weights are dropped in tiles, with masks drawn again in the backward pass."""
 
     def attend(self, tensors: list[Tensor], rate: float = 0.3, tile: int = 5) -> Tensor:
-        mask = BlockMask((range(16),), (range(16),), bounds_of(16, 11, starts_of([9, 7], [16])), tile=tile)
+        mask = BlockMask((range(16),), (range(16),), bounds_of(16, 11, starts_of([9, 7], [16])), tile_size=tile)
         return block_attention(*tensors, mask, dropout=rate)
 
     def test_gradients_belong_to_the_weights_that_were_kept(self):
@@ -275,10 +281,10 @@ class TestDropout:
         length, batch, rate = 8, 1500, 0.3
         q, k = (torch.zeros(length, batch, 1, length, dtype=torch.float64) for _ in range(2))
         v = torch.eye(length, dtype=torch.float64)[:, None, None].expand(length, batch, 1, length)
-        dropout, partial = Dropout(rate, seed=0), PartialAttention(q, value_width=length)
+        dropout, partial = AttentionDropout(rate, seed=0), PartialAttention(q, value_width=length)
         for run in (range(4), range(4, 8)):  # as blocks of keys come around a ring, in tiles of the same shape
-            mask = BlockMask((range(length),), (run,), tile=2)
-            partial.meet(k[run.start : run.stop], v[run.start : run.stop], mask, dropout=dropout)
+            mask = BlockMask((range(length),), (run,), tile_size=2)
+            partial.attend_block(k[run.start : run.stop], v[run.start : run.stop], mask, dropout=dropout)
         out = partial.out_SBHE[:, :, 0].transpose(0, 1)
         sees = torch.ones(length, length).tril().bool()
         dropped = (out == 0)[:, sees].to(torch.float64)
@@ -290,7 +296,7 @@ class TestDropout:
 
     def test_none_is_drawn_without_a_rate(self):
         before = torch.get_rng_state()
-        assert Dropout.draw(0.0) is None
+        assert AttentionDropout.draw(0.0) is None
         assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -337,7 +343,7 @@ def test_work_follows_what_is_visible():
     """A window of 1/16 of the sequence costs a small part of it, and documents of 1/8 likewise."""
     length = 16384
     area = {
-        name: sum(len(p.rows) * len(p.columns) / (2 if p.kind == "causal" else 1) for p in pieces(mask))
+        name: sum(len(p.rows) * len(p.columns) / (2 if p.kind == "causal" else 1) for p in mask_rectangles(mask))
         for name, mask in {
             "all": BlockMask((range(length),), (range(length),)),
             "window": BlockMask((range(length),), (range(length),), bounds_of(length, 1024, None)),

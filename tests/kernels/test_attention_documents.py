@@ -14,8 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.attention import _equal, cudnn, documents, flash, reference, rows
-from petatron.kernels.attention.documents import LONG, STEPS, Documents, padded_lengths
+from petatron.kernels.attention import _equal_length_attention, cudnn, documents, flash, reference, rows
+from petatron.kernels.attention.documents import (
+    MIN_PADDED_DOCUMENT,
+    PADDED_LENGTHS_PER_OCTAVE,
+    Documents,
+    padded_lengths,
+)
 from petatron.kernels.attention.padded import PaddedKernels, padded_attention
 
 if importlib.util.find_spec("triton") is None:
@@ -47,64 +52,75 @@ class TestDocuments:
     def test_every_token_has_one_row(self, lengths: list[list[int]]):
         found = Documents.of(starts_of(*lengths))
         flat = [n for row in lengths for n in row]
-        assert found.ends.tolist() == [0, *np.cumsum(flat).tolist()] and found.ends.dtype == torch.int32
-        assert found.longest == max(flat)
-        assert (found.rows is None) == (max(flat) < LONG)
-        if found.rows is not None:
-            source = found.rows.source
+        assert found.cu_seqlens.tolist() == [0, *np.cumsum(flat).tolist()] and found.cu_seqlens.dtype == torch.int32
+        assert found.max_seqlen == max(flat)
+        assert (found.padded_rows is None) == (max(flat) < MIN_PADDED_DOCUMENT)
+        if found.padded_rows is not None:
+            source = found.padded_rows.token_index
             assert sorted(source[source >= 0].tolist()) == list(range(sum(flat))) and source.dtype == torch.int32
 
     @settings(max_examples=60, deadline=None)
     @given(packings())
     def test_long_documents_are_padded_and_short_ones_follow(self, lengths: list[list[int]]):
         found = Documents.of(starts_of(*lengths))
-        if found.rows is None:
+        if found.padded_rows is None:
             return
-        edges = set(zip(found.ends.tolist(), found.ends.tolist()[1:]))
-        row, source = 0, found.rows.source
-        for group in found.rows.groups:
+        edges = set(zip(found.cu_seqlens.tolist(), found.cu_seqlens.tolist()[1:]))
+        row, source = 0, found.padded_rows.token_index
+        for group in found.padded_rows.groups:
             assert group.first_row == row and group.count & (group.count - 1) == 0
             for document in source[row : row + group.count * group.length].view(group.count, -1).tolist():
                 real = [number for number in document if number >= 0]
-                assert len(real) >= LONG and document == real + [-1] * (group.length - len(real))
+                assert len(real) >= MIN_PADDED_DOCUMENT and document == real + [-1] * (group.length - len(real))
                 edges.remove((real[0], real[-1] + 1))
                 assert real == list(range(real[0], real[-1] + 1))
             row += group.count * group.length
-        assert row == found.rows.first_short_row
+        assert row == found.padded_rows.first_short_row
         short = source[row:].tolist()
-        ends = found.rows.short_ends.tolist()
-        assert ends[0] == 0 and ends[-1] == len(short) and found.rows.short_ends.dtype == torch.int32
+        ends = found.padded_rows.short_cu_seqlens.tolist()
+        assert ends[0] == 0 and ends[-1] == len(short) and found.padded_rows.short_cu_seqlens.dtype == torch.int32
         for begin, end in itertools.pairwise(ends):
             edges.remove((short[begin], short[end - 1] + 1))
-            assert short[begin:end] == list(range(short[begin], short[end - 1] + 1)) and end - begin < LONG
-        assert found.rows.longest_short == max(np.diff(ends), default=0)
+            assert (
+                short[begin:end] == list(range(short[begin], short[end - 1] + 1)) and end - begin < MIN_PADDED_DOCUMENT
+            )
+        assert found.padded_rows.short_max_seqlen == max(np.diff(ends), default=0)
         assert not edges, "every document is somewhere"
 
     @given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=50))
     def test_padded_lengths_are_few_and_close(self, lengths: list[int]):
         real, padded = np.array(lengths), padded_lengths(np.array(lengths))
-        assert (padded >= real).all() and (padded - real < np.maximum(LONG / STEPS, 2 * real / STEPS)).all()
+        assert (padded >= real).all() and (
+            padded - real
+            < np.maximum(MIN_PADDED_DOCUMENT / PADDED_LENGTHS_PER_OCTAVE, 2 * real / PADDED_LENGTHS_PER_OCTAVE)
+        ).all()
         assert (padded_lengths(padded) == padded).all(), "a padded length is one of the lengths"
 
     def test_shapes_are_few(self):
-        assert len(np.unique(padded_lengths(np.arange(LONG, 8193)))) == 25
+        assert len(np.unique(padded_lengths(np.arange(MIN_PADDED_DOCUMENT, 8193)))) == 25
 
     def test_equal_documents(self):
         found = Documents.of(starts_of([2048] * 4, [2048] * 4))
-        assert found.equal == 2048
-        assert found.rows is not None and [(g.count, g.length) for g in found.rows.groups] == [(8, 2048)]
-        assert found.rows.source.tolist() == list(range(8 * 2048)) and found.rows.longest_short == 0
-        assert Documents.of(starts_of([2000] * 4)).equal is None, "that would be a shape of its own"
-        assert Documents.of(starts_of([2048, 1024])).equal is None
+        assert found.equal_length == 2048
+        assert found.padded_rows is not None and [(g.count, g.length) for g in found.padded_rows.groups] == [(8, 2048)]
+        assert (
+            found.padded_rows.token_index.tolist() == list(range(8 * 2048)) and found.padded_rows.short_max_seqlen == 0
+        )
+        assert Documents.of(starts_of([2000] * 4)).equal_length is None, "that would be a shape of its own"
+        assert Documents.of(starts_of([2048, 1024])).equal_length is None
 
     def test_short_documents_keep_their_place(self):
         found = Documents.of(starts_of([10] * 100))
-        assert found.rows is None and found.longest == 10 and found.ends.tolist() == list(range(0, 1001, 10))
+        assert (
+            found.padded_rows is None
+            and found.max_seqlen == 10
+            and found.cu_seqlens.tolist() == list(range(0, 1001, 10))
+        )
 
     def test_to_a_device(self):
         found = Documents.of(starts_of([3, 1200, 5])).to(torch.device("meta"))
         assert [x.device.type for x in found.tensors] == ["meta"] * 4
-        assert found.longest == 1200 and found.rows is not None and len(found.rows.groups) == 1
+        assert found.max_seqlen == 1200 and found.padded_rows is not None and len(found.padded_rows.groups) == 1
 
 
 def tensors(length: int, heads: int, groups: int, width: int, order: str) -> list[Tensor]:
@@ -125,18 +141,27 @@ ORDERS = ["sequence first", "batch first", "slices"]
 class Looped:
     """Ragged attention, a document at a time."""
 
-    def ragged_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, longest: int
+    def varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, max_seqlen: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        assert longest == ends.diff().max()
-        found = [flash.forward(*(dense(x, edge) for x in (q, k, v)), causal=True) for edge in edges(ends)]
+        assert max_seqlen == cu_seqlens.diff().max()
+        found = [flash.forward(*(dense(x, edge) for x in (q, k, v)), causal=True) for edge in edges(cu_seqlens)]
         return torch.cat([out[0].transpose(0, 1) for out, _ in found]), tuple(lse for _, lse in found)
 
-    def ragged_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, kept: tuple, ends: Tensor, longest: int
+    def varlen_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out: Tensor,
+        saved: tuple,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = []
-        for edge, lse in zip(edges(ends), kept, strict=True):
+        for edge, lse in zip(edges(cu_seqlens), saved, strict=True):
             g, q1, k1, v1, o = (dense(x, edge) for x in (grad, q, k, v, out))
             found.append(flash.backward(g, q1, k1, v1, out=o, lse=lse, causal=True))
         dq, dk, dv = (torch.cat([x[0].transpose(0, 1) for x in parts]) for parts in zip(*found, strict=True))
@@ -156,7 +181,7 @@ KERNELS = PaddedKernels(rows, flash, Looped())
 
 def assert_attends(inputs: list[Tensor], starts: Tensor) -> Tensor:
     """Output and gradients are those of the reference."""
-    layout = Documents.of(starts).rows
+    layout = Documents.of(starts).padded_rows
     assert layout is not None
     out = padded_attention(inputs[0], inputs[1], inputs[2], layout, KERNELS)
     wanted = reference.attention(inputs[0], inputs[1], inputs[2], document_starts_BS=starts)
@@ -170,7 +195,7 @@ def assert_attends(inputs: list[Tensor], starts: Tensor) -> Tensor:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of 32 tokens are long, so that a test is short."""
-    monkeypatch.setattr(documents, "LONG", 32)
+    monkeypatch.setattr(documents, "MIN_PADDED_DOCUMENT", 32)
 
 
 @pytest.mark.usefixtures("small")
@@ -185,7 +210,7 @@ class TestPadded:
     def test_gradient_that_is_expanded(self):
         """A sum hands over a gradient without memory of its own."""
         starts, inputs = starts_of([50], [40, 10]), tensors(50, 2, 1, 4, "batch first")
-        layout = Documents.of(starts).rows
+        layout = Documents.of(starts).padded_rows
         assert layout is not None
         out = padded_attention(inputs[0], inputs[1], inputs[2], layout, KERNELS)
         wanted = reference.attention(inputs[0], inputs[1], inputs[2], document_starts_BS=starts)
@@ -197,8 +222,8 @@ class TestPadded:
 @given(packings(200), st.sampled_from([(2, 2), (4, 2), (3, 1)]))
 def test_any_packing_equals_reference(lengths: list[list[int]], heads: tuple[int, int]):
     starts = starts_of(*lengths)
-    with mock.patch.object(documents, "LONG", 32):
-        if Documents.of(starts).rows is not None:
+    with mock.patch.object(documents, "MIN_PADDED_DOCUMENT", 32):
+        if Documents.of(starts).padded_rows is not None:
             batch, length = starts.shape
             shapes = [(length, batch, count, 4) for count in (*heads, heads[1])]
             assert_attends([torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes], starts)
@@ -209,7 +234,7 @@ def test_any_packing_equals_reference(lengths: list[list[int]], heads: tuple[int
 def test_documents_of_one_length_are_a_larger_batch(order: str, length: int):
     inputs = tensors(48, 4, 2, 8, order)
     starts = (torch.arange(48) // length * length).expand(2, 48)
-    ours, wanted = _equal(*inputs, length), reference.attention(*inputs, document_starts_BS=starts)
+    ours, wanted = _equal_length_attention(*inputs, length), reference.attention(*inputs, document_starts_BS=starts)
     grad = torch.randn_like(wanted)
     for mine, true in zip(
         [ours, *torch.autograd.grad(ours, inputs, grad)],
@@ -242,15 +267,18 @@ def test_moves_there_and_back(twin: ModuleType, heads: int, width: int, order: s
 class TestCudnn:
     def test_why_not(self):
         q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16)
-        assert cudnn.why_not(q, q) == "the device is no NVIDIA GPU"
-        assert cudnn.why_not(q, q[..., :32]) == "heads of 64 and 32 values; equal multiples of 8 up to 128 are served"
+        assert cudnn.unsupported_tensors_reason(q, q) == "the device is no NVIDIA GPU"
+        assert (
+            cudnn.unsupported_tensors_reason(q, q[..., :32])
+            == "heads of 64 and 32 values; equal multiples of 8 up to 128 are served"
+        )
         wide = torch.empty(1, 1, 128, 192, dtype=torch.bfloat16)
-        assert "heads of 192" in str(cudnn.why_not(wide, wide))
+        assert "heads of 192" in str(cudnn.unsupported_tensors_reason(wide, wide))
 
     @pytest.mark.skipif(torch.version.cuda is not None, reason="says what it says about a build for CUDA")
     def test_a_build_without_cuda_has_neither(self):
         for kernel in (cudnn, flash):
-            assert kernel.lacks("cuda", (9, 0), torch.bfloat16) == "the device is no NVIDIA GPU"
+            assert kernel.unsupported_reason("cuda", (9, 0), torch.bfloat16) == "the device is no NVIDIA GPU"
 
     @pytest.mark.parametrize(
         ("kernel", "capability", "dtype", "reason"),
@@ -268,17 +296,17 @@ class TestCudnn:
             mock.patch.object(torch.version, "cuda", "13.0"),
             mock.patch.object(torch.backends.cudnn, "version", lambda: 91400),
         ):
-            assert kernel.lacks("cuda", capability, dtype) == reason
+            assert kernel.unsupported_reason("cuda", capability, dtype) == reason
 
     def test_determinism(self):
         with (
             mock.patch.object(torch.version, "cuda", "13.0"),
             mock.patch.object(torch.backends.cudnn, "version", lambda: 91900),
         ):
-            assert cudnn.lacks("cuda", (9, 0), torch.bfloat16) is None
+            assert cudnn.unsupported_reason("cuda", (9, 0), torch.bfloat16) is None
             torch.use_deterministic_algorithms(True)
             try:
-                assert "not deterministic" in str(cudnn.lacks("cuda", (9, 0), torch.bfloat16))
+                assert "not deterministic" in str(cudnn.unsupported_reason("cuda", (9, 0), torch.bfloat16))
             finally:
                 torch.use_deterministic_algorithms(False)
 
@@ -294,6 +322,6 @@ class TestCudnn:
     def test_the_gradient_is_laid_out_as_the_output(self, grad: Tensor, copied: bool):
         """Strides over a single element may differ; others make a copy."""
         out = torch.randn(1, 6, 2, 4).transpose(1, 2)
-        found = cudnn._laid_out_as(out, grad)
+        found = cudnn._with_strides_of(out, grad)
         assert found.stride() == out.stride() and torch.equal(found, grad)
         assert (found.data_ptr() != grad.data_ptr()) == copied

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from petatron.base.errors import ConfigError
-from petatron.bench.kernels import NAMES, Found, Speed, largest_error, measure
-from petatron.bench.ops.cases import Case, Place, Shape
+from petatron.bench.kernels import OPERATION_NAMES, DeviceSpeed, KernelMeasurement, largest_error, measure_case
+from petatron.bench.ops.cases import BenchContext, KernelCase, MicroBatchShape
 from petatron.bench.ops.operations import CASES
 from petatron.cli import bench
-from petatron.kernels.registry import OPERATIONS, Situation
+from petatron.kernels.registry import OPERATIONS, KernelContext
 
 CPU = torch.device("cpu")
-HOPPER = Situation("cuda", (9, 0), torch.bfloat16, True, None)
-TINY = Shape("tiny", 2, 3, 32, 24, 2, 1, 40)
+HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
+TINY = MicroBatchShape("tiny", 2, 3, 32, 24, 2, 1, 40)
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
@@ -41,26 +41,26 @@ def test_a_table_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_layers_have_tables_of_their_own(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    table = f"petatron.bench.{name}.measure"
+    table = f"petatron.bench.ops.{name}.measure"
     monkeypatch.setattr(table, lambda device, *, repeat, warmup_s: [("a layer", f"fast, {repeat} times")])
     assert bench.main(["kernels", "--device", "cpu", "--repeat", "2", "--only", name]) == 0
     assert "fast, 2 times" in capsys.readouterr().out
 
 
 def test_every_group_has_a_name():
-    assert set(CASES) == set(NAMES) - {"attention", "moe"}
+    assert set(CASES) == set(OPERATION_NAMES) - {"attention", "moe"}
 
 
 @needs_triton
 @pytest.mark.parametrize("name", [name for name in CASES if name != "product"])
 def test_twins_take_the_same_calls(name: str):
     """In Triton's interpreter, which rounds to eight bits in a way of its own; the hardware's products are left out."""
-    place = Place(CPU, torch.bfloat16, HOPPER, compiles=False)
+    place = BenchContext(CPU, torch.bfloat16, HOPPER, compile_references=False)
     seen = 0
     for case in CASES[name](place, TINY, first=name != "fp8"):
-        (first, ours), *_ = case.ways.items()
+        (first, ours), *_ = case.implementations.items()
         if first.startswith("triton"):
-            error = largest_error((case.once or case.call)(ours), case.true())
+            error = largest_error((case.checked_call or case.call)(ours), case.reference())
             assert error <= (0.15 if name == "fp8" else 1e-2), case.label
             seen += 1
     assert seen == {"norm": 2, "activation": 2, "rotary": 4, "loss": 2, "embedding": 1, "fp8": 5}[name]
@@ -69,16 +69,22 @@ def test_twins_take_the_same_calls(name: str):
 @needs_triton
 def test_references_are_compiled_on_request():
     """At the first shape only, since each takes the compiler seconds."""
-    place = Place(CPU, torch.bfloat16, HOPPER, compiles=True)
-    assert list(place.ways("rms_norm", "rms_norm")) == ["triton", "reference", "compiled"]
-    assert list(place.ways("rms_norm")) == ["triton", "reference"]
-    assert list(place.ways("layer_norm")) == ["compiled", "reference"]
-    assert list(Place.of(CPU, compiles=True).ways("rms_norm", "rms_norm")) == ["reference"]
+    place = BenchContext(CPU, torch.bfloat16, HOPPER, compile_references=True)
+    assert list(place.implementations("rms_norm", "rms_norm")) == ["triton", "reference", "compiled"]
+    assert list(place.implementations("rms_norm")) == ["triton", "reference"]
+    assert list(place.implementations("layer_norm")) == ["compiled", "reference"]
+    assert list(BenchContext.from_device(CPU, allow_compile=True).implementations("rms_norm", "rms_norm")) == [
+        "reference"
+    ]
 
 
-def case(**ways: Any) -> Case:
-    return Case(
-        label="x", ways=ways, call=lambda run: run(), true=lambda: (torch.ones(2, dtype=torch.float64),), bytes=8e9
+def case(**ways: Any) -> KernelCase:
+    return KernelCase(
+        label="x",
+        implementations=ways,
+        call=lambda run: run(),
+        reference=lambda: (torch.ones(2, dtype=torch.float64),),
+        moved_bytes=8e9,
     )
 
 
@@ -88,30 +94,32 @@ def fails() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("value", [1.5, math.nan])
 def test_a_wrong_result_is_said_to_be_wrong(value: float):
-    found = measure(case(ours=lambda: [torch.full((4,), value)]), Place.of(CPU, compiles=False))
-    assert not found.right and "WRONG: error" in found.describe(Speed(1.0, 1.0))
+    found = measure_case(
+        case(ours=lambda: [torch.full((4,), value)]), BenchContext.from_device(CPU, allow_compile=False)
+    )
+    assert not found.within_tolerance and "WRONG: error" in found.describe(DeviceSpeed(1.0, 1.0))
 
 
 def test_what_fails_does_not_stop_the_rest():
-    speed, right = Speed(1.0, 1.0), lambda: [torch.ones(2)]
-    found = measure(case(ours=right, theirs=fails), Place.of(CPU, compiles=False))
-    assert found.right and list(found.ms) == ["ours"]
+    speed, right = DeviceSpeed(1.0, 1.0), lambda: [torch.ones(2)]
+    found = measure_case(case(ours=right, theirs=fails), BenchContext.from_device(CPU, allow_compile=False))
+    assert found.within_tolerance and list(found.ms) == ["ours"]
     assert found.describe(speed).endswith("theirs failed: ValueError: out of luck")
-    found = measure(case(ours=fails), Place.of(CPU, compiles=False))
+    found = measure_case(case(ours=fails), BenchContext.from_device(CPU, allow_compile=False))
     assert found.describe(speed) == "ours failed: ValueError: out of luck"
-    assert found.as_json(speed)["tb_per_s"] is None and not found.right
-    found = measure(case(ours=fails, theirs=right), Place.of(CPU, compiles=False))
+    assert found.as_json(speed)["tb_per_s"] is None and not found.within_tolerance
+    found = measure_case(case(ours=fails, theirs=right), BenchContext.from_device(CPU, allow_compile=False))
     assert found.describe(speed).startswith("theirs ")
 
 
 def test_rates_and_ratios():
-    found = Found("x", {"ours": 2.0, "theirs": 3.0}, {}, 1e-3, 1e-2, 4e9, 0.0)
+    found = KernelMeasurement("x", {"ours": 2.0, "theirs": 3.0}, {}, 1e-3, 1e-2, 4e9, 0.0)
     assert (
-        found.describe(Speed(4.0, 800.0))
+        found.describe(DeviceSpeed(4.0, 800.0))
         == "ours 2.000 ms, 2.00 TB/s, 50% of a copy; theirs 3.000 ms: 1.50x; error 1.0e-03"
     )
-    found = Found("x", {"ours": 2.0}, {}, 1e-3, 1e-2, 0.0, 8e11)
-    assert found.describe(Speed(4.0, 800.0)) == "ours 2.000 ms, 400 TFLOP/s, 50% of a product; error 1.0e-03"
+    found = KernelMeasurement("x", {"ours": 2.0}, {}, 1e-3, 1e-2, 0.0, 8e11)
+    assert found.describe(DeviceSpeed(4.0, 800.0)) == "ours 2.000 ms, 400 TFLOP/s, 50% of a product; error 1.0e-03"
 
 
 def test_an_error_is_that_of_the_worst_output_over_the_rows_of_the_truth():

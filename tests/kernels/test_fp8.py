@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from petatron.kernels.fp8 import cast_and_gemm
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Cast, Operand, power_scale, widen
+from petatron.kernels.fp8.cast_and_gemm import (
+    E4M3,
+    E5M2,
+    REFERENCE,
+    Fp8Matrix,
+    Fp8Operand,
+    dequantise,
+    power_of_two_scale,
+)
 
 FORMATS = [E4M3, E5M2]
-CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_squares"]
+CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_blocks_2d"]
 # Half a step of a number with 3 or 2 bits behind the point, relative to the number.
 ROUNDING = {E4M3: 2**-4, E5M2: 2**-3}
 
@@ -25,14 +33,14 @@ def normal(*shape: int, seed: int, spread: float = 0.0) -> Tensor:
     return x * torch.exp2(spread * torch.randn(shape[0], 1, generator=generator, dtype=torch.float64))
 
 
-def cast(name: str, x: Tensor, dtype: torch.dtype) -> Cast:
+def cast(name: str, x: Tensor, dtype: torch.dtype) -> Fp8Matrix:
     return getattr(REFERENCE, name)(x, dtype)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.floats(min_value=2.0**-110, max_value=2.0**120, width=32), st.sampled_from(FORMATS))
 def test_scale_is_the_smallest_power_of_two_that_fits(amax: float, dtype: torch.dtype):
-    scale = float(power_scale(torch.tensor(amax), dtype))
+    scale = float(power_of_two_scale(torch.tensor(amax), dtype))
     limit = torch.finfo(dtype).max
     assert math.frexp(scale)[0] == 0.5
     assert amax <= limit * scale
@@ -44,7 +52,7 @@ def test_scales_at_the_edges(dtype: torch.dtype):
     limit = torch.finfo(dtype).max
     above = torch.nextafter(torch.tensor(limit), torch.tensor(math.inf))
     odd = torch.tensor([0.0, math.inf, math.nan, 1e-45, 3.4e38, limit, float(above)])
-    scales = power_scale(odd, dtype)
+    scales = power_of_two_scale(odd, dtype)
     assert scales[:3].tolist() == [1, 1, 1]
     assert (scales > 0).all() and scales.isfinite().all()
     assert scales[5:].tolist() == [1, 2]
@@ -58,7 +66,7 @@ def test_both_orientations_hold_the_numbers(name: str, dtype: torch.dtype, sourc
     made = cast(name, x, dtype)
     for operand, wanted in ((made.rows, x), (made.columns, x.t())):
         assert operand.values.is_contiguous() and operand.values.shape == wanted.shape
-        error = (widen(operand).double() - wanted.double()).abs()
+        error = (dequantise(operand).double() - wanted.double()).abs()
         smallest = torch.finfo(dtype).smallest_normal * float(operand.scale.max())
         assert (error <= ROUNDING[dtype] * wanted.double().abs() + ROUNDING[dtype] * smallest).all()
 
@@ -68,7 +76,7 @@ def test_finer_scales_keep_small_rows(name: str):
     """One scale for all loses a row that is 2^-20 of the largest; a scale of its own keeps it."""
     x = normal(256, 128, seed=2).float()
     x[:128] *= 2.0**-20
-    small = widen(cast(name, x, E4M3).rows)[:128]
+    small = dequantise(cast(name, x, E4M3).rows)[:128]
     if name == "cast_tensor":
         assert (small == 0).any()
     else:
@@ -77,7 +85,7 @@ def test_finer_scales_keep_small_rows(name: str):
 
 def test_scales_of_blocks_and_squares_lie_as_cublas_wants():
     x = normal(256, 640, seed=3).float()
-    blocks, squares = cast_and_gemm.cast_blocks(x, E4M3), cast_and_gemm.cast_squares(x, E4M3)
+    blocks, squares = cast_and_gemm.cast_blocks(x, E4M3), cast_and_gemm.cast_blocks_2d(x, E4M3)
     assert blocks.rows.scale.shape == (256, 5) and blocks.rows.scale.stride() == (1, 256)
     assert blocks.columns.scale.shape == (640, 2) and blocks.columns.scale.stride() == (1, 640)
     assert squares.rows.scale.shape == (2, 8) and squares.rows.scale.is_contiguous()
@@ -89,7 +97,7 @@ def test_scales_of_blocks_and_squares_lie_as_cublas_wants():
 def test_a_part_has_the_numbers_it_has_in_the_whole(name: str):
     """With powers of two, ranks that take the scale of their own part get the same numbers, unless they are tiny."""
     x = normal(256, 256, seed=4).float()
-    whole, part = widen(cast(name, x, E4M3).rows), widen(cast(name, x[128:], E4M3).rows)
+    whole, part = dequantise(cast(name, x, E4M3).rows), dequantise(cast(name, x[128:], E4M3).rows)
     near = x[128:].abs() > 2.0**-6 * x.abs().max()
     assert torch.equal(whole[128:][near], part[near])
 
@@ -97,7 +105,7 @@ def test_a_part_has_the_numbers_it_has_in_the_whole(name: str):
 @pytest.mark.parametrize("name", CASTS)
 def test_zeros_stay_zeros(name: str):
     made = cast(name, torch.zeros(128, 256), E5M2)
-    y = cast_and_gemm.emulated_product(made.rows, made.rows, dtype=torch.float32, fast=True)
+    y = cast_and_gemm.emulated_gemm(made.rows, made.rows, dtype=torch.float32, fast=True)
     assert (y == 0).all()
 
 
@@ -108,16 +116,16 @@ def test_what_is_not_finite_goes_on_as_nan(name: str, bad: float):
     x[3, 7] = bad
     made = cast(name, x, E4M3)
     w = cast(name, normal(128, 256, seed=6).float(), E4M3)
-    y = cast_and_gemm.emulated_product(made.rows, w.rows, dtype=torch.float32, fast=True)
+    y = cast_and_gemm.emulated_gemm(made.rows, w.rows, dtype=torch.float32, fast=True)
     assert y[3].isnan().all() and y[4:].isfinite().all()
-    assert widen(made.columns)[7, 3].isnan()
+    assert dequantise(made.columns)[7, 3].isnan()
 
 
 def test_delayed_scaling_saturates_and_says_how_large_it_got():
     x = torch.tensor([[1.0, -1000.0, 3.0, 0.0]])
     amax = torch.tensor([2.0])
     made = cast_and_gemm.cast_delayed(x, E4M3, scale=torch.ones(1), amax=amax)
-    assert widen(made.rows).tolist() == [[1, -448, 3, 0]]
+    assert dequantise(made.rows).tolist() == [[1, -448, 3, 0]]
     assert amax == 1000
     cast_and_gemm.cast_delayed(x / 1000, E4M3, scale=torch.ones(1), amax=amax)
     assert amax == 1000
@@ -126,8 +134,8 @@ def test_delayed_scaling_saturates_and_says_how_large_it_got():
 def test_next_scale_goes_by_the_last_or_by_all():
     history = torch.tensor([448.0, 4480.0, math.inf])
     recent, largest = torch.zeros(1), torch.zeros(1)
-    cast_and_gemm.next_scale(history.clone(), recent, E4M3, latest=0, cleared=1, most_recent=True)
-    cast_and_gemm.next_scale(history, largest, E4M3, latest=0, cleared=1, most_recent=False)
+    cast_and_gemm.update_scale(history.clone(), recent, E4M3, latest=0, cleared=1, most_recent=True)
+    cast_and_gemm.update_scale(history, largest, E4M3, latest=0, cleared=1, most_recent=False)
     assert recent == 1 and largest == 16
     assert history.tolist() == [448, 0, 0]
 
@@ -136,12 +144,12 @@ def test_next_scale_goes_by_the_last_or_by_all():
 @pytest.mark.parametrize("out", [False, True])
 def test_product(name: str, out: bool):
     a, b = normal(144, 384, seed=7), normal(272, 384, seed=8)
-    left = cast("cast_blocks" if name == "cast_squares" else name, a, E4M3).rows
+    left = cast("cast_blocks" if name == "cast_blocks_2d" else name, a, E4M3).rows
     right = cast(name, b, E4M3).rows
     buffer = torch.full((144, 272), math.nan) if out else None
-    y = cast_and_gemm.emulated_product(left, right, dtype=torch.float32, fast=True, out=buffer)
+    y = cast_and_gemm.emulated_gemm(left, right, dtype=torch.float32, fast=True, out=buffer)
     assert buffer is None or y is buffer
-    exact = widen(left).double() @ widen(right).double().t()
+    exact = dequantise(left).double() @ dequantise(right).double().t()
     assert (y - exact).norm() <= 1e-6 * exact.norm()
     true = a @ b.t()
     assert 0.001 < (y - true).norm() / true.norm() < 0.05
@@ -152,31 +160,31 @@ def test_product(name: str, out: bool):
 def test_what_is_handed_to_the_hardware(name: str, start: int):
     """Torch's operation exists on the CPU too, for these scales; an `out` that is not aligned gets a copy."""
     a, b = (cast(name, normal(rows, 96, seed=rows, spread=2.0), E4M3).rows for rows in (48, 32))
-    wanted = cast_and_gemm.emulated_product(a, b, dtype=torch.float32, fast=True)
+    wanted = cast_and_gemm.emulated_gemm(a, b, dtype=torch.float32, fast=True)
     assert torch.allclose(
-        cast_and_gemm.hardware_product(a, b, dtype=torch.float32, fast=True), wanted, rtol=1e-4, atol=1e-3
+        cast_and_gemm.hardware_gemm(a, b, dtype=torch.float32, fast=True), wanted, rtol=1e-4, atol=1e-3
     )
     buffer = torch.full((48 * 32 + 3,), math.nan)
     out = buffer[start : start + 48 * 32].view(48, 32)
-    cast_and_gemm.hardware_product(a, b, dtype=torch.float32, fast=False, out=out)
+    cast_and_gemm.hardware_gemm(a, b, dtype=torch.float32, fast=False, out=out)
     assert torch.allclose(out, wanted, rtol=1e-4, atol=1e-3)
     assert int(buffer.isnan().sum()) == 3
 
 
 def test_product_in_float64():
     a, b = (cast_and_gemm.cast_rows(normal(32, 64, seed=seed), E4M3).rows for seed in (9, 10))
-    y = cast_and_gemm.emulated_product(a, b, dtype=torch.float64, fast=False)
+    y = cast_and_gemm.emulated_gemm(a, b, dtype=torch.float64, fast=False)
     assert y.dtype == torch.float64
-    assert torch.equal(y, widen(a).double() @ widen(b).double().t())
+    assert torch.equal(y, dequantise(a).double() @ dequantise(b).double().t())
 
 
 def test_grouped_product_leaves_rows_of_no_expert_at_zero():
     x = cast_and_gemm.cast_rows_only(normal(40, 32, seed=11), E4M3)
     flat = cast_and_gemm.cast_rows_only(normal(3 * 16, 32, seed=12), E4M3)
-    weight = Operand(flat.values.view(3, 16, 32), flat.scale.view(3, 16), "rows")
+    weight = Fp8Operand(flat.values.view(3, 16, 32), flat.scale.view(3, 16), "rows")
     counts = torch.tensor([7, 0, 20])
-    y = cast_and_gemm.emulated_grouped_product(x.values, x.scale, weight, counts, dtype=torch.float32, fast=True)
-    wide = widen(flat).view(3, 16, 32)
-    assert torch.allclose(y[:7], widen(x)[:7] @ wide[0].t(), atol=1e-4)
-    assert torch.allclose(y[7:27], widen(x)[7:27] @ wide[2].t(), atol=1e-4)
+    y = cast_and_gemm.emulated_grouped_gemm(x.values, x.scale, weight, counts, dtype=torch.float32, fast=True)
+    wide = dequantise(flat).view(3, 16, 32)
+    assert torch.allclose(y[:7], dequantise(x)[:7] @ wide[0].t(), atol=1e-4)
+    assert torch.allclose(y[7:27], dequantise(x)[7:27] @ wide[2].t(), atol=1e-4)
     assert (y[27:] == 0).all()

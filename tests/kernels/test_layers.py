@@ -14,11 +14,11 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from petatron.config.schema.model import ModelConfig
-from petatron.kernels.activation import GATED, PLAIN
-from petatron.kernels.rope import turn as rotate
+from petatron.kernels.activation import ACTIVATIONS, GATE_ACTIVATIONS
+from petatron.kernels.rope import apply_rope as rotate
 from petatron.layers.dropout import Dropout
 from petatron.layers.norm import LayerNorm, RMSNorm
-from petatron.layers.rope import Rotary, inverse_frequencies, temperature
+from petatron.layers.rope import RotaryEmbedding, attention_scaling, inverse_frequencies
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -106,9 +106,9 @@ def test_rotary_is_that_of_transformers(case: str, width: int):
         rope_parameters={"rope_theta": 1e4, **theirs},
     )
     embedding = LlamaRotaryEmbedding(config)
-    rotary = Rotary(rotary_config(**ours), width)
-    torch.testing.assert_close(rotary.inverse, embedding.inv_freq, rtol=1e-6, atol=0)
-    assert rotary.temperature == pytest.approx(embedding.attention_scaling)
+    rotary = RotaryEmbedding(rotary_config(**ours), width)
+    torch.testing.assert_close(rotary.inv_freq, embedding.inv_freq, rtol=1e-6, atol=0)
+    assert rotary.attention_scaling == pytest.approx(embedding.attention_scaling)
     torch.manual_seed(width)
     positions = torch.stack((torch.arange(40), torch.randint(0, 300, (40,))))
     q, k = torch.randn(2, 4, 40, width), torch.randn(2, 1, 40, width)
@@ -128,7 +128,7 @@ def test_rotary_is_that_of_transformers(case: str, width: int):
     percent=st.sampled_from([0.5, 1.0]),
 )
 def test_a_score_depends_on_the_distance_only(first: int, second: int, shift: int, percent: float):
-    rotary = Rotary(rotary_config(rotary_percent=percent), 16)
+    rotary = RotaryEmbedding(rotary_config(rotary_percent=percent), 16)
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 1, 16, dtype=torch.float64), torch.randn(1, 1, 1, 16, dtype=torch.float64)
 
@@ -141,7 +141,7 @@ def test_a_score_depends_on_the_distance_only(first: int, second: int, shift: in
 
 def test_partial_rotation_leaves_the_rest_of_a_head():
     x = torch.randn(6, 2, 3, 16)
-    turned = rotate(x, *Rotary(rotary_config(rotary_percent=0.25), 16)(torch.arange(6), torch.float32))
+    turned = rotate(x, *RotaryEmbedding(rotary_config(rotary_percent=0.25), 16)(torch.arange(6), torch.float32))
     assert torch.equal(turned[..., 4:], x[..., 4:]) and not torch.allclose(turned[1:, ..., :4], x[1:, ..., :4])
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
 
@@ -152,19 +152,19 @@ def test_scaling_keeps_high_and_slows_low_frequencies():
         scaled = inverse_frequencies(rotary_config(**change, **_SCALED), 64)
         assert scaled[0] == plain[0] and scaled[-1] == pytest.approx(plain[-1].item() / 8)
         assert (scaled.diff() < 0).all()
-    assert temperature(rotary_config(position_embedding_type="yarn")) == pytest.approx(0.1 * math.log(8) + 1)
-    assert temperature(rotary_config(position_embedding_type="yarn", rope_scaling_factor=1.0)) == 1.0
+    assert attention_scaling(rotary_config(position_embedding_type="yarn")) == pytest.approx(0.1 * math.log(8) + 1)
+    assert attention_scaling(rotary_config(position_embedding_type="yarn", rope_scaling_factor=1.0)) == 1.0
 
 
 def test_activations_are_those_of_transformers():
     x = torch.linspace(-6, 6, 101, dtype=torch.float64)
     names = {"gelu_tanh": "gelu_new", "squared_relu": "relu2"}
-    for name, activation in PLAIN.items():
+    for name, activation in ACTIVATIONS.items():
         torch.testing.assert_close(activation(x), ACT2FN[names.get(name, name)](x))
     gates = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh", "reglu": "relu"}
-    assert gates.keys() == GATED.keys()
-    for name, gate in GATED.items():
-        torch.testing.assert_close(PLAIN[gate](x), ACT2FN[gates[name]](x))
+    assert gates.keys() == GATE_ACTIVATIONS.keys()
+    for name, gate in GATE_ACTIVATIONS.items():
+        torch.testing.assert_close(ACTIVATIONS[gate](x), ACT2FN[gates[name]](x))
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.gemm import PLAIN, Plain, WeightGrad
+from petatron.kernels.gemm import PLAIN_GEMM, PlainGemm, WeightGrad
 from petatron.kernels.linear_cross_entropy import (
     CHUNK_BYTES,
-    MOST_CHUNK_BYTES,
-    Columns,
-    Wanted,
+    LARGE_BATCH_CHUNK_BYTES,
+    GradRequest,
+    VocabColumns,
     chunk_tokens,
     linear_cross_entropy,
 )
@@ -30,8 +30,10 @@ BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-3, torch.
 def test_losses_and_both_gradients(dtype: torch.dtype, chunk: int | None):
     case, bound = Case.random(23, 61, dtype=dtype), BOUNDS[dtype]
     grad = MainGrad.poisoned(case.weight)
-    wanted = Wanted(case.token_weights, grad.deliver)
-    losses, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, Columns(61), wanted=wanted, chunk=chunk)
+    wanted = GradRequest(case.token_weights, grad.deliver)
+    losses, grad_x = linear_cross_entropy(
+        case.x, case.weight, case.targets, VocabColumns(61), grad_request=wanted, chunk_size=chunk
+    )
     true_losses, true_grad_x, true_grad = case.expected()
     assert losses.dtype == grad.out.dtype == torch.promote_types(dtype, torch.float32)
     assert grad_x is not None and grad_x.dtype == dtype
@@ -46,8 +48,8 @@ def test_the_weights_gradient_adds_to_what_a_micro_batch_before_left():
     second.weight = first.weight
     grad = MainGrad.poisoned(first.weight)
     for case in (first, second):
-        wanted = Wanted(case.token_weights, grad.deliver)
-        linear_cross_entropy(case.x, case.weight, case.targets, Columns(31), wanted=wanted, chunk=4)
+        wanted = GradRequest(case.token_weights, grad.deliver)
+        linear_cross_entropy(case.x, case.weight, case.targets, VocabColumns(31), grad_request=wanted, chunk_size=4)
     torch.testing.assert_close(grad.out, first.expected()[2] + second.expected()[2])
 
 
@@ -57,8 +59,10 @@ def test_the_weights_gradient_of_no_tokens_is_zero():
     grad = MainGrad.poisoned(case.weight)
 
     def add(case: Case) -> None:
-        wanted = Wanted(case.token_weights, grad.deliver)
-        losses, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, Columns(31), wanted=wanted, chunk=4)
+        wanted = GradRequest(case.token_weights, grad.deliver)
+        losses, grad_x = linear_cross_entropy(
+            case.x, case.weight, case.targets, VocabColumns(31), grad_request=wanted, chunk_size=4
+        )
         assert grad_x is not None and len(losses) == len(grad_x) == len(case.x)
 
     add(nothing)
@@ -74,19 +78,21 @@ def test_short_operands_are_accumulated_in_float32():
     grad = MainGrad.poisoned(weight)
     weights = torch.full((1024,), 2.0)
     targets = torch.zeros(1024, dtype=torch.int64)
-    linear_cross_entropy(x, weight, targets, Columns(2), wanted=Wanted(weights, grad.deliver), chunk=1)
+    linear_cross_entropy(
+        x, weight, targets, VocabColumns(2), grad_request=GradRequest(weights, grad.deliver), chunk_size=1
+    )
     assert grad.out.tolist() == [[-1024.0], [1024.0]]
 
 
-class Forward(Plain):
-    def backward(self, grad_RO: Tensor, weight: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, WeightGrad]:
+class Forward(PlainGemm):
+    def backward(self, grad_RO: Tensor, weight: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, WeightGrad]:
         raise AssertionError("no gradient was asked for")
 
 
 def test_evaluation_makes_losses_alone():
     case = Case.random(23, 61)
     losses, grad_x = linear_cross_entropy(
-        case.x.requires_grad_(), case.weight, case.targets, Columns(61), product=Forward(), chunk=5
+        case.x.requires_grad_(), case.weight, case.targets, VocabColumns(61), gemm=Forward(), chunk_size=5
     )
     assert grad_x is None and not losses.requires_grad
     torch.testing.assert_close(losses, case.expected()[0])
@@ -94,8 +100,10 @@ def test_evaluation_makes_losses_alone():
 
 def test_a_frozen_weight_gets_no_gradient():
     case = Case.random(12, 30)
-    wanted = Wanted(case.token_weights, None)
-    _, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, Columns(30), wanted=wanted, chunk=5)
+    wanted = GradRequest(case.token_weights, None)
+    _, grad_x = linear_cross_entropy(
+        case.x, case.weight, case.targets, VocabColumns(30), grad_request=wanted, chunk_size=5
+    )
     assert distance(grad_x, case.expected()[1]) < 1e-13
 
 
@@ -108,19 +116,21 @@ class Watched:
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert all(logits() is None for logits in self.alive), "two chunks of logits at once"
-        logits, kept = PLAIN.forward(x_RD, weight)
+        logits, kept = PLAIN_GEMM.forward(x_RD, weight)
         self.rows.append(logits.shape[0])
         self.alive.append(weakref.ref(logits))
         return logits, kept
 
-    backward = staticmethod(PLAIN.backward)
+    backward = staticmethod(PLAIN_GEMM.backward)
 
 
 def test_one_chunk_of_logits_exists_at_a_time():
     case, watched = Case.random(23, 61), Watched()
     grad = MainGrad.poisoned(case.weight)
-    wanted = Wanted(case.token_weights, grad.deliver)
-    linear_cross_entropy(case.x, case.weight, case.targets, Columns(61), wanted=wanted, product=watched, chunk=8)
+    wanted = GradRequest(case.token_weights, grad.deliver)
+    linear_cross_entropy(
+        case.x, case.weight, case.targets, VocabColumns(61), grad_request=wanted, gemm=watched, chunk_size=8
+    )
     assert watched.rows == [8, 8, 7]
 
 
@@ -142,16 +152,16 @@ class Keeping:
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         return 2 * x_RD @ weight.t(), (2 * x_RD,)
 
-    def backward(self, grad_RO: Tensor, weight: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, WeightGrad]:
-        return 2 * grad_RO @ weight, KeptJob(grad_RO, kept[0])
+    def backward(self, grad_RO: Tensor, weight: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, WeightGrad]:
+        return 2 * grad_RO @ weight, KeptJob(grad_RO, saved[0])
 
 
 def test_another_product_is_taken_through():
     case = Case.random(11, 20)
     grad = MainGrad.poisoned(case.weight)
-    wanted = Wanted(case.token_weights, grad.deliver)
+    wanted = GradRequest(case.token_weights, grad.deliver)
     losses, grad_x = linear_cross_entropy(
-        case.x, case.weight, case.targets, Columns(20), wanted=wanted, product=Keeping(), chunk=4
+        case.x, case.weight, case.targets, VocabColumns(20), grad_request=wanted, gemm=Keeping(), chunk_size=4
     )
     case.x = 2 * case.x
     true_losses, true_grad_x, true_grad = case.expected()
@@ -176,9 +186,11 @@ def test_spread_over_ranks(size: int, count: int, pad_to: int, chunk: int):
         columns = ranks.columns(rank, size, local)
         mine = padded[rank * local : (rank + 1) * local]
         grad = MainGrad.poisoned(mine)
-        wanted = Wanted(case.token_weights, grad.deliver)
-        evaluated, _ = linear_cross_entropy(case.x, mine, case.targets, columns, chunk=chunk)
-        losses, grad_x = linear_cross_entropy(case.x, mine, case.targets, columns, wanted=wanted, chunk=chunk)
+        wanted = GradRequest(case.token_weights, grad.deliver)
+        evaluated, _ = linear_cross_entropy(case.x, mine, case.targets, columns, chunk_size=chunk)
+        losses, grad_x = linear_cross_entropy(
+            case.x, mine, case.targets, columns, grad_request=wanted, chunk_size=chunk
+        )
         assert torch.equal(evaluated, losses)
         return losses, grad_x, grad.out
 
@@ -195,11 +207,11 @@ def test_a_token_without_weight_may_have_no_target():
     case = Case.random(10, 30)
     case.token_weights[3:6] = 0
     grad, without = MainGrad.poisoned(case.weight), MainGrad.poisoned(case.weight)
-    wanted = Wanted(case.token_weights, grad.deliver)
-    _, expected = linear_cross_entropy(case.x, case.weight, case.targets, Columns(30), wanted=wanted)
+    wanted = GradRequest(case.token_weights, grad.deliver)
+    _, expected = linear_cross_entropy(case.x, case.weight, case.targets, VocabColumns(30), grad_request=wanted)
     case.targets[3:6] = torch.tensor([-100, 30, -1])
-    wanted = Wanted(case.token_weights, without.deliver)
-    losses, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, Columns(30), wanted=wanted)
+    wanted = GradRequest(case.token_weights, without.deliver)
+    losses, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, VocabColumns(30), grad_request=wanted)
     assert losses.isfinite().all()
     assert torch.equal(grad_x, expected) and torch.equal(grad.out, without.out)
 
@@ -208,15 +220,15 @@ def test_gradients_are_slopes_of_the_loss():
     """By differences, which share nothing with the derivation."""
     case, step = Case.random(4, 6, hidden=3), 1e-6
     grad = MainGrad.poisoned(case.weight)
-    wanted = Wanted(case.token_weights, grad.deliver)
-    _, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, Columns(6), wanted=wanted)
+    wanted = GradRequest(case.token_weights, grad.deliver)
+    _, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, VocabColumns(6), grad_request=wanted)
     assert grad_x is not None
     for tensor, found in ((case.x, grad_x), (case.weight, grad.out)):
         for index in range(tensor.numel()):
             ends: list[Tensor] = []
             for place in (step, -2 * step, step):
                 tensor.view(-1)[index] += place
-                losses, _ = linear_cross_entropy(case.x, case.weight, case.targets, Columns(6))
+                losses, _ = linear_cross_entropy(case.x, case.weight, case.targets, VocabColumns(6))
                 ends.append((losses * case.token_weights).sum())
             slope = float(ends[0] - ends[1]) / (2 * step)
             assert float(found.view(-1)[index]) == pytest.approx(slope, abs=1e-8)
@@ -227,7 +239,7 @@ def test_logits_far_from_zero_do_not_overflow(shift: float):
     """All of a row's: their exponentials alone would be nothing, or infinite."""
     case = Case.random(10, 30, dtype=torch.float32)
     case.x[:, 0], case.weight[:, 0] = shift, 1.0
-    losses, _ = linear_cross_entropy(case.x, case.weight, case.targets, Columns(30))
+    losses, _ = linear_cross_entropy(case.x, case.weight, case.targets, VocabColumns(30))
     torch.testing.assert_close(losses.double(), case.expected()[0], rtol=1e-4, atol=1e-2)
 
 
@@ -235,8 +247,8 @@ def test_large_logits_do_not_overflow():
     case = Case.random(10, 30, dtype=torch.float32)
     case.x *= 1e3
     grad = MainGrad.poisoned(case.weight)
-    wanted = Wanted(case.token_weights, grad.deliver)
-    losses, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, Columns(30), wanted=wanted)
+    wanted = GradRequest(case.token_weights, grad.deliver)
+    losses, grad_x = linear_cross_entropy(case.x, case.weight, case.targets, VocabColumns(30), grad_request=wanted)
     true_losses, true_grad_x, true_grad = case.expected()
     assert max(distance(losses, true_losses), distance(grad_x, true_grad_x), distance(grad.out, true_grad)) < 1e-3
 
@@ -248,7 +260,7 @@ def test_chunks_stay_within_their_bound():
         for columns in (1, 1000, 32000, 256000, 10**9, 10**10):
             for size in (2, 4, 8):
                 chunk = chunk_tokens(tokens, columns, size)
-                bound = CHUNK_BYTES if tokens < 32768 else MOST_CHUNK_BYTES
+                bound = CHUNK_BYTES if tokens < 32768 else LARGE_BATCH_CHUNK_BYTES
                 assert chunk == 1 or chunk * columns * size <= bound
                 fewest = -(-tokens * columns * size // bound)
                 assert chunk < 128 or -(-tokens // chunk) <= 2 * fewest, "no more chunks than there must be"

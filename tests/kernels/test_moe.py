@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.activation import GATED, PLAIN
+from petatron.kernels.activation import ACTIVATIONS, GATE_ACTIVATIONS
 from petatron.kernels.moe import grouped_gemm, permute
-from petatron.kernels.moe.grouped_gemm import GroupedMultiplication, grouped_weight_grad, looped_linear
+from petatron.kernels.moe.grouped_gemm import GroupedGemm, grouped_weight_grad, looped_linear
 from petatron.kernels.moe.permute import (
-    Arrangement,
-    arrange,
-    inverse,
+    Permutation,
+    build_permutation,
+    inverse_permutation,
+    permute_router_weights,
     reorder,
     sort_by_expert,
-    weight_of_rows,
     weighted_activation,
     weighted_activation_backward,
 )
 
-take, combine = (partial(function, kernels=permute.REFERENCE) for function in (permute.take, permute.combine))
+take, combine = (partial(function, kernels=permute.REFERENCE) for function in (permute.permute, permute.unpermute))
 
 
 def draw(tokens: int, k: int, experts: int, seed: int, *, drop: bool = False) -> Tensor:
@@ -48,10 +48,10 @@ def test_arrangement(tokens: int, experts: int, k: int, seed: int, drop: bool, p
     k = min(k, experts)
     chosen = draw(tokens, k, experts, seed, drop=drop)
     capacity = tokens if padded else None
-    found = arrange(chosen, experts, incomplete=drop, capacity=capacity)
+    found = build_permutation(chosen, experts, may_drop=drop, capacity=capacity)
     counts = [found.counts] * experts if isinstance(found.counts, int) else found.counts.tolist()
     owner = [expert for expert, count in enumerate(counts) for _ in range(count)]
-    real = [True] * len(owner) if found.real_R is None else found.real_R.tolist()
+    real = [True] * len(owner) if found.valid_R is None else found.valid_R.tolist()
     rows = {}
     for row, (expert, is_real) in enumerate(zip(owner, real, strict=True)):
         if is_real:
@@ -71,19 +71,19 @@ def test_arrangement(tokens: int, experts: int, k: int, seed: int, drop: bool, p
 def test_preference_orders_within_an_expert(tokens: int, experts: int, k: int, seed: int):
     chosen = draw(tokens, min(k, experts), experts, seed)
     liking = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(seed))
-    found = sort_by_expert(chosen, experts, preference=liking)
+    found = sort_by_expert(chosen, experts, priority=liking)
     assert found.counts_E.tolist() == [int((chosen == expert).sum()) for expert in range(experts)]
     for t in range(tokens):
         for place in range(chosen.shape[1]):
             better = (chosen == chosen[t, place]) & (liking > liking[t, place])
-            assert int(found.place_TK[t, place]) == int(better.sum())
+            assert int(found.position_in_expert_TK[t, place]) == int(better.sum())
 
 
 def test_inverse_and_reorder():
     order = torch.tensor([2, 0, 3, 1])
-    assert order[inverse(order)].tolist() == [0, 1, 2, 3]
+    assert order[inverse_permutation(order)].tolist() == [0, 1, 2, 3]
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(lambda x: reorder(x, order, inverse(order)), (x,))
+    torch.autograd.gradcheck(lambda x: reorder(x, order, inverse_permutation(order)), (x,))
 
 
 def test_more_experts_than_bytes_count():
@@ -96,8 +96,8 @@ def test_more_experts_than_bytes_count():
 CASES = [(False, None), (True, None), (False, 7), (True, 7)]
 
 
-def arranged(drop: bool, capacity: int | None) -> Arrangement:
-    return arrange(draw(7, 3, 4, 1, drop=drop), 4, incomplete=drop, capacity=capacity)
+def arranged(drop: bool, capacity: int | None) -> Permutation:
+    return build_permutation(draw(7, 3, 4, 1, drop=drop), 4, may_drop=drop, capacity=capacity)
 
 
 @pytest.mark.parametrize(("drop", "capacity"), CASES)
@@ -131,11 +131,11 @@ def test_gradients(drop: bool, capacity: int | None):
 def test_rows_to_spare_are_never_looked_at(spare: int):
     """With more room than is needed, some choices that go nowhere have rows behind those of all experts; NaN there reaches nothing."""
     chosen = draw(7, 3, 4, 1, drop=True)
-    cut = arrange(chosen, 4, incomplete=True)
+    cut = build_permutation(chosen, 4, may_drop=True)
     rows = cut.choice_R.shape[0]
-    found = arrange(chosen, 4, incomplete=True, room=rows + spare)
+    found = build_permutation(chosen, 4, may_drop=True, max_rows=rows + spare)
     assert found.choice_R.shape[0] == min(21, rows + spare) and rows < 19
-    assert torch.equal(found.cut(rows).choice_R, cut.choice_R) and torch.equal(found.row_TK, cut.row_TK)
+    assert torch.equal(found.truncate(rows).choice_R, cut.choice_R) and torch.equal(found.row_TK, cut.row_TK)
     assert isinstance(found.counts, Tensor) and isinstance(cut.counts, Tensor) and torch.equal(found.counts, cut.counts)
     results = []
     for arrangement in (found, cut):
@@ -145,7 +145,7 @@ def test_rows_to_spare_are_never_looked_at(spare: int):
         taken.register_hook(lambda grad: grad.index_fill(0, torch.arange(rows, grad.shape[0]), torch.nan))
         made = taken.index_fill(0, torch.arange(rows, taken.shape[0]), torch.nan)
         y = combine(made, weights, arrangement) + combine(made, None, arrangement)
-        y = y + weight_of_rows(weights, arrangement)[:rows].square().sum()
+        y = y + permute_router_weights(weights, arrangement)[:rows].square().sum()
         y.square().sum().backward()
         results.append((y.detach(), x.grad, weights.grad))
     for mine, true in zip(*results, strict=True):
@@ -161,28 +161,30 @@ def test_weights_may_go_in_before(drop: bool, capacity: int | None):
     weights = torch.rand(7, 3, dtype=torch.float64, requires_grad=True)
 
     def before(x: Tensor, weights: Tensor) -> Tensor:
-        rows = take(x, arrangement).sin() * weight_of_rows(weights, arrangement)[:, None]
+        rows = take(x, arrangement).sin() * permute_router_weights(weights, arrangement)[:, None]
         return combine(rows, None, arrangement)
 
     torch.testing.assert_close(before(x, weights), combine(take(x, arrangement).sin(), weights, arrangement))
     assert torch.autograd.gradcheck(before, (x, weights))
 
 
-@pytest.mark.parametrize("name", [*GATED, *PLAIN])
+@pytest.mark.parametrize("name", [*GATE_ACTIVATIONS, *ACTIVATIONS])
 def test_weighted_activation(name: str):
     inner = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.rand(6, dtype=torch.float64, requires_grad=True)
     gate, up = inner.chunk(2, dim=-1)
-    wanted = (PLAIN[GATED[name]](gate) * up if name in GATED else PLAIN[name](inner)) * weight[:, None]
+    wanted = (
+        ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up if name in GATE_ACTIVATIONS else ACTIVATIONS[name](inner)
+    ) * weight[:, None]
     torch.testing.assert_close(weighted_activation(inner.detach(), weight.detach(), name), wanted)
     grad = torch.randn_like(wanted)
     true = torch.autograd.grad(wanted, (inner, weight), grad)
-    *found, made = weighted_activation_backward(grad, inner.detach(), weight.detach(), name, again=True)
+    *found, made = weighted_activation_backward(grad, inner.detach(), weight.detach(), name, recompute_output=True)
     for mine, expected in zip(found, true, strict=True):
         torch.testing.assert_close(mine, expected)
     assert made is not None
     torch.testing.assert_close(made, wanted)
-    assert weighted_activation_backward(grad, inner.detach(), weight.detach(), name, again=False)[2] is None
+    assert weighted_activation_backward(grad, inner.detach(), weight.detach(), name, recompute_output=False)[2] is None
 
 
 def test_weighted_activation_rounds_once():
@@ -195,7 +197,7 @@ def test_weighted_activation_rounds_once():
 
 def test_no_rows_at_all():
     """A rank whose experts nobody chose still takes part."""
-    arrangement = arrange(torch.full((3, 2), 4), 4, incomplete=True)
+    arrangement = build_permutation(torch.full((3, 2), 4), 4, may_drop=True)
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
     y = combine(take(x, arrangement), weights, arrangement)
@@ -207,10 +209,10 @@ def test_no_rows_at_all():
 @pytest.mark.parametrize("capacity", [None, 3])
 def test_no_tokens_at_all(capacity: int | None):
     """A rank without tokens has, padded, rows all the same."""
-    arrangement = arrange(torch.empty(0, 2, dtype=torch.long), 4, capacity=capacity)
+    arrangement = build_permutation(torch.empty(0, 2, dtype=torch.long), 4, capacity=capacity)
     rows = 0 if capacity is None else 4 * capacity
     x, weights = (torch.empty(0, n, dtype=torch.float64, requires_grad=True) for n in (5, 2))
-    taken, weight_R = take(x, arrangement), weight_of_rows(weights, arrangement)
+    taken, weight_R = take(x, arrangement), permute_router_weights(weights, arrangement)
     assert taken.shape == (rows, 5) and weight_R.shape == (rows,) and not taken.any() and not weight_R.any()
     y = combine(taken.cos() * weight_R[:, None].cos(), weights, arrangement) + combine(taken, None, arrangement)
     assert y.shape == (0, 5)
@@ -221,15 +223,15 @@ def test_no_tokens_at_all(capacity: int | None):
 
 def test_padding_is_zeros_whatever_tokens_are():
     arrangement = arranged(False, 7)
-    assert arrangement.real_R is not None and not arrangement.real_R.all()
+    assert arrangement.valid_R is not None and not arrangement.valid_R.all()
     x, weights = torch.full((7, 5), torch.inf), torch.full((7, 3), torch.nan)
-    grad, _ = permute.combine_backward(x, torch.randn(28, 5), torch.rand(7, 3), arrangement)
-    for found in (permute.take_rows(x, arrangement), permute.rows_of_choices(weights, arrangement), grad):
-        assert not found[~arrangement.real_R].any() and not found[arrangement.real_R].isfinite().any()
+    grad, _ = permute.unpermute_backward(x, torch.randn(28, 5), torch.rand(7, 3), arrangement)
+    for found in (permute.permute_rows(x, arrangement), permute.choices_to_rows(weights, arrangement), grad):
+        assert not found[~arrangement.valid_R].any() and not found[arrangement.valid_R].isfinite().any()
 
 
 def test_low_precision_sums_in_float32():
-    arrangement = arrange(torch.tensor([[0, 1, 2]]), 3)
+    arrangement = build_permutation(torch.tensor([[0, 1, 2]]), 3)
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
     out = combine(rows, torch.ones(1, 3), arrangement)
     assert out.dtype == torch.bfloat16 and out.item() == 258.0  # 256 + 1 is 256 in bfloat16
@@ -276,7 +278,7 @@ def test_grouped_multiplication(counts: list[int] | int, dtype: torch.dtype, res
     wide = torch.promote_types(dtype, torch.float32)
     bounds = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-12, "atol": 1e-12}
 
-    multiply = GroupedMultiplication(counts if isinstance(counts, int) else sizes)
+    multiply = GroupedGemm(counts if isinstance(counts, int) else sizes)
     y, kept = multiply.forward(x, weight)
     assert kept == () and y.dtype == dtype and not y[rows:].any()
     torch.testing.assert_close(y[:rows].double(), wanted.detach(), **bounds)
@@ -303,11 +305,11 @@ def test_one_expert_after_the_other_on_request(looped: bool, monkeypatch: pytest
         sizes = counts.tolist()
         return torch.stack([part @ rows for part, rows in zip(a.split(sizes, dim=1), b.split(sizes), strict=True)])
 
-    monkeypatch.setattr(grouped_gemm, "_one_kernel", one_kernel)
-    monkeypatch.setattr(grouped_gemm, "_has_grouped_kernel", lambda *_: True)
+    monkeypatch.setattr(grouped_gemm, "_grouped_mm", one_kernel)
+    monkeypatch.setattr(grouped_gemm, "_supports_grouped_mm", lambda *_: True)
     sizes = torch.tensor([2, 0, 5])
     x, grad, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((7, 4), (7, 6), (3, 6, 4)))
-    multiply = GroupedMultiplication(sizes, looped=looped)
+    multiply = GroupedGemm(sizes, looped=looped)
     y, kept = multiply.forward(x, weight)
     x_grad, job = multiply.backward(grad, weight, kept)
     out = torch.empty_like(weight)

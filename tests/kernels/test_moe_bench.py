@@ -8,17 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.bench.ops import moe as bench_moe
-from petatron.bench.ops.moe import ROUTINGS, SMALL_SHAPES, Layer, Shape, build, measure, ours, peer
+from petatron.bench.ops.moe import ROUTINGS, SMALL_SHAPES, BenchMoELayer, MoEShape, build_layer, measure, ours, peer
 
 CPU = torch.device("cpu")
 
 
-def by_loop(layer: Layer) -> list[Tensor]:
+def by_loop(layer: BenchMoELayer) -> list[Tensor]:
     """Output and gradients of x, the router's weights and the experts', one expert after the other."""
     leaves = [t.double().requires_grad_() for t in (layer.x_TD, layer.weights_TK, layer.gate_up, layer.down)]
     x, weights, gate_up, down = leaves
     y = torch.zeros_like(x)
-    for expert in range(layer.shape.experts):
+    for expert in range(layer.shape.num_experts):
         token, place = torch.where(layer.experts_TK == expert)
         gate, up = (x[token] @ gate_up[expert].t()).chunk(2, dim=-1)
         y = y.index_add(0, token, (F.silu(gate) * up) @ down[expert].t() * weights[token, place, None])
@@ -27,8 +27,8 @@ def by_loop(layer: Layer) -> list[Tensor]:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", SMALL_SHAPES, ids=lambda shape: shape.family)
-def test_the_measured_layer(shape: Shape, routing: str):
-    layer = build(shape, routing, CPU, dtype=torch.float64)
+def test_the_measured_layer(shape: MoEShape, routing: str):
+    layer = build_layer(shape, routing, CPU, dtype=torch.float64)
     found = ours(layer)
     mine = [found.y_TD, found.grad_x_TD, found.grad_weights_TK, layer.gate_up_grad, layer.down_grad]
     for own, true in zip(mine, by_loop(layer), strict=True):
@@ -36,9 +36,9 @@ def test_the_measured_layer(shape: Shape, routing: str):
 
 
 @pytest.mark.parametrize("shape", SMALL_SHAPES, ids=lambda shape: shape.family)
-def test_the_peer_computes_the_same(shape: Shape):
+def test_the_peer_computes_the_same(shape: MoEShape):
     pytest.importorskip("transformers")
-    layer = build(shape, "skewed", CPU, dtype=torch.float32)
+    layer = build_layer(shape, "skewed", CPU, dtype=torch.float32)
     run = peer(layer)
     assert run is not None
     theirs, mine = run(), ours(layer)
@@ -58,4 +58,4 @@ def test_measure(with_peer: bool, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_flops_are_those_of_the_chosen_experts():
-    assert Shape("mixtral", 8, 2, 4096, 14336, 32768).flops == 6 * 65536 * 3 * 4096 * 14336
+    assert MoEShape("mixtral", 8, 2, 4096, 14336, 32768).flops == 6 * 65536 * 3 * 4096 * 14336

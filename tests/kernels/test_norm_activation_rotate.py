@@ -34,8 +34,8 @@ def far(found: Tensor, wanted: Tensor) -> float:
     return float((found.to(WIDE) - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
-def whole(weight: Tensor, from_one: bool) -> Tensor:
-    return weight + 1 if from_one else weight
+def whole(weight: Tensor, zero_centered_gamma: bool) -> Tensor:
+    return weight + 1 if zero_centered_gamma else weight
 
 
 NORM_CASES = {
@@ -51,20 +51,26 @@ NORM_CASES = {
 @pytest.mark.parametrize("shape", [(1, 1), (5, 8), (33, 7)])
 @pytest.mark.parametrize("case", NORM_CASES)
 def test_rms_norm(case: str, shape: tuple[int, int]):
-    branched, streamed, from_one = NORM_CASES[case]
+    branched, streamed, zero_centered_gamma = NORM_CASES[case]
     x, branch, weight = leaf(rows(*shape)), leaf(rows(*shape)), leaf(rows(shape[1]))
     grad, grad_total = rows(*shape), rows(*shape) if streamed else None
     total = x + branch if branched else x * 1.0
-    wanted = F.rms_norm(total, (shape[1],), whole(weight, from_one), eps=1e-5)
+    wanted = F.rms_norm(total, (shape[1],), whole(weight, zero_centered_gamma), eps=1e-5)
     loss = (wanted * grad).sum() + (0 if grad_total is None else (total * grad_total).sum())
     grads = torch.autograd.grad(loss, [total, weight])
-    options = {"eps": 1e-5, "from_one": from_one}
+    options = {"eps": 1e-5, "zero_centered_gamma": zero_centered_gamma}
     with torch.no_grad():
         made, normal, rstd = norm.rms_norm(x, weight, branch=branch if branched else None, **options)
         assert (made is x) == (not branched)
         for again in (True, False):
             found = norm.rms_norm_backward(
-                grad, made, rstd, weight, from_one=from_one, grad_total=grad_total, again=again
+                grad,
+                made,
+                rstd,
+                weight,
+                zero_centered_gamma=zero_centered_gamma,
+                grad_total=grad_total,
+                recompute_output=again,
             )
             close(found[0], grads[0])
             close(found[1], grads[1])
@@ -77,20 +83,27 @@ def test_rms_norm(case: str, shape: tuple[int, int]):
 @pytest.mark.parametrize("shape", [(1, 2), (5, 8), (33, 7)])
 @pytest.mark.parametrize("case", NORM_CASES)
 def test_layer_norm(case: str, shape: tuple[int, int]):
-    branched, streamed, from_one = NORM_CASES[case]
+    branched, streamed, zero_centered_gamma = NORM_CASES[case]
     x, branch = leaf(rows(*shape) + 3.0), leaf(rows(*shape))
     weight, bias = leaf(rows(shape[1])), leaf(rows(shape[1]))
     grad, grad_total = rows(*shape), rows(*shape) if streamed else None
     total = x + branch if branched else x * 1.0
-    wanted = F.layer_norm(total, (shape[1],), whole(weight, from_one), bias, eps=1e-5)
+    wanted = F.layer_norm(total, (shape[1],), whole(weight, zero_centered_gamma), bias, eps=1e-5)
     loss = (wanted * grad).sum() + (0 if grad_total is None else (total * grad_total).sum())
     grads = torch.autograd.grad(loss, [total, weight, bias])
-    options = {"eps": 1e-5, "from_one": from_one}
+    options = {"eps": 1e-5, "zero_centered_gamma": zero_centered_gamma}
     with torch.no_grad():
         made, normal, statistics = norm.layer_norm(x, weight, bias, branch=branch if branched else None, **options)
         for again in (True, False):
             found = norm.layer_norm_backward(
-                grad, made, statistics, weight, bias, from_one=from_one, grad_total=grad_total, again=again
+                grad,
+                made,
+                statistics,
+                weight,
+                bias,
+                zero_centered_gamma=zero_centered_gamma,
+                grad_total=grad_total,
+                recompute_output=again,
             )
             for ours, true in zip(found[:3], grads, strict=True):
                 close(ours, true)
@@ -107,14 +120,14 @@ def test_norms_in_half_precision(kind: str, dtype: torch.dtype):
     weight, bias = rows(96, dtype=dtype), rows(96, dtype=dtype)
     parameters = (weight,) if kind == "rms" else (weight, bias)
     forward, backward = (getattr(norm, f"{kind}_norm{end}") for end in ("", "_backward"))
-    total, normal, statistics = forward(x, *parameters, eps=1e-5, from_one=False, branch=branch)
+    total, normal, statistics = forward(x, *parameters, eps=1e-5, zero_centered_gamma=False, branch=branch)
     assert total.dtype == normal.dtype == dtype and statistics.dtype == torch.float32
-    *found, made = backward(grad, total, statistics, *parameters, from_one=False, grad_total=grad_total)
+    *found, made = backward(grad, total, statistics, *parameters, zero_centered_gamma=False, grad_total=grad_total)
     assert torch.equal(made, normal) and found[0].dtype == dtype and found[1].dtype == torch.float32
     wide = [tensor.to(WIDE) for tensor in parameters]
-    _, true_normal, true_statistics = forward(total.to(WIDE), *wide, eps=1e-5, from_one=False)
+    _, true_normal, true_statistics = forward(total.to(WIDE), *wide, eps=1e-5, zero_centered_gamma=False)
     wanted = backward(
-        grad.to(WIDE), total.to(WIDE), true_statistics, *wide, from_one=False, grad_total=grad_total.to(WIDE)
+        grad.to(WIDE), total.to(WIDE), true_statistics, *wide, zero_centered_gamma=False, grad_total=grad_total.to(WIDE)
     )
     rounding = torch.finfo(dtype).eps
     assert far(normal, true_normal) < 2 * rounding and far(found[0], wanted[0]) < 2 * rounding
@@ -126,16 +139,16 @@ def slope_of(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> T
     return torch.autograd.grad((function(x) * grad).sum(), x)[0]
 
 
-@pytest.mark.parametrize("name", activation.PLAIN)
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
 def test_plain_activations(name: str):
     x, grad = rows(9, 11), rows(9, 11)
     x[0, :3] = torch.tensor([0.0, 30.0, -30.0])  # a corner, and where exponentials are large
-    value = activation.plain(x, name)
-    close(value, activation.PLAIN[name](x))
-    found, made = activation.plain_backward(grad, x, name, again=True)
-    close(found, slope_of(activation.PLAIN[name], x, grad))
+    value = activation.activation(x, name)
+    close(value, activation.ACTIVATIONS[name](x))
+    found, made = activation.activation_backward(grad, x, name, recompute_output=True)
+    close(found, slope_of(activation.ACTIVATIONS[name], x, grad))
     assert made is not None and torch.equal(made, value)
-    alone, nothing = activation.plain_backward(grad, x, name, again=False)
+    alone, nothing = activation.activation_backward(grad, x, name, recompute_output=False)
     assert torch.equal(alone, found) and nothing is None
 
 
@@ -151,49 +164,49 @@ def test_activations_are_what_their_names_say():
         "squared_relu": x.clamp(min=0) ** 2,
         "silu": x * sigmoid,
     }
-    assert wanted.keys() == activation.PLAIN.keys()
+    assert wanted.keys() == activation.ACTIVATIONS.keys()
     for name, value in wanted.items():
-        close(activation.plain(x, name), value)
+        close(activation.activation(x, name), value)
     up = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]], dtype=WIDE)
-    for name, inner in activation.GATED.items():
-        close(activation.gated(torch.cat((x, up), -1), name), wanted[inner] * up)
+    for name, inner in activation.GATE_ACTIVATIONS.items():
+        close(activation.gated_activation(torch.cat((x, up), -1), name), wanted[inner] * up)
 
 
-@pytest.mark.parametrize("name", activation.GATED)
+@pytest.mark.parametrize("name", activation.GATE_ACTIVATIONS)
 def test_gated_activations(name: str):
     gate_up, grad = rows(9, 14), rows(9, 7)
-    inner = activation.PLAIN[activation.GATED[name]]
+    inner = activation.ACTIVATIONS[activation.GATE_ACTIVATIONS[name]]
 
     def whole_function(both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
         return inner(gate) * up
 
-    value = activation.gated(gate_up, name)
+    value = activation.gated_activation(gate_up, name)
     close(value, whole_function(gate_up))
-    found, made = activation.gated_backward(grad, gate_up, name, again=True)
+    found, made = activation.gated_activation_backward(grad, gate_up, name, recompute_output=True)
     close(found, slope_of(whole_function, gate_up, grad))
     assert made is not None and torch.equal(made, value)
-    alone, nothing = activation.gated_backward(grad, gate_up, name, again=False)
+    alone, nothing = activation.gated_activation_backward(grad, gate_up, name, recompute_output=False)
     assert torch.equal(alone, found) and nothing is None
 
 
 @pytest.mark.parametrize("dtype", SHORT)
-@pytest.mark.parametrize("name", [*activation.PLAIN, *activation.GATED])
+@pytest.mark.parametrize("name", [*activation.ACTIVATIONS, *activation.GATE_ACTIVATIONS])
 def test_activations_in_half_precision_are_rounded_once(name: str, dtype: torch.dtype):
-    gated = name in activation.GATED
-    forward = activation.gated if gated else activation.plain
-    backward = activation.gated_backward if gated else activation.plain_backward
+    gated = name in activation.GATE_ACTIVATIONS
+    forward = activation.gated_activation if gated else activation.activation
+    backward = activation.gated_activation_backward if gated else activation.activation_backward
     x, grad = rows(50, 32, dtype=dtype), rows(50, 16 if gated else 32, dtype=dtype)
     value = forward(x, name)
-    found, made = backward(grad, x, name, again=True)
+    found, made = backward(grad, x, name, recompute_output=True)
     assert made is not None and torch.equal(made, value) and found.dtype == value.dtype == dtype
     once = torch.finfo(dtype).eps / 2
     assert far(value, forward(x.to(WIDE), name)) < once
-    assert far(found, backward(grad.to(WIDE), x.to(WIDE), name, again=False)[0]) < once
+    assert far(found, backward(grad.to(WIDE), x.to(WIDE), name, recompute_output=False)[0]) < once
 
 
-def laid_out(x: Tensor, batch_major: bool) -> Tensor:
-    return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_major else x.contiguous()
+def laid_out(x: Tensor, batch_first: bool) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x.contiguous()
 
 
 @settings(max_examples=40, deadline=None)
@@ -204,15 +217,15 @@ def laid_out(x: Tensor, batch_major: bool) -> Tensor:
     per_group=st.integers(1, 3),
     half=st.integers(1, 4),
     rest=st.integers(0, 3),
-    batch_major=st.booleans(),
+    batch_first=st.booleans(),
     per_row=st.booleans(),
 )
 def test_split_rotate(
-    length: int, batch: int, groups: int, per_group: int, half: int, rest: int, batch_major: bool, per_row: bool
+    length: int, batch: int, groups: int, per_group: int, half: int, rest: int, batch_first: bool, per_row: bool
 ):
     """As numbers in the complex plane, with derivatives by autograd; in either order of memory, which is kept."""
     heads, width = groups * per_group, 2 * half + rest
-    qkv = leaf(laid_out(rows(length, batch, (heads + 2 * groups) * width), batch_major))
+    qkv = leaf(laid_out(rows(length, batch, (heads + 2 * groups) * width), batch_first))
     angles = rows(length, batch if per_row else 1, 1, half)
     turns = torch.polar(torch.ones_like(angles), angles)
 
@@ -226,11 +239,11 @@ def test_split_rotate(
     (true,) = torch.autograd.grad(sum((part * grad).sum() for part, grad in zip(wanted, grads, strict=True)), qkv)
     cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
     with torch.no_grad():
-        found = rope.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=batch_major)
-        out = rope.split_rotate_backward(*grads, cos, sin, out=torch.full_like(qkv, float("nan")))
+        found = rope.split_qkv_rope(qkv, cos, sin, num_heads=heads, num_kv_heads=groups, batch_first=batch_first)
+        out = rope.split_qkv_rope_backward(*grads, cos, sin, out=torch.full_like(qkv, float("nan")))
     for ours, part in zip(found, wanted, strict=True):
         close(ours, part)
-        assert (ours.transpose(0, 1) if batch_major else ours).is_contiguous()
+        assert (ours.transpose(0, 1) if batch_first else ours).is_contiguous()
         alone = ours.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr()
         assert alone or length * batch == 1, "values of more than one token have memory of their own"
     close(out, true)
@@ -239,4 +252,4 @@ def test_split_rotate(
 def test_turning_back_and_forth_changes_nothing():
     x, angles = rows(5, 2, 3, 8), rows(5, 1, 1, 4)
     cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
-    close(rope.turn(rope.turn(x, cos, sin), cos, -sin), x)
+    close(rope.apply_rope(rope.apply_rope(x, cos, sin), cos, -sin), x)

@@ -18,12 +18,12 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 import petatron.kernels.triton
 from petatron.kernels import registry
 from petatron.kernels.fp8.cast_and_gemm import Fp8Kernels
-from petatron.kernels.fp8.gather_cast import WireKernels
+from petatron.kernels.fp8.gather_cast import GatherCastKernels
 from petatron.kernels.moe import permute
-from petatron.kernels.registry import OPERATIONS, Situation, choose, compiled, survey
+from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kernels, choose_kernel, compiled
 
-CPU = Situation("cpu", (0, 0), torch.bfloat16, True, None)
-HOPPER = Situation("cuda", (9, 0), torch.bfloat16, True, None)
+CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
+HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
 COMPILED = ("layer_norm", "plain activation")
@@ -32,14 +32,16 @@ PLAIN_NAMES = {"adamw": "torch fused", "fp8": "emulation"}
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-def chosen(situation: Situation, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, tuple[tuple[str, str], ...]]]:
+def chosen(
+    situation: KernelContext, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, tuple[str, tuple[tuple[str, str], ...]]]:
     """Names and reasons, without loading anything."""
     bare = {
         operation: tuple(dataclasses.replace(kernel, load=lambda: None) for kernel in kernels)
         for operation, kernels in OPERATIONS.items()
     }
     monkeypatch.setattr(registry, "OPERATIONS", bare)
-    return {choice.operation: (choice.name, choice.passed_over) for choice in survey(situation)}
+    return {choice.operation: (choice.name, choice.rejected) for choice in choose_all_kernels(situation)}
 
 
 def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatch):
@@ -52,18 +54,18 @@ def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatc
     ("situation", "reasons"),
     [
         (CPU, {}),
-        (dataclasses.replace(HOPPER, tools=NO_TRITON), dict.fromkeys(OPERATIONS, NO_TRITON)),
+        (dataclasses.replace(HOPPER, missing_tools=NO_TRITON), dict.fromkeys(OPERATIONS, NO_TRITON)),
     ],
     ids=["cpu", "no triton"],
 )
-def test_what_runs_everywhere(situation: Situation, reasons: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+def test_what_runs_everywhere(situation: KernelContext, reasons: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(situation, monkeypatch).items():
         assert name == PLAIN_NAMES.get(operation, "reference") == OPERATIONS[operation][-1].name
         assert passed_over == ((OPERATIONS[operation][0].name, reasons.get(operation, NO_GPU)),)
 
 
 def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch):
-    for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, compiles=False), monkeypatch).items():
+    for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, allow_compile=False), monkeypatch).items():
         assert (name, passed_over) == (
             ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else ("triton", ())
         )
@@ -85,13 +87,13 @@ def test_float64_is_computed_in_float64(monkeypatch: pytest.MonkeyPatch):
         (CPU, NO_GPU),
     ],
 )
-def test_eight_bits_need_a_device_that_has_them(situation: Situation, reason: str):
-    choice = choose("fp8", situation)
+def test_eight_bits_need_a_device_that_has_them(situation: KernelContext, reason: str):
+    choice = choose_kernel("fp8", situation)
     assert str(choice) == f"fp8: emulation; not triton: {reason}"
 
 
 def test_a_choice_says_why():
-    choice = choose("layer_norm", dataclasses.replace(HOPPER, compiles=False))
+    choice = choose_kernel("layer_norm", dataclasses.replace(HOPPER, allow_compile=False))
     assert str(choice) == "layer_norm: reference; not compiled: --no-compile"
     assert choice.functions is importlib.import_module("petatron.kernels.norm")
 
@@ -110,8 +112,8 @@ def test_what_a_machine_lacks(
 ):
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: object() if there else None)
     monkeypatch.setattr(registry.shutil, "which", lambda name: f"/bin/{name}" if name in programs else None)
-    situation = Situation.of(torch.device("cpu"), torch.float32, compiles=True)
-    assert situation == Situation("cpu", (0, 0), torch.float32, True, found)
+    situation = KernelContext.of(torch.device("cpu"), torch.float32, allow_compile=True)
+    assert situation == KernelContext("cpu", (0, 0), torch.float32, True, found)
 
 
 def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
@@ -136,17 +138,17 @@ def functions(implementation: Any) -> dict[str, Callable[..., Any]]:
 CALLED: dict[str, set[str]] = {
     "rms_norm": {"rms_norm", "rms_norm_backward"},
     "layer_norm": {"layer_norm", "layer_norm_backward"},
-    "gated activation": {"gated", "gated_backward"},
-    "plain activation": {"plain", "plain_backward"},
-    "rotary embedding": {"split_rotate", "split_rotate_backward"},
-    "normed rotary embedding": {"split_norm_rotate", "split_norm_rotate_backward"},
+    "gated activation": {"gated_activation", "gated_activation_backward"},
+    "plain activation": {"activation", "activation_backward"},
+    "rotary embedding": {"split_qkv_rope", "split_qkv_rope_backward"},
+    "normed rotary embedding": {"split_qkv_norm_rope", "split_qkv_norm_rope_backward"},
     "softmax and loss": {"statistics", "gradient_", "losses_and_gradient_"},
     "embedding gradient": {"embedding_grad"},
     "adamw": {"adamw", "sum_of_squares"},
-    "expert rows": {field.name for field in dataclasses.fields(permute.RowKernels)},
+    "expert rows": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed rows": {"gather_rows", "scatter_rows"},
     "fp8": {field.name for field in dataclasses.fields(Fp8Kernels)},
-    "weights to eight bits": {field.name for field in dataclasses.fields(WireKernels)},
+    "weights to eight bits": {field.name for field in dataclasses.fields(GatherCastKernels)},
 }
 
 

@@ -31,18 +31,18 @@ def sample(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def test_has_all():
-    assert set(activation.NAMES) == set(plain.GATED)
+    assert set(activation.NAMES) == set(plain.GATE_ACTIVATIONS)
 
 
 @pytest.mark.parametrize(("shape", "dtype", "name"), CASES, ids=str)
 def test_equals_plain(shape: tuple[int, int], dtype: torch.dtype, name: str):
     gate_up, grad = sample(*shape, dtype)
-    out = activation.gated(gate_up, name)
-    grad_gate_up, again = activation.gated_backward(grad, gate_up, name, again=True)
+    out = activation.gated_activation(gate_up, name)
+    grad_gate_up, again = activation.gated_activation_backward(grad, gate_up, name, recompute_output=True)
     assert again is not None and torch.equal(again, out)
     assert out.dtype == grad_gate_up.dtype == dtype
-    true, _ = plain.gated_backward(grad.double(), gate_up.double(), name, again=False)
-    assert far(out, plain.gated(gate_up.double(), name)) <= BOUNDS[dtype]
+    true, _ = plain.gated_activation_backward(grad.double(), gate_up.double(), name, recompute_output=False)
+    assert far(out, plain.gated_activation(gate_up.double(), name)) <= BOUNDS[dtype]
     assert far(grad_gate_up, true) <= BOUNDS[dtype]
 
 
@@ -52,8 +52,8 @@ def test_gradient_is_that_of_the_forward(name: str):
     gate_up, grad = sample(4, 300, torch.float32)
     gate_up[0, :300] = torch.linspace(-60, 60, 300)
     wide = gate_up.double().requires_grad_()
-    (true,) = torch.autograd.grad((plain.gated(wide, name) * grad).sum(), wide)
-    ours, again = activation.gated_backward(grad, gate_up, name, again=False)
+    (true,) = torch.autograd.grad((plain.gated_activation(wide, name) * grad).sum(), wide)
+    ours, again = activation.gated_activation_backward(grad, gate_up, name, recompute_output=False)
     assert again is None
     torch.testing.assert_close(ours.double(), true, rtol=2e-5, atol=2e-6)
 
@@ -61,7 +61,9 @@ def test_gradient_is_that_of_the_forward(name: str):
 def test_huge_gates_stay_finite():
     gate_up = torch.tensor([[-3e4, 3e4, -100.0, 100.0, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
     for name in activation.NAMES:
-        grad_gate_up, out = activation.gated_backward(torch.ones(1, 4, device=DEVICE), gate_up, name, again=True)
+        grad_gate_up, out = activation.gated_activation_backward(
+            torch.ones(1, 4, device=DEVICE), gate_up, name, recompute_output=True
+        )
         assert out is not None and out.tolist() == [[0.0, 3e4, 0.0, 100.0]], name
         assert grad_gate_up.tolist() == [[0.0, 1.0, 0.0, 1.0, 0.0, 3e4, 0.0, 100.0]], name
 
@@ -72,14 +74,16 @@ def test_strided_rows(columns_apart: bool):
         return x.t().contiguous().t() if columns_apart else torch.cat((x, x + 1), dim=1)[:, : x.shape[1]]
 
     gate_up, grad = sample(5, 40, torch.float32)
-    assert torch.equal(activation.gated(strided(gate_up), "swiglu"), activation.gated(gate_up, "swiglu"))
-    ours, _ = activation.gated_backward(strided(grad), strided(gate_up), "swiglu", again=False)
-    assert torch.equal(ours, activation.gated_backward(grad, gate_up, "swiglu", again=False)[0])
+    assert torch.equal(
+        activation.gated_activation(strided(gate_up), "swiglu"), activation.gated_activation(gate_up, "swiglu")
+    )
+    ours, _ = activation.gated_activation_backward(strided(grad), strided(gate_up), "swiglu", recompute_output=False)
+    assert torch.equal(ours, activation.gated_activation_backward(grad, gate_up, "swiglu", recompute_output=False)[0])
 
 
 def test_refuses_other_names():
     gate_up, grad = sample(1, 4, torch.float32)
     with pytest.raises(AssertionError, match="silu"):
-        activation.gated(gate_up, "silu")
+        activation.gated_activation(gate_up, "silu")
     with pytest.raises(AssertionError, match="silu"):
-        activation.gated_backward(grad, gate_up, "silu", again=False)
+        activation.gated_activation_backward(grad, gate_up, "silu", recompute_output=False)

@@ -83,7 +83,7 @@ def test_a_skipped_update_leaves_no_trace(moments: str):
 def test_elements_outside_are_left_alone():
     grad, state = random_state(64, torch.float32, weight=True, seed=7)
     before = copied(state)
-    fast.adamw(grad[16:43], state.part(16, 43), scalars(), rates=RATES)
+    fast.adamw(grad[16:43], state.slice_range(16, 43), scalars(), rates=RATES)
     for name, tensor in tensors(state).items():
         changed = tensor.nan_to_num() != tensors(before)[name].nan_to_num()
         assert changed.nonzero().flatten().tolist() == list(range(16, 43)), name
@@ -94,7 +94,7 @@ def test_rounding_depends_on_place_and_step_alone():
     whole, parts, later = copied(state), copied(state), copied(state)
     fast.adamw(grad, whole, scalars(), rates=RATES)
     for begin, end in ((0, 48), (48, 96)):
-        fast.adamw(grad[begin:end], parts.part(begin, end), scalars(), rates=RATES, start=begin)
+        fast.adamw(grad[begin:end], parts.slice_range(begin, end), scalars(), rates=RATES, start=begin)
     assert torch.equal(whole.exp_avg, parts.exp_avg) and torch.equal(whole.exp_avg_sq, parts.exp_avg_sq)
     fast.adamw(grad, later, scalars(step=4.0), rates=RATES)
     assert not torch.equal(whole.exp_avg, later.exp_avg)

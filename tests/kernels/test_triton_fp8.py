@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.fp8 import cast_and_gemm
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Cast, Operand
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Matrix, Fp8Operand
 
 pytest.importorskip("triton")
 twins = pytest.importorskip("petatron.kernels.triton.fp8.cast_and_gemm")
 
-CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_squares"]
+CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_blocks_2d"]
 SHAPES = [(16, 16), (128, 128), (144, 272), (272, 96), (320, 16)]
 
 
@@ -33,7 +33,7 @@ def representable(shape: tuple[int, int], dtype: torch.dtype, *, seed: int, spre
     return torch.ldexp(x, by_row).to(torch.bfloat16)
 
 
-def assert_same(ours: Operand, wanted: Operand) -> None:
+def assert_same(ours: Fp8Operand, wanted: Fp8Operand) -> None:
     assert ours.scaling == wanted.scaling
     assert ours.scale.shape == wanted.scale.shape
     if min(ours.scale.shape) > 1:
@@ -43,7 +43,7 @@ def assert_same(ours: Operand, wanted: Operand) -> None:
     assert torch.equal(ours.values.float(), wanted.values.float())
 
 
-def assert_casts_same(ours: Cast, wanted: Cast) -> None:
+def assert_casts_same(ours: Fp8Matrix, wanted: Fp8Matrix) -> None:
     assert_same(ours.rows, wanted.rows)
     assert_same(ours.columns, wanted.columns)
 
@@ -141,8 +141,8 @@ def test_next_scale(length: int, most_recent: bool):
     ours, wanted = history.clone(), history.clone()
     scales = torch.zeros(1), torch.zeros(1)
     where = {"latest": length // 2, "cleared": (length // 2 + 1) % length, "most_recent": most_recent}
-    twins.next_scale(ours, scales[0], E5M2, **where)
-    cast_and_gemm.next_scale(wanted, scales[1], E5M2, **where)
+    twins.update_scale(ours, scales[0], E5M2, **where)
+    cast_and_gemm.update_scale(wanted, scales[1], E5M2, **where)
     assert torch.equal(ours, wanted) and torch.equal(*scales) and scales[0] > 0
     assert ours[where["cleared"]] == 0
 
@@ -150,6 +150,6 @@ def test_next_scale(length: int, most_recent: bool):
 def test_raise_largest():
     x = torch.randn(300, 100, generator=torch.Generator().manual_seed(9))
     low, high = torch.zeros(1), torch.full((1,), 99.0)
-    twins.raise_largest(x, low)
-    twins.raise_largest(x, high)
+    twins.update_amax(x, low)
+    twins.update_amax(x, high)
     assert low == x.abs().max() and high == 99

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels import linear_cross_entropy as linear_loss
-from petatron.kernels.linear_cross_entropy import REFERENCE, Columns, Wanted, linear_cross_entropy
+from petatron.kernels.linear_cross_entropy import REFERENCE, GradRequest, VocabColumns, linear_cross_entropy
 from tests.kernels.loss_cases import Case, MainGrad, Ranks, distance
 
 pytest.importorskip("triton")
@@ -99,12 +99,12 @@ def test_the_whole_over_ranks(count: int):
     padded = torch.cat((case.weight, torch.full((2, 16), 9.0)))
 
     def work(rank: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        columns = ranks.columns(rank, 30, local) if count > 1 else Columns(30)
+        columns = ranks.columns(rank, 30, local) if count > 1 else VocabColumns(30)
         mine = padded[rank * local : (rank + 1) * local]
         grad = MainGrad.poisoned(mine)
-        wanted = Wanted(case.token_weights, grad.deliver)
+        wanted = GradRequest(case.token_weights, grad.deliver)
         losses, grad_x = linear_cross_entropy(
-            case.x, mine, case.targets, columns, wanted=wanted, kernels=TRITON, chunk=4
+            case.x, mine, case.targets, columns, grad_request=wanted, kernels=TRITON, chunk_size=4
         )
         return losses, grad_x, grad.out
 

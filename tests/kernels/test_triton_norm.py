@@ -32,10 +32,10 @@ def sample(shape: tuple[int, int], dtype: torch.dtype, count: int) -> tuple[list
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-@pytest.mark.parametrize(("with_branch", "from_one"), [(False, False), (True, False), (True, True)])
-def test_forward(shape: tuple[int, int], dtype: torch.dtype, with_branch: bool, from_one: bool):
+@pytest.mark.parametrize(("with_branch", "zero_centered_gamma"), [(False, False), (True, False), (True, True)])
+def test_forward(shape: tuple[int, int], dtype: torch.dtype, with_branch: bool, zero_centered_gamma: bool):
     (x, branch), weight = sample(shape, dtype, 2)
-    options = {"eps": 1e-5, "from_one": from_one}
+    options = {"eps": 1e-5, "zero_centered_gamma": zero_centered_gamma}
     total, normal, rstd = norm.rms_norm(x, weight, **options, branch=branch if with_branch else None)
     if with_branch:
         cut_off = dtype == torch.bfloat16 and DEVICE == "cpu"
@@ -50,16 +50,20 @@ def test_forward(shape: tuple[int, int], dtype: torch.dtype, with_branch: bool, 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize(
-    ("joined", "again", "from_one"), [(False, False, False), (True, True, False), (False, True, True)]
+    ("joined", "again", "zero_centered_gamma"), [(False, False, False), (True, True, False), (False, True, True)]
 )
-def test_backward(shape: tuple[int, int], dtype: torch.dtype, joined: bool, again: bool, from_one: bool):
+def test_backward(shape: tuple[int, int], dtype: torch.dtype, joined: bool, again: bool, zero_centered_gamma: bool):
     (x, grad, grad_total), weight = sample(shape, dtype, 3)
     joining = grad_total if joined else None
-    _, normal, rstd = norm.rms_norm(x, weight, eps=1e-5, from_one=from_one)
-    ours = norm.rms_norm_backward(grad, x, rstd, weight, from_one=from_one, grad_total=joining, again=again)
+    _, normal, rstd = norm.rms_norm(x, weight, eps=1e-5, zero_centered_gamma=zero_centered_gamma)
+    ours = norm.rms_norm_backward(
+        grad, x, rstd, weight, zero_centered_gamma=zero_centered_gamma, grad_total=joining, recompute_output=again
+    )
     doubles = [tensor.double() for tensor in (grad, x, rstd, weight)]
     wide = None if joining is None else joining.double()
-    true = plain.rms_norm_backward(*doubles, from_one=from_one, grad_total=wide, again=again)
+    true = plain.rms_norm_backward(
+        *doubles, zero_centered_gamma=zero_centered_gamma, grad_total=wide, recompute_output=again
+    )
     assert ours[0].dtype == dtype and ours[1].dtype == torch.float32
     # A row of one element has no gradient but what joins: all that is left is rounding.
     if shape[1] > 1 or joined:
@@ -74,10 +78,12 @@ def test_gradients_are_those_of_the_forward():
     """Independent of the formula: autograd through the plain forward in float64."""
     (x, branch, grad, grad_total), weight = sample((6, 96), torch.float32, 4)
     inputs = [tensor.double().requires_grad_() for tensor in (x, branch, weight)]
-    total, normal, _ = plain.rms_norm(inputs[0], inputs[2], eps=1e-6, from_one=True, branch=inputs[1])
+    total, normal, _ = plain.rms_norm(inputs[0], inputs[2], eps=1e-6, zero_centered_gamma=True, branch=inputs[1])
     true = torch.autograd.grad((normal * grad).sum() + (total * grad_total).sum(), inputs)
-    total, _, rstd = norm.rms_norm(x, weight, eps=1e-6, from_one=True, branch=branch)
-    grad_x, grad_weight, _ = norm.rms_norm_backward(grad, total, rstd, weight, from_one=True, grad_total=grad_total)
+    total, _, rstd = norm.rms_norm(x, weight, eps=1e-6, zero_centered_gamma=True, branch=branch)
+    grad_x, grad_weight, _ = norm.rms_norm_backward(
+        grad, total, rstd, weight, zero_centered_gamma=True, grad_total=grad_total
+    )
     assert far(grad_x, true[0]) <= 1e-6 and far(grad_x, true[1]) <= 1e-6
     assert far(grad_weight, true[2]) <= 1e-6
 
@@ -88,29 +94,31 @@ def test_strided_rows(columns_apart: bool):
         return x.t().contiguous().t() if columns_apart else torch.cat((x, x + 1), dim=1)[:, : x.shape[1]]
 
     (x, branch, grad, grad_total), weight = sample((5, 48), torch.float32, 4)
-    forward = {"eps": 1e-5, "from_one": False}
+    forward = {"eps": 1e-5, "zero_centered_gamma": False}
     want = norm.rms_norm(x, weight, **forward, branch=branch)
     have = norm.rms_norm(strided(x), weight, **forward, branch=strided(branch))
-    want += norm.rms_norm_backward(grad, want[0], want[2], weight, from_one=False, grad_total=grad_total)
+    want += norm.rms_norm_backward(grad, want[0], want[2], weight, zero_centered_gamma=False, grad_total=grad_total)
     apart = [strided(tensor) for tensor in (grad, want[0], grad_total)]
-    have += norm.rms_norm_backward(*apart[:2], want[2], weight, from_one=False, grad_total=apart[2])
+    have += norm.rms_norm_backward(*apart[:2], want[2], weight, zero_centered_gamma=False, grad_total=apart[2])
     for one, other in zip(have, want, strict=True):
         assert torch.equal(one, other)
 
 
 def test_no_rows():
     (x,), weight = sample((0, 16), torch.bfloat16, 1)
-    _, normal, rstd = norm.rms_norm(x, weight, eps=1e-5, from_one=False)
-    grad_x, grad_weight, again = norm.rms_norm_backward(x, x, rstd, weight, from_one=False)
+    _, normal, rstd = norm.rms_norm(x, weight, eps=1e-5, zero_centered_gamma=False)
+    grad_x, grad_weight, again = norm.rms_norm_backward(x, x, rstd, weight, zero_centered_gamma=False)
     assert normal.shape == grad_x.shape == x.shape and again is not None and again.shape == x.shape
     assert torch.equal(grad_weight, torch.zeros(16, device=DEVICE))
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_rows_too_wide_for_registers(again: bool):
-    (x, branch, grad, joining), weight = sample((2, norm.WIDEST + 1), torch.float32, 4)
-    ours, wanted = ([*kind.rms_norm(x, weight, eps=1e-5, from_one=True, branch=branch)] for kind in (norm, plain))
-    options = {"from_one": True, "grad_total": joining, "again": again}
+    (x, branch, grad, joining), weight = sample((2, norm.MAX_ROW_WIDTH + 1), torch.float32, 4)
+    ours, wanted = (
+        [*kind.rms_norm(x, weight, eps=1e-5, zero_centered_gamma=True, branch=branch)] for kind in (norm, plain)
+    )
+    options = {"zero_centered_gamma": True, "grad_total": joining, "recompute_output": again}
     for kind, found in ((norm, ours), (plain, wanted)):
         found += kind.rms_norm_backward(grad, found[0], found[2], weight, **options)
     for mine, true in zip(ours, wanted, strict=True):

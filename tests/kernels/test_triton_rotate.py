@@ -52,51 +52,51 @@ def angles(case: Heads, dtype: torch.dtype, *, each: bool) -> tuple[Tensor, Tens
     return both.cos().to(dtype), both.sin().to(dtype)
 
 
-def ordered(x: Tensor, *, batch_major: bool) -> Tensor:
-    return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_major else x.contiguous()
+def ordered(x: Tensor, *, batch_first: bool) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x.contiguous()
 
 
-def product(case: Heads, dtype: torch.dtype, *, batch_major: bool) -> Tensor:
+def product(case: Heads, dtype: torch.dtype, *, batch_first: bool) -> Tensor:
     columns = (case.heads + 2 * case.groups) * case.width
-    return ordered(torch.randn(case.length, case.batch, columns, device=DEVICE).to(dtype), batch_major=batch_major)
+    return ordered(torch.randn(case.length, case.batch, columns, device=DEVICE).to(dtype), batch_first=batch_first)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.heads}-{case.groups}-{case.width}-{case.turned}")
 @pytest.mark.parametrize(
-    ("dtype", "from_batch_major", "batch_major"),
+    ("dtype", "from_batch_first", "batch_first"),
     [(torch.bfloat16, False, True), (torch.float32, False, False), (torch.float16, True, True)],
     ids=str,
 )
-def test_there_and_back(case: Heads, dtype: torch.dtype, from_batch_major: bool, batch_major: bool):
-    qkv = product(case, dtype, batch_major=from_batch_major)
-    cos, sin = angles(case, dtype, each=batch_major)
-    options = {"heads": case.heads, "groups": case.groups, "batch_major": batch_major}
-    ours = rope.split_rotate(qkv, cos, sin, **options)
-    true = plain.split_rotate(qkv.double(), cos.double(), sin.double(), **options)
+def test_there_and_back(case: Heads, dtype: torch.dtype, from_batch_first: bool, batch_first: bool):
+    qkv = product(case, dtype, batch_first=from_batch_first)
+    cos, sin = angles(case, dtype, each=batch_first)
+    options = {"num_heads": case.heads, "num_kv_heads": case.groups, "batch_first": batch_first}
+    ours = rope.split_qkv_rope(qkv, cos, sin, **options)
+    true = plain.split_qkv_rope(qkv.double(), cos.double(), sin.double(), **options)
     for part, true_part in zip(ours, true, strict=True):
-        assert part.dtype == dtype and (part.transpose(0, 1) if batch_major else part).is_contiguous()
+        assert part.dtype == dtype and (part.transpose(0, 1) if batch_first else part).is_contiguous()
         assert far(part, true_part) <= BOUNDS[dtype]
     assert torch.equal(ours[2], true[2].to(dtype))
 
     grads = [torch.randn_like(part) for part in ours]
     out = torch.full_like(qkv, float("nan"))
-    back = rope.split_rotate_backward(*grads, cos, sin, out=out)
+    back = rope.split_qkv_rope_backward(*grads, cos, sin, out=out)
     assert back is out and back.stride() == qkv.stride()
     wide = [tensor.double() for tensor in (*grads, cos, sin)]
     assert (
-        far(back, plain.split_rotate_backward(*wide, out=torch.empty_like(qkv, dtype=torch.float64))) <= BOUNDS[dtype]
+        far(back, plain.split_qkv_rope_backward(*wide, out=torch.empty_like(qkv, dtype=torch.float64))) <= BOUNDS[dtype]
     )
 
 
 def test_gradient_is_that_of_the_forward():
     case = Heads(6, 2, 16, 12)
     cos, sin = angles(case, torch.float32, each=True)
-    qkv = product(case, torch.float32, batch_major=False)
+    qkv = product(case, torch.float32, batch_first=False)
     wide = qkv.double().requires_grad_()
-    out = plain.split_rotate(wide, cos.double(), sin.double(), heads=6, groups=2, batch_major=True)
+    out = plain.split_qkv_rope(wide, cos.double(), sin.double(), num_heads=6, num_kv_heads=2, batch_first=True)
     grads = [torch.randn_like(part, dtype=torch.float32) for part in out]
     (true,) = torch.autograd.grad(out, wide, [grad.double() for grad in grads])
-    assert far(rope.split_rotate_backward(*grads, cos, sin, out=torch.empty_like(qkv)), true) <= 1e-6
+    assert far(rope.split_qkv_rope_backward(*grads, cos, sin, out=torch.empty_like(qkv)), true) <= 1e-6
 
 
 def test_gradients_in_any_order():
@@ -106,11 +106,11 @@ def test_gradients_in_any_order():
     shapes = [(case.length, case.batch, heads, case.width) for heads in (4, 2, 2)]
     dq, dk, dv = (torch.randn(shape, device=DEVICE) for shape in shapes)
     out = torch.empty(case.length, case.batch, 64, device=DEVICE)
-    want = rope.split_rotate_backward(dq, dk, dv, cos, sin, out=out)
+    want = rope.split_qkv_rope_backward(dq, dk, dv, cos, sin, out=out)
     headed = dq.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
     sliced = torch.cat((dk, dk + 1), dim=-1)[..., : case.width]
     apart = dv.transpose(2, 3).contiguous().transpose(2, 3)
-    assert torch.equal(rope.split_rotate_backward(headed, sliced, apart, cos, sin, out=torch.empty_like(out)), want)
+    assert torch.equal(rope.split_qkv_rope_backward(headed, sliced, apart, cos, sin, out=torch.empty_like(out)), want)
 
 
 def test_heads_far_apart():
@@ -121,21 +121,21 @@ def test_heads_far_apart():
     memory = torch.empty(2 * apart + case.length * case.batch * case.width, dtype=torch.float16, device=DEVICE)
     far_dq = memory.as_strided(dq.shape, (case.batch * case.width, case.width, apart, 1)).copy_(dq)
     out = torch.empty(case.length, case.batch, 5 * case.width, dtype=torch.float16, device=DEVICE)
-    want = rope.split_rotate_backward(dq, dk, dv, cos, sin, out=out)
-    assert torch.equal(rope.split_rotate_backward(far_dq, dk, dv, cos, sin, out=torch.empty_like(out)), want)
+    want = rope.split_qkv_rope_backward(dq, dk, dv, cos, sin, out=out)
+    assert torch.equal(rope.split_qkv_rope_backward(far_dq, dk, dv, cos, sin, out=torch.empty_like(out)), want)
 
 
 def test_slices_and_unlike_angles():
     """A product that is part of a wider tensor, and cosines that lie in memory otherwise than the sines."""
     case = Heads(4, 2, 8, 8)
     cos, sin = angles(case, torch.float32, each=True)
-    qkv = product(case, torch.float32, batch_major=False)
-    options = {"heads": 4, "groups": 2, "batch_major": True}
-    want = rope.split_rotate(qkv, cos, sin, **options)
+    qkv = product(case, torch.float32, batch_first=False)
+    options = {"num_heads": 4, "num_kv_heads": 2, "batch_first": True}
+    want = rope.split_qkv_rope(qkv, cos, sin, **options)
     wider = torch.cat((qkv, qkv + 1), dim=-1)[..., : qkv.shape[-1]]
     apart = qkv.transpose(1, 2).contiguous().transpose(1, 2)
     for same in (wider, apart):
-        for one, other in zip(rope.split_rotate(same, cos, sin.contiguous(), **options), want, strict=True):
+        for one, other in zip(rope.split_qkv_rope(same, cos, sin.contiguous(), **options), want, strict=True):
             assert torch.equal(one, other)
 
 
@@ -143,6 +143,6 @@ def test_refuses_a_gradient_with_columns_apart():
     case = Heads(2, 1, 4, 4)
     cos, sin = angles(case, torch.float32, each=False)
     out = torch.empty(16, case.length, case.batch, device=DEVICE).permute(1, 2, 0)
-    q, k, v = rope.split_rotate(out, cos, sin, heads=2, groups=1, batch_major=False)
+    q, k, v = rope.split_qkv_rope(out, cos, sin, num_heads=2, num_kv_heads=1, batch_first=False)
     with pytest.raises(AssertionError, match="side by side"):
-        rope.split_rotate_backward(q, k, v, cos, sin, out=out)
+        rope.split_qkv_rope_backward(q, k, v, cos, sin, out=out)

@@ -13,26 +13,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from petatron.kernels.fp8 import cast_and_gemm, gather_cast
-from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, Cast, power_scale, widen
-from petatron.kernels.fp8.gather_cast import REFERENCE, RUN, WireKernels
+from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, Fp8Matrix, dequantise, power_of_two_scale
+from petatron.kernels.fp8.gather_cast import REFERENCE, RUN_LENGTH, GatherCastKernels
 
 TENSORS = [(16, 16), (48, 144), (112, 32)]
 SQUARES = [(128, 128), (256, 384)]
 
 
-def travelled(w: Tensor, *, squares: bool, cuts: Sequence[int], kernels: WireKernels = REFERENCE) -> Tensor:
+def travelled(w: Tensor, *, squares: bool, cuts: Sequence[int], kernels: GatherCastKernels = REFERENCE) -> Tensor:
     """A weight whose elements up to each cut belong to one rank each, as all of them get it."""
     flat, columns = w.flatten(), w.shape[1] if squares else None
     amax = torch.zeros(w.numel() // BLOCK**2 if squares else 1, device=w.device)
     edges = [0, *sorted(cuts), w.numel()]
     parts = [(begin, flat[begin:end]) for begin, end in pairwise(edges)]
     for begin, part in parts:
-        kernels.raise_largest(part, amax, begin=begin, columns=columns)
-    scale, sent = power_scale(amax, E4M3), torch.empty(flat.shape, dtype=E4M3, device=w.device)
+        kernels.update_shard_amax(part, amax, begin=begin, columns=columns)
+    scale, sent = power_of_two_scale(amax, E4M3), torch.empty(flat.shape, dtype=E4M3, device=w.device)
     for begin, part in parts:
-        kernels.narrow(part, scale, sent[begin : begin + part.numel()], begin=begin, columns=columns)
+        kernels.quantise_shard(part, scale, sent[begin : begin + part.numel()], begin=begin, columns=columns)
     out = torch.full_like(flat, 7.0)
-    kernels.restore(sent.view(1, -1), scale, out.view(1, -1), columns=columns)
+    kernels.dequantise_shards(sent.view(1, -1), scale, out.view(1, -1), columns=columns)
     return out.view(w.shape)
 
 
@@ -43,9 +43,9 @@ def same(ours: Tensor, wanted: Tensor) -> bool:
     )
 
 
-def assert_same_operands(ours: Cast, wanted: Cast) -> None:
+def assert_same_operands(ours: Fp8Matrix, wanted: Fp8Matrix) -> None:
     for one, other in ((ours.rows, wanted.rows), (ours.columns, wanted.columns)):
-        assert same(widen(one), widen(other))
+        assert same(dequantise(one), dequantise(other))
 
 
 def draw(shape: tuple[int, int], *, seed: int, spread: float, top: float, dtype: torch.dtype) -> Tensor:
@@ -77,11 +77,11 @@ def test_what_arrives_is_cast_to_the_same_numbers(data: st.DataObject):
     spread = data.draw(st.sampled_from([0.0, 4.0, 30.0, 150.0]), "spread")
     w = draw(shape, seed=data.draw(st.integers(0, 10**6), "seed"), spread=spread, top=top, dtype=dtype)
     assert w.isfinite().all()
-    step = RUN if squares else 1
+    step = RUN_LENGTH if squares else 1
     cuts = [step * at for at in data.draw(st.lists(st.integers(0, w.numel() // step), max_size=4), "cuts")]
     back, cast = (
         travelled(w, squares=squares, cuts=cuts),
-        cast_and_gemm.cast_squares if squares else cast_and_gemm.cast_tensor,
+        cast_and_gemm.cast_blocks_2d if squares else cast_and_gemm.cast_tensor,
     )
     assert back.isfinite().all()
     assert_same_operands(cast(back, E4M3), cast(w, E4M3))
@@ -116,7 +116,7 @@ def test_every_scale_at_its_ends(largest: float):
 def test_what_is_not_finite_is_not_lost(squares: bool, spoiled: float):
     w = draw((256, 128), seed=1, spread=4.0, top=100.0, dtype=torch.bfloat16)
     w[200, 7] = spoiled
-    cast = cast_and_gemm.cast_squares if squares else cast_and_gemm.cast_tensor
+    cast = cast_and_gemm.cast_blocks_2d if squares else cast_and_gemm.cast_tensor
     back = travelled(w, squares=squares, cuts=[64 * 100])
     assert back[200, 7].isnan() and int(back.isnan().sum()) == 1
     assert_same_operands(cast(back, E4M3), cast(w, E4M3))
@@ -134,7 +134,7 @@ def test_products_are_the_same_to_the_bit():
     assert not torch.equal(back, w)
     x = cast_and_gemm.cast_tensor(torch.randn(32, 96).to(torch.bfloat16), E4M3)
     ours, wanted = (
-        cast_and_gemm.emulated_product(
+        cast_and_gemm.emulated_gemm(
             x.rows, cast_and_gemm.cast_tensor(each, E4M3).rows, dtype=torch.bfloat16, fast=False
         )
         for each in (back, w)
@@ -147,12 +147,14 @@ def test_a_scale_per_row_would_not_do():
     w = draw((64, 96), seed=6, spread=0.0, top=1.0, dtype=torch.bfloat16)
     w[0] *= 2.0**-18
     w[0, 0] = 1.0
-    back = widen(cast_and_gemm.cast_rows_only(w, E4M3)).to(w.dtype)
+    back = dequantise(cast_and_gemm.cast_rows_only(w, E4M3)).to(w.dtype)
     ours, wanted = cast_and_gemm.cast_rows(back, E4M3), cast_and_gemm.cast_rows(w, E4M3)
-    assert same(widen(ours.rows), widen(wanted.rows))
+    assert same(dequantise(ours.rows), dequantise(wanted.rows))
     w[1:] *= 2.0**-18
-    back = widen(cast_and_gemm.cast_rows_only(w, E4M3)).to(w.dtype)
-    assert not same(widen(cast_and_gemm.cast_rows(back, E4M3).columns), widen(cast_and_gemm.cast_rows(w, E4M3).columns))
+    back = dequantise(cast_and_gemm.cast_rows_only(w, E4M3)).to(w.dtype)
+    assert not same(
+        dequantise(cast_and_gemm.cast_rows(back, E4M3).columns), dequantise(cast_and_gemm.cast_rows(w, E4M3).columns)
+    )
 
 
 @pytest.mark.parametrize("kernels", ["plain", "triton"])
@@ -168,19 +170,19 @@ def test_parts_that_lie_apart_and_end_in_padding(kernels: str, squares: bool):
     parts.view(-1)[: w.numel()] = w.flatten()
     amax = torch.zeros(w.numel() // BLOCK**2 if squares else 1)
     for rank, part in enumerate(parts):
-        chosen.raise_largest(part, amax, begin=rank * length, columns=columns)
-    scale = power_scale(amax, E4M3)
+        chosen.update_shard_amax(part, amax, begin=rank * length, columns=columns)
+    scale = power_of_two_scale(amax, E4M3)
     messages = torch.zeros(ranks, length + 48, dtype=torch.uint8)
     for rank, part in enumerate(parts):
         out = messages[rank, 32 : 32 + length].view(E4M3)
-        chosen.narrow(part, scale, out, begin=rank * length, columns=columns)
+        chosen.quantise_shard(part, scale, out, begin=rank * length, columns=columns)
     out = torch.full((ranks, length + 16), 7.0, dtype=torch.bfloat16)
-    chosen.restore(messages[:, 32 : 32 + length].view(E4M3), scale, out[:, 16:], columns=columns)
+    chosen.dequantise_shards(messages[:, 32 : 32 + length].view(E4M3), scale, out[:, 16:], columns=columns)
     assert torch.equal(out[:, 16:].reshape(-1)[: w.numel()].view(shape), w)
     assert (out[:, :16] == 7.0).all() and (messages[:, :32] == 0).all() and (messages[:, 32 + length :] == 0).all()
 
 
-def _triton() -> WireKernels:
+def _triton() -> GatherCastKernels:
     pytest.importorskip("triton")
     return pytest.importorskip("petatron.kernels.triton.fp8.gather_cast").TRITON
 
@@ -192,14 +194,14 @@ WIRE = {"plain": lambda: REFERENCE, "triton": _triton}
 def test_triton_does_the_same(shape: tuple[int, int], squares: bool):
     """With numbers that are not rounded, as its interpreter rounds in a way of its own."""
     kernels, w = _triton(), exact(shape, seed=3)
-    cuts = [RUN * 3, RUN * 80]
+    cuts = [RUN_LENGTH * 3, RUN_LENGTH * 80]
     assert torch.equal(travelled(w, squares=squares, cuts=cuts, kernels=kernels), w)
     columns, flat = shape[1] if squares else None, w.flatten()
     flat[-3] = math.nan
-    for begin in (0, RUN * 80):
+    for begin in (0, RUN_LENGTH * 80):
         ours, wanted = torch.zeros(2, w.numel() // BLOCK**2 if squares else 1)
         for way, amax in ((kernels, ours), (gather_cast.REFERENCE, wanted)):
-            way.raise_largest(flat[begin:], amax, begin=begin, columns=columns)
+            way.update_shard_amax(flat[begin:], amax, begin=begin, columns=columns)
         assert same(ours, wanted) and ours.isnan().any()
 
 
@@ -207,11 +209,11 @@ def test_triton_gives_zeros_the_sign_that_the_reference_does():
     w = torch.tensor([0.0, -0.0, 1.0, -1.0], dtype=torch.bfloat16)
     ours, wanted = (torch.empty(4, dtype=E4M3) for _ in range(2))
     for kernels, sent in ((_triton(), ours), (REFERENCE, wanted)):
-        kernels.narrow(w, torch.ones(1), sent, begin=0, columns=None)
+        kernels.quantise_shard(w, torch.ones(1), sent, begin=0, columns=None)
     assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8))
     values = torch.tensor([0.0, -0.0]).to(E4M3).view(1, -1)
     restored = torch.empty(1, 2, dtype=torch.bfloat16)
-    _triton().restore(values, torch.ones(1), restored, columns=None)
+    _triton().dequantise_shards(values, torch.ones(1), restored, columns=None)
     assert restored.signbit().tolist() == [[False, True]]
 
 
@@ -220,15 +222,15 @@ def test_triton_restores_what_is_too_large():
     values = torch.tensor([256.0, -256.0, 448.0, 0.0, 2.0**-9, 1.0]).to(E4M3).view(1, -1)
     for scale in (2.0**120, 1.0, 2.0**-100):
         ours, wanted = (torch.empty(1, 6, dtype=torch.bfloat16) for _ in range(2))
-        kernels.restore(values, torch.tensor([scale]), ours, columns=None)
-        REFERENCE.restore(values, torch.tensor([scale]), wanted, columns=None)
+        kernels.dequantise_shards(values, torch.tensor([scale]), ours, columns=None)
+        REFERENCE.dequantise_shards(values, torch.tensor([scale]), wanted, columns=None)
         assert torch.equal(ours, wanted) and ours.isfinite().all()
 
 
 def test_nothing_of_a_matrix():
     for kernels in (REFERENCE, _triton()):
         empty, amax = torch.empty(0, dtype=torch.bfloat16), torch.zeros(1)
-        kernels.raise_largest(empty, amax, begin=0, columns=None)
-        kernels.narrow(empty, torch.ones(1), empty.to(E4M3), begin=0, columns=None)
-        kernels.restore(empty.to(E4M3).view(1, 0), torch.ones(1), empty.view(1, 0), columns=None)
+        kernels.update_shard_amax(empty, amax, begin=0, columns=None)
+        kernels.quantise_shard(empty, torch.ones(1), empty.to(E4M3), begin=0, columns=None)
+        kernels.dequantise_shards(empty.to(E4M3).view(1, 0), torch.ones(1), empty.view(1, 0), columns=None)
         assert amax == 0

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from petatron.config import RunConfig, load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.verify.matrix import Entry
+from petatron.verify.matrix import MatrixEntry
 from petatron.verify.trace import StepTrace, record_steps
-from petatron.verify.verify import plan
+from petatron.verify.verify import plan_verification
 from tests.dist import RankPool
 
 WIDE = (
@@ -27,16 +27,18 @@ _WIDE_EXPERTS = "--moe-ffn-hidden-size 384 --moe-shared-expert-intermediate-size
 _FIXED = "--device cuda --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --lr-decay-style constant --lr-warmup-iters 0 --min-lr 0"
 
 
-def wide_run(entry: Entry, layout: str, extra: str = "--bf16") -> RunConfig:
+def wide_run(entry: MatrixEntry, layout: str, extra: str = "--bf16") -> RunConfig:
     """The wide model of an entry's kind in a layout."""
     experts = _WIDE_EXPERTS if entry.model == "moe" else ""
     words = f"{entry.model_flags} {WIDE} {experts} {_FIXED} --train-iters 2 {layout} {extra}"
     return load_config(words.split(), world_size=1 if not layout else entry.world_size).config
 
 
-def small_run(entry: Entry, *, alone: bool, device: str = "cuda") -> RunConfig:
+def small_run(entry: MatrixEntry, *, alone: bool, device: str = "cuda") -> RunConfig:
     """The model of the proof matrix, in its layout or in one process."""
-    both = plan([*entry.model_flags.split(), "--device", device, *entry.flags.split()], steps=2, dtype="float64")
+    both = plan_verification(
+        [*entry.model_flags.split(), "--device", device, *entry.flags.split()], steps=2, dtype="float64"
+    )
     return (both.reference if alone else both.candidate).config
 
 
@@ -50,12 +52,14 @@ def mesh_of(run: RunConfig) -> ParallelMesh:
 def train(runs: list[RunConfig]) -> tuple[list[list[StepTrace]], int]:
     """On a rank: train each run on one mesh; and how many groups its steps opened that were not connected before."""
     mesh = mesh_of(runs[0])
-    traces = [list(record_steps(run, mesh, keep=lambda step, kept=index == 0: kept)) for index, run in enumerate(runs)]
+    traces = [
+        list(record_steps(run, mesh, keep_tensors=lambda step, kept=index == 0: kept)) for index, run in enumerate(runs)
+    ]
     return traces, len(mesh.communicators)
 
 
 @cache
-def small_reference(entry: Entry) -> list[StepTrace]:
+def small_reference(entry: MatrixEntry) -> list[StepTrace]:
     """One process on the CPU, in float64."""
     return list(record_steps(small_run(entry, alone=True, device="cpu"), ParallelMesh.single()))
 
@@ -63,7 +67,7 @@ def small_reference(entry: Entry) -> list[StepTrace]:
 _WIDE_REFERENCES: dict[str, list[StepTrace]] = {}
 
 
-def wide_reference(pool: RankPool, entry: Entry) -> list[StepTrace]:
+def wide_reference(pool: RankPool, entry: MatrixEntry) -> list[StepTrace]:
     """One process on the GPU, in bf16; models are few and layouts many."""
     if entry.model not in _WIDE_REFERENCES:
         run = wide_run(entry, "")

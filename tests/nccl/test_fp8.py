@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from petatron.verify.matrix import entry
+from petatron.verify.matrix import parse_entry
 from tests.dist import RankPool
 from tests.nccl.layouts import train, wide_run
 
 
 @pytest.mark.parametrize("name", ["dense:dp2-zero1", "dense:dp2-fsdp", "dense:tp2-sp.dp2-zero1"])
 def test_fp8_parameter_gather_changes_no_loss(gpu_ranks: RankPool, name: str):
-    case = entry(name)
+    case = parse_entry(name)
     fp8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
     runs = [wide_run(case, case.flags, f"{fp8} {more}") for more in ("", "--fp8-param-gather")]
     for (plain, gathered), _ in gpu_ranks.run(train, case.world_size, runs, timeout_s=120):

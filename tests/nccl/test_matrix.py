@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from petatron.verify.compare_traces import compare
-from petatron.verify.matrix import BOUNDS, MATRIX, Entry
+from petatron.verify.compare_traces import compare_traces
+from petatron.verify.matrix import MATRIX, MATRIX_TOLERANCES, MatrixEntry
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.nccl.conftest import RANKS
@@ -17,13 +17,13 @@ ENTRIES = [entry for entry in MATRIX if entry.world_size <= RANKS]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_a_layout_over_nccl_equals_one_process(gpu_ranks: RankPool, entry: Entry):
+def test_a_layout_over_nccl_equals_one_process(gpu_ranks: RankPool, entry: MatrixEntry):
     runs = [small_run(entry, alone=False), wide_run(entry, entry.flags)]
     wanted = wide_reference(gpu_ranks, entry)
     answers = gpu_ranks.run(train, entry.world_size, runs, timeout_s=60)
     small, wide = ([traces[index] for traces, _ in answers] for index in (0, 1))
     reference = small_reference(dataclasses.replace(entry, name=entry.model, flags="", world_size=1))
-    verdict = compare([reference], small, BOUNDS["float64"])
+    verdict = compare_traces([reference], small, MATRIX_TOLERANCES["float64"])
     assert verdict.agrees, verdict.first_departure
     for steps in wide:
         assert_close(steps, wanted)

@@ -44,7 +44,7 @@ OVERLAPS = {
     "sequence-parallel all-gather": ("--tp 2 --sequence-parallel", "tp", "start_all_gather"),
     "sequence-parallel reduce-scatter": ("--tp 2 --sequence-parallel", "tp", "start_reduce_scatter"),
     "tensor-parallel forward": ("--tp 2 --sequence-parallel --tp-comm-overlap", "tp", "start_reduce_scatter"),
-    "ring exchange": ("--cp 2", "cp", "_start_batch"),
+    "ring exchange": ("--cp 2", "cp", "_start_send_recv_batch"),
     "expert all-to-all, shared expert": (
         f"--dp 2 --ep 2 {EXPERTS} --moe-shared-expert-intermediate-size 512",
         "ep_etp",
@@ -55,7 +55,7 @@ OVERLAPS = {
         "ep_etp",
         "start_all_to_all",
     ),
-    "pipeline transfers": ("--pp 2", "pp", "_start_batch"),
+    "pipeline transfers": ("--pp 2", "pp", "_start_send_recv_batch"),
 }
 
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from petatron.config import RunConfig, load_config
-from petatron.mesh.comm_record import Event
-from petatron.mesh.diagnose.order_check import order_findings
+from petatron.mesh.comm_record import CommEvent
+from petatron.mesh.diagnose.order_check import order_problems
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.verify.compare_traces import Bounds, Verdict, compare
+from petatron.verify.compare_traces import Tolerances, TraceComparison, compare_traces
 from petatron.verify.trace import StepTrace, record_steps
 from tests.dist import RankPool
 
@@ -25,8 +25,8 @@ TINY = (
 )
 # Tighter than what `petatron verify` asks of models of any size.
 BOUNDS = {
-    "float32": Bounds(loss=1e-5, gradient=1e-4, parameter=1e-4),
-    "float64": Bounds(loss=1e-9, gradient=1e-9, parameter=1e-7),
+    "float32": Tolerances(loss=1e-5, gradient=1e-4, parameter=1e-4),
+    "float64": Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-7),
 }
 
 
@@ -42,13 +42,13 @@ def train(run: RunConfig) -> list[StepTrace]:
     return train_recorded(run)[0]
 
 
-def train_recorded(run: RunConfig) -> tuple[list[StepTrace], list[Event]]:
+def train_recorded(run: RunConfig) -> tuple[list[StepTrace], list[CommEvent]]:
     """The same, and all communication up to the end of the second step, which has what only later steps have."""
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
     mesh = ParallelMesh(Layout.from_config(run.parallel), rank)
     traces: list[StepTrace] = []
-    events: list[Event] = []
+    events: list[CommEvent] = []
     for trace in record_steps(run, mesh):
         traces.append(trace)
         if len(traces) == 2:
@@ -57,10 +57,10 @@ def train_recorded(run: RunConfig) -> tuple[list[StepTrace], list[Event]]:
     return traces, events
 
 
-def check_order(records: list[list[Event]]) -> None:
+def check_order(records: list[list[CommEvent]]) -> None:
     """Assert that ranks communicated in an order in which NCCL cannot hang; gloo, which tests run over, may not notice."""
     assert all(records) or len(records) == 1, "nothing was recorded"
-    findings = order_findings(records)
+    findings = order_problems(records)
     assert not findings, "\n".join(findings)
 
 
@@ -69,12 +69,14 @@ def reference(flags: str, dtype: str) -> list[StepTrace]:
     return train(tiny_run(flags, dtype=dtype))
 
 
-def check_layout(ranks: RankPool, layout: str, model: str = "", *, world_size: int, dtype: str = "float64") -> Verdict:
+def check_layout(
+    ranks: RankPool, layout: str, model: str = "", *, world_size: int, dtype: str = "float64"
+) -> TraceComparison:
     """Assert that a layout trains the same model as one process with one micro-batch size for all."""
     run = tiny_run(f"{model} {layout}", world_size=world_size, dtype=dtype)
     traces, records = map(list, zip(*ranks.run(train_recorded, world_size, run)))
     check_order(records)
-    verdict = compare([reference(model, dtype)], traces, BOUNDS[dtype])
+    verdict = compare_traces([reference(model, dtype)], traces, BOUNDS[dtype])
     assert len(verdict.steps) == run.train.train_iters
     assert verdict.agrees, verdict.first_departure
     return verdict

@@ -12,18 +12,18 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.base.device import detect
+from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.sharding.flat_shard import group_pieces
+from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build import build_loaders
-from petatron.train.loop import Loop
-from petatron.train.report.metrics import Record
+from petatron.train.loop import TrainLoop
+from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
-from petatron.verify.matrix import Entry, entry
-from petatron.verify.trace import Part, assemble
+from petatron.verify.matrix import MatrixEntry, parse_entry
+from petatron.verify.trace import TracedShard, assemble_tensors
 
 STOP, END = 3, 6
 _MORE = {
@@ -39,34 +39,36 @@ _TRAINING = f"--hidden-dropout 0 --attention-dropout 0 --train-iters {END} --eva
 class Life:
     """What a rank saw: its state when it began, at STOP and at its end, and the losses between."""
 
-    began: list[Part]
+    began: list[TracedShard]
     losses: dict[int, float] = field(default_factory=dict)
     skipped: int = 0
-    at_stop: list[Part] = field(default_factory=list)
-    ended: list[Part] = field(default_factory=list)
+    at_stop: list[TracedShard] = field(default_factory=list)
+    ended: list[TracedShard] = field(default_factory=list)
 
 
-def parts_of(state: TrainState) -> list[Part]:
+def parts_of(state: TrainState) -> list[TracedShard]:
     """Everything that a checkpoint is to keep of this rank, replicas too."""
     found = [
         _part("weight", piece.name, piece.logical_shape, piece.start, view)
-        for group in state.model.groups
-        for piece, view in group_pieces(group, group.weights())
+        for group in state.model.param_groups
+        for piece, view in group_tensor_shards(group, group.weights())
     ]
     found += [
         _part("master", piece.name, piece.logical_shape, piece.start, view)
-        for _, piece, view in state.optimizer.weights()
+        for _, piece, view in state.optimizer.master_weights()
     ]
     found += [
         _part(kind, piece.name, piece.logical_shape, piece.start, view)
         for kind, _, piece, view in state.optimizer.moments()
     ]
-    found += [_part("router", name, x.shape, (0,) * x.dim(), x) for name, x in state.model.routers.state()]
+    found += [
+        _part("router", name, x.shape, (0,) * x.dim(), x) for name, x in state.model.router_statistics.expert_biases()
+    ]
     return found
 
 
-def _part(kind: str, name: str, shape: Sequence[int], start: Sequence[int], view: Tensor) -> Part:
-    return Part(kind, name, tuple(shape), tuple(start), view.detach().clone().contiguous())
+def _part(kind: str, name: str, shape: Sequence[int], start: Sequence[int], view: Tensor) -> TracedShard:
+    return TracedShard(kind, name, tuple(shape), tuple(start), view.detach().clone().contiguous())
 
 
 def live(run: RunConfig) -> Life:
@@ -80,7 +82,7 @@ def live(run: RunConfig) -> Life:
     life = Life(parts_of(state))
 
     class Watch:
-        def write(self, record: Record) -> None:
+        def write(self, record: MetricRecord) -> None:
             if record["kind"] == "train":
                 life.losses[record["iteration"]] = record["lm_loss"]
                 life.skipped += record["skipped"]
@@ -89,23 +91,23 @@ def live(run: RunConfig) -> Life:
 
         def close(self) -> None: ...
 
-    Loop(state, build_loaders(run, mesh), [Watch()], detect("cpu")).run()
+    TrainLoop(state, build_loaders(run, mesh), [Watch()], detect_device("cpu")).run()
     life.ended = parts_of(state)
     return life
 
 
-def whole(parts: Sequence[list[Part]]) -> dict[tuple[str, str], Tensor]:
+def whole(parts: Sequence[list[TracedShard]]) -> dict[tuple[str, str], Tensor]:
     """Logical tensors from the parts of all ranks; copies of a part must agree, and nothing may be missing."""
-    tensors = assemble(part for rank in parts for part in rank)
+    tensors = assemble_tensors(part for rank in parts for part in rank)
     for part in (part for rank in parts for part in rank):
-        own = tensors[part.kind, part.name][part.box()]
+        own = tensors[part.kind, part.name][part.slices()]
         assert torch.equal(own, part.values.to(torch.float64)), f"ranks differ in {part.kind} {part.name}"
     gaps = [key for key, x in tensors.items() if x.isnan().any()]
     assert not gaps, f"no rank has all of {gaps}"
     return tensors
 
 
-def configured(found: Entry, flags: str) -> RunConfig:
+def configured(found: MatrixEntry, flags: str) -> RunConfig:
     words = f"{found.model_flags} {_MORE[found.model]} {_TRAINING} {found.flags} {flags}".split()
     return load_config(words, world_size=found.world_size).config
 
@@ -113,7 +115,7 @@ def configured(found: Entry, flags: str) -> RunConfig:
 @cache
 def _fits(name: str) -> bool:
     try:
-        configured(entry(name), "--fp64")
+        configured(parse_entry(name), "--fp64")
     except ConfigError:
         return False
     return True

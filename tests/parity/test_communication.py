@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.comm_record import Event
+from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.sharding.flat_buffer import FlatGroup
+from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.train.build import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
@@ -44,20 +44,20 @@ Key = tuple[str, str, int, int]
 class StepEvents:
     """The events of the second step, and how many parameters this rank holds (padding included)."""
 
-    forward_and_backward: list[Event]
-    update: list[Event]
+    forward_and_backward: list[CommEvent]
+    update: list[CommEvent]
     parameters: int
     padded: int
     """Elements of the gradient buffers, which shared buckets are padded in."""
 
     @property
-    def all(self) -> list[Event]:
+    def all(self) -> list[CommEvent]:
         return self.forward_and_backward + self.update
 
     def activations(self, elements: int) -> Counter[tuple[str, str]]:
         """Exchanges of this size by direction: a backward one is asked for by `.backward()`, not by a layer."""
         found = [event for event in self.forward_and_backward if event.axis == "tp" and event.elements == elements]
-        return Counter(("backward" if "pipeline.py" in event.caller else "forward", event.op) for event in found)
+        return Counter(("backward" if "executor.py" in event.caller else "forward", event.op) for event in found)
 
     @property
     def counts(self) -> Counter[Key]:
@@ -77,10 +77,10 @@ def _second_step(run: RunConfig) -> StepEvents:
     optimizer.step()
     events = mesh.record.events(since=before)
     return StepEvents(
-        [event for event in events if event.number <= done],
-        [event for event in events if event.number > done],
+        [event for event in events if event.sequence_number <= done],
+        [event for event in events if event.sequence_number > done],
         sum(parameter.numel() for stage in model.stages.values() for parameter in stage.parameters()),
-        sum(group.flat_grads.numel() for group in model.groups if isinstance(group, FlatGroup)),
+        sum(group.flat_grads.numel() for group in model.param_groups if isinstance(group, FlatParamGroup)),
     )
 
 
@@ -251,11 +251,10 @@ def test_events_say_who_asked(ranks: RankPool):
     assert asked == {
         ("tp", "layers/linear.py"),
         ("tp", "layers/embedding.py"),
-        ("tp", "layers/output_head.py"),
         ("tp", "kernels/linear_cross_entropy.py"),
-        ("tp", "parallel/pipeline/executor.py"),  # backward: autograd has no frame of the layer
+        ("tp", "pipeline/executor.py"),  # backward: autograd has no frame of the layer
         ("world", "parallel/parallel_model.py"),
-        ("dp_cp", "parallel/data/gradient_reduction.py"),
+        ("dp_cp", "data/gradient_reduction.py"),
     }
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.comm_record import Event
+from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build import build_loader, build_model
@@ -27,7 +27,7 @@ from tests.parity.harness import tiny_run
 S, H, LAYERS, HEADS, GROUPS, WIDTH = 16, 32, 2, 4, 4, 8
 
 
-def one_step(run: RunConfig) -> list[Event]:
+def one_step(run: RunConfig) -> list[CommEvent]:
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
     model = build_model(run, mesh)
     batches = next(iter(build_loader(run, mesh)))
@@ -36,7 +36,7 @@ def one_step(run: RunConfig) -> list[Event]:
     return mesh.record.events(since=before)
 
 
-def context_events(events: list[Event]) -> Counter[tuple[str, str, int, int]]:
+def context_events(events: list[CommEvent]) -> Counter[tuple[str, str, int, int]]:
     return Counter((e.axis, e.op, e.elements, e.bytes) for e in events if e.axis.split("/")[0].split("%")[0] == "cp")
 
 

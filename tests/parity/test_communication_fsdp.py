@@ -22,10 +22,10 @@ import pytest
 import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.comm_record import Event
+from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.schedule.actions import COMPUTE, Kind
+from petatron.schedule.actions import COMPUTE_KINDS, ActionKind
 from petatron.schedule.pipeline_plan import pipeline_plan
 from petatron.train.build import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
@@ -41,7 +41,7 @@ ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24"
 
 
-def _second_step(run: RunConfig) -> list[Event]:
+def _second_step(run: RunConfig) -> list[CommEvent]:
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
     model = build_model(run, mesh)
     optimizer = build_optimizer(run, model)
@@ -158,10 +158,10 @@ def test_every_stage_of_a_pipeline(ranks: RankPool, virtual: int, recompute: str
     """8 layers on 2 ranks, 4 micro-batches in flight: no unit is gathered for a micro-batch that does not need it."""
     flags = f"--pp 2 --num-virtual-stages-per-pipeline-rank {virtual}" if virtual > 1 else "--pp 2"
     run, found = step(ranks, f"--dp 2 {flags} --num-layers 8 {ZERO3} {recompute}", world_size=4, batch=16)
-    m, schedule = 4, pipeline_plan(run).training(4, rank=1)
-    actions = [action for batch in schedule.batches() for action in batch]
-    last = [a for a in actions if a.stage == schedule.stages - 1 and a.kind in COMPUTE]
-    needed_anew = sum(before is None or before.kind is not Kind.FORWARD for before in [None, *last[:-1]])
+    m, schedule = 4, pipeline_plan(run).training_schedule(4, rank=1)
+    actions = [action for batch in schedule.action_batches() for action in batch]
+    last = [a for a in actions if a.stage == schedule.stages - 1 and a.kind in COMPUTE_KINDS]
+    needed_anew = sum(before is None or before.kind is not ActionKind.FORWARD for before in [None, *last[:-1]])
     blocks = unit(block(2), 4 * 2 * m, 4 * m)
     assert found[:2] == [unit(ROWS * H, m, m) + blocks] * 2
     assert found[2:] == [unit(H + ROWS * H, needed_anew, m) + blocks] * 2

@@ -42,7 +42,7 @@ def same_bits(found: list[list[StepTrace]], expected: list[list[StepTrace]]) -> 
     for ours, theirs in zip(found, expected, strict=True):
         for one, two in zip(ours, theirs, strict=True):
             assert one.loss == two.loss and one.grad_norm == two.grad_norm
-            for a, b in zip(one.parts, two.parts, strict=True):
+            for a, b in zip(one.shards, two.shards, strict=True):
                 assert torch.equal(a.values, b.values), a.name
 
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig
-from petatron.mesh.comm_record import Event
+from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import stable_seed
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.sharding.flat_buffer import FlatGroup
-from petatron.sharding.flat_shard import group_pieces
+from petatron.sharding.flat_buffer import FlatParamGroup
+from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build import build_loader, build_model
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
@@ -56,7 +56,7 @@ class Outcome:
     numbers: list[tuple[float, float]]
     evaluated: float
     state: dict[str, Tensor]
-    events: list[Event]
+    events: list[CommEvent]
     rounded: int
 
 
@@ -68,13 +68,13 @@ def run_of(flags: str, world_size: int) -> RunConfig:
 @torch.no_grad()
 def _spread_out(model: ParallelModel) -> None:
     """Over twenty binary orders, up to a largest that loses its last digits."""
-    for group in model.groups:
-        for piece, view in group_pieces(group, group.weights()):
+    for group in model.param_groups:
+        for piece, view in group_tensor_shards(group, group.weights()):
             if len(piece.shape) == 2:
                 generator = torch.Generator().manual_seed(stable_seed(piece.name, piece.start) % 2**31)
                 view.mul_(torch.exp2(-20 * torch.rand(view.shape, generator=generator) ** 6)).clamp_(-0.5, 0.5)
                 view.flatten()[0] = 0.5 * 225 / 224  # e4m3 has 224 and 240
-    model.publish()
+    model.all_gather_params()
 
 
 def _train(run: RunConfig) -> Outcome:
@@ -93,17 +93,21 @@ def _train(run: RunConfig) -> Outcome:
 
 
 def _owned(state: TrainState) -> dict[str, Tensor]:
-    weights = ((f"weight {p.name} {p.start}", v) for g in state.model.groups for p, v in group_pieces(g, g.weights()))
-    masters = ((f"master {piece.name} {piece.start}", view) for _, piece, view in state.optimizer.weights())
+    weights = (
+        (f"weight {p.name} {p.start}", v)
+        for g in state.model.param_groups
+        for p, v in group_tensor_shards(g, g.weights())
+    )
+    masters = ((f"master {piece.name} {piece.start}", view) for _, piece, view in state.optimizer.master_weights())
     moments = ((f"{kind} {piece.name} {piece.start}", view) for kind, _, piece, view in state.optimizer.moments())
     return {name: view.detach().clone() for part in (weights, masters, moments) for name, view in part}
 
 
 def _rounded(model: ParallelModel) -> int:
     return sum(
-        int((own != group.flat_weights[slice(*group.owned_part(bucket))]).sum())
-        for group in model.groups
-        if isinstance(group, FlatGroup)
+        int((own != group.flat_weights[slice(*group.owned_range(bucket))]).sum())
+        for group in model.param_groups
+        if isinstance(group, FlatParamGroup)
         for own, bucket in zip(group.weights(), group.buckets, strict=True)
     )
 

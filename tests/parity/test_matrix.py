@@ -13,10 +13,10 @@ from functools import cache
 import pytest
 
 from petatron.config import load_config
-from petatron.verify.compare_traces import compare
-from petatron.verify.matrix import BOUNDS, MATRIX, Entry, entry
+from petatron.verify.compare_traces import compare_traces
+from petatron.verify.matrix import MATRIX, MATRIX_TOLERANCES, MatrixEntry, parse_entry
 from petatron.verify.matrix_run import make_case
-from petatron.verify.random_model import random_model
+from petatron.verify.random_model import random_model_flags
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.parity.harness import check_order, train, train_recorded
@@ -39,37 +39,37 @@ def _reference(argv: tuple[str, ...]) -> list[StepTrace]:
     return train(load_config(argv).config)
 
 
-def _check(ranks: RankPool, found: Entry, *, steps: int, dtype: str, model_flags: str | None = None) -> None:
+def _check(ranks: RankPool, found: MatrixEntry, *, steps: int, dtype: str, model_flags: str | None = None) -> None:
     case = make_case(found, model_flags=model_flags or found.model_flags, steps=steps, dtype=dtype)
     run = load_config(case.argv, world_size=case.world_size).config
     traces, records = map(list, zip(*ranks.run(train_recorded, case.world_size, run)))
     check_order(records)
-    verdict = compare([_reference(case.reference_argv)], traces, BOUNDS[dtype])
+    verdict = compare_traces([_reference(case.reference_argv)], traces, MATRIX_TOLERANCES[dtype])
     assert len(verdict.steps) == steps
     assert verdict.agrees, f"{verdict.first_departure}\n{case.command}"
 
 
 @pytest.mark.parametrize("name", CORE)
 def test_core(ranks: RankPool, name: str):
-    _check(ranks, entry(name), steps=2, dtype="float64")
+    _check(ranks, parse_entry(name), steps=2, dtype="float64")
 
 
 @pytest.mark.parametrize(("name", "steps"), SINGLE_PRECISION.items())
 def test_single_precision(ranks: RankPool, name: str, steps: int):
-    _check(ranks, entry(name), steps=steps, dtype="float32")
+    _check(ranks, parse_entry(name), steps=steps, dtype="float32")
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("found", MATRIX, ids=lambda found: found.name)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_whole(ranks: RankPool, found: Entry, dtype: str):
+def test_whole(ranks: RankPool, found: MatrixEntry, dtype: str):
     _check(ranks, found, steps=20, dtype=dtype)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("found", MATRIX, ids=lambda found: found.name)
-def test_random_models(ranks: RankPool, found: Entry):
-    _check(ranks, found, steps=3, dtype="float64", model_flags=random_model(found, seed=1))
+def test_random_models(ranks: RankPool, found: MatrixEntry):
+    _check(ranks, found, steps=3, dtype="float64", model_flags=random_model_flags(found, seed=1))
 
 
 def test_core_is_of_the_matrix():

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petatron.base.device import detect
+from petatron.base.device import detect_device
 from petatron.config import RunConfig
-from petatron.mesh.comm_record import Event
+from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build import build_loaders
-from petatron.train.loop import Loop
+from petatron.train.loop import TrainLoop
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
 from tests.longform import later
@@ -24,11 +24,11 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
 TIED = "--no-untie-embeddings-and-output-weights"
 
 
-def _run(run: RunConfig) -> list[Event]:
+def _run(run: RunConfig) -> list[CommEvent]:
     torch.set_num_threads(1)
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
     state = TrainState.build(run, mesh)
-    Loop(state, build_loaders(run, mesh), [], detect("cpu")).run()
+    TrainLoop(state, build_loaders(run, mesh), [], detect_device("cpu")).run()
     events = mesh.record.events()
     assert len(events) == mesh.record.count
     return events

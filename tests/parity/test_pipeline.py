@@ -12,7 +12,7 @@ import torch.distributed as dist
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.schedule.actions import COMPUTE, Action
+from petatron.schedule.actions import COMPUTE_KINDS, Action
 from petatron.schedule.measured_timeline import read_measured
 from petatron.train.build import build_loader, build_model
 from petatron.train.state.train_state import TrainState
@@ -85,8 +85,8 @@ def _walk(run: RunConfig) -> tuple[list[Action], list[Action], bool]:
     timed = []
     model.train_step(batches, timeline=timed.extend)
     in_order = all(a.start <= b.start and a.end <= b.end for a, b in itertools.pairwise(timed))
-    planned = model.plan.training(len(batches), rank=mesh.pp.rank)
-    return [action for batch in planned.batches() for action in batch], [t.action for t in timed], in_order
+    planned = model.plan.training_schedule(len(batches), rank=mesh.pp.rank)
+    return [action for batch in planned.action_batches() for action in batch], [t.action for t in timed], in_order
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -125,7 +125,7 @@ def test_a_run_writes_its_measured_timeline(ranks: RankPool, tmp_path: Path):
     found = read_measured(path)
     assert found.name == "1f1b" and len(found.ranks) == 2
     for rank in found.ranks:
-        assert len(rank) == 2 * 2 and {timed.action.kind for timed in rank} <= COMPUTE
+        assert len(rank) == 2 * 2 and {timed.action.kind for timed in rank} <= COMPUTE_KINDS
     assert min(timed.start for rank in found.ranks for timed in rank) == 0.0
 
 

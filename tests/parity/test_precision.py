@@ -11,7 +11,7 @@ import torch.distributed as dist
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.optim.loss_scaler import DynamicScale
+from petatron.optim.loss_scaler import DynamicLossScaler
 from petatron.train.build import build_loader
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
@@ -49,15 +49,17 @@ def _steps(run: RunConfig) -> tuple[list[Step], dict[str, torch.dtype]]:
                 updates=state.progress.updates,
             )
         )
-    group = state.model.groups[0]
-    masters = [view for _, _, view in state.optimizer.weights()]
+    group = state.model.param_groups[0]
+    masters = [view for _, _, view in state.optimizer.master_weights()]
     return steps, {"weights": group.weights()[0].dtype, "grads": group.grads()[0].dtype, "masters": masters[0].dtype}
 
 
 def _first_masters_are_first_weights(run: RunConfig) -> bool:
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
     state = TrainState.build(run, mesh)
-    return all(torch.equal(view, view.to(torch.bfloat16).to(view.dtype)) for _, _, view in state.optimizer.weights())
+    return all(
+        torch.equal(view, view.to(torch.bfloat16).to(view.dtype)) for _, _, view in state.optimizer.master_weights()
+    )
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
@@ -106,9 +108,9 @@ def _full_precision(flags: str) -> tuple[list[Step], None]:
 
 
 def expected_scales(overflows: list[bool], run: RunConfig) -> list[float]:
-    scale, values = DynamicScale(run.precision), []
+    scale, values = DynamicLossScaler(run.precision), []
     for overflow in overflows:
-        values.append(scale.value)
+        values.append(scale.scale)
         scale.update(overflow)
     return values
 
@@ -135,7 +137,7 @@ def test_dynamic_loss_scale_finds_its_level(ranks: RankPool, layout: str, world_
         if step.skipped:
             assert (step.weights, step.updates) == (before.weights, before.updates), "an overflow changes nothing"
     # Skipped steps do not advance the schedule: warm-up starts with the first step that counts.
-    schedule = TrainState.build(tiny_run(flags.replace(layout, "")), ParallelMesh.single()).rates
+    schedule = TrainState.build(tiny_run(flags.replace(layout, "")), ParallelMesh.single()).lr_schedule
     batch = run.train.global_batch_size or 0
     assert [step.lr for step in trained] == [schedule.at(n, n * batch) for n in range(len(trained))]
     assert [step.updates for step in trained] == list(range(1, len(trained) + 1))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-from petatron.verify.matrix import Entry, entry
+from petatron.verify.matrix import MatrixEntry, parse_entry
 from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import tiny_run
@@ -21,7 +21,7 @@ LOSS = {"--fp64": 1e-9, "": 1e-5}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _live(ranks: RankPool, found: Entry, flags: str) -> list[Life]:
+def _live(ranks: RankPool, found: MatrixEntry, flags: str) -> list[Life]:
     return ranks.run(live, found.world_size, configured(found, flags))
 
 
@@ -30,8 +30,8 @@ def _move(
 ) -> tuple[list[Life], list[Life]]:
     """The life in the first layout, which saves on its way, and the life in the second one that begins there."""
     saving = f"--save {folder} --save-interval {STOP} {then}"
-    first = _live(ranks, entry(saved_in), saving)
-    second = _live(ranks, entry(loaded_in), f"--load {folder} --ckpt-step {STOP} {now}")
+    first = _live(ranks, parse_entry(saved_in), saving)
+    second = _live(ranks, parse_entry(loaded_in), f"--load {folder} --ckpt-step {STOP} {now}")
     assert [sorted(life.losses) for life in second] == [[*range(STOP + 1, END + 1)]] * len(second)
     return first, second
 
@@ -48,7 +48,7 @@ def _check_same_state(first: list[Life], second: list[Life], *, moments: bool = 
             assert torch.equal(values, expected), (kind, name)
     for part in (part for life in second for part in life.began):
         if part.kind == "weight":
-            assert torch.equal(part.values, before["master", part.name][part.box()].to(part.values.dtype)), part.name
+            assert torch.equal(part.values, before["master", part.name][part.slices()].to(part.values.dtype)), part.name
     for kind in (*MOMENTS, "router"):
         held = [values for (found, _), values in before.items() if found == kind]
         assert kind not in kinds or any(values.any() for values in held), f"{kind} says nothing"
@@ -161,9 +161,9 @@ def test_another_precision_in_another_layout(ranks: RankPool, tmp_path: Path, th
 
 def test_there_and_back(ranks: RankPool, tmp_path: Path):
     """A stretch in full precision, between two in a reduced one."""
-    first = _live(ranks, entry("dense:dp2-zero1"), f"--save {tmp_path} --exit-interval 2 --bf16")
-    second = _live(ranks, entry("dense:pp2"), f"--save {tmp_path} --load {tmp_path} --exit-interval 4")
-    third = _live(ranks, entry("dense:tp2"), f"--load {tmp_path} --bf16")
+    first = _live(ranks, parse_entry("dense:dp2-zero1"), f"--save {tmp_path} --exit-interval 2 --bf16")
+    second = _live(ranks, parse_entry("dense:pp2"), f"--save {tmp_path} --load {tmp_path} --exit-interval 4")
+    third = _live(ranks, parse_entry("dense:tp2"), f"--load {tmp_path} --bf16")
     assert [sorted(lives[0].losses) for lives in (first, second, third)] == [[1, 2], [3, 4], [5, 6]]
     for before, after in ((first, second), (second, third)):
         saved, found = whole([life.ended for life in before]), whole([life.began for life in after])

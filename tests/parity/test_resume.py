@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petatron.base.device import detect
+from petatron.base.device import detect_device
 from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.sharding.flat_shard import group_pieces
+from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build import build_loaders
-from petatron.train.loop import Loop
-from petatron.train.state.checkpointing import chunks
+from petatron.train.loop import TrainLoop
+from petatron.train.state.checkpointing import checkpoint_chunks
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankFailure, RankPool
 from tests.longform import later
@@ -46,12 +46,14 @@ def run_loop(run: RunConfig) -> tuple[dict[int, float], dict[tuple, torch.Tensor
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
     mesh = ParallelMesh(Layout.from_config(run.parallel), rank)
-    state = TrainState.start(run, mesh)
+    state = TrainState.build_for_load(run, mesh)
     if run.checkpoint.load is not None:
         state.load(run.checkpoint.load)
     losses = Losses()
-    Loop(state, build_loaders(run, mesh), [losses], detect("cpu")).run()
-    tensors = {(chunk.key, chunk.start): chunk.tensor.clone() for chunk in chunks(state.model, state.optimizer)}
+    TrainLoop(state, build_loaders(run, mesh), [losses], detect_device("cpu")).run()
+    tensors = {
+        (chunk.key, chunk.start): chunk.tensor.clone() for chunk in checkpoint_chunks(state.model, state.optimizer)
+    }
     return losses.values, tensors
 
 
@@ -152,16 +154,20 @@ def test_another_precision_continues_from_the_master_weights(
     run = tiny_run(f"{MODEL} {quiet} {loaded_in} --load {tmp_path}")
     state = TrainState.build(run, ParallelMesh.single())
     assert state.load(str(tmp_path)) and state.progress.iteration == 3
-    for chunk in chunks(state.model, state.optimizer):
+    for chunk in checkpoint_chunks(state.model, state.optimizer):
         kind, name = chunk.key.split("/")
-        if kind == "model" and state.optimizer.weights_apart:
+        if kind == "model" and state.optimizer.has_master_weights:
             continue
         wide = saved.get((f"master/{name}", chunk.start), saved.get((f"model/{name}", chunk.start)))
         wanted = wide if kind in ("model", "master") else saved[chunk.key, chunk.start]
         assert wanted is not None and chunk.tensor.dtype == wanted.dtype == torch.float32
         assert torch.equal(chunk.tensor, wanted), chunk.key
-    own = {piece.name: view for group in state.model.groups for piece, view in group_pieces(group, group.weights())}
-    for _, piece, master in state.optimizer.weights():
+    own = {
+        piece.name: view
+        for group in state.model.param_groups
+        for piece, view in group_tensor_shards(group, group.weights())
+    }
+    for _, piece, master in state.optimizer.master_weights():
         assert torch.equal(own[piece.name], master.to(own[piece.name].dtype)), piece.name
 
 
@@ -201,7 +207,7 @@ def test_random_states_that_start_anew_are_announced(
     run_loop(tiny_run(f"{MODEL} {saved_with} --save {tmp_path} --exit-interval 1"))
     state = TrainState.build(tiny_run(f"{MODEL} {loaded_with} --load {tmp_path}"), ParallelMesh.single())
     state.load(str(tmp_path))
-    words = [change for change in state.changes if "random states" in change]
+    words = [change for change in state.resume_changes if "random states" in change]
     assert words == ([] if said is None else [f"random states (dropout) start anew: {said}"])
 
 
@@ -234,12 +240,12 @@ def test_fp8_histories_that_start_anew_are_announced(
     base = f"{MODEL} --bf16"
     run_loop(tiny_run(f"{base} {saved_with} --save {tmp_path} --exit-interval 2"))
     state = TrainState.build(tiny_run(f"{base} {loaded_with} --load {tmp_path}"), ParallelMesh.single())
-    before = list(state.model.eight_bits.state().values())
+    before = list(state.model.fp8_gemms.state().values())
     state.load(str(tmp_path))
-    words = [change for change in state.changes if "FP8 histories" in change]
+    words = [change for change in state.resume_changes if "FP8 histories" in change]
     assert words == ([] if said is None else [f"{_ANEW}{said}"])
     if "delayed" in loaded_with:
-        [now] = state.model.eight_bits.state().values()
+        [now] = state.model.fp8_gemms.state().values()
         assert torch.equal(now, before[0]) == (said is not None or "--finetune" in loaded_with)
 
 
@@ -248,7 +254,7 @@ def test_fp8_histories_stay_behind_in_another_layout(ranks: RankPool, tmp_path: 
     whole, _ = trained(ranks, quiet, 1)[0]
     trained(ranks, f"{quiet} --tp 2 --save {tmp_path} --exit-interval 3", 2)
     state = TrainState.build(tiny_run(f"{MODEL} {quiet} --load {tmp_path}"), ParallelMesh.single())
-    assert state.load(str(tmp_path)) and f"{_ANEW}{_LAYOUT}" in state.changes
+    assert state.load(str(tmp_path)) and f"{_ANEW}{_LAYOUT}" in state.resume_changes
     after, _ = trained(ranks, f"{quiet} --load {tmp_path}", 1)[0]
     for iteration, loss in after.items():
         assert loss == pytest.approx(whole[iteration], rel=2e-2)
@@ -268,4 +274,4 @@ def test_weights_of_another_model_name_the_settings(tmp_path: Path):
         tiny_run(f"{MODEL} --load {tmp_path} --finetune --rotary-base 5000"), ParallelMesh.single()
     )
     assert state.load(str(tmp_path))
-    assert state.changes == ["rotary_base: 10000.0 then, 5000.0 now: the weights are used in another model"]
+    assert state.resume_changes == ["rotary_base: 10000.0 then, 5000.0 now: the weights are used in another model"]

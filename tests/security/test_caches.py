@@ -20,7 +20,7 @@ from petatron.data.build_datasets import build_datasets
 from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
-from petatron.data.sample_index import build_sample_index
+from petatron.data.sample_index import build_sample_indices
 from tests.unit.data.conftest import fresh_logging
 
 __all__ = ["fresh_logging"]  # a fixture for all tests here
@@ -187,8 +187,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(name: str, function: Callable[..., object]) -> Callable[..., object]:
         return lambda *words: (done.append(name), function(*words))[1]
 
-    monkeypatch.setattr(index_cache, "NOTED_BYTES", 0)
-    monkeypatch.setattr(gpt_dataset, "build_sample_index", noted("built", build_sample_index))
+    monkeypatch.setattr(index_cache, "MIN_RECORDED_BYTES", 0)
+    monkeypatch.setattr(gpt_dataset, "build_sample_indices", noted("built", build_sample_indices))
     return done
 
 
@@ -215,7 +215,7 @@ def test_what_others_built_is_compared_once(
     shipped = _copied(tmp_path / "cache", tmp_path / "shipped")
     assert samples(indexed, shipped) == samples(indexed, shipped) == true
     assert checks == ["built"] * 3, "a file that has just changed is not remembered"
-    monkeypatch.setattr(index_cache, "_SETTLED_NS", 0)
+    monkeypatch.setattr(index_cache, "_MIN_FILE_AGE_NS", 0)
     assert samples(indexed, shipped) == samples(indexed, shipped) == true
     assert checks == ["built"] * 4
 
@@ -267,7 +267,7 @@ def test_a_note_shipped_beside_the_cache_means_nothing(
     shipped = _copied(tmp_path / "cache", tmp_path / "shipped")
     forge(shipped, "order", np.zeros_like)
     paths = sorted(shipped.glob("*.npy"))
-    identities = [[path.stat().st_dev, *index_cache._identity(path)] for path in paths]
+    identities = [[path.stat().st_dev, *index_cache._file_identity(path)] for path in paths]
     for name in ("checked.json", *(f"{path.stem}.json" for path in paths)):
         (shipped / name).write_text(json.dumps(identities))
     assert samples(indexed, shipped) == true and checks == ["built"] * 2

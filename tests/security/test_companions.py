@@ -10,9 +10,9 @@ import pytest
 
 import petatron
 from petatron.base.errors import CheckpointError, DataError
-from petatron.checkpoint.convert.convert import Conversion, convert
-from petatron.checkpoint.convert.formats import COMPANIONS
-from petatron.checkpoint.convert.open_model import open_source
+from petatron.checkpoint.convert.convert import ConversionOptions, convert
+from petatron.checkpoint.convert.formats import COMPANION_FILES
+from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.cli.main import main
 from petatron.data.tokenizer import HuggingFaceTokenizer, train_bpe
 from petatron.mesh.mesh import ParallelMesh
@@ -45,14 +45,14 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("name", COMPANIONS)
+@pytest.mark.parametrize("name", COMPANION_FILES)
 def test_a_link_to_a_secret_is_not_copied(tmp_path: Path, model: Path, secret: Path, name: str):
     (model / name).unlink(missing_ok=True)
     (model / name).symlink_to(secret)
     before = sorted(tmp_path.iterdir())
     for to in ("huggingface", "petatron"):
         with pytest.raises(CheckpointError, match=rf"{name} -> {secret}\. Put the files themselves there"):
-            convert(open_source(model), tmp_path / to, Conversion(to=to))
+            convert(open_model_source(model), tmp_path / to, ConversionOptions(target_format=to))
     with pytest.raises(CheckpointError, match="has links to files elsewhere"):
         petatron.from_pretrained(model)
     assert sorted(tmp_path.iterdir()) == before
@@ -80,12 +80,12 @@ def test_a_tokenizer_that_is_put_beside_a_model(tmp_path: Path, model: Path, sec
 
 def test_a_link_in_a_step_is_not_copied(tmp_path: Path, model: Path, secret: Path):
     (model / "chat_template.jinja").write_text(SECRET)
-    convert(open_source(model), tmp_path / "run", Conversion(to="petatron"))
+    convert(open_model_source(model), tmp_path / "run", ConversionOptions(target_format="petatron"))
     place = next((tmp_path / "run").glob("step-*")) / "model" / "chat_template.jinja"
     place.unlink()
     place.symlink_to(secret)
     with pytest.raises(CheckpointError, match="has links to files elsewhere"):
-        open_source(tmp_path / "run")
+        open_model_source(tmp_path / "run")
 
 
 def hub_cache(model: Path, hub: Path) -> Path:
@@ -104,15 +104,15 @@ def test_the_hub_cache_consists_of_links(tmp_path: Path, model: Path):
     tokenizer = (model / "tokenizer.json").read_bytes()
     (model / "inside").write_text("hello")
     (model / "chat_template.jinja").symlink_to("inside")
-    convert(open_source(model), tmp_path / "inside its folder", Conversion(to="huggingface"))
+    convert(open_model_source(model), tmp_path / "inside its folder", ConversionOptions(target_format="huggingface"))
     (model / "chat_template.jinja").unlink()
     (tmp_path / "cache").mkdir()
     (tmp_path / "hub").symlink_to(tmp_path / "cache")
     snapshot = hub_cache(model, tmp_path / "hub")
-    convert(open_source(snapshot), tmp_path / "new", Conversion(to="huggingface"))
+    convert(open_model_source(snapshot), tmp_path / "new", ConversionOptions(target_format="huggingface"))
     copy = tmp_path / "new" / "tokenizer.json"
     assert copy.read_bytes() == tokenizer and not copy.is_symlink()
-    assert petatron.from_pretrained(snapshot).companions is not None
+    assert petatron.from_pretrained(snapshot).companion_files is not None
     HuggingFaceTokenizer(snapshot)
 
 
@@ -140,7 +140,7 @@ def test_a_folder_that_only_looks_like_the_hub_cache(tmp_path: Path, model: Path
         place.symlink_to(os.path.relpath(far, snapshot))
     assert place.read_text() == SECRET, "the attack is in place"
     with pytest.raises(CheckpointError, match="has links to files elsewhere"):
-        convert(open_source(snapshot), tmp_path / "new", Conversion(to="huggingface"))
+        convert(open_model_source(snapshot), tmp_path / "new", ConversionOptions(target_format="huggingface"))
     assert not (tmp_path / "new").exists()
 
 
@@ -158,8 +158,8 @@ def test_no_code_is_named_after_a_conversion(tmp_path: Path, model: Path):
         text = json.dumps({"kept": 1, **CODE, "nested": CODE}).replace('"auto_map"', '"auto\\u005fmap"', 1)
         (model / name).write_text(text)
     (model / "modeling.py").write_text("raise SystemExit('ran')")
-    convert(open_source(model), tmp_path / "new", Conversion(to="huggingface"))
-    convert(open_source(model), tmp_path / "run", Conversion(to="petatron"))
+    convert(open_model_source(model), tmp_path / "new", ConversionOptions(target_format="huggingface"))
+    convert(open_model_source(model), tmp_path / "run", ConversionOptions(target_format="petatron"))
     petatron.from_pretrained(model).save_pretrained(tmp_path / "saved")
     (tmp_path / "beside").mkdir()
     for name, content in HuggingFaceTokenizer(model).files().items():
@@ -175,7 +175,7 @@ def test_no_code_is_named_after_a_conversion(tmp_path: Path, model: Path):
 def test_other_settings_stay_byte_for_byte(tmp_path: Path, model: Path):
     text = '{"eos_token":   "x", "odd": 1e400,\n"auto_map_": 1}'
     (model / "tokenizer_config.json").write_text(text)
-    convert(open_source(model), tmp_path / "new", Conversion(to="huggingface"))
+    convert(open_model_source(model), tmp_path / "new", ConversionOptions(target_format="huggingface"))
     assert (tmp_path / "new" / "tokenizer_config.json").read_text() == text
 
 
@@ -183,5 +183,5 @@ def test_other_settings_stay_byte_for_byte(tmp_path: Path, model: Path):
 def test_a_config_that_cannot_be_read(tmp_path: Path, model: Path, text: str):
     (model / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config\.json is not valid JSON"):
-        convert(open_source(model), tmp_path / "new", Conversion(to="huggingface"))
+        convert(open_model_source(model), tmp_path / "new", ConversionOptions(target_format="huggingface"))
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.tmp").exists()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import CheckpointError
-from petatron.models.hf.stored_counts import MOST_WIDTH, check_counts
+from petatron.models.hf.stored_counts import MAX_WIDTH, check_counts
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "kv_channels"])
-@pytest.mark.parametrize("width", [MOST_WIDTH + 1, -1, 1.5, "64", 10**30])
+@pytest.mark.parametrize("width", [MAX_WIDTH + 1, -1, 1.5, "64", 10**30])
 def test_a_width_that_no_model_has_is_refused(name: str, width: object) -> None:
     with pytest.raises(CheckpointError, match=f"for {name}"):
         check_counts(
@@ -20,5 +20,5 @@ def test_a_width_that_no_model_has_is_refused(name: str, width: object) -> None:
             {"num_layers": 1, name: width},
             {},
             num_tensors=10,
-            experts_apart=False,
+            separate_experts=False,
         )

@@ -19,17 +19,17 @@ import zstandard
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.cli.main import main
 from petatron.config import load_config
-from petatron.config.absolute_paths import anchored
+from petatron.config.absolute_paths import with_absolute_paths
 from petatron.config.checks.preflight import preflight
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.schema.parallel import ParallelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig, TokenizerConfig
-from petatron.config.yaml_file import MOST_BYTES, MOST_PROBLEMS, read_file
+from petatron.config.yaml_file import MAX_PROBLEMS, MAX_YAML_BYTES, read_yaml_file
 from petatron.data import tokenizer as tokenizer_module
 from petatron.data.build_datasets import build_datasets
 from petatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
-from petatron.data.jsonl_reader import MAX_LINE_BYTES, read_blocks
+from petatron.data.jsonl_reader import MAX_LINE_BYTES, read_line_blocks
 from petatron.data.preprocess import PreprocessOptions, preprocess
 from petatron.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
 from petatron.quickstart import corpus
@@ -106,7 +106,7 @@ def _become(path: Path, kind: str) -> None:
 
 
 def _read_all(path: Path, limit: int) -> int:
-    return sum(len(block.data) for block in read_blocks(path, max_line_bytes=limit))
+    return sum(len(block.data) for block in read_line_blocks(path, max_line_bytes=limit))
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress, bytes], ids=["gzip", "zstd", "plain"])
@@ -342,7 +342,7 @@ def test_a_tokenizer_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytes
     os.truncate(folder / "chat_template.jinja", 1 << 40)
     with pytest.raises(DataError, match=r"chat_template\.jinja cannot be read: it has 1,099,511,627,776 bytes"):
         HuggingFaceTokenizer(folder)
-    monkeypatch.setattr(tokenizer_module, "MOST_BYTES", 10)
+    monkeypatch.setattr(tokenizer_module, "MAX_FILE_BYTES", 10)
     with pytest.raises(DataError, match=r"tokenizer\.json: it cannot be read: it has \d+ bytes"):
         HuggingFaceTokenizer(folder)
 
@@ -377,20 +377,20 @@ def test_a_hostile_config(tmp_path: Path, text: str, rule: str) -> None:
 def test_a_config_of_strangers_is_given_up(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("".join(f"num_layerz_{i}: 1\n" for i in range(5000)))
-    found = read_file(path)
-    assert len(found.problems) == MOST_PROBLEMS and "--num-layers" in found.suspects
+    found = read_yaml_file(path)
+    assert len(found.problems) == MAX_PROBLEMS and "--num-layers" in found.doubtful_flags
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "large", "not utf-8"])
 def test_a_config_that_is_no_text_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.yaml"
     if kind == "large":
-        path.write_text("# " + "x" * MOST_BYTES)
+        path.write_text("# " + "x" * MAX_YAML_BYTES)
     elif kind == "not utf-8":
         path.write_bytes(b"\xff")
     else:
         _become(path, kind)
-    (problem,) = read_file(path).problems
+    (problem,) = read_yaml_file(path).problems
     assert problem.found == str(path) and problem.rule.startswith("cannot be read: ")
 
 
@@ -417,7 +417,7 @@ def test_a_fifo_is_no_list_of_datasets(tmp_path: Path, kind: str) -> None:
     _become(tmp_path / "list", kind)
     config = RunConfig(data=DataConfig(data_args_path=str(tmp_path / "list")))
     assert [problem.rule for problem in preflight(config)] == ["is not a file"]
-    assert anchored(config).data.data_args_path == str(tmp_path / "list")
+    assert with_absolute_paths(config).data.data_args_path == str(tmp_path / "list")
     with pytest.raises(DataError, match=r"--data-args-path .*list cannot be read: it is not a regular file"):
         build_datasets(config, None, (1, 0, 0))
     _become(path := tmp_path / "nccl.yaml", kind)

@@ -14,20 +14,20 @@ import torch
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.base.safe_files import make_folder, publish
-from petatron.checkpoint.convert.convert import Conversion, convert
-from petatron.checkpoint.convert.open_model import open_source
-from petatron.data.index_cache import load_or_build, remembered_digest
+from petatron.base.safe_files import make_folder, write_atomic
+from petatron.checkpoint.convert.convert import ConversionOptions, convert
+from petatron.checkpoint.convert.open_model import open_model_source
+from petatron.data.index_cache import cached_digest, load_or_build
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.launch.environment import write_error_file
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.state_storage import DiskHome
+from petatron.optim.state_storage import DiskStorage
 from petatron.quickstart.stages import STAGES_FILE, Workspace
-from petatron.train.report.profiler import StepProfile
+from petatron.train.report.profiler import StepProfiler
 from petatron.train.report.sinks import JsonlSink
 from petatron.train.run import run_training
-from petatron.train.state.run_dirs import claimed
-from petatron.verify.matrix_run import fail
+from petatron.train.state.run_dirs import lock_save_dir
+from petatron.verify.matrix_run import record_failure
 
 WORDS = "what others keep here"
 FLAGS = "--num-layers 1 --mock-data --lr 1e-3 --train-iters 1 --eval-iters 0 --live off"
@@ -56,7 +56,7 @@ def test_optimizer_state_on_disk_has_no_name_to_guess(tmp_path: Path, victim: Pa
     folder = tmp_path / "scratch"
     folder.mkdir()
     (folder / f"optimizer-state-{os.getpid()}-0.bin").symlink_to(victim)
-    memory = DiskHome(str(folder), 8192).zeros(1000, torch.float32)
+    memory = DiskStorage(str(folder), 8192).zeros(1000, torch.float32)
     memory.fill_(3.0)
     assert memory.sum() == 3000 and [path.is_symlink() for path in folder.iterdir()] == [True]
 
@@ -84,7 +84,7 @@ def test_a_report_of_a_failure_follows_no_link(tmp_path: Path, victim: Path):
 def test_a_verdict_follows_no_link(tmp_path: Path, victim: Path):
     for name in ("outcome-00000.partial", "outcome-00000.json"):
         (tmp_path / name).symlink_to(victim)
-    fail(tmp_path, 0, "case", "why")
+    record_failure(tmp_path, 0, "case", "why")
     assert '"why"' in (tmp_path / "outcome-00000.json").read_text()
 
 
@@ -98,9 +98,9 @@ def test_the_quickstart_follows_no_link(tmp_path: Path, victim: Path):
     (space.root / "data").mkdir()
     (space.root / "data" / "link").symlink_to(tmp_path / "theirs")
     space.settings.symlink_to(victim)
-    space.mark("corpus", "key")
+    space.set_stage_key("corpus", "key")
     space.open(fresh=True)
-    assert space.keys() == {} and not (space.root / "data").exists()
+    assert space.stage_keys() == {} and not (space.root / "data").exists()
     assert (tmp_path / "theirs" / "letter").read_text() == WORDS
 
 
@@ -109,7 +109,9 @@ def test_a_trace_follows_no_link(tmp_path: Path, victim: Path):
     run = petatron.load("tiny-llama", words)
 
     def trace() -> None:
-        with StepProfile(run, rank=0, iterations=1, device=torch.device("cpu"), tell=lambda text: None) as profile:
+        with StepProfiler(
+            run, rank=0, iterations=1, device=torch.device("cpu"), log_event=lambda text: None
+        ) as profile:
             profile.begin(1)
             profile.end(1)
 
@@ -135,21 +137,21 @@ def test_a_draft_of_a_model_is_a_folder_of_its_own(tmp_path: Path, victim: Path,
     model = petatron.from_pretrained(source)
     for path, rule in ((tmp_path / "new", "new.tmp is in the way"), (tmp_path / "link", "link is already there")):
         with pytest.raises(CheckpointError, match=rule):
-            convert(open_source(source), path, Conversion(to="huggingface"))
+            convert(open_model_source(source), path, ConversionOptions(target_format="huggingface"))
         with pytest.raises(CheckpointError, match=rule):
             model.save_pretrained(path)
     assert not list((tmp_path / "theirs").iterdir()) and (tmp_path / "new.tmp").is_symlink()
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    publish(tmp_path / "file", "old")
+    write_atomic(tmp_path / "file", "old")
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        publish(tmp_path / "file", "new")
+        write_atomic(tmp_path / "file", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "old"
 
 
@@ -181,7 +183,7 @@ def _convert(folder: Path) -> None:
     (model / "chat_template.jinja").write_text("private")
     (model / "chat_template.jinja").chmod(0o600)
     for to in ("huggingface", "petatron", "megatron"):
-        convert(open_source(model), folder / to, Conversion(to=to))
+        convert(open_model_source(model), folder / to, ConversionOptions(target_format=to))
 
 
 def _cache(folder: Path) -> None:
@@ -189,7 +191,7 @@ def _cache(folder: Path) -> None:
     source = folder.parent / "source"
     source.write_text("")
     os.utime(source, (1, 1))
-    remembered_digest(folder, source, "s", lambda: "digest")
+    cached_digest(folder, source, "s", lambda: "digest")
 
 
 def _data(folder: Path) -> None:
@@ -200,7 +202,7 @@ def _data(folder: Path) -> None:
 def _others(folder: Path) -> None:
     JsonlSink(folder / "deep" / "metrics.jsonl").close()
     write_error_file(str(folder / "error.json"), message="m", text="t", echo=False)
-    with claimed(str(folder), rank=0):
+    with lock_save_dir(str(folder), rank=0):
         pass
 
 

@@ -13,16 +13,16 @@ import torch
 from petatron.base.errors import CheckpointError, PetatronError, TrainError
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk
-from petatron.checkpoint.inspect.inspect import examine
+from petatron.checkpoint.inspect.inspect import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig, load_config
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.hf.folder_entries import Entry, Region
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 from petatron.train.report.sinks import JsonlSink
 from petatron.train.run import run_training
-from petatron.train.state.run_dirs import check_folders, claimed
+from petatron.train.state.run_dirs import check_run_dirs, lock_save_dir
 
 STEP = "step-00000010"
 WORDS = "what others keep here"
@@ -48,7 +48,7 @@ def untouched(victim: Path) -> bool:
 def save(folder: Path, step: int, *, keep: int | None = None, disk: Disk | None = None) -> None:
     """Weights as a model folder in two files with an index, a document, and state of the rank."""
     weights = {name: torch.full((3, 2), float(step)) for name in ("a", "b")}
-    entries = tuple(Entry(name, (3, 2), (Region(name, (0, 0), (3, 2), (0, 0)),)) for name in weights)
+    entries = tuple(FolderEntry(name, (3, 2), (EntryRegion(name, (0, 0), (3, 2), (0, 0)),)) for name in weights)
     model = ModelFolder(entries, {"tokenizer.json": b"{}"})
     chunks = [Chunk(f"model/{name}", (3, 2), (0, 0), tensor) for name, tensor in weights.items()]
     chunks.append(Chunk("moment/a", (3, 2), (0, 0), weights["a"]))
@@ -84,8 +84,8 @@ def test_prune_leaves_what_links_point_to(tmp_path: Path, victim: Path):
     link(tmp_path / "run/step-00000020", victim.parent / "elsewhere")
     link(tmp_path / "run" / f"{STEP}.pruned", victim)
     assert main(["checkpoint", "prune", str(tmp_path / "run"), "--keep", "1"]) == 0
-    assert list(step_folder.steps(tmp_path / "run")) == [30] and untouched(victim)
-    assert (tmp_path / "elsewhere" / step_folder.MANIFEST).is_file(), "the link went, not the step behind it"
+    assert list(step_folder.list_steps(tmp_path / "run")) == [30] and untouched(victim)
+    assert (tmp_path / "elsewhere" / step_folder.MANIFEST_FILE).is_file(), "the link went, not the step behind it"
     assert not any(path.is_symlink() for path in (tmp_path / "run").iterdir())
 
 
@@ -103,7 +103,7 @@ def test_a_folder_nested_without_end_is_an_error(tmp_path: Path):
 def names_written(folder: Path) -> list[str]:
     """Every name under which a save leaves something, in the step and around it."""
     inside = [path.relative_to(folder / STEP).as_posix() for path in (folder / STEP).rglob("*")]
-    around = [step_folder.LATEST, f"{step_folder.LATEST}.tmp", STEP, *(STEP + suffix for suffix in NEXT)]
+    around = [step_folder.LATEST_FILE, f"{step_folder.LATEST_FILE}.tmp", STEP, *(STEP + suffix for suffix in NEXT)]
     return around + [f"{STEP}{suffix}/{name}" for suffix in (".tmp", ".replaced") for name in inside]
 
 
@@ -120,11 +120,11 @@ def test_a_save_follows_no_link_whatever_its_name(tmp_path: Path, victim: Path, 
         link(folder / name, target)
         save(folder, 10, keep=1)
         assert untouched(victim), name
-        assert examine(folder / STEP, content=True).findings == (), name
-        assert (folder / step_folder.LATEST).read_text() == f"{STEP}\n" and not (
-            folder / step_folder.LATEST
+        assert verify_checkpoint(folder / STEP, read_content=True).findings == (), name
+        assert (folder / step_folder.LATEST_FILE).read_text() == f"{STEP}\n" and not (
+            folder / step_folder.LATEST_FILE
         ).is_symlink()
-        assert sorted(path.name for path in folder.iterdir()) == [step_folder.LATEST, STEP], name
+        assert sorted(path.name for path in folder.iterdir()) == [step_folder.LATEST_FILE, STEP], name
 
 
 class PlantingDisk(Disk):
@@ -150,7 +150,7 @@ class PlantingDisk(Disk):
 def test_a_link_that_appears_during_a_save_is_not_followed(tmp_path: Path, victim: Path):
     save(tmp_path / "like", 10)
     inside = {path.name for path in (tmp_path / "like" / STEP).rglob("*")}
-    for number, name in enumerate(sorted(inside | {f"{STEP}.tmp", f"{step_folder.LATEST}.tmp"})):
+    for number, name in enumerate(sorted(inside | {f"{STEP}.tmp", f"{step_folder.LATEST_FILE}.tmp"})):
         disk = PlantingDisk(name, victim)
         try:
             save(tmp_path / f"run-{number}", 10, disk=disk)
@@ -164,7 +164,9 @@ def test_a_replaced_step_comes_back_to_a_name_that_a_link_took(tmp_path: Path, v
     (tmp_path / STEP).rename(tmp_path / f"{STEP}.replaced")
     link(tmp_path / STEP, victim / "missing")
     save(tmp_path, 20)
-    assert list(step_folder.steps(tmp_path)) == [10, 20] and not (tmp_path / STEP).is_symlink() and untouched(victim)
+    assert (
+        list(step_folder.list_steps(tmp_path)) == [10, 20] and not (tmp_path / STEP).is_symlink() and untouched(victim)
+    )
 
 
 def test_the_folder_itself_may_be_a_link(tmp_path: Path):
@@ -174,12 +176,12 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path):
     (tmp_path / "scratch" / "mine").mkdir()
     link(tmp_path / "runs" / "mine", tmp_path / "scratch" / "mine")
     folder = tmp_path / "runs" / "mine"
-    check_folders(CheckpointConfig(save=str(folder)))
-    with claimed(str(folder), rank=0):
+    check_run_dirs(CheckpointConfig(save=str(folder)))
+    with lock_save_dir(str(folder), rank=0):
         for step in (10, 20, 20):
             save(folder, step, keep=1)
     JsonlSink(folder / "metrics.jsonl").close()
-    assert examine(folder / "step-00000020").findings == () and folder.is_symlink()
+    assert verify_checkpoint(folder / "step-00000020").findings == () and folder.is_symlink()
     found = sorted(path.name for path in (tmp_path / "scratch" / "mine").iterdir())
     assert found == [".lock", "latest", "metrics.jsonl", "step-00000020"]
 
@@ -222,7 +224,7 @@ def test_what_is_no_file_is_no_lock_and_no_log(tmp_path: Path, make: Callable[[P
     """A pipe would keep whoever opens it waiting."""
     make(tmp_path / ".lock")
     make(tmp_path / "metrics.jsonl")
-    with pytest.raises(CheckpointError, match=r"\.lock .*Remove it"), claimed(str(tmp_path), rank=0):
+    with pytest.raises(CheckpointError, match=r"\.lock .*Remove it"), lock_save_dir(str(tmp_path), rank=0):
         pass
     with pytest.raises(TrainError, match=r"metrics\.jsonl.*--log-dir"):
         JsonlSink(tmp_path / "metrics.jsonl")
@@ -232,7 +234,7 @@ def test_a_lock_keeps_its_content(tmp_path: Path):
     """A second name of another file, which nobody can tell from a file of ours."""
     (tmp_path / "precious").write_text(WORDS)
     os.link(tmp_path / "precious", tmp_path / ".lock")
-    with claimed(str(tmp_path), rank=0):
+    with lock_save_dir(str(tmp_path), rank=0):
         pass
     assert (tmp_path / "precious").read_text() == WORDS
 
@@ -271,17 +273,17 @@ def test_verify_reports_a_link_in_the_place_of_a_part(tmp_path: Path, name: str)
     step = tmp_path / "run" / STEP
     (step / name).rename(tmp_path / "away")
     (step / name).symlink_to(tmp_path / "away")
-    [finding] = examine(step).findings
+    [finding] = verify_checkpoint(step).findings
     assert finding.file == step / name and f"is a symbolic link to {tmp_path / 'away'}" in finding.text
 
 
 def test_verify_reports_a_step_that_is_a_link(tmp_path: Path):
     save(tmp_path / "other", 10)
     link(tmp_path / "run" / STEP, tmp_path / "other" / STEP)
-    [finding] = examine(tmp_path / "run" / STEP).findings
+    [finding] = verify_checkpoint(tmp_path / "run" / STEP).findings
     assert finding.file == tmp_path / "run" / STEP and "is a symbolic link to" in finding.text
     link(tmp_path / "best", tmp_path / "other" / STEP)
-    assert examine(tmp_path / "best").sound, "whoever names a checkpoint may do so through a link"
+    assert verify_checkpoint(tmp_path / "best").is_valid, "whoever names a checkpoint may do so through a link"
 
 
 def test_a_step_in_the_hub_cache_is_sound(tmp_path: Path):
@@ -294,13 +296,13 @@ def test_a_step_in_the_hub_cache_is_sound(tmp_path: Path):
         (cache / "blobs" / f"{number:040x}").write_bytes(path.read_bytes())
         link(place, Path(os.path.relpath(cache / "blobs" / f"{number:040x}", place.parent)))
     folder = cache / "snapshots" / "0a1b"
-    assert step_folder.latest_step(folder) == 10 and examine(folder / STEP).findings == ()
+    assert step_folder.latest_step(folder) == 10 and verify_checkpoint(folder / STEP).findings == ()
 
 
 def test_latest_may_be_anything(tmp_path: Path):
     """A pipe would hang, and a device has no end."""
     save(tmp_path, 10)
     for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path), lambda path: os.symlink("missing", path)):
-        (tmp_path / step_folder.LATEST).unlink()
-        make(tmp_path / step_folder.LATEST)
+        (tmp_path / step_folder.LATEST_FILE).unlink()
+        make(tmp_path / step_folder.LATEST_FILE)
         assert step_folder.latest_step(tmp_path) == 10

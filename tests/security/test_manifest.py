@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from petatron.base.errors import CheckpointError, PetatronError
-from petatron.checkpoint.convert.open_model import open_source
+from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import table_digest
-from petatron.checkpoint.inspect.diff import compare
-from petatron.checkpoint.inspect.inspect import examine
+from petatron.checkpoint.inspect.diff import diff_checkpoints
+from petatron.checkpoint.inspect.inspect import verify_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.config.schema.run import RunConfig
@@ -38,10 +38,10 @@ def step(tmp_path: Path) -> Path:
 def refused(step: Path, *words: str) -> None:
     """Verification finds it, and whoever would read the tensors refuses it, with one error that names the file."""
     with limited():
-        report = examine(step)
-        assert not report.sound
+        report = verify_checkpoint(step)
+        assert not report.is_valid
         with pytest.raises(CheckpointError) as caught:
-            open_source(step)
+            open_model_source(step)
     for text in (report.findings[0].text, str(caught.value)):
         assert str(step) in text
         for word in words:
@@ -124,10 +124,10 @@ def test_boxes_that_are_not_the_tensor(step: Path, boxes: list[list[int]], words
     place = [WEIGHTS_FILE, "transformer.wte.weight"]
     rows = [[*place, [begin, 0], [size, 8], [begin, 0], False] for begin, size in boxes]
     rewrite_table(step, tensor(boxes=rows))
-    report = examine(step)
+    report = verify_checkpoint(step)
     assert any(words in found.text and KEY in found.text for found in report.findings)
     with pytest.raises(CheckpointError, match=words):
-        compare(step, step)
+        diff_checkpoints(step, step)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_weights_that_the_config_does_not_describe(step: Path):
     """A tensor that the table leaves out, or has in another shape, is one error and no KeyError later."""
     rewrite_table(step, lambda body: body["tensors"].pop(KEY))
     with pytest.raises(CheckpointError, match=r"config\.json describes: embedding\.weight"):
-        open_source(step)
+        open_model_source(step)
 
 
 def test_a_run_with_impossible_progress(step: Path):
@@ -251,6 +251,6 @@ def test_a_run_with_impossible_progress(step: Path):
 
 
 def test_sound_ones_stay_sound(step: Path):
-    assert examine(step).sound
+    assert verify_checkpoint(step).is_valid
     rewrite_table(step, lambda body: None)
-    assert examine(step).sound and json.loads((step / "manifest.json").read_text())["version"] == 3
+    assert verify_checkpoint(step).is_valid and json.loads((step / "manifest.json").read_text())["version"] == 3

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
 from petatron.checkpoint.megatron import open_megatron
-from petatron.checkpoint.megatron.pickle_allowlist import load_blob, load_file, load_metadata
-from petatron.checkpoint.megatron.pickle_interpreter import PickleError, StandIn, read_pickle
+from petatron.checkpoint.megatron.pickle_allowlist import load_dist_metadata, load_tensor_blob, load_torch_file
+from petatron.checkpoint.megatron.pickle_interpreter import InertObject, PickleError, read_pickle
 from tests.security.limits import limited
 from tests.unit.checkpoint.megatron_files import WIDTH, Case, DistFile, write_dist, write_legacy
 
@@ -101,7 +101,7 @@ def saved_file(data: bytes, **members: bytes) -> bytes:
 def test_pickles_that_take_memory_or_time(tmp_path: Path, attack: str):
     """In all three places: refused, or harmless because nothing looks into what was made."""
     path = tmp_path / "file"
-    for content, load in ((ATTACKS[attack], load_metadata), (saved_file(ATTACKS[attack]), load_file)):
+    for content, load in ((ATTACKS[attack], load_dist_metadata), (saved_file(ATTACKS[attack]), load_torch_file)):
         path.write_bytes(content)
         with limited(seconds=10, growth_bytes=1 << 30):
             try:
@@ -109,21 +109,21 @@ def test_pickles_that_take_memory_or_time(tmp_path: Path, attack: str):
             except CheckpointError as error:
                 assert str(path) in str(error)
     with limited(seconds=10), pytest.raises(CheckpointError, match=str(path)):
-        load_blob(torch.frombuffer(bytearray(saved_file(ATTACKS[attack])), dtype=torch.uint8), path)
+        load_tensor_blob(torch.frombuffer(bytearray(saved_file(ATTACKS[attack])), dtype=torch.uint8), path)
 
 
 class Names:
     """All names stand for stand-ins."""
 
-    def named(self, full: str) -> Any:
-        from petatron.checkpoint.megatron.pickle_interpreter import Name
+    def find_class(self, full: str) -> Any:
+        from petatron.checkpoint.megatron.pickle_interpreter import GlobalName
 
-        return Name(full)
+        return GlobalName(full)
 
-    def called(self, name: Any, arguments: Any) -> Any:
-        return StandIn(name.full, arguments)
+    def call(self, name: Any, arguments: Any) -> Any:
+        return InertObject(name.full, arguments)
 
-    def persistent(self, identity: Any) -> Any:
+    def persistent_load(self, identity: Any) -> Any:
         return identity
 
 
@@ -139,7 +139,7 @@ def test_what_pickle_writes_is_read(protocol: int):
     for value in (*VALUES, VALUES):
         found = read_pickle(pickle.dumps(value, protocol), Names())
         if protocol == 2 and isinstance(value, bytes):
-            assert isinstance(found, StandIn)  # written as a call that makes them of text
+            assert isinstance(found, InertObject)  # written as a call that makes them of text
         elif value is not VALUES:
             assert found == value and type(found) is type(value)
     found = read_pickle(pickle.dumps(Case(layers=7), protocol), Names())
@@ -186,7 +186,7 @@ def test_a_tensor_put_together_by_hand(tmp_path: Path):
     """So that what is refused below is refused for its numbers."""
     path = tmp_path / "file"
     path.write_bytes(aligned(saved_file(tensor_pickle(1, (2,), (2,)), **{"0": struct.pack("<4f", 1, 2, 3, 4)})))
-    assert load_file(path)["model"].tolist() == [2.0, 4.0]
+    assert load_torch_file(path)["model"].tolist() == [2.0, 4.0]
 
 
 def aligned(archive: bytes) -> bytes:
@@ -219,7 +219,7 @@ def test_tensors_outside_of_their_storage(
     data = saved_file(tensor_pickle(offset, shape, strides), **{"0": struct.pack("<4f", 1, 2, 3, 4)})
     path.write_bytes(aligned(data))
     with limited(), pytest.raises(CheckpointError, match=f"{path} cannot be understood"):
-        load_file(path)
+        load_torch_file(path)
 
 
 def test_a_tensor_that_repeats_one_value_a_trillion_times(tmp_path: Path):
@@ -261,9 +261,9 @@ def test_archives_that_lie(tmp_path: Path):
     ):
         path.write_bytes(content)
         with limited(), pytest.raises(CheckpointError, match=rf"{path} cannot be .*({words})"):
-            load_file(path)
+            load_torch_file(path)
     path.write_bytes(good)
-    assert load_file(path) == {}
+    assert load_torch_file(path) == {}
 
 
 # ---- What a table claims

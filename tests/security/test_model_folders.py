@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
-from petatron.checkpoint.convert.formats import detect, refuse_inside_step
-from petatron.checkpoint.convert.open_model import open_source
+from petatron.checkpoint.convert.formats import check_not_inside_step, detect_format
+from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.files.safetensors_file import read_header
 from petatron.config import CheckpointConfig
 from petatron.train.state.checkpoint_args import read_checkpoint_args
@@ -39,7 +39,7 @@ def change(folder: Path, **values: Any) -> None:
 
 def refused(folder: Path, *words: str) -> None:
     """By a conversion and by a model made of it, in time and memory."""
-    for read in (open_source, petatron.from_pretrained):
+    for read in (open_model_source, petatron.from_pretrained):
         with limited(), pytest.raises((CheckpointError, ConfigError)) as caught:
             read(folder)
         for word in words:
@@ -86,7 +86,7 @@ NINES = int("9" * 4000)
 def test_headers_that_lie(folder: Path, content: bytes, words: str):
     (folder / "model.safetensors").write_bytes(content)
     with limited(), pytest.raises(CheckpointError, match=rf"model\.safetensors .*({words})"):
-        open_source(folder)
+        open_model_source(folder)
 
 
 def test_a_header_of_a_sparse_terabyte(folder: Path):
@@ -109,7 +109,7 @@ def test_no_files(folder: Path, name: str, thing: str):
         path.mkdir()
     with limited():
         try:
-            open_source(folder, kind="huggingface")
+            open_model_source(folder, model_format="huggingface")
         except PetatronError as error:
             assert str(folder) in str(error)
         else:
@@ -122,15 +122,15 @@ def test_a_pipe_beside_the_shards(folder: Path):
         limited(),
         pytest.raises(CheckpointError, match=r"00002\.safetensors cannot be read: it is not a regular file"),
     ):
-        open_source(folder)
+        open_model_source(folder)
 
 
 def test_a_pipe_that_is_asked_whether_it_is_a_checkpoint(tmp_path: Path):
     os.mkfifo(tmp_path / "manifest.json")
     with limited():
-        refuse_inside_step(tmp_path / "new", "new")
+        check_not_inside_step(tmp_path / "new", "new")
         with pytest.raises(CheckpointError, match="holds no model"):
-            detect(tmp_path)
+            detect_format(tmp_path)
 
 
 # ---- Settings
@@ -214,7 +214,7 @@ def test_settings_of_any_type(folder: Path, key: str):
     for value in ODD:
         change(folder, **{key: value})
         with limited(10), contextlib.suppress(PetatronError):
-            open_source(folder)
+            open_model_source(folder)
 
 
 ROPE = (
@@ -238,7 +238,7 @@ def test_rotary_settings_of_any_type(folder: Path, key: str):
     for value in odd:
         (folder / "config.json").write_text(json.dumps(base | {key: value}))
         with limited(10), pytest.raises(PetatronError):
-            open_source(folder)
+            open_model_source(folder)
 
 
 @pytest.mark.parametrize(
@@ -263,12 +263,12 @@ def test_an_index_that_is_none(folder: Path, content: Any):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"index\.json"):
-        open_source(folder)
+        open_model_source(folder)
 
 
 def test_sound_ones_are_read(folder: Path):
     assert read_header(folder / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
-    open_source(folder)
+    open_model_source(folder)
     petatron.from_pretrained(folder)
 
 

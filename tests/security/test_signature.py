@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.serialization import (
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files import signature
 from petatron.checkpoint.files.manifest import table_digest
-from petatron.checkpoint.files.signature import SIGNATURE, open_signer, read_public_keys
-from petatron.checkpoint.inspect.inspect import examine
+from petatron.checkpoint.files.signature import SIGNATURE_FILE, open_signer, read_public_keys
+from petatron.checkpoint.inspect.inspect import verify_checkpoint
 from petatron.cli.main import main
 
 FLAGS = "tiny-llama --mock-data --num-layers 1 --seq-length 16 --lr 1e-3 --eval-iters 0 --live off --num-workers 0 --device cpu".split()
@@ -63,7 +63,7 @@ def copy(signed: tuple[Path, Path, Path], tmp_path: Path) -> Path:
 
 def problems(step: Path, *keys: Path) -> list[str]:
     trusted = [key for path in keys for key in read_public_keys(path.with_suffix(".pub"))]
-    return [finding.text for finding in examine(step, trusted=trusted).findings]
+    return [finding.text for finding in verify_checkpoint(step, trusted_keys=trusted).findings]
 
 
 def test_the_key_that_signed_is_told_from_others(
@@ -119,15 +119,17 @@ def change_weight(step: Path) -> None:
 
 def sign_by_other(step: Path) -> None:
     key = make_key(step.parent, "forger")
-    (step / SIGNATURE).write_bytes(open_signer(key)((step / "manifest.json").read_bytes()))
+    (step / SIGNATURE_FILE).write_bytes(open_signer(key)((step / "manifest.json").read_bytes()))
 
 
 def no_signature(step: Path) -> None:
-    (step / SIGNATURE).unlink()
+    (step / SIGNATURE_FILE).unlink()
 
 
 def not_a_signature(step: Path) -> None:
-    (step / SIGNATURE).write_text('{"format": "petatron signature", "algorithm": "ed25519", "key": "", "signature": 7}')
+    (step / SIGNATURE_FILE).write_text(
+        '{"format": "petatron signature", "algorithm": "ed25519", "key": "", "signature": 7}'
+    )
 
 
 FORGERIES = {
@@ -152,8 +154,8 @@ def test_whatever_is_changed_is_found(signed: tuple[Path, Path, Path], copy: Pat
 def test_a_signature_over_weak_digests_is_not_enough(signed: tuple[Path, Path, Path], tmp_path: Path) -> None:
     assert main(["train", *FLAGS, "--train-iters", "1", "--save", str(tmp_path / "out")]) == 0
     step = tmp_path / "out" / "step-00000001"
-    assert not (step / SIGNATURE).exists()
-    (step / SIGNATURE).write_bytes(open_signer(signed[1])((step / "manifest.json").read_bytes()))
+    assert not (step / SIGNATURE_FILE).exists()
+    (step / SIGNATURE_FILE).write_bytes(open_signer(signed[1])((step / "manifest.json").read_bytes()))
     (found,) = problems(step, signed[1])
     assert "was saved without --sign-key" in found
 

@@ -21,9 +21,15 @@ import torch.distributed as dist
 
 from petatron.base.errors import LaunchError, PeerFailure
 from petatron.mesh.launch import rendezvous
-from petatron.mesh.launch.environment import SINGLE, Environment, given_secret, rank_environment, read_environment
+from petatron.mesh.launch.environment import (
+    SINGLE_PROCESS,
+    RankEnvironment,
+    rank_variables,
+    read_environment,
+    secret_from_env,
+)
 from petatron.mesh.launch.rendezvous import Rendezvous
-from petatron.mesh.launch.shared_secret import VARIABLE, find_secret, leave_secret, secret_folder
+from petatron.mesh.launch.shared_secret import SECRET_VARIABLE, secret_folder, wait_for_secret, write_secret
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET, OTHER = "correct horse battery", "staple staple staple"
@@ -38,81 +44,81 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Environment]:
+def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RankEnvironment]:
     """Two ranks over TCP that know a secret."""
-    monkeypatch.setenv(VARIABLE, SECRET)  # a rendezvous leaves it there
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)  # a rendezvous leaves it there
     port = free_port()
     return lambda rank, secret=SECRET: dataclasses.replace(
-        SINGLE, rank=rank, world_size=2, master_port=port, secret=secret
+        SINGLE_PROCESS, rank=rank, world_size=2, master_port=port, secret=secret
     )
 
 
-def stranger(place: Environment) -> dist.TCPStore:
+def stranger(place: RankEnvironment) -> dist.TCPStore:
     """Whoever reaches the port can talk to the store."""
     return dist.TCPStore("127.0.0.1", place.master_port, is_master=False, wait_for_workers=False)
 
 
 def test_a_stranger_is_not_admitted_and_keeps_nobody_out(
-    world: Callable[..., Environment], caplog: pytest.LogCaptureFixture
+    world: Callable[..., RankEnvironment], caplog: pytest.LogCaptureFixture
 ) -> None:
     first = Rendezvous(world(0))
     stranger(world(0)).set("present/1", "let me in")
-    waiting = threading.Thread(target=first.roll_call, args=(LATE,), daemon=True)
+    waiting = threading.Thread(target=first.wait_for_all_ranks, args=(LATE,), daemon=True)
     waiting.start()
     waiting.join(timeout=0.5)
     assert waiting.is_alive(), "somebody without the secret was taken for rank 1"
-    Rendezvous(world(1)).roll_call(LATE)
+    Rendezvous(world(1)).wait_for_all_ranks(LATE)
     waiting.join()
     assert "without the secret of this run says to be rank 1" in caplog.text
 
 
-def test_a_rank_with_another_secret_is_not_admitted(world: Callable[..., Environment]) -> None:
+def test_a_rank_with_another_secret_is_not_admitted(world: Callable[..., RankEnvironment]) -> None:
     first, ended = Rendezvous(world(0)), []
 
     def join() -> None:
         try:
-            Rendezvous(world(1, OTHER)).roll_call(SOON)
+            Rendezvous(world(1, OTHER)).wait_for_all_ranks(SOON)
         except LaunchError as error:
             ended.append(str(error))
 
     other = threading.Thread(target=join)
     other.start()
     with pytest.raises(LaunchError, match="for rank 1"):
-        first.roll_call(SOON)
+        first.wait_for_all_ranks(SOON)
     other.join()
     assert ended and "Rank 1 of 2 waited" in ended[0]
 
 
-def test_a_false_rank_0_is_not_believed(world: Callable[..., Environment]) -> None:
+def test_a_false_rank_0_is_not_believed(world: Callable[..., RankEnvironment]) -> None:
     false = dist.TCPStore("127.0.0.1", world(0).master_port, is_master=True, wait_for_workers=False)
     false.set("nonce", "0")
     false.set("admitted", "you are welcome")
     with pytest.raises(LaunchError, match="Rank 1 of 2 waited"):
-        Rendezvous(world(1)).roll_call(SOON)
+        Rendezvous(world(1)).wait_for_all_ranks(SOON)
 
 
 @pytest.mark.parametrize("word", ['{"rank": 1, "text": "stop", "proof": "x"}', '{"rank": []}', "no json", "\xff"])
-def test_a_false_word_of_a_failure_ends_nobody(world: Callable[..., Environment], word: str) -> None:
+def test_a_false_word_of_a_failure_ends_nobody(world: Callable[..., RankEnvironment], word: str) -> None:
     first = Rendezvous(world(0))
     stranger(world(0)).set("failed", word)
-    assert first.failure() is None
-    first.raise_for_failure()
+    assert first.first_failure() is None
+    first.raise_if_peer_failed()
 
 
-def test_a_true_word_of_a_failure_does(world: Callable[..., Environment], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_true_word_of_a_failure_does(world: Callable[..., RankEnvironment], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LINGER_S", 0.1)
     first = Rendezvous(world(0))
-    Rendezvous(world(1)).tell_failure("no space left")
+    Rendezvous(world(1)).report_failure("no space left")
     with pytest.raises(PeerFailure, match="no space left"):
-        first.raise_for_failure()
+        first.raise_if_peer_failed()
 
 
 def test_the_secret_lies_where_only_its_owner_can_read_it(tmp_path: Path) -> None:
     folder = tmp_path / "home" / ".petatron"
-    first = leave_secret("run", folder)
+    first = write_secret("run", folder)
     assert (folder.stat().st_mode & 0o777, (folder / "run").stat().st_mode & 0o777) == (0o700, 0o600)
-    assert find_secret("run", folder, timeout_s=0) == first and len(first) == 32
-    assert leave_secret("run", folder) != first, "an earlier run's is replaced"
+    assert wait_for_secret("run", folder, timeout_s=0) == first and len(first) == 32
+    assert write_secret("run", folder) != first, "an earlier run's is replaced"
     assert [path.name for path in folder.iterdir()] == ["run"]
 
 
@@ -121,17 +127,17 @@ def test_a_planted_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     folder.mkdir(mode=0o700)
     victim.write_text("precious")
     (folder / "run").symlink_to(victim)
-    leave_secret("run", folder)
+    write_secret("run", folder)
     assert victim.read_text() == "precious" and not (folder / "run").is_symlink()
 
 
 def test_a_folder_of_secrets_that_others_can_open_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(LaunchError, match="open to other users"):
-        leave_secret("run", tmp_path)
+        write_secret("run", tmp_path)
     (tmp_path / "run").write_text(SECRET)
     with pytest.raises(LaunchError, match="open to other users"):
-        find_secret("run", tmp_path, timeout_s=0)
+        wait_for_secret("run", tmp_path, timeout_s=0)
 
 
 def test_a_home_that_others_can_open_holds_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,20 +149,20 @@ def test_a_home_that_others_can_open_holds_no_secrets(tmp_path: Path, monkeypatc
 
 
 def test_a_secret_that_does_not_come_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=f"export {VARIABLE} with one random value for all"):
-        find_secret("run", tmp_path, timeout_s=0.3)
+    with pytest.raises(LaunchError, match=f"export {SECRET_VARIABLE} with one random value for all"):
+        wait_for_secret("run", tmp_path, timeout_s=0.3)
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     with pytest.raises(LaunchError, match="has 6 characters; give at least 16"):
-        given_secret({VARIABLE: "secret"})
+        secret_from_env({SECRET_VARIABLE: "secret"})
 
 
 def test_the_secret_is_passed_on_and_not_shown() -> None:
     place = dataclasses.replace(
-        SINGLE, world_size=4, local_world_size=2, master_port=5, origin="torchrun", secret=SECRET
+        SINGLE_PROCESS, world_size=4, local_world_size=2, master_port=5, launcher="torchrun", secret=SECRET
     )
-    assert read_environment(rank_environment(place, base={VARIABLE: OTHER * 2})) == place
+    assert read_environment(rank_variables(place, base={SECRET_VARIABLE: OTHER * 2})) == place
     assert SECRET not in repr(place)
 
 

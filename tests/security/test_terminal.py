@@ -22,15 +22,15 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from petatron.base.log import configure, get_logger
-from petatron.base.terminal_escape import escaped, escaped_output, printable, printable_lines, unescaped
+from petatron.base.log import configure_logging, get_logger
+from petatron.base.terminal_escape import escaped_output, escaped_stream, printable, printable_lines, raw_stream
 from petatron.cli import main as cli
 from petatron.cli.checkpoint import _Progress
 from petatron.cli.data import _progress_display
 from petatron.cli.main import main
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.launch.local_launcher import run_ranks
-from petatron.train.report.console import LiveSink, choose_console
+from petatron.train.report.console import LiveSink, build_console_sink
 from petatron.train.report.metrics import event_record
 from petatron.train.report.sinks import WandbSink
 from tests.unit.checkpoint.megatron_files import Case, write_legacy
@@ -226,7 +226,7 @@ def test_arguments_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
-        configure(rank=rank)
+        configure_logging(rank=rank)
         get_logger("test").error("found %s", EVIL)
         try:
             raise ValueError(EVIL)
@@ -257,7 +257,7 @@ def test_the_streams_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sys.stdout, sys.stderr
 
     def fail(argv: list[str]) -> int:
-        assert unescaped(sys.stdout) is before[0] and sys.stdout is not before[0]
+        assert raw_stream(sys.stdout) is before[0] and sys.stdout is not before[0]
         raise RuntimeError
 
     monkeypatch.setattr(cli, "_dispatch", fail)
@@ -265,7 +265,7 @@ def test_the_streams_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["x"])
     assert (sys.stdout, sys.stderr) == before
     with escaped_output():
-        assert escaped(sys.stdout) is sys.stdout
+        assert escaped_stream(sys.stdout) is sys.stdout
 
 
 def test_a_report_of_a_failed_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +290,7 @@ def test_our_own_drawing_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     with escaped_output():
         progress = _Progress("reading")
-        progress._spoke_s = time.monotonic() - 60
+        progress._last_print_s = time.monotonic() - 60
         progress(1, 2)
         assert terminal.getvalue() == "\rreading: 50%"
         with _progress_display(10):
@@ -307,8 +307,8 @@ def test_the_live_view_is_drawn_and_foreign_words_in_it_are_not(monkeypatch: pyt
     monkeypatch.setenv("COLUMNS", "200")
     with escaped_output():
         before = sys.stdout, sys.stderr
-        configure()
-        sink = choose_console("auto")
+        configure_logging()
+        sink = build_console_sink("auto")
         assert isinstance(sink, LiveSink)
         sink.write(event_record(f"saved {EVIL}", iteration=1))
         get_logger("test").warning("logged %s", EVIL)

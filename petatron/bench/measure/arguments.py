@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     import torch
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)")
 
 
-def too_small(given: Mapping[str, tuple[int, int]]) -> list[Problem]:
+def minimum_problems(given: Mapping[str, tuple[int, int]]) -> list[Problem]:
     """Flags whose value is below the least that makes sense; both by flag.
 
-    >>> print(*too_small({"--repeat": (0, 1), "--steps": (4, 1)}))
+    >>> print(*minimum_problems({"--repeat": (0, 1), "--steps": (4, 1)}))
     --repeat 0 is below 1. Use 1 or more.
     """
     return [
@@ -29,22 +29,22 @@ def too_small(given: Mapping[str, tuple[int, int]]) -> list[Problem]:
     ]
 
 
-def not_positive(given: Mapping[str, float]) -> list[Problem]:
+def positive_problems(given: Mapping[str, float]) -> list[Problem]:
     """Sizes that are none."""
     return [
         Problem(flag, str(value), "must be positive", "Leave it out.") for flag, value in given.items() if value <= 0
     ]
 
 
-def device_of(kind: Literal["auto", "cpu", "cuda"], *, problems: Sequence[Problem] = ()) -> torch.device:
+def resolve_device(kind: Literal["auto", "cpu", "cuda"], *, problems: Sequence[Problem] = ()) -> torch.device:
     """The device that --device names. Problems of other arguments are raised here, together with one of this."""
     import torch
 
-    from petatron.base.device import detect
+    from petatron.base.device import detect_device
 
     found = list(problems)
     try:
-        on_cuda = detect(kind).kind == "cuda"
+        on_cuda = detect_device(kind).kind == "cuda"
     except ConfigError as error:
         raise ConfigError([*found, *error.problems]) from error
     if found:

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from petatron.bench.measure.runner import Runner
+from petatron.bench.measure.runner import BenchRunner
 from petatron.bench.measure.timing import synchronize
 
-CLASSES = ("GEMM", "attention", "elementwise", "optimizer", "copies", "communication", "other", "idle")
+KERNEL_CLASSES = ("GEMM", "attention", "elementwise", "optimizer", "copies", "communication", "other", "idle")
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _RULES: Sequence[tuple[str, re.Pattern[str]]] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
@@ -53,7 +53,7 @@ def kernel_class(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Breakdown:
+class KernelBreakdown:
     """Milliseconds of one step by class, and the kernels that took the most: (name, class, milliseconds, calls)."""
 
     steps: int
@@ -66,11 +66,11 @@ class Breakdown:
         return {"steps": self.steps, "step_ms": self.step_ms, "ms": dict(self.classes), "top": top}
 
 
-def break_down(events: Iterable[Mapping[str, Any]], *, steps: int, top: int = 15) -> Breakdown:
+def break_down_kernels(events: Iterable[Mapping[str, Any]], *, steps: int, top: int = 15) -> KernelBreakdown:
     """Events of a Chrome trace (times in microseconds) to a breakdown of one of the steps they span."""
     work = [event for event in events if event.get("ph") == "X" and event.get("cat") in _DEVICE_WORK]
     totals: dict[str, tuple[float, int]] = {}
-    classes: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
+    classes: dict[str, float] = dict.fromkeys(KERNEL_CLASSES, 0.0)
     for event in work:
         ms = event["dur"] / 1e3 / steps
         before, calls = totals.get(event["name"], (0.0, 0))
@@ -78,13 +78,13 @@ def break_down(events: Iterable[Mapping[str, Any]], *, steps: int, top: int = 15
         classes[kernel_class(event["name"])] += ms
     spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in work)
     wall = (max(end for _, end in spans) - spans[0][0]) / 1e3 / steps if spans else 0.0
-    classes["idle"] = max(0.0, wall - _union(spans) / 1e3 / steps)
+    classes["idle"] = max(0.0, wall - _busy_time(spans) / 1e3 / steps)
     largest = sorted(totals.items(), key=lambda item: -item[1][0])[:top]
     rows = [(name, kernel_class(name), ms, calls // steps) for name, (ms, calls) in largest]
-    return Breakdown(steps, wall, classes, rows)
+    return KernelBreakdown(steps, wall, classes, rows)
 
 
-def _union(spans: Sequence[tuple[float, float]]) -> float:
+def _busy_time(spans: Sequence[tuple[float, float]]) -> float:
     """How long at least one of the spans, sorted by start, was running."""
     covered, reached = 0.0, float("-inf")
     for start, end in spans:
@@ -93,7 +93,7 @@ def _union(spans: Sequence[tuple[float, float]]) -> float:
     return covered
 
 
-def profile_steps(runner: Runner, *, steps: int = 3) -> Breakdown:
+def profile_steps(runner: BenchRunner, *, steps: int = 3) -> KernelBreakdown:
     """Profile some steps; the first of the profiler's is slow and is left out by a step before it."""
     runner.run(1)
     synchronize(runner.device)
@@ -104,4 +104,4 @@ def profile_steps(runner: Runner, *, steps: int = 3) -> Breakdown:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return break_down(events, steps=steps)
+    return break_down_kernels(events, steps=steps)

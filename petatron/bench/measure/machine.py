@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from petatron.kernels.registry import Choice
+from petatron.kernels.registry import KernelChoice
 
-_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
+_GPU_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
 _COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 25}  # more than caches hold
 
 
 @dataclass(slots=True)
-class Samples:
+class GpuReadings:
     """Readings of nvidia-smi, one row per second: MHz, watts, degrees."""
 
     readings: list[tuple[float, ...]] = field(default_factory=list)
@@ -26,13 +26,13 @@ class Samples:
     def medians(self) -> dict[str, float]:
         """Empty where nothing could be read."""
         columns = zip(*self.readings) if self.readings else ()
-        return {name: statistics.median(values) for name, values in zip(_FIELDS, columns)}
+        return {name: statistics.median(values) for name, values in zip(_GPU_FIELDS, columns)}
 
     def describe(self) -> str:
         found = self.medians()
         if not found:
             return "clocks and power unknown: there is no nvidia-smi"
-        clock, power, heat = (found[name] for name in _FIELDS)
+        clock, power, heat = (found[name] for name in _GPU_FIELDS)
         return f"{clock:,.0f} MHz, {power:.0f} W, {heat:.0f} °C (medians of {len(self.readings)} readings)"
 
 
@@ -48,20 +48,20 @@ def parse_readings(text: str) -> list[tuple[float, ...]]:
             values = tuple(float(word) for word in line.split(","))
         except ValueError:
             continue
-        if len(values) == len(_FIELDS):
+        if len(values) == len(_GPU_FIELDS):
             readings.append(values)
     return readings
 
 
 @contextmanager
-def sampled(device: torch.device) -> Iterator[Samples]:
+def sample_gpu(device: torch.device) -> Iterator[GpuReadings]:
     """Read clocks and power once a second in another process, while the body runs."""
-    samples = Samples()
+    samples = GpuReadings()
     command = shutil.which("nvidia-smi") if device.type == "cuda" else None
     if command is None:
         yield samples
         return
-    words = [command, f"--id={device.index or 0}", f"--query-gpu={','.join(_FIELDS)}"]
+    words = [command, f"--id={device.index or 0}", f"--query-gpu={','.join(_GPU_FIELDS)}"]
     words += ["--format=csv,noheader,nounits", "--loop=1"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -82,10 +82,10 @@ def large_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
     return lambda: target.copy_(source), 2 * source.numel()
 
 
-def choice_row(choice: Choice) -> tuple[str, str]:
+def choice_row(choice: KernelChoice) -> tuple[str, str]:
     """Which kernels an operation uses, and why no better ones.
 
-    >>> choice_row(Choice("adamw", "torch fused", None, (("triton", "the device is no GPU"),)))
+    >>> choice_row(KernelChoice("adamw", "torch fused", None, (("triton", "the device is no GPU"),)))
     ('adamw:', 'torch fused; not triton: the device is no GPU')
     """
     operation, _, why = str(choice).partition(": ")

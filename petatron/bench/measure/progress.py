@@ -6,11 +6,11 @@ import time
 
 from petatron.base.log import get_logger
 
-NEWS_S = 10.0
+LOG_INTERVAL_S = 10.0
 _log = get_logger(__name__)
 
 
-class News:
+class ProgressLog:
     """Lines that are logged only if there was none for a while."""
 
     def __init__(self) -> None:
@@ -18,6 +18,6 @@ class News:
 
     def __call__(self, text: str) -> None:
         now = time.perf_counter()
-        if now - self._last >= NEWS_S:
+        if now - self._last >= LOG_INTERVAL_S:
             self._last = now
             _log.info("%s", text)

@@ -7,68 +7,72 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from petatron.base.device import DeviceFacts
+from petatron.base.device import DeviceInfo
 from petatron.bench.measure.machine import versions
-from petatron.bench.measure.units import prefixed
+from petatron.bench.measure.units import format_si
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec
-from petatron.bench.peers.bench_model import BATCHES
+from petatron.bench.peers.bench_model import NUM_BATCHES
 from petatron.bench.result import BenchResult
 from petatron.config.schema.moe_layer_freq import moe_layers
-from petatron.estimate.flops import formula, model_flops_per_token, parameter_count
+from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
 
 # How far losses of the same model on the same tokens may be apart, as a share of the first loss, and over how many steps they
 # are compared. Not of the loss itself: tokens come again, and what is left of the loss once they are known is noise.
-_SAME_LOSS, _COMPARED_STEPS = 5e-3, 10
+_LOSS_TOLERANCE, _COMPARED_STEPS = 5e-3, 10
 
 
 @dataclass(slots=True)
-class Findings:
-    """What was measured, by contender; `pairs` are how many times as fast ours was, by peer and pair of blocks."""
+class TrainMeasurements:
+    """What was measured, by contender; `paired_speedups` are how many times as fast ours was, by peer and pair of blocks."""
 
     contenders: dict[str, dict[str, Any]] = field(default_factory=dict)
-    pairs: dict[str, list[float]] = field(default_factory=dict)
-    samples: dict[str, str] = field(default_factory=dict)
-    apart: bool = False
+    paired_speedups: dict[str, list[float]] = field(default_factory=dict)
+    gpu_readings: dict[str, str] = field(default_factory=dict)
+    separate_processes: bool = False
     """Each in a process of its own."""
-    in_pairs: bool = False
+    one_peer_at_a_time: bool = False
     """Peers one after the other beside ours, because the device does not hold all of them."""
 
     @property
-    def how(self) -> str:
+    def description(self) -> str:
         if len(self.contenders) == 1:
-            return "alone, in two processes of its own" if self.apart else "alone, in one process"
-        if self.apart:
+            return "alone, in two processes of its own" if self.separate_processes else "alone, in one process"
+        if self.separate_processes:
             return "each in a process of its own, there and back"
-        return f"alternating in one process{', each peer in turn beside ours' if self.in_pairs else ''}"
+        return f"alternating in one process{', each peer in turn beside ours' if self.one_peer_at_a_time else ''}"
 
 
-def joined(visits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Two measurements of one contender as one: each is a block, and memory is the larger."""
-    if any(visit.get("out_of_memory") for visit in visits):
+    if any(visit.get("out_of_memory") for visit in runs):
         return {"out_of_memory": True}
-    blocks = [[value for block in visit["blocks_ms"] for value in block] for visit in visits]
-    peaks = [visit["peak_bytes"] for visit in visits if visit["peak_bytes"] is not None]
-    return {**visits[0], "blocks_ms": blocks, "peak_bytes": max(peaks, default=None)}
+    blocks = [[value for block in visit["blocks_ms"] for value in block] for visit in runs]
+    peaks = [visit["peak_bytes"] for visit in runs if visit["peak_bytes"] is not None]
+    return {**runs[0], "blocks_ms": blocks, "peak_bytes": max(peaks, default=None)}
 
 
-def report(spec: BenchSpec, device: DeviceFacts, found: Findings) -> BenchResult:
+def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements) -> BenchResult:
     """Rows for people and values for programs."""
     flops = {causal: _flops_per_token(spec, causal=causal) for causal in (False, True)}
-    contenders = {name: _derived(values, spec, device, flops) for name, values in found.contenders.items()}
+    contenders = {
+        name: _derived_metrics(values, spec, device, flops) for name, values in measurements.contenders.items()
+    }
     ours = contenders.get(OURS)
     ratios: dict[str, Any] = {}
-    rows = [*_setting(spec, device, found)]
+    rows = [*_setup_rows(spec, device, measurements)]
     for name, values in contenders.items():
-        rows.append((name, _speed(values)))
+        rows.append((name, _speed_text(values)))
         if values.get("breakdown"):
             rows += _breakdown_rows(values["breakdown"])
-    for name, pairs in found.pairs.items():
+    for name, pairs in measurements.paired_speedups.items():
         assert ours is not None
-        ratios[name] = _ratio(ours, contenders[name], pairs)
+        ratios[name] = _compare_with_peer(ours, contenders[name], pairs)
         rows += _ratio_rows(name, ratios[name])
     experts = spec.run.moe.num_experts is not None
     for causal, label in ((False, "full"), (True, "causal")):
-        text = f"{formula(causal=causal, experts=experts)} = {prefixed(flops[causal], 'FLOP per token', digits=5)}"
+        text = (
+            f"{flops_formula(causal=causal, experts=experts)} = {format_si(flops[causal], 'FLOP per token', digits=5)}"
+        )
         rows.append((f"FLOPs, {label}", text))
     values = {
         "device": {"name": device.name, "memory_bytes": device.memory_bytes, "peak_flops": device.peak("bfloat16")},
@@ -80,14 +84,14 @@ def report(spec: BenchSpec, device: DeviceFacts, found: Findings) -> BenchResult
         "flops_per_token": {"full": flops[False], "causal": flops[True]},
         "contenders": contenders,
         "ratio": ratios,
-        "clocks": found.samples,
-        "apart": found.apart,
-        "in_pairs": found.in_pairs,
+        "clocks": measurements.gpu_readings,
+        "apart": measurements.separate_processes,
+        "in_pairs": measurements.one_peer_at_a_time,
     }
     return BenchResult(tuple(rows), values)
 
 
-def _setting(spec: BenchSpec, device: DeviceFacts, found: Findings) -> list[tuple[str, str]]:
+def _setup_rows(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements) -> list[tuple[str, str]]:
     run = spec.run
     products = "bf16" if spec.fp8_recipe is None else f"FP8 {spec.fp8_recipe}"
     how = "compiled" if spec.compile else "not compiled"
@@ -95,7 +99,7 @@ def _setting(spec: BenchSpec, device: DeviceFacts, found: Findings) -> list[tupl
     peak = device.peak("bfloat16")
     return [
         ("device", f"{device.name}; " + ", ".join(f"{name} {value}" for name, value in versions().items() if value)),
-        *(("  while measured", text) for text in dict.fromkeys(found.samples.values())),
+        *(("  while measured", text) for text in dict.fromkeys(measurements.gpu_readings.values())),
         ("  peak", f"{peak / 1e12:.1f} TFLOP/s in bf16" if peak else "not published, so there is no MFU"),
         (
             "model",
@@ -103,18 +107,18 @@ def _setting(spec: BenchSpec, device: DeviceFacts, found: Findings) -> list[tupl
             + (f" ({spec.micro_batches} micro-batches, all the same)" if spec.micro_batches > 1 else ""),
         ),
         ("training", f"{products} products, fp32 master weights, {optimizer}, clip {run.optim.clip_grad:g}, {how}"),
-        ("measured", found.how),
+        ("measured", measurements.description),
     ]
 
 
-def _derived(
-    values: Mapping[str, Any], spec: BenchSpec, device: DeviceFacts, flops: Mapping[bool, float]
+def _derived_metrics(
+    values: Mapping[str, Any], spec: BenchSpec, device: DeviceInfo, flops: Mapping[bool, float]
 ) -> dict[str, Any]:
     if values.get("out_of_memory"):
         return dict(values)
     step_ms = statistics.median(value for block in values["blocks_ms"] for value in block)
     speed, peak = spec.tokens / step_ms * 1e3, device.peak("bfloat16")
-    cycle = max(1, min(BATCHES, len(values["losses"]) // 2))
+    cycle = max(1, min(NUM_BATCHES, len(values["losses"]) // 2))
     first, last = statistics.mean(values["losses"][:cycle]), statistics.mean(values["losses"][-cycle:])
     return {
         **values,
@@ -126,7 +130,7 @@ def _derived(
     }
 
 
-def _speed(values: Mapping[str, Any]) -> str:
+def _speed_text(values: Mapping[str, Any]) -> str:
     if values.get("out_of_memory"):
         return "out of memory"
     words = [f"{values['tokens_per_s']:,.0f} tok/s", f"{values['step_ms']:.1f} ms"]
@@ -145,7 +149,7 @@ def _breakdown_rows(breakdown: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(f"  {name}", f"{ms:8.2f} ms  {ms / total:6.1%}") for name, ms in breakdown["ms"].items() if ms]
 
 
-def _ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any], pairs: Sequence[float]) -> dict[str, Any]:
+def _compare_with_peer(ours: Mapping[str, Any], theirs: Mapping[str, Any], pairs: Sequence[float]) -> dict[str, Any]:
     steps = min(_COMPARED_STEPS, len(ours["losses"]), len(theirs["losses"]))
     apart = [abs(a - b) / abs(theirs["losses"][0]) for a, b in zip(ours["losses"][:steps], theirs["losses"][:steps])]
     memory = ours["peak_bytes"] / theirs["peak_bytes"] if ours["peak_bytes"] and theirs["peak_bytes"] else None
@@ -164,7 +168,7 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
     memory = "" if ratio["memory"] is None else f"; {ratio['memory']:.2f}x its peak memory"
     difference = ratio["largest_loss_difference"]
     different = "in another precision" if name == OWN_BF16 else "NOT the same"
-    verdict = "the same" if difference <= _SAME_LOSS else different
+    verdict = "the same" if difference <= _LOSS_TOLERANCE else different
     return [
         (
             f"speed / {name}",
@@ -179,8 +183,8 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _flops_per_token(spec: BenchSpec, *, causal: bool) -> float:
     run = spec.run
-    return model_flops_per_token(run.model, run.moe, experts_in=moe_layers(run), causal=causal)
+    return model_flops_per_token(run.model, run.moe, moe_layer_mask=moe_layers(run), causal=causal)
 
 
 def _parameters(spec: BenchSpec) -> int:
-    return parameter_count(spec.run.model, spec.run.moe, experts_in=moe_layers(spec.run))
+    return parameter_count(spec.run.model, spec.run.moe, moe_layer_mask=moe_layers(spec.run))

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
-from petatron.bench.measure.progress import News
-from petatron.bench.measure.timing import collector_off, held, orders, seconds, synchronize
+from petatron.bench.measure.progress import ProgressLog
+from petatron.bench.measure.timing import allocated_bytes, alternating_orders, elapsed_seconds, gc_disabled, synchronize
 from petatron.bench.peers import Contender
 from petatron.models.batch import Batch
 
-FIRST_STEPS, PEAK_STEPS = 3, 2
+COMPILE_STEPS, PEAK_STEPS = 3, 2
 _log = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Runner:
+class BenchRunner:
     """A contender on the shared batches, with everything measured so far."""
 
     name: str
@@ -47,11 +47,11 @@ class Runner:
         for _ in range(steps):
             self.losses.append(self.contender.step(self.batches[len(self.losses) % len(self.batches)]).detach())
 
-    def timed(self, steps: int) -> list[float]:
+    def time_steps(self, steps: int) -> list[float]:
         """Milliseconds of each step of a block."""
         synchronize(self.device)
         if self.device.type != "cuda":
-            return [seconds(lambda: self.run(1)) * 1e3 for _ in range(steps)]
+            return [elapsed_seconds(lambda: self.run(1)) * 1e3 for _ in range(steps)]
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         marks[0].record()
         for mark in marks[1:]:
@@ -60,7 +60,7 @@ class Runner:
         synchronize(self.device)
         return [before.elapsed_time(after) for before, after in pairwise(marks)]
 
-    def values(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Everything measured, as JSON has it."""
         return {
             "blocks_ms": [list(block) for block in self.blocks_ms],
@@ -71,21 +71,21 @@ class Runner:
             "first_steps_s": self.first_steps_s,
         }
 
-    def first_runs(self, *, held_before: int) -> None:
+    def compile_and_measure_memory(self, *, allocated_before: int) -> None:
         """Compile, and then look how much memory a step takes beyond what was held before this was built."""
-        self.first_steps_s = seconds(lambda: (self.run(FIRST_STEPS), synchronize(self.device)))
+        self.first_steps_s = elapsed_seconds(lambda: (self.run(COMPILE_STEPS), synchronize(self.device)))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.run(PEAK_STEPS)
             synchronize(self.device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - held_before
-            self.held_bytes = held(self.device) - held_before
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - allocated_before
+            self.held_bytes = allocated_bytes(self.device) - allocated_before
 
 
-def alternate(runners: Sequence[Runner], *, steps: int, block: int, warmup_s: float) -> None:
+def time_alternating(runners: Sequence[BenchRunner], *, steps: int, block: int, warmup_s: float) -> None:
     """Warm up, then time at least `steps` steps of each, in blocks that alternate in both orders."""
-    names, news = ", ".join(runner.name for runner in runners), News()
-    with collector_off():
+    names, news = ", ".join(runner.name for runner in runners), ProgressLog()
+    with gc_disabled():
         _log.info("warming up for %.0f s: %s", warmup_s, names)
         started = time.perf_counter()
         while (passed := time.perf_counter() - started) < warmup_s:
@@ -93,9 +93,9 @@ def alternate(runners: Sequence[Runner], *, steps: int, block: int, warmup_s: fl
             for runner in runners:
                 runner.run(block)
                 synchronize(runner.device)
-        rounds = list(orders(runners, rounds=-(-steps // block)))
+        rounds = list(alternating_orders(runners, rounds=-(-steps // block)))
         _log.info("timing %d rounds of %d steps of each: %s", len(rounds), min(block, steps), names)
         for number, order in enumerate(rounds):
             news(f"timed {number} of {len(rounds)} rounds")
             for runner in order:
-                runner.blocks_ms.append(runner.timed(min(block, steps)))
+                runner.blocks_ms.append(runner.time_steps(min(block, steps)))

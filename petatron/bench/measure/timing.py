@@ -16,15 +16,15 @@ from typing import TypeVar
 
 import torch
 
-_CALLS = 2  # of each in a row
+_CALLS_IN_A_ROW = 2  # of each in a row
 _HEAD_START_CYCLES = 3_000_000  # about 2 ms
 _T = TypeVar("_T")
 
 
-def orders(items: Sequence[_T], *, rounds: int) -> Iterator[Sequence[_T]]:
+def alternating_orders(items: Sequence[_T], *, rounds: int) -> Iterator[Sequence[_T]]:
     """Forwards and backwards in turn, an even number of times, so that nobody always follows the same one.
 
-    >>> list(orders("ab", rounds=3))
+    >>> list(alternating_orders("ab", rounds=3))
     ['ab', 'ba', 'ab', 'ba']
     """
     for number in range(rounds + rounds % 2 if len(items) > 1 else rounds):
@@ -42,9 +42,9 @@ def median_ms(
         synchronize(device)
         rounds += 1
     times: list[list[float]] = [[] for _ in runs]
-    for order in orders(range(len(runs)), rounds=repeat):
+    for order in alternating_orders(range(len(runs)), rounds=repeat):
         for number in order:
-            times[number].append(mean_ms(runs[number], device, calls=_CALLS))
+            times[number].append(mean_ms(runs[number], device, calls=_CALLS_IN_A_ROW))
     return [statistics.median(ms) for ms in times]
 
 
@@ -52,7 +52,7 @@ def mean_ms(run: Callable[[], object], device: torch.device, *, calls: int, head
     """Of one call, from some in a row. No head start is for work that would begin during it, on streams of its own."""
     synchronize(device)
     if device.type != "cuda":
-        return seconds(lambda: [run() for _ in range(calls)]) * 1e3 / calls
+        return elapsed_seconds(lambda: [run() for _ in range(calls)]) * 1e3 / calls
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if head_start:
         torch.cuda._sleep(_HEAD_START_CYCLES)
@@ -64,17 +64,17 @@ def mean_ms(run: Callable[[], object], device: torch.device, *, calls: int, head
     return first.elapsed_time(last) / calls
 
 
-def seconds(action: Callable[[], object]) -> float:
+def elapsed_seconds(action: Callable[[], object]) -> float:
     """How long the host is busy with it."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
-def paired_ratios(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
+def paired_speedups(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
     """How many times as fast as theirs each block of ours was; above 1 we are faster.
 
-    >>> paired_ratios([[1.0, 1.0, 9.0], [2.0]], [[1.5, 1.5, 1.5], [2.2]])
+    >>> paired_speedups([[1.0, 1.0, 9.0], [2.0]], [[1.5, 1.5, 1.5], [2.2]])
     [1.5, 1.1]
     """
     return [statistics.median(other) / statistics.median(own) for own, other in zip(ours, theirs, strict=True)]
@@ -85,12 +85,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def held(device: torch.device) -> int:
+def allocated_bytes(device: torch.device) -> int:
     """Bytes of tensors on the device now."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def release(device: torch.device) -> None:
+def free_cached_memory(device: torch.device) -> None:
     """Give back what nobody refers to any more."""
     gc.collect()
     if device.type == "cuda":
@@ -98,7 +98,7 @@ def release(device: torch.device) -> None:
 
 
 @contextmanager
-def collector_off() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Python's cyclic collector would stop the host for longer than a step is, at random."""
     was_on = gc.isenabled()
     gc.collect()

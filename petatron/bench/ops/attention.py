@@ -16,30 +16,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.bench.measure.progress import News
+from petatron.bench.measure.progress import ProgressLog
 from petatron.bench.measure.timing import median_ms
-from petatron.bench.measure.units import prefixed
+from petatron.bench.measure.units import format_si
 from petatron.kernels.attention import causal_attention, cudnn, flash
 from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.padded import RowMoves
-from petatron.kernels.registry import Situation, choose
+from petatron.kernels.attention.padded import PackingKernels
+from petatron.kernels.registry import KernelContext, choose_kernel
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """One batch: `lengths` are those of the documents of every row, of which all are equally long together."""
+class AttentionShape:
+    """One batch: `document_lengths` are those of the documents of every row, of which all are equally long together."""
 
     name: str
-    lengths: tuple[tuple[int, ...], ...]
-    heads: int
-    groups: int
-    width: int
+    document_lengths: tuple[tuple[int, ...], ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
     @property
     def flops(self) -> float:
-        return 3.5 * sum(2.0 * n * n for row in self.lengths for n in row) * self.heads * self.width
+        return 3.5 * sum(2.0 * n * n for row in self.document_lengths for n in row) * self.num_heads * self.head_dim
 
 
 def random_lengths(batch: int, sequence: int, *, typical: int, seed: int) -> tuple[tuple[int, ...], ...]:
@@ -55,83 +55,85 @@ def random_lengths(batch: int, sequence: int, *, typical: int, seed: int) -> tup
 
 
 SHAPES = (
-    Shape("plain, 32/8 heads of 64, S4096 B8", ((4096,),) * 8, 32, 8, 64),
-    Shape("plain, 32/8 heads of 128, S8192 B2", ((8192,),) * 2, 32, 8, 128),
-    Shape("packed 8 x 2048, 32/8 heads of 128", ((2048,) * 4,) * 2, 32, 8, 128),
-    Shape("packed, typically 3000, 32/8 of 128", random_lengths(2, 8192, typical=3000, seed=1), 32, 8, 128),
-    Shape("packed, typically 800, 32/8 of 128", random_lengths(2, 8192, typical=800, seed=1), 32, 8, 128),
-    Shape("packed, typically 800, 32/8 of 64", random_lengths(8, 4096, typical=800, seed=1), 32, 8, 64),
+    AttentionShape("plain, 32/8 heads of 64, S4096 B8", ((4096,),) * 8, 32, 8, 64),
+    AttentionShape("plain, 32/8 heads of 128, S8192 B2", ((8192,),) * 2, 32, 8, 128),
+    AttentionShape("packed 8 x 2048, 32/8 heads of 128", ((2048,) * 4,) * 2, 32, 8, 128),
+    AttentionShape("packed, typically 3000, 32/8 of 128", random_lengths(2, 8192, typical=3000, seed=1), 32, 8, 128),
+    AttentionShape("packed, typically 800, 32/8 of 128", random_lengths(2, 8192, typical=800, seed=1), 32, 8, 128),
+    AttentionShape("packed, typically 800, 32/8 of 64", random_lengths(8, 4096, typical=800, seed=1), 32, 8, 64),
 )
-SMALL_SHAPES = (Shape("plain", ((64,),) * 2, 4, 2, 8), Shape("packed", ((40, 24), (64,)), 4, 2, 8))
+SMALL_SHAPES = (AttentionShape("plain", ((64,),) * 2, 4, 2, 8), AttentionShape("packed", ((40, 24), (64,)), 4, 2, 8))
 
 
 def measure(
-    device: torch.device, *, shapes: Sequence[Shape] | None = None, repeat: int = 10, warmup_s: float = 1.0
+    device: torch.device, *, shapes: Sequence[AttentionShape] | None = None, repeat: int = 10, warmup_s: float = 1.0
 ) -> list[tuple[str, str]]:
     """For every shape the speed of our way and of the others."""
-    moves: RowMoves = choose("packed rows", Situation.of(device, torch.bfloat16, compiles=False)).functions
-    table, news = [("attention", "; ".join(choice(device)))], News()
+    moves: PackingKernels = choose_kernel(
+        "packed rows", KernelContext.of(device, torch.bfloat16, allow_compile=False)
+    ).functions
+    table, news = [("attention", "; ".join(kernel_choice(device)))], ProgressLog()
     for shape in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
         news(f"attention, {shape.name}")
         ways = contenders(shape, device, moves)
-        inputs, grad = batch(shape, device)
-        runs = [partial(both_ways, way, inputs, grad) for way in ways.values()]
+        inputs, grad = make_inputs(shape, device)
+        runs = [partial(forward_backward, way, inputs, grad) for way in ways.values()]
         times = dict(zip(ways, median_ms(runs, device, repeat=repeat, warmup_s=warmup_s), strict=True))
         ours = times.pop("ours")
-        text = f"{ours:.3f} ms, {_reached(shape, ours)}"
-        text += "".join(f"; {name} {_reached(shape, ms)}: {ms / ours:.2f}x" for name, ms in times.items())
+        text = f"{ours:.3f} ms, {_flops_text(shape, ours)}"
+        text += "".join(f"; {name} {_flops_text(shape, ms)}: {ms / ours:.2f}x" for name, ms in times.items())
         table.append((f"attention {shape.name}", text))
         del inputs, grad, runs
     return table
 
 
-def _reached(shape: Shape, ms: float) -> str:
-    return prefixed(shape.flops / ms * 1e3, "FLOP/s")
+def _flops_text(shape: AttentionShape, ms: float) -> str:
+    return format_si(shape.flops / ms * 1e3, "FLOP/s")
 
 
-def both_ways(attention: Attention, inputs: Sequence[Tensor], grad: Tensor) -> None:
+def forward_backward(attention: AttentionFn, inputs: Sequence[Tensor], grad: Tensor) -> None:
     torch.autograd.grad(attention(*inputs), inputs, grad)
 
 
-def batch(shape: Shape, device: torch.device) -> tuple[list[Tensor], Tensor]:
+def make_inputs(shape: AttentionShape, device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Queries, keys and values in the memory order of a layer, and a gradient of the output."""
-    rows, sequence = len(shape.lengths), sum(shape.lengths[0])
+    rows, sequence = len(shape.document_lengths), sum(shape.document_lengths[0])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def make(heads: int) -> Tensor:
-        return torch.randn(rows, sequence, heads, shape.width, device=device, dtype=dtype).transpose(0, 1)
+        return torch.randn(rows, sequence, heads, shape.head_dim, device=device, dtype=dtype).transpose(0, 1)
 
-    inputs = [make(heads).requires_grad_() for heads in (shape.heads, shape.groups, shape.groups)]
-    return inputs, make(shape.heads)
+    inputs = [make(heads).requires_grad_() for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+    return inputs, make(shape.num_heads)
 
 
-def contenders(shape: Shape, device: torch.device, moves: RowMoves) -> dict[str, Attention]:
+def contenders(shape: AttentionShape, device: torch.device, row_kernels: PackingKernels) -> dict[str, AttentionFn]:
     """Ours first; the others are FlashAttention-2, and PyTorch's own choice where documents do not matter."""
-    if all(len(row) == 1 for row in shape.lengths):
-        return {"ours": causal_attention, "scaled_dot_product_attention": _torch}
-    starts = [np.repeat(np.cumsum((0, *row[:-1])), row) for row in shape.lengths]
+    if all(len(row) == 1 for row in shape.document_lengths):
+        return {"ours": causal_attention, "scaled_dot_product_attention": _sdpa}
+    starts = [np.repeat(np.cumsum((0, *row[:-1])), row) for row in shape.document_lengths]
     documents = Documents.build(np.stack(starts)).to(device)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, documents=documents, moves=moves)
+        return causal_attention(q, k, v, documents=documents, packing_kernels=row_kernels)
 
     def variable_lengths(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash.packed(q, k, v, window=None, documents=documents, dropout=0.0)
+        return flash.varlen_attention(q, k, v, window=None, documents=documents, dropout=0.0)
 
     return {"ours": ours} if device.type != "cuda" else {"ours": ours, "FlashAttention-2": variable_lengths}
 
 
-def choice(device: torch.device) -> tuple[str, str]:
+def kernel_choice(device: torch.device) -> tuple[str, str]:
     """The kernel of plain and of packed attention in half precision, and why."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     kind = (device.type, capability, torch.bfloat16)
-    others = "tiles" if flash.lacks(*kind) else "FlashAttention-2"
-    reason = cudnn.lacks(*kind)
+    others = "tiles" if flash.unsupported_reason(*kind) else "FlashAttention-2"
+    reason = cudnn.unsupported_reason(*kind)
     if reason is None:
         return f"cuDNN, {others} for short documents and windows", "a Hopper GPU with cuDNN 9.15 or later"
     return f"PyTorch's choice, {others} for documents and windows", f"not cuDNN: {reason}"
 
 
-def _torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)

@@ -19,44 +19,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.bench.measure.progress import News
+from petatron.bench.measure.progress import ProgressLog
 from petatron.bench.measure.timing import median_ms
-from petatron.bench.measure.units import prefixed
-from petatron.kernels.compute_dtype import wide_dtype
-from petatron.kernels.moe.grouped_gemm import GroupedMultiplication
-from petatron.kernels.moe.permute import Arrangement, RowKernels, arrange, choices_of_rows, rows_of_choices
-from petatron.kernels.registry import Situation, choose
+from petatron.bench.measure.units import format_si
+from petatron.kernels.compute_dtype import compute_dtype
+from petatron.kernels.moe.grouped_gemm import GroupedGemm
+from petatron.kernels.moe.permute import MoEKernels, Permutation, build_permutation, choices_to_rows, rows_to_choices
+from petatron.kernels.registry import KernelContext, choose_kernel
 
 ROUTINGS = ("even", "skewed")
 ACTIVATION = "swiglu"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class MoEShape:
     """`family` says whose layer this is, and so which of the peer's to compare with."""
 
     family: str
-    experts: int
-    choices: int
-    hidden: int
-    inner: int
-    tokens: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_tokens: int
 
     @property
     def flops(self) -> int:
-        return 6 * self.tokens * self.choices * 3 * self.hidden * self.inner
+        return 6 * self.num_tokens * self.top_k * 3 * self.hidden_size * self.ffn_hidden_size
 
 
-SHAPES = (Shape("mixtral", 8, 2, 4096, 14336, 32768), Shape("qwen3_moe", 128, 8, 2048, 768, 32768))
-SMALL_SHAPES = (Shape("mixtral", 4, 2, 64, 96, 128), Shape("qwen3_moe", 16, 4, 32, 24, 128))
+SHAPES = (MoEShape("mixtral", 8, 2, 4096, 14336, 32768), MoEShape("qwen3_moe", 128, 8, 2048, 768, 32768))
+SMALL_SHAPES = (MoEShape("mixtral", 4, 2, 64, 96, 128), MoEShape("qwen3_moe", 16, 4, 32, 24, 128))
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class BenchMoELayer:
     """The experts' weights, their float32 gradients, and one batch: tokens, choices, weights, and the output's gradient."""
 
-    shape: Shape
-    kernels: RowKernels
+    shape: MoEShape
+    kernels: MoEKernels
     gate_up: Tensor
     down: Tensor
     gate_up_grad: Tensor
@@ -68,25 +68,27 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MoEOutputs:
     y_TD: Tensor
     grad_x_TD: Tensor
     grad_weights_TK: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MoEOperation:
     """One pass over the layer's data: what to run, and the FLOPs or bytes it cannot do without."""
 
     name: str
     run: Callable[[], object]
     flops: int = 0
-    bytes: int = 0
+    moved_bytes: int = 0
 
 
-def build(shape: Shape, routing: str, device: torch.device, *, dtype: torch.dtype = torch.bfloat16) -> Layer:
+def build_layer(
+    shape: MoEShape, routing: str, device: torch.device, *, dtype: torch.dtype = torch.bfloat16
+) -> BenchMoELayer:
     """Random weights and tokens."""
-    e, k, d, f, t = shape.experts, shape.choices, shape.hidden, shape.inner, shape.tokens
+    e, k, d, f, t = shape.num_experts, shape.top_k, shape.hidden_size, shape.ffn_hidden_size, shape.num_tokens
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(size, device=device, dtype=dtype) * scale).to(dtype)
@@ -95,10 +97,10 @@ def build(shape: Shape, routing: str, device: torch.device, *, dtype: torch.dtyp
     likely = torch.arange(1, e + 1, device=device).log().neg() if routing == "skewed" else torch.zeros(e, device=device)
     noise = torch.rand(t, e, device=device).clamp(1e-20, 1 - 1e-7).log().neg().log().neg()
     scores_TK, experts_TK = (likely + noise).topk(k, dim=1)
-    wide = wide_dtype(dtype)
-    return Layer(
+    wide = compute_dtype(dtype)
+    return BenchMoELayer(
         shape=shape,
-        kernels=choose("expert rows", Situation.of(device, dtype, compiles=False)).functions,
+        kernels=choose_kernel("expert rows", KernelContext.of(device, dtype, allow_compile=False)).functions,
         gate_up=normal(e, 2 * f, d, scale=d**-0.5),
         down=normal(e, d, f, scale=f**-0.5),
         gate_up_grad=torch.empty((e, 2 * f, d), device=device, dtype=wide),
@@ -111,27 +113,27 @@ def build(shape: Shape, routing: str, device: torch.device, *, dtype: torch.dtyp
 
 
 @torch.no_grad()
-def ours(layer: Layer) -> Result:
+def ours(layer: BenchMoELayer) -> MoEOutputs:
     """Forward and backward with the kernels of this library; rows are kept for the backward pass, the activation is not."""
-    kernels, arrangement = layer.kernels, arrange(layer.experts_TK, layer.shape.experts)
-    multiply = GroupedMultiplication(arrangement.counts)
-    weight_R = rows_of_choices(layer.weights_TK, arrangement)
-    rows = kernels.take_rows(layer.x_TD, arrangement)
+    kernels, arrangement = layer.kernels, build_permutation(layer.experts_TK, layer.shape.num_experts)
+    multiply = GroupedGemm(arrangement.counts)
+    weight_R = choices_to_rows(layer.weights_TK, arrangement)
+    rows = kernels.permute_rows(layer.x_TD, arrangement)
     inner, _ = multiply.forward(rows, layer.gate_up)
     out, _ = multiply.forward(kernels.weighted_activation(inner, weight_R, ACTIVATION), layer.down)
-    y = kernels.sum_rows(out, arrangement)
+    y = kernels.unpermute_rows(out, arrangement)
     del out
-    grad_active, job = multiply.backward(kernels.take_rows(layer.grad_TD, arrangement), layer.down, ())
+    grad_active, job = multiply.backward(kernels.permute_rows(layer.grad_TD, arrangement), layer.down, ())
     backward = kernels.weighted_activation_backward
-    grad_inner, grad_weight_R, active = backward(grad_active, inner, weight_R, ACTIVATION, again=True)
+    grad_inner, grad_weight_R, active = backward(grad_active, inner, weight_R, ACTIVATION, recompute_output=True)
     job.write(active, layer.down_grad, accumulate=False)
     del active, inner, grad_active
     grad_rows, job = multiply.backward(grad_inner, layer.gate_up, ())
     job.write(rows, layer.gate_up_grad, accumulate=False)
-    return Result(y, kernels.sum_rows(grad_rows, arrangement), choices_of_rows(grad_weight_R, arrangement))
+    return MoEOutputs(y, kernels.unpermute_rows(grad_rows, arrangement), rows_to_choices(grad_weight_R, arrangement))
 
 
-def peer(layer: Layer) -> Callable[[], Result] | None:
+def peer(layer: BenchMoELayer) -> Callable[[], MoEOutputs] | None:
     """The same with the grouped_mm experts of Hugging Face transformers, which shares the weights; None without it."""
     module = _peer_module(layer.shape)
     if module is None:
@@ -143,11 +145,11 @@ def peer(layer: Layer) -> Callable[[], Result] | None:
     x, weights = (leaf.detach().clone().requires_grad_() for leaf in (layer.x_TD, layer.weights_TK.to(kind)))
     leaves = [x, weights, *module.parameters()]
 
-    def run() -> Result:
+    def run() -> MoEOutputs:
         y = module(x, layer.experts_TK, weights)
         y.backward(layer.grad_TD)
         assert x.grad is not None and weights.grad is not None
-        result = Result(y.detach(), x.grad, weights.grad)
+        result = MoEOutputs(y.detach(), x.grad, weights.grad)
         for leaf in leaves:
             leaf.grad = None
         return result
@@ -155,7 +157,7 @@ def peer(layer: Layer) -> Callable[[], Result] | None:
     return run
 
 
-def _peer_module(shape: Shape) -> Any:
+def _peer_module(shape: MoEShape) -> Any:
     try:
         from transformers import MixtralConfig, Qwen3MoeConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -164,12 +166,18 @@ def _peer_module(shape: Shape) -> Any:
         return None
     if shape.family == "qwen3_moe":
         config = Qwen3MoeConfig(
-            hidden_size=shape.hidden, moe_intermediate_size=shape.inner, num_experts=shape.experts, hidden_act="silu"
+            hidden_size=shape.hidden_size,
+            moe_intermediate_size=shape.ffn_hidden_size,
+            num_experts=shape.num_experts,
+            hidden_act="silu",
         )
         kind = Qwen3MoeExperts
     else:
         config = MixtralConfig(
-            hidden_size=shape.hidden, intermediate_size=shape.inner, num_local_experts=shape.experts, hidden_act="silu"
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.ffn_hidden_size,
+            num_local_experts=shape.num_experts,
+            hidden_act="silu",
         )
         kind = MixtralExperts
     config._experts_implementation = "grouped_mm"
@@ -177,76 +185,86 @@ def _peer_module(shape: Shape) -> Any:
         return kind(config)
 
 
-def parts(layer: Layer) -> Iterator[Part]:
+def layer_operations(layer: BenchMoELayer) -> Iterator[MoEOperation]:
     """The passes of `ours`, each alone."""
     shape, kernels = layer.shape, layer.kernels
-    tokens, rows = layer.x_TD.numel() * layer.x_TD.itemsize, shape.choices * layer.x_TD.numel() * layer.x_TD.itemsize
-    hidden = shape.tokens * shape.choices * shape.inner * layer.x_TD.itemsize
-    flops = 2 * shape.tokens * shape.choices * shape.hidden * shape.inner
-    arrangement = arrange(layer.experts_TK, shape.experts)
-    yield Part("sort", lambda: arrange(layer.experts_TK, shape.experts))
-    yield Part("take rows", lambda: kernels.take_rows(layer.x_TD, arrangement), bytes=tokens + rows)
-    x_RD = kernels.take_rows(layer.x_TD, arrangement)
-    yield Part("sum rows", lambda: kernels.sum_rows(x_RD, arrangement), bytes=tokens + rows)
+    tokens, rows = layer.x_TD.numel() * layer.x_TD.itemsize, shape.top_k * layer.x_TD.numel() * layer.x_TD.itemsize
+    hidden = shape.num_tokens * shape.top_k * shape.ffn_hidden_size * layer.x_TD.itemsize
+    flops = 2 * shape.num_tokens * shape.top_k * shape.hidden_size * shape.ffn_hidden_size
+    arrangement = build_permutation(layer.experts_TK, shape.num_experts)
+    yield MoEOperation("sort", lambda: build_permutation(layer.experts_TK, shape.num_experts))
+    yield MoEOperation("take rows", lambda: kernels.permute_rows(layer.x_TD, arrangement), moved_bytes=tokens + rows)
+    x_RD = kernels.permute_rows(layer.x_TD, arrangement)
+    yield MoEOperation("sum rows", lambda: kernels.unpermute_rows(x_RD, arrangement), moved_bytes=tokens + rows)
     weights = layer.weights_TK
-    combine = kernels.combine_backward
-    yield Part(
+    combine = kernels.unpermute_backward
+    yield MoEOperation(
         "combine backward, weights outside",
         lambda: combine(layer.grad_TD, x_RD, weights, arrangement),
-        bytes=tokens + 2 * rows,
+        moved_bytes=tokens + 2 * rows,
     )
-    yield from _products("gate and up", x_RD, layer.gate_up, layer.gate_up_grad, arrangement, flops=2 * flops)
-    inner = GroupedMultiplication(arrangement.counts).forward(x_RD, layer.gate_up)[0]
-    weight_R = rows_of_choices(weights, arrangement)
-    yield Part("activation", lambda: kernels.weighted_activation(inner, weight_R, ACTIVATION), bytes=3 * hidden)
+    yield from _gemm_operations("gate and up", x_RD, layer.gate_up, layer.gate_up_grad, arrangement, flops=2 * flops)
+    inner = GroupedGemm(arrangement.counts).forward(x_RD, layer.gate_up)[0]
+    weight_R = choices_to_rows(weights, arrangement)
+    yield MoEOperation(
+        "activation", lambda: kernels.weighted_activation(inner, weight_R, ACTIVATION), moved_bytes=3 * hidden
+    )
     active = kernels.weighted_activation(inner, weight_R, ACTIVATION)
     backward = kernels.weighted_activation_backward
-    yield Part(
-        "activation backward", lambda: backward(active, inner, weight_R, ACTIVATION, again=True), bytes=6 * hidden
+    yield MoEOperation(
+        "activation backward",
+        lambda: backward(active, inner, weight_R, ACTIVATION, recompute_output=True),
+        moved_bytes=6 * hidden,
     )
-    yield from _products("down", active, layer.down, layer.down_grad, arrangement, flops=flops)
+    yield from _gemm_operations("down", active, layer.down, layer.down_grad, arrangement, flops=flops)
 
 
-def _products(
-    name: str, x: Tensor, weight: Tensor, weight_grad: Tensor, arrangement: Arrangement, *, flops: int
-) -> Iterator[Part]:
-    multiply = GroupedMultiplication(arrangement.counts)
+def _gemm_operations(
+    name: str, x: Tensor, weight: Tensor, weight_grad: Tensor, permutation: Permutation, *, flops: int
+) -> Iterator[MoEOperation]:
+    multiply = GroupedGemm(permutation.counts)
     grad = torch.randn_like(multiply.forward(x, weight)[0])
     job = multiply.backward(grad, weight, ())[1]
-    yield Part(name, lambda: multiply.forward(x, weight), flops=flops)
-    yield Part(f"{name}, input gradient", lambda: multiply.backward(grad, weight, ()), flops=flops)
-    yield Part(f"{name}, weight gradient", lambda: job.write(x, weight_grad, accumulate=False), flops=flops)
-    yield Part(f"{name}, weight gradient, added", lambda: job.write(x, weight_grad, accumulate=True), flops=flops)
+    yield MoEOperation(name, lambda: multiply.forward(x, weight), flops=flops)
+    yield MoEOperation(f"{name}, input gradient", lambda: multiply.backward(grad, weight, ()), flops=flops)
+    yield MoEOperation(f"{name}, weight gradient", lambda: job.write(x, weight_grad, accumulate=False), flops=flops)
+    yield MoEOperation(
+        f"{name}, weight gradient, added", lambda: job.write(x, weight_grad, accumulate=True), flops=flops
+    )
 
 
 def measure(
-    device: torch.device, *, shapes: Sequence[Shape] | None = None, repeat: int = 10, warmup_s: float = 2.0
+    device: torch.device, *, shapes: Sequence[MoEShape] | None = None, repeat: int = 10, warmup_s: float = 2.0
 ) -> list[tuple[str, str]]:
     """For every shape and routing ours and the peer's time, and for every shape its parts, even routing."""
     table: list[tuple[str, str]] = []
-    news = News()
+    news = ProgressLog()
     for shape in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
-        label = f"MoE {shape.family} E{shape.experts} K{shape.choices} D{shape.hidden} F{shape.inner}"
+        label = f"MoE {shape.family} E{shape.num_experts} K{shape.top_k} D{shape.hidden_size} F{shape.ffn_hidden_size}"
         for routing in ROUTINGS:
             news(f"{label}, {routing}")
-            layer = build(shape, routing, device)
+            layer = build_layer(shape, routing, device)
             theirs = peer(layer)
             runs: list[Callable[[], object]] = [lambda layer=layer: ours(layer)]
             ms = median_ms(runs if theirs is None else [*runs, theirs], device, repeat=repeat, warmup_s=warmup_s)
-            reached = [prefixed(shape.flops / one * 1e3, "FLOP/s") for one in ms]
+            reached = [format_si(shape.flops / one * 1e3, "FLOP/s") for one in ms]
             text = f"{ms[0]:.2f} ms, {reached[0]} useful"
             if theirs is not None:
                 text += f"; transformers {ms[1]:.2f} ms, {reached[1]}: {ms[1] / ms[0]:.3f}x"
             table.append((f"{label}, {routing}", text))
             del layer, theirs, runs
         news(f"{label}, its parts")
-        layer = build(shape, ROUTINGS[0], device)
-        table += [(f"{label}: {part.name}", _rate(part, device, repeat)) for part in parts(layer)]
+        layer = build_layer(shape, ROUTINGS[0], device)
+        table += [(f"{label}: {part.name}", _rate_text(part, device, repeat)) for part in layer_operations(layer)]
     return table
 
 
-def _rate(part: Part, device: torch.device, repeat: int) -> str:
-    (ms,) = median_ms([part.run], device, repeat=repeat, warmup_s=0.0)
-    if part.flops:
-        return f"{ms:.3f} ms, {prefixed(part.flops / ms * 1e3, 'FLOP/s')}"
-    return f"{ms:.3f} ms, {prefixed(part.bytes / ms * 1e3, 'B/s')}" if part.bytes else f"{ms:.3f} ms"
+def _rate_text(operation: MoEOperation, device: torch.device, repeat: int) -> str:
+    (ms,) = median_ms([operation.run], device, repeat=repeat, warmup_s=0.0)
+    if operation.flops:
+        return f"{ms:.3f} ms, {format_si(operation.flops / ms * 1e3, 'FLOP/s')}"
+    return (
+        f"{ms:.3f} ms, {format_si(operation.moved_bytes / ms * 1e3, 'B/s')}"
+        if operation.moved_bytes
+        else f"{ms:.3f} ms"
+    )

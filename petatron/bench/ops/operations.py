@@ -22,126 +22,149 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, Case, Outputs, Place, Shape
-from petatron.bench.ops.qkv_split import heads
+from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
+from petatron.bench.ops.qkv_split import qkv_split_cases
 from petatron.kernels import activation, norm
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Cast, Fp8Kernels, widen
-from petatron.kernels.linear_cross_entropy import Columns, Wanted, Write, linear_cross_entropy, losses_and_gradient_
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, dequantise
+from petatron.kernels.linear_cross_entropy import (
+    GradRequest,
+    VocabColumns,
+    WriteWeightGrad,
+    linear_cross_entropy,
+    losses_and_gradient_,
+)
 from petatron.kernels.weight_grad_gemm import matmul_into
 
 _LOSS_TOKENS = 16384
 _CHUNK_TOKENS = 4096
 
 
-def norms(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
-    rows, width = shape.rows, shape.hidden
-    x, branch, grad, grad_total = (place.random(rows, width) for _ in range(4))
-    weight, bias = place.random(width), place.random(width)
+def norm_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
+    rows, width = shape.num_tokens, shape.hidden_size
+    x, branch, grad, grad_total = (context.randn(rows, width) for _ in range(4))
+    weight, bias = context.randn(width), context.randn(width)
     exact = [t.double() for t in (x, weight, branch, grad, grad_total)]
-    made = norm.rms_norm(exact[0], exact[1], eps=EPSILON, from_one=False, branch=exact[2])
-    statistics = made[2].to(place.wide)
-    total, moved = made[0].to(place.dtype), x.numel() * x.itemsize
-    again = partial(norm.rms_norm_backward, exact[3], made[0], made[2], exact[1], from_one=False)
-    ways = place.ways("rms_norm", *(("rms_norm", "rms_norm_backward") if first else ()))
-    yield Case(
+    made = norm.rms_norm(exact[0], exact[1], eps=EPSILON, zero_centered_gamma=False, branch=exact[2])
+    statistics = made[2].to(context.accumulate_dtype)
+    total, moved = made[0].to(context.dtype), x.numel() * x.itemsize
+    again = partial(norm.rms_norm_backward, exact[3], made[0], made[2], exact[1], zero_centered_gamma=False)
+    ways = context.implementations("rms_norm", *(("rms_norm", "rms_norm_backward") if first else ()))
+    yield KernelCase(
         label=f"rms_norm, {shape.name}",
-        ways=ways,
-        call=lambda k: k.rms_norm(x, weight, eps=EPSILON, from_one=False, branch=branch),
-        true=lambda: made,
-        bytes=4 * moved,
+        implementations=ways,
+        call=lambda k: k.rms_norm(x, weight, eps=EPSILON, zero_centered_gamma=False, branch=branch),
+        reference=lambda: made,
+        moved_bytes=4 * moved,
     )
-    yield Case(
+    yield KernelCase(
         label=f"rms_norm backward, {shape.name}",
-        ways=ways,
-        call=lambda k: k.rms_norm_backward(grad, total, statistics, weight, from_one=False, grad_total=grad_total),
-        true=lambda: again(grad_total=exact[4]),
-        bytes=5 * moved,
+        implementations=ways,
+        call=lambda k: k.rms_norm_backward(
+            grad, total, statistics, weight, zero_centered_gamma=False, grad_total=grad_total
+        ),
+        reference=lambda: again(grad_total=exact[4]),
+        moved_bytes=5 * moved,
     )
     if not first:
         return
-    ways = place.ways("layer_norm")
-    yield Case(
+    ways = context.implementations("layer_norm")
+    yield KernelCase(
         label=f"layer_norm, {shape.name}",
-        ways=ways,
-        call=lambda k: k.layer_norm(x, weight, bias, eps=EPSILON, from_one=False, branch=branch),
-        true=lambda: norm.layer_norm(exact[0], exact[1], bias.double(), eps=EPSILON, from_one=False, branch=exact[2]),
-        bytes=4 * moved,
+        implementations=ways,
+        call=lambda k: k.layer_norm(x, weight, bias, eps=EPSILON, zero_centered_gamma=False, branch=branch),
+        reference=lambda: norm.layer_norm(
+            exact[0], exact[1], bias.double(), eps=EPSILON, zero_centered_gamma=False, branch=exact[2]
+        ),
+        moved_bytes=4 * moved,
     )
 
 
-def activations(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
-    rows, inner, few = shape.rows, shape.inner, CHECKED_ROWS
-    gate_up, grad = place.random(rows, 2 * inner), place.random(rows, inner)
-    ways = place.ways("gated activation", *(("gated", "gated_backward") if first else ()))
+def activation_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
+    rows, inner, few = shape.num_tokens, shape.ffn_hidden_size, CHECKED_ROWS
+    gate_up, grad = context.randn(rows, 2 * inner), context.randn(rows, inner)
+    ways = context.implementations(
+        "gated activation", *(("gated_activation", "gated_activation_backward") if first else ())
+    )
     moved = grad.numel() * grad.itemsize
-    yield Case(
+    yield KernelCase(
         label=f"swiglu, {shape.name}",
-        ways=ways,
-        call=lambda k: (k.gated(gate_up, "swiglu"),),
-        true=lambda: (activation.gated(gate_up[:few].double(), "swiglu"),),
-        bytes=3 * moved,
+        implementations=ways,
+        call=lambda k: (k.gated_activation(gate_up, "swiglu"),),
+        reference=lambda: (activation.gated_activation(gate_up[:few].double(), "swiglu"),),
+        moved_bytes=3 * moved,
     )
-    yield Case(
+    yield KernelCase(
         label=f"swiglu backward, {shape.name}",
-        ways=ways,
-        call=lambda k: k.gated_backward(grad, gate_up, "swiglu", again=True),
-        true=lambda: activation.gated_backward(grad[:few].double(), gate_up[:few].double(), "swiglu", again=True),
-        bytes=6 * moved,
+        implementations=ways,
+        call=lambda k: k.gated_activation_backward(grad, gate_up, "swiglu", recompute_output=True),
+        reference=lambda: activation.gated_activation_backward(
+            grad[:few].double(), gate_up[:few].double(), "swiglu", recompute_output=True
+        ),
+        moved_bytes=6 * moved,
     )
     if not first:
         return
     x = gate_up[:, :inner].contiguous()
-    yield Case(
+    yield KernelCase(
         label=f"gelu backward, {shape.name}",
-        ways=place.ways("plain activation"),
-        call=lambda k: k.plain_backward(grad, x, "gelu_tanh", again=True),
-        true=lambda: activation.plain_backward(grad[:few].double(), x[:few].double(), "gelu_tanh", again=True),
-        bytes=4 * moved,
+        implementations=context.implementations("plain activation"),
+        call=lambda k: k.activation_backward(grad, x, "gelu_tanh", recompute_output=True),
+        reference=lambda: activation.activation_backward(
+            grad[:few].double(), x[:few].double(), "gelu_tanh", recompute_output=True
+        ),
+        moved_bytes=4 * moved,
     )
 
 
-def losses(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
-    tokens, few = min(shape.rows, _LOSS_TOKENS), CHECKED_ROWS
-    ways, columns = place.ways("softmax and loss"), Columns(shape.vocabulary)
-    targets = torch.randint(shape.vocabulary, (tokens,), device=place.device)
-    weights = torch.rand(tokens, device=place.device, dtype=place.wide)
+def loss_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
+    tokens, few = min(shape.num_tokens, _LOSS_TOKENS), CHECKED_ROWS
+    ways, columns = context.implementations("softmax and loss"), VocabColumns(shape.vocab_size)
+    targets = torch.randint(shape.vocab_size, (tokens,), device=context.device)
+    weights = torch.rand(tokens, device=context.device, dtype=context.accumulate_dtype)
     if first:
-        yield _softmax(place, ways, shape.vocabulary, targets[:_CHUNK_TOKENS], weights[:_CHUNK_TOKENS])
-    x, head = place.random(tokens, shape.hidden), place.random(shape.vocabulary, shape.hidden, scale=shape.hidden**-0.5)
-    head_grad = torch.empty(shape.vocabulary, shape.hidden, device=place.device, dtype=place.wide)
+        yield _softmax_case(context, ways, shape.vocab_size, targets[:_CHUNK_TOKENS], weights[:_CHUNK_TOKENS])
+    x, head = (
+        context.randn(tokens, shape.hidden_size),
+        context.randn(shape.vocab_size, shape.hidden_size, scale=shape.hidden_size**-0.5),
+    )
+    head_grad = torch.empty(shape.vocab_size, shape.hidden_size, device=context.device, dtype=context.accumulate_dtype)
 
     def whole(kernels: Any) -> Outputs:
         written: list[bool] = []  # the first chunk's part of the head's gradient takes the place of what was there
 
-        def deliver(write: Write) -> None:
+        def deliver(write: WriteWeightGrad) -> None:
             write(head_grad, bool(written))
             written.append(True)
 
-        return linear_cross_entropy(x, head, targets, columns, wanted=Wanted(weights, deliver), kernels=kernels)
+        return linear_cross_entropy(
+            x, head, targets, columns, grad_request=GradRequest(weights, deliver), kernels=kernels
+        )
 
     def true() -> Outputs:
-        wanted = Wanted(weights[:few].double(), None)
-        return linear_cross_entropy(x[:few].double(), head.double(), targets[:few], columns, wanted=wanted)
+        wanted = GradRequest(weights[:few].double(), None)
+        return linear_cross_entropy(x[:few].double(), head.double(), targets[:few], columns, grad_request=wanted)
 
     def three_products() -> None:
         made = x @ head.t()
         torch.mm(made, head)
         matmul_into(head_grad, made.t(), x, accumulate=False)
 
-    yield Case(
+    yield KernelCase(
         label=f"head and loss, {tokens} tokens, {shape.name}",
-        ways={f"{name} softmax": partial(whole, kernels) for name, kernels in ways.items()}
+        implementations={f"{name} softmax": partial(whole, kernels) for name, kernels in ways.items()}
         | {"the three products alone": three_products},
         call=lambda run: run(),
-        true=true,
-        flops=6 * tokens * shape.vocabulary * shape.hidden,
+        reference=true,
+        flops=6 * tokens * shape.vocab_size * shape.hidden_size,
     )
 
 
-def _softmax(place: Place, ways: Mapping[str, Any], columns: int, targets: Tensor, weights: Tensor) -> Case:
+def _softmax_case(
+    context: BenchContext, implementations: Mapping[str, Any], columns: int, targets: Tensor, weights: Tensor
+) -> KernelCase:
     """A chunk of logits, which become their gradient."""
     rows, few = targets.shape[0], slice(CHECKED_ROWS)
-    logits = place.random(rows, columns)
+    logits = context.randn(rows, columns)
     first = logits[few].clone()
 
     def once(kernels: Any) -> Outputs:
@@ -152,21 +175,21 @@ def _softmax(place: Place, ways: Mapping[str, Any], columns: int, targets: Tenso
         made = first.double()
         return losses_and_gradient_(made, targets[few], weights[few].double(), columns), made
 
-    return Case(
+    return KernelCase(
         label=f"softmax and loss, {rows} x {columns}",
-        ways=ways,
+        implementations=implementations,
         call=lambda k: k.losses_and_gradient_(logits, targets, weights, columns),
-        once=once,
-        true=true,
-        bytes=2 * logits.numel() * logits.itemsize,
+        checked_call=once,
+        reference=true,
+        moved_bytes=2 * logits.numel() * logits.itemsize,
     )
 
 
-def embeddings(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
-    ids = torch.randint(shape.vocabulary, (shape.rows,), device=place.device)
-    grad = place.random(shape.rows, shape.hidden)
-    out = torch.zeros(shape.vocabulary, shape.hidden, device=place.device, dtype=place.wide)
-    few = min(CHECKED_ROWS, shape.vocabulary)
+def embedding_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
+    ids = torch.randint(shape.vocab_size, (shape.num_tokens,), device=context.device)
+    grad = context.randn(shape.num_tokens, shape.hidden_size)
+    out = torch.zeros(shape.vocab_size, shape.hidden_size, device=context.device, dtype=context.accumulate_dtype)
+    few = min(CHECKED_ROWS, shape.vocab_size)
 
     def once(kernels: Any) -> Outputs:
         kernels.embedding_grad(ids, grad, out, accumulate=False)
@@ -174,25 +197,30 @@ def embeddings(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
 
     def true() -> Outputs:
         here = ids < few
-        sums = torch.zeros(few, shape.hidden, device=place.device, dtype=torch.float64)
+        sums = torch.zeros(few, shape.hidden_size, device=context.device, dtype=torch.float64)
         return (sums.index_add_(0, ids[here], grad[here].double()),)
 
     touched = int(ids.unique().numel())
-    yield Case(
+    yield KernelCase(
         label=f"embedding gradient, {shape.name}",
-        ways=place.ways("embedding gradient"),
+        implementations=context.implementations("embedding gradient"),
         call=lambda k: k.embedding_grad(ids, grad, out, accumulate=True),
-        once=once,
-        true=true,
-        bytes=grad.numel() * grad.itemsize + 2 * touched * shape.hidden * out.itemsize,
+        checked_call=once,
+        reference=true,
+        moved_bytes=grad.numel() * grad.itemsize + 2 * touched * shape.hidden_size * out.itemsize,
     )
 
 
-def products(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
+def weight_grad_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
     """The weight's gradient of the widest product, added to a wide buffer."""
-    few = min(CHECKED_ROWS, 2 * shape.inner)
-    x, grad = place.random(shape.rows, shape.hidden), place.random(shape.rows, 2 * shape.inner)
-    out = torch.zeros(2 * shape.inner, shape.hidden, device=place.device, dtype=place.wide)
+    few = min(CHECKED_ROWS, 2 * shape.ffn_hidden_size)
+    x, grad = (
+        context.randn(shape.num_tokens, shape.hidden_size),
+        context.randn(shape.num_tokens, 2 * shape.ffn_hidden_size),
+    )
+    out = torch.zeros(
+        2 * shape.ffn_hidden_size, shape.hidden_size, device=context.device, dtype=context.accumulate_dtype
+    )
 
     def once(_: Any) -> Outputs:
         matmul_into(out, grad.t(), x, accumulate=False)
@@ -203,80 +231,90 @@ def products(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
         "narrow product and addition": lambda: out.add_(grad.t() @ x),
         "narrow product alone": lambda: grad.t() @ x,
     }
-    yield Case(
+    yield KernelCase(
         label=f"weight gradient of gate and up, {shape.name}",
-        ways=ways,
+        implementations=ways,
         call=lambda run: run(),
-        once=once,
-        true=lambda: (grad[:, :few].double().t() @ x.double(),),
-        flops=2 * grad.numel() * shape.hidden,
+        checked_call=once,
+        reference=lambda: (grad[:, :few].double().t() @ x.double(),),
+        flops=2 * grad.numel() * shape.hidden_size,
     )
 
 
-def eight_bits(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
+def fp8_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
     """Casts of a layer's input, and the three products of gate and up; of the larger model only."""
     if first:
         return
-    ways, few = place.ways("fp8"), CHECKED_ROWS
-    x, one, amax = place.random(shape.rows, shape.hidden), *(torch.ones(1, device=place.device) for _ in range(2))
-    casts: dict[str, tuple[int, Callable[[Fp8Kernels], Cast]]] = {
+    ways, few = context.implementations("fp8"), CHECKED_ROWS
+    x, one, amax = (
+        context.randn(shape.num_tokens, shape.hidden_size),
+        *(torch.ones(1, device=context.device) for _ in range(2)),
+    )
+    casts: dict[str, tuple[int, Callable[[Fp8Kernels], Fp8Matrix]]] = {
         "by tensor": (6, lambda k: k.cast_tensor(x, E4M3)),
         "by tensor, delayed": (4, lambda k: k.cast_delayed(x, E4M3, scale=one, amax=amax)),
         "by rows": (6, lambda k: k.cast_rows(x, E4M3)),
         "by blocks": (4, lambda k: k.cast_blocks(x, E4M3)),
-        "by squares": (4, lambda k: k.cast_squares(x, E4M3)),
+        "by squares": (4, lambda k: k.cast_blocks_2d(x, E4M3)),
     }
     for name, (each, cast) in casts.items():
-        yield Case(
+        yield KernelCase(
             label=f"FP8 cast both ways {name}, {shape.name}",
-            ways=ways,
+            implementations=ways,
             call=cast,
-            once=lambda k, cast=cast: _widened(cast(k)),
-            true=lambda: (x[:few].double(), x[:, :few].double().t()),
-            bytes=each * x.numel(),
-            bound=0.05,  # three bits after the point
+            checked_call=lambda k, cast=cast: _dequantised(cast(k)),
+            reference=lambda: (x[:few].double(), x[:, :few].double().t()),
+            moved_bytes=each * x.numel(),
+            tolerance=0.05,  # three bits after the point
         )
-    yield from _eight_bit_products(place, shape, next(iter(ways.values())), x)
+    yield from _fp8_gemm_cases(context, shape, next(iter(ways.values())), x)
 
 
-def _widened(cast: Cast) -> Outputs:
-    return widen(cast.rows), widen(cast.columns)
+def _dequantised(cast: Fp8Matrix) -> Outputs:
+    return dequantise(cast.rows), dequantise(cast.columns)
 
 
-def _eight_bit_products(place: Place, shape: Shape, kernels: Fp8Kernels, x: Tensor) -> Iterator[Case]:
-    few = min(CHECKED_ROWS, shape.rows)
-    weight, grad = place.random(2 * shape.inner, shape.hidden), place.random(shape.rows, 2 * shape.inner)
-    out = torch.empty(2 * shape.inner, shape.hidden, device=place.device, dtype=place.wide)
+def _fp8_gemm_cases(
+    context: BenchContext, shape: MicroBatchShape, kernels: Fp8Kernels, x: Tensor
+) -> Iterator[KernelCase]:
+    few = min(CHECKED_ROWS, shape.num_tokens)
+    weight, grad = (
+        context.randn(2 * shape.ffn_hidden_size, shape.hidden_size),
+        context.randn(shape.num_tokens, 2 * shape.ffn_hidden_size),
+    )
+    out = torch.empty(
+        2 * shape.ffn_hidden_size, shape.hidden_size, device=context.device, dtype=context.accumulate_dtype
+    )
     plain: tuple[Callable[[], Tensor], ...] = (lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x)
     recipes = {
         "tensor": (kernels.cast_tensor, kernels.cast_tensor, E5M2),
         "rows": (kernels.cast_rows, kernels.cast_rows, E5M2),
-        "blocks": (kernels.cast_blocks, kernels.cast_squares, E4M3),
+        "blocks": (kernels.cast_blocks, kernels.cast_blocks_2d, E4M3),
     }
     for recipe, (cast, cast_weight, gradients) in recipes.items():
         left, right, up = cast(x, E4M3), cast_weight(weight, E4M3), cast(grad, gradients)
         operands = ((left.rows, right.rows), (up.rows, right.columns), (up.columns, left.columns))
         names = ("", ", input gradient", ", weight gradient")
         for number, (name, (a, b)) in enumerate(zip(names, operands, strict=True)):
-            into = {"dtype": place.wide, "out": out} if number == 2 else {"dtype": place.dtype}
-            run = partial(kernels.product, a, b, fast=number == 0, **into)
-            yield Case(
+            into = {"dtype": context.accumulate_dtype, "out": out} if number == 2 else {"dtype": context.dtype}
+            run = partial(kernels.gemm, a, b, fast=number == 0, **into)
+            yield KernelCase(
                 label=f"FP8 product by {recipe}{name}, {shape.name}",
-                ways={"FP8": run, "the narrow product": plain[number]},
+                implementations={"FP8": run, "the narrow product": plain[number]},
                 call=lambda run: (run(),),
-                true=lambda a=a, b=b: (widen(a)[:few].double() @ widen(b).double().t(),),
-                flops=2 * shape.rows * weight.numel(),
-                bound=2e-2 if number == 0 else None,  # fast sums have fewer bits
+                reference=lambda a=a, b=b: (dequantise(a)[:few].double() @ dequantise(b).double().t(),),
+                flops=2 * shape.num_tokens * weight.numel(),
+                tolerance=2e-2 if number == 0 else None,  # fast sums have fewer bits
             )
 
 
-CASES: Mapping[str, Callable[..., Iterator[Case]]] = {
-    "norm": norms,
-    "activation": activations,
-    "rotary": heads,
-    "loss": losses,
-    "embedding": embeddings,
-    "product": products,
-    "fp8": eight_bits,
+CASES: Mapping[str, Callable[..., Iterator[KernelCase]]] = {
+    "norm": norm_cases,
+    "activation": activation_cases,
+    "rotary": qkv_split_cases,
+    "loss": loss_cases,
+    "embedding": embedding_cases,
+    "product": weight_grad_cases,
+    "fp8": fp8_cases,
 }
 """By the name that --only takes."""

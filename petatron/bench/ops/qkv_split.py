@@ -8,93 +8,98 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, Case, Outputs, Place, Shape
+from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
 from petatron.kernels import qk_norm_rope, rope
-from petatron.kernels.qk_norm_rope import HeadNorm
+from petatron.kernels.qk_norm_rope import QKNormSpec
 
 
-def heads(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
-    yield from _rotations(place, shape, first=first)
-    yield from _normed_rotations(place, shape)
+def qkv_split_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
+    yield from _rope_cases(context, shape, first=first)
+    yield from _qk_norm_rope_cases(context, shape)
 
 
-def _rotations(place: Place, shape: Shape, *, first: bool) -> Iterator[Case]:
-    width, heads, groups = shape.hidden // shape.heads, shape.heads, shape.groups
-    qkv = place.random(shape.batch, shape.sequence, (heads + 2 * groups) * width).transpose(0, 1)
-    cos, sin = _rotation(place, shape.sequence, width)
-    few = slice(min(CHECKED_ROWS, shape.sequence))
-    grads = rope.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=True)
+def _rope_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
+    width, heads, groups = shape.hidden_size // shape.num_heads, shape.num_heads, shape.num_kv_heads
+    qkv = context.randn(shape.batch_size, shape.seq_length, (heads + 2 * groups) * width).transpose(0, 1)
+    cos, sin = _cos_sin(context, shape.seq_length, width)
+    few = slice(min(CHECKED_ROWS, shape.seq_length))
+    grads = rope.split_qkv_rope(qkv, cos, sin, num_heads=heads, num_kv_heads=groups, batch_first=True)
     out = torch.empty_like(qkv)
-    ways = place.ways("rotary embedding", *(("split_rotate",) if first else ()))
+    ways = context.implementations("rotary embedding", *(("split_qkv_rope",) if first else ()))
     moved = 2 * qkv.numel() * qkv.itemsize
 
     def true_backward() -> Outputs:
         exact = [t[few].double() for t in (*grads, cos, sin)]
-        return (rope.split_rotate_backward(*exact, out=torch.empty_like(out[few], dtype=torch.float64)),)
+        return (rope.split_qkv_rope_backward(*exact, out=torch.empty_like(out[few], dtype=torch.float64)),)
 
-    yield Case(
+    yield KernelCase(
         label=f"rotary embedding, {shape.name}",
-        ways=ways,
-        call=lambda k: k.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=True),
-        true=lambda: rope.split_rotate(
-            *(t[few].double() for t in (qkv, cos, sin)), heads=heads, groups=groups, batch_major=True
+        implementations=ways,
+        call=lambda k: k.split_qkv_rope(qkv, cos, sin, num_heads=heads, num_kv_heads=groups, batch_first=True),
+        reference=lambda: rope.split_qkv_rope(
+            *(t[few].double() for t in (qkv, cos, sin)), num_heads=heads, num_kv_heads=groups, batch_first=True
         ),
-        bytes=moved,
+        moved_bytes=moved,
     )
-    yield Case(
+    yield KernelCase(
         label=f"rotary embedding backward, {shape.name}",
-        ways={name: functions for name, functions in ways.items() if name != "compiled"},
-        call=lambda k: (k.split_rotate_backward(*grads, cos, sin, out=out),),
-        true=true_backward,
-        bytes=moved,
+        implementations={name: functions for name, functions in ways.items() if name != "compiled"},
+        call=lambda k: (k.split_qkv_rope_backward(*grads, cos, sin, out=out),),
+        reference=true_backward,
+        moved_bytes=moved,
     )
 
 
-def _normed_rotations(place: Place, shape: Shape) -> Iterator[Case]:
+def _qk_norm_rope_cases(context: BenchContext, shape: MicroBatchShape) -> Iterator[KernelCase]:
     """Values stay where they are; their gradient is copied to its place beside the others."""
-    width, norm = shape.hidden // shape.heads, HeadNorm(shape.heads, shape.groups, EPSILON, from_one=False)
+    width, norm = (
+        shape.hidden_size // shape.num_heads,
+        QKNormSpec(shape.num_heads, shape.num_kv_heads, EPSILON, zero_centered_gamma=False),
+    )
     qkv, given = (
-        place.random(shape.batch, shape.sequence, (norm.heads + 2 * norm.groups) * width).transpose(0, 1)
+        context.randn(shape.batch_size, shape.seq_length, (norm.num_heads + 2 * norm.num_kv_heads) * width).transpose(
+            0, 1
+        )
         for _ in range(2)
     )
-    rotation = _rotation(place, shape.sequence, width)
-    weights, grads, out = (place.random(width), place.random(width)), norm.split(given), torch.empty_like(qkv)
-    few = min(CHECKED_ROWS, shape.sequence)
+    rotation = _cos_sin(context, shape.seq_length, width)
+    weights, grads, out = (context.randn(width), context.randn(width)), norm.split(given), torch.empty_like(qkv)
+    few = min(CHECKED_ROWS, shape.seq_length)
 
     def true() -> Outputs:
-        turns = _exact(rotation, few)
-        return qk_norm_rope.split_norm_rotate(qkv[:few].double(), _exact(weights), turns, norm, batch_major=True)
+        turns = _to_float64(rotation, few)
+        return qk_norm_rope.split_qkv_norm_rope(qkv[:few].double(), _to_float64(weights), turns, norm, batch_first=True)
 
     def backward(kernels: Any) -> Outputs:
-        return out, *kernels.split_norm_rotate_backward(grads, qkv, weights, rotation, norm, out=out)
+        return out, *kernels.split_qkv_norm_rope_backward(grads, qkv, weights, rotation, norm, out=out)
 
     def true_backward() -> Outputs:
         made = torch.empty_like(qkv, dtype=torch.float64)
-        exact = (_exact(grads), qkv.double(), _exact(weights), _exact(rotation))
-        return made, *qk_norm_rope.split_norm_rotate_backward(*exact, norm, out=made)
+        exact = (_to_float64(grads), qkv.double(), _to_float64(weights), _to_float64(rotation))
+        return made, *qk_norm_rope.split_qkv_norm_rope_backward(*exact, norm, out=made)
 
-    ways, head_bytes = place.ways("normed rotary embedding"), shape.rows * width * qkv.itemsize
-    yield Case(
+    ways, head_bytes = context.implementations("normed rotary embedding"), shape.num_tokens * width * qkv.itemsize
+    yield KernelCase(
         label=f"normed rotary embedding, {shape.name}",
-        ways=ways,
-        call=lambda k: k.split_norm_rotate(qkv, weights, rotation, norm, batch_major=True),
-        true=true,
-        bytes=2 * (norm.heads + norm.groups) * head_bytes,
+        implementations=ways,
+        call=lambda k: k.split_qkv_norm_rope(qkv, weights, rotation, norm, batch_first=True),
+        reference=true,
+        moved_bytes=2 * (norm.num_heads + norm.num_kv_heads) * head_bytes,
     )
-    yield Case(
+    yield KernelCase(
         label=f"normed rotary embedding backward, {shape.name}",
-        ways=ways,
+        implementations=ways,
         call=backward,
-        true=true_backward,
-        bytes=(3 * (norm.heads + norm.groups) + 2 * norm.groups) * head_bytes,
+        reference=true_backward,
+        moved_bytes=(3 * (norm.num_heads + norm.num_kv_heads) + 2 * norm.num_kv_heads) * head_bytes,
     )
 
 
-def _rotation(place: Place, sequence: int, width: int) -> tuple[Tensor, Tensor]:
+def _cos_sin(context: BenchContext, sequence: int, width: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of random angles, those of a head's halves the same."""
-    angles = torch.randn(sequence, 1, 1, width // 2, device=place.device).repeat(1, 1, 1, 2)
-    return angles.cos().to(place.dtype), angles.sin().to(place.dtype)
+    angles = torch.randn(sequence, 1, 1, width // 2, device=context.device).repeat(1, 1, 1, 2)
+    return angles.cos().to(context.dtype), angles.sin().to(context.dtype)
 
 
-def _exact(tensors: Sequence[Tensor], rows: int | None = None) -> Any:
+def _to_float64(tensors: Sequence[Tensor], rows: int | None = None) -> Any:
     return tuple(tensor[:rows].double() for tensor in tensors)

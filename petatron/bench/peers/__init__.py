@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from petatron.models.batch import Batch
 
 OURS, OWN_BF16 = "petatron", "bf16"
-_HOMES: Mapping[str, str] = {
+_MODULES: Mapping[str, str] = {
     OURS: "petatron.bench.peers.ours",
     "torchtitan": "petatron.bench.peers.torchtitan",
     "hf": "petatron.bench.peers.huggingface",
     OWN_BF16: "petatron.bench.peers.bf16",
 }
-PEERS = tuple(name for name in _HOMES if name != OURS)
+PEERS = tuple(name for name in _MODULES if name != OURS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,9 @@ class Contender(Protocol):
 
 def problems(name: str, spec: BenchSpec) -> Sequence[Problem]:
     """What keeps a contender from doing this work, looked up without building it."""
-    return importlib.import_module(_HOMES[name]).problems(spec)
+    return importlib.import_module(_MODULES[name]).problems(spec)
 
 
 def build(name: str, spec: BenchSpec) -> Contender:
     """A contender with its first weights on the device."""
-    return importlib.import_module(_HOMES[name]).build(spec)
+    return importlib.import_module(_MODULES[name]).build(spec)

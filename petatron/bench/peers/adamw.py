@@ -16,7 +16,7 @@ class ClippedAdamW:
         assert config.lr is not None
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._clip = config.clip_grad
-        self._rule = torch.optim.AdamW(
+        self._optimizer = torch.optim.AdamW(
             self._parameters,
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
@@ -28,11 +28,11 @@ class ClippedAdamW:
     def step(self) -> None:
         if self._clip > 0:
             grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            norm = _whole(torch.nn.utils.get_total_norm(grads, foreach=True))
+            norm = _full_norm(torch.nn.utils.get_total_norm(grads, foreach=True))
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm, foreach=True)
-        self._rule.step()
-        self._rule.zero_grad(set_to_none=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
 
 
-def _whole(norm: Tensor) -> Tensor:
+def _full_norm(norm: Tensor) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -8,29 +8,31 @@ import torch
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import device_of
+from petatron.bench.measure.arguments import resolve_device
 from petatron.bench.peers import BenchSpec
 from petatron.config import load_config, resolve_config
-from petatron.config.checks.layout import RANKS
-from petatron.config.schema.fields import by_name, flatten
+from petatron.config.checks.layout import MESH_SIZES
+from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.models.batch import Batch
 
-BATCHES = 4
+NUM_BATCHES = 4
 """Seen again and again."""
-_TRAINING = "--mock-data --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --weight-decay 0.1 --adam-beta2 0.95"
+_TRAINING_FLAGS = (
+    "--mock-data --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --weight-decay 0.1 --adam-beta2 0.95"
+)
 _log = get_logger(__name__)
 
 
-def model_spec(flags: Sequence[str], *, unsaid: Collection[str] = ()) -> BenchSpec:
+def bench_spec(flags: Sequence[str], *, silenced_flags: Collection[str] = ()) -> BenchSpec:
     """The model and device that a run's flags name, for one rank; how it trains is given, unless they say otherwise.
 
-    What `petatron train` would note about flags is said here too, but for `unsaid` ones and those that nobody typed.
+    What `petatron train` would note about flags is said here too, but for `silenced_flags` ones and those that nobody typed.
     """
     _check_one_process(flags)
-    loaded = load_config([*_precision(flags), *_TRAINING.split(), *flags], world_size=1)
+    loaded = load_config([*_precision(flags), *_TRAINING_FLAGS.split(), *flags], world_size=1)
     run = loaded.config
-    device = device_of(run.train.device)
-    silent = {*_TRAINING.split()}.difference(flag.partition("=")[0] for flag in flags).union(unsaid)
+    device = resolve_device(run.train.device)
+    silent = {*_TRAINING_FLAGS.split()}.difference(flag.partition("=")[0] for flag in flags).union(silenced_flags)
     for notice in loaded.notices:
         if notice.partition(" ")[0] not in silent:
             _log.info("note: %s", notice)
@@ -40,11 +42,11 @@ def model_spec(flags: Sequence[str], *, unsaid: Collection[str] = ()) -> BenchSp
 def _check_one_process(flags: Sequence[str]) -> None:
     """Said first and alone: rules about ranks would explain it by a world size that nobody gave."""
     asked = resolve_config(flags, require_training=False)[0]
-    values, given = flatten(asked.config), []
-    for name in (*RANKS, "nproc_per_node", "nnodes"):
-        info = by_name()[name]
+    values, given = flatten_config(asked.config), []
+    for name in (*MESH_SIZES, "nproc_per_node", "nnodes"):
+        info = fields_by_name()[name]
         origin, value = asked.origins[info.path], values[info.path]
-        if origin.chosen and isinstance(value, int) and value > 1:
+        if origin.is_explicit and isinstance(value, int) and value > 1:
             typed = origin.detail if origin.kind == "flag" else f"{info.flag} ({origin})"
             given.append(f"{typed} {value}")
     if given:
@@ -63,7 +65,7 @@ def make_batches(spec: BenchSpec) -> list[Batch]:
     assert model.vocab_size is not None
     generator = torch.Generator().manual_seed(spec.run.train.seed)
     batches = []
-    for _ in range(BATCHES):
+    for _ in range(NUM_BATCHES):
         text = torch.randint(model.vocab_size, (size, model.seq_length + 1), generator=generator).to(spec.device)
         labels = text[:, 1:].contiguous()
         mask = torch.ones(labels.shape, device=spec.device)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from petatron.base.errors import Problem
 from petatron.bench.peers import OWN_BF16, BenchSpec
-from petatron.bench.peers.ours import Petatron
+from petatron.bench.peers.ours import PetatronContender
 from petatron.config import RunConfig
-from petatron.config.schema.fields import by_name
+from petatron.config.schema.fields import fields_by_name
 
 _FP8 = "fp8_"
 
@@ -21,8 +21,8 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
     return [Problem("--against", OWN_BF16, rule, "Add --fp8-recipe tensorwise, for instance, or leave it out.")]
 
 
-def build(spec: BenchSpec) -> Petatron:
-    return Petatron(replace(spec, run=without_fp8(spec.run), fp8_recipe=None))
+def build(spec: BenchSpec) -> PetatronContender:
+    return PetatronContender(replace(spec, run=without_fp8(spec.run), fp8_recipe=None))
 
 
 def without_fp8(run: RunConfig) -> RunConfig:
@@ -33,7 +33,7 @@ def without_fp8(run: RunConfig) -> RunConfig:
     >>> without_fp8(run).precision.fp8_format is None
     True
     """
-    for field in by_name().values():
+    for field in fields_by_name().values():
         if field.name.startswith(_FP8):
             section = replace(getattr(run, field.section), **{field.name: field.default})
             run = replace(run, **{field.section: section})

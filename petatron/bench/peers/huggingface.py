@@ -12,10 +12,10 @@ from torch.nn import functional
 from petatron.base.errors import ConfigError, Problem
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.adamw import ClippedAdamW
-from petatron.bench.peers.initial_weights import first_weight
+from petatron.bench.peers.initial_weights import initial_weight
 from petatron.config import RunConfig
 from petatron.models.batch import Architecture, Batch
-from petatron.models.hf import family_entries, family_named, logical_shapes, to_hf_config
+from petatron.models.hf import family_entries, get_family, logical_shapes, to_hf_config
 from petatron.train.build import architecture_of
 
 
@@ -36,11 +36,11 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
     return found
 
 
-def build(spec: BenchSpec) -> HuggingFace:
-    return HuggingFace(spec)
+def build(spec: BenchSpec) -> TransformersContender:
+    return TransformersContender(spec)
 
 
-class HuggingFace:
+class TransformersContender:
     """A transformers model with an optimizer."""
 
     def __init__(self, spec: BenchSpec) -> None:
@@ -61,7 +61,7 @@ class HuggingFace:
 def config_json(run: RunConfig) -> dict:
     """The content of the model's config.json."""
     architecture = architecture_of(run)
-    return to_hf_config(architecture.model, architecture.moe, architecture.experts_in)
+    return to_hf_config(architecture.model, architecture.moe, architecture.moe_layer_mask)
 
 
 def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -73,20 +73,20 @@ def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> 
     config = AutoConfig.for_model(content.pop("model_type"), **content)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    fill(model, architecture_of(run), family=str(config.model_type), device=device)
+    load_initial_weights(model, architecture_of(run), family=str(config.model_type), device=device)
     return model
 
 
 @torch.no_grad()
-def fill(model: nn.Module, architecture: Architecture, *, family: str, device: torch.device) -> None:
-    table = family_named(family)
-    shapes = logical_shapes(architecture.model, architecture.moe, architecture.experts_in)
+def load_initial_weights(model: nn.Module, architecture: Architecture, *, family: str, device: torch.device) -> None:
+    table = get_family(family)
+    shapes = logical_shapes(architecture.model, architecture.moe, architecture.moe_layer_mask)
     parameters = dict(model.named_parameters())
-    for entry in family_entries(table, table.rows_in_memory or table.rows, shapes):
+    for entry in family_entries(table, table.in_memory_mappings or table.mappings, shapes):
         for region in entry.regions:
-            values = first_weight(region.name, shapes[region.name], architecture.model, device=device)
+            values = initial_weight(region.name, shapes[region.name], architecture.model, device=device)
             values = values[region.logical_slices()]
             values = values.transpose(-2, -1) if region.transposed else values
-            parameters[entry.name][region.entry_slices()] = values.reshape(region.extent).to(
+            parameters[entry.name][region.entry_slices()] = values.reshape(region.shape_in_entry).to(
                 parameters[entry.name].dtype
             )

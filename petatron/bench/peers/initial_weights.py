@@ -17,12 +17,12 @@ from petatron.config.schema.model import ModelConfig
 from petatron.models.decoder import initial_constant, initial_std
 
 
-def first_weight(name: str, shape: tuple[int, ...], config: ModelConfig, *, device: torch.device) -> Tensor:
+def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, *, device: torch.device) -> Tensor:
     """The first values of a whole logical tensor, in float32.
 
     >>> from petatron.config import load_config
     >>> model = load_config(preset="tiny-llama", require_training=False).config.model
-    >>> first_weight("norm.weight", (3,), model, device=torch.device("cpu"))
+    >>> initial_weight("norm.weight", (3,), model, device=torch.device("cpu"))
     tensor([1., 1., 1.])
     """
     std = initial_std(config, name)

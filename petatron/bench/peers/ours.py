@@ -9,7 +9,7 @@ from torch import Tensor
 
 from petatron.base.errors import Problem
 from petatron.bench.peers import BenchSpec
-from petatron.bench.peers.initial_weights import first_weight
+from petatron.bench.peers.initial_weights import initial_weight
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build import build_model, launch
@@ -21,19 +21,19 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
     return ()
 
 
-def build(spec: BenchSpec) -> Petatron:
-    return Petatron(spec)
+def build(spec: BenchSpec) -> PetatronContender:
+    return PetatronContender(spec)
 
 
-class Petatron:
+class PetatronContender:
     """`train_step` on a state without data."""
 
     def __init__(self, spec: BenchSpec) -> None:
         run = spec.run
         self.micro_batches = spec.micro_batches
         mesh = launch(run)
-        model = build_model(run, mesh, draw=False)
-        fill(model)
+        model = build_model(run, mesh, init_weights=False)
+        load_initial_weights(model)
         self.state = TrainState.build(run, mesh, model=model)
 
     def step(self, batch: Batch) -> Tensor:
@@ -41,12 +41,12 @@ class Petatron:
 
 
 @torch.no_grad()
-def fill(model: ParallelModel) -> None:
+def load_initial_weights(model: ParallelModel) -> None:
     """First weights, piece by piece: a parameter may hold several logical tensors. The one rank holds each of them whole."""
     for stage in model.stages.values():
         for name, parameter in stage.named_parameters():
-            for piece in model.placements[name].pieces:
-                values = first_weight(
+            for piece in model.placements[name].tensor_shards:
+                values = initial_weight(
                     piece.name, piece.logical_shape, model.architecture.model, device=parameter.device
                 )
                 parameter[piece.local_slices()].copy_(values)

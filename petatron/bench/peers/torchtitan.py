@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor
 from petatron.base.errors import Problem
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.adamw import ClippedAdamW
-from petatron.bench.peers.initial_weights import first_weight
+from petatron.bench.peers.initial_weights import initial_weight
 from petatron.config.schema.model import ModelConfig
 from petatron.models.batch import Batch
 
 # What these files of the copy hold instead. None but the last two do anything for the model.
-_CUT_DOWN: Mapping[str, str] = {
+_STUBBED_FILES: Mapping[str, str] = {
     "__init__.py": "",
     "models/llama3/__init__.py": "",
     "protocols/__init__.py": "",
@@ -45,7 +45,7 @@ _CUT_DOWN: Mapping[str, str] = {
 }
 _RECIPES = ("tensorwise", "rowwise")
 # Its names -> ours; {} is the layer.
-_NAMES: Mapping[str, str] = {
+_WEIGHT_NAMES: Mapping[str, str] = {
     "tok_embeddings.weight": "embedding.weight",
     "norm.weight": "norm.weight",
     "output.weight": "head.weight",
@@ -65,24 +65,24 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
     """What its Llama does not have, and what its source is missing."""
     found = [
         Problem("--against", "torchtitan", f"has no {part}", "Compare with hf, or choose a Llama.")
-        for part in _foreign(spec)
+        for part in _unsupported_features(spec)
     ]
-    faults = list(_faults(spec))
+    faults = list(_path_problems(spec))
     found += faults
-    if not faults and _source(spec, "torchtitan") is None:
+    if not faults and _package_dir(spec, "torchtitan") is None:
         fix = "Give --peer-path the folder that holds torchtitan/, for instance an unpacked wheel."
         found.append(Problem("--against", "torchtitan", "needs its source", fix))
     if spec.fp8_recipe is not None:
         if spec.fp8_recipe not in _RECIPES:
             fix = f"Use {' or '.join(_RECIPES)}."
             found.append(Problem("--fp8-recipe", spec.fp8_recipe, "is no recipe of torchtitan's", fix))
-        if not faults and _source(spec, "torchao") is None and importlib.util.find_spec("torchao") is None:
+        if not faults and _package_dir(spec, "torchao") is None and importlib.util.find_spec("torchao") is None:
             fix = "Give --peer-path a second time: the folder that holds torchao/."
             found.append(Problem("--against", "torchtitan", "needs torchao for FP8", fix))
     return found
 
 
-def _foreign(spec: BenchSpec) -> list[str]:
+def _unsupported_features(spec: BenchSpec) -> list[str]:
     model, heads = spec.run.model, spec.run.model.num_attention_heads
     parts = {
         "mixture of experts in its Llama": spec.run.moe.num_experts is not None,
@@ -99,7 +99,7 @@ def _foreign(spec: BenchSpec) -> list[str]:
     return [name for name, there in parts.items() if there]
 
 
-def _faults(spec: BenchSpec) -> Iterator[Problem]:
+def _path_problems(spec: BenchSpec) -> Iterator[Problem]:
     """Folders that cannot be what was meant: absent ones, and those with an empty place for a package that is nowhere else."""
     fix = "Give the folder that holds torchtitan/, for instance an unpacked wheel."
     for path in spec.peer_paths:
@@ -107,28 +107,28 @@ def _faults(spec: BenchSpec) -> Iterator[Problem]:
             rule = "is not a folder" if path.exists() else "does not exist"
             yield Problem("--peer-path", str(path), rule, fix)
     for package in ("torchtitan",) if spec.fp8_recipe is None else ("torchtitan", "torchao"):
-        if _source(spec, package) is None:
+        if _package_dir(spec, package) is None:
             for place in (path / package for path in spec.peer_paths if (path / package).is_dir()):
                 yield Problem("--peer-path", str(place), "has no Python package", fix.replace("torchtitan", package))
 
 
-def _source(spec: BenchSpec, package: str) -> Path | None:
+def _package_dir(spec: BenchSpec, package: str) -> Path | None:
     return next((path / package for path in spec.peer_paths if (path / package / "__init__.py").is_file()), None)
 
 
-def build(spec: BenchSpec) -> Torchtitan:
-    return Torchtitan(spec)
+def build(spec: BenchSpec) -> TorchtitanContender:
+    return TorchtitanContender(spec)
 
 
-class Torchtitan:
+class TorchtitanContender:
     """Its model and recipe; the temporary copy of its source lives as long as this does."""
 
     def __init__(self, spec: BenchSpec) -> None:
         self._copy = tempfile.TemporaryDirectory(prefix="torchtitan-")
         load = _importer(spec, Path(self._copy.name))
-        mesh = init_device_mesh(spec.device.type, (_group(spec.device),))
+        mesh = init_device_mesh(spec.device.type, (_process_group_size(spec.device),))
         with torch.device("meta"):
-            model: Any = load("models.llama3.model.model").Transformer(_arguments(spec.run.model, load))
+            model: Any = load("models.llama3.model.model").Transformer(_model_args(spec.run.model, load))
         if spec.fp8_recipe is not None:
             _convert_to_float8(model, spec.fp8_recipe, emulate=spec.device.type != "cuda")
         loss = load("components.loss").cross_entropy_loss
@@ -140,7 +140,7 @@ class Torchtitan:
         model.to_empty(device=spec.device)
         with torch.no_grad():
             model.init_weights(buffer_device=spec.device)  # its table of rotary angles is made here
-            _fill(model, spec)
+            _load_initial_weights(model, spec)
         self._model, self._loss = model.train(), loss
         self._optimizer = ClippedAdamW(model, spec.run.optim)
         self._tokens = spec.tokens
@@ -156,22 +156,22 @@ class Torchtitan:
 
 def _importer(spec: BenchSpec, folder: Path) -> Callable[[str], Any]:
     """A function that imports modules of a cut-down copy of the package."""
-    source = _source(spec, "torchtitan")
+    source = _package_dir(spec, "torchtitan")
     assert source is not None
     if "torchtitan" not in sys.modules:
         shutil.copytree(source, folder / "torchtitan", ignore=shutil.ignore_patterns("__pycache__", "experiments"))
-        for name, text in _CUT_DOWN.items():
+        for name, text in _STUBBED_FILES.items():
             (folder / "torchtitan" / name).write_text(text)
         for path in [path for path in (folder / "torchtitan").rglob("*") if path.is_dir()]:
             (path / "__init__.py").touch()  # torch asks every module for its file, and a folder without one has none
         sys.path.insert(0, str(folder))
-    torchao = _source(spec, "torchao")
+    torchao = _package_dir(spec, "torchao")
     if torchao is not None and str(torchao.parent) not in sys.path:
         sys.path.append(str(torchao.parent))
     return lambda name: importlib.import_module(f"torchtitan.{name}")
 
 
-def _group(device: torch.device) -> int:
+def _process_group_size(device: torch.device) -> int:
     """A process group of this process alone, if there is none; how many ranks it has."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -179,7 +179,7 @@ def _group(device: torch.device) -> int:
     return dist.get_world_size()
 
 
-def _arguments(model: ModelConfig, load: Callable[[str], Any]) -> Any:
+def _model_args(model: ModelConfig, load: Callable[[str], Any]) -> Any:
     assert model.ffn_hidden_size is not None
     module = load("models.llama3.model.args")
     # Its MLP width is 8/3 of the hidden size times a factor, rounded up to a multiple: half of ours rounds up to ours.
@@ -234,16 +234,16 @@ def _shard(model: Any, mesh: Any, *, reshard: bool) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def _fill(model: nn.Module, spec: BenchSpec) -> None:
+def _load_initial_weights(model: nn.Module, spec: BenchSpec) -> None:
     """Our first weights under its names. It rotates neighbours where we rotate halves of a head, so rows trade places."""
     config = spec.run.model
     assert config.kv_channels is not None
     for name, parameter in model.named_parameters():
         name = name.replace("_orig_mod.", "")
         layer, _, rest = name.removeprefix("layers.").partition(".")
-        ours = _NAMES[rest].format(layer) if name.startswith("layers.") else _NAMES[name]
+        ours = _WEIGHT_NAMES[rest].format(layer) if name.startswith("layers.") else _WEIGHT_NAMES[name]
         target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        values = first_weight(ours, tuple(target.shape), config, device=spec.device)
+        values = initial_weight(ours, tuple(target.shape), config, device=spec.device)
         if rest in ("attention.wq.weight", "attention.wk.weight"):
             values = values.unflatten(0, (-1, 2, config.kv_channels // 2)).transpose(1, 2).flatten(0, 2)
         target.copy_(values)

@@ -20,35 +20,35 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from petatron.base.companion_files import read_companion, without_code
+from petatron.base.companion_files import read_companion_file, strip_remote_code
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.base.safe_files import remove
-from petatron.checkpoint.convert.formats import Kind, config_text, open_draft
-from petatron.checkpoint.convert.hf_folder import CONFIG
-from petatron.checkpoint.convert.open_model import Source
+from petatron.base.safe_files import remove_tree
+from petatron.checkpoint.convert.formats import ModelFormat, config_yaml_text, create_tmp_folder
+from petatron.checkpoint.convert.hf_folder import CONFIG_FILE
+from petatron.checkpoint.convert.open_model import ModelSource
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk, free_bytes
 from petatron.checkpoint.files.manifest import RankTable, StoredBox, StoredTensor
-from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, file_parts
+from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, serialize_tensors
 from petatron.checkpoint.megatron import write_megatron
-from petatron.checkpoint.save.file_plan import FilePlan, Weight, file_table, plan_files
-from petatron.checkpoint.save.rank_writer import index_document
-from petatron.checkpoint.state import ROUTERS, WEIGHTS, Chunk
-from petatron.config.schema.model_identity import identity
-from petatron.models.hf import Entry, Region, folder_entries, model_config_json, to_hf_config
+from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, file_table_entries, plan_files
+from petatron.checkpoint.save.rank_writer import weight_index_file
+from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
+from petatron.config.schema.model_identity import model_identity
+from petatron.models.hf import EntryRegion, FolderEntry, build_config_json, folder_entries, to_hf_config
 from petatron.sharding.boxes import Box
 
-GENERATION = "generation_config.json"
-SETTINGS = "config.yaml"
-_ROUTER_FILE = step_folder.rank_file(0)
+GENERATION_CONFIG_FILE = "generation_config.json"
+CONFIG_YAML_FILE = "config.yaml"
+_ROUTER_FILE = step_folder.rank_file_path(0)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer to put beside the weights in place of the source's own; `end` is its end-of-document id."""
+    """A tokenizer to put beside the weights in place of the source's own; `eod` is its end-of-document id."""
 
     files: Mapping[str, bytes]
-    end: int | None
+    eod: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class MegatronLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ConversionProgress:
     """A tensor that is about to be written, and how much was before it."""
 
     name: str
@@ -70,31 +70,31 @@ class Progress:
     total_bytes: int
 
 
-def _silent(_: Progress) -> None:
+def _no_progress(_: ConversionProgress) -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+class ConversionOptions:
     """What to make of a source.
 
     dtype: of the weights; None keeps that of each tensor. Where a checkpoint has weights in the optimizer's precision too, a
     wide dtype is read from these.
     """
 
-    to: Kind
+    target_format: ModelFormat
     dtype: torch.dtype | None = None
     tokenizer: TokenizerFiles | None = None
     megatron: MegatronLayout = field(default_factory=MegatronLayout)
 
 
 def convert(
-    source: Source,
+    source: ModelSource,
     target: Path,
-    conversion: Conversion,
+    options: ConversionOptions,
     *,
     disk: Disk | None = None,
-    progress: Callable[[Progress], None] = _silent,
+    on_progress: Callable[[ConversionProgress], None] = _no_progress,
 ) -> None:
     """Write a source to a folder that does not exist yet, or is empty.
 
@@ -102,29 +102,29 @@ def convert(
     model's settings; `huggingface` the folder of a model; `megatron` one that a Megatron-LM run loads.
     """
     disk = disk or Disk()
-    if conversion.to == "huggingface":
-        _check_expressible(source)
-    writer = _Writer(source, conversion, disk, progress)
-    with _drafted(target, disk) as draft:
-        _check_room(draft, writer.total_bytes)
-        if conversion.to == "huggingface":
-            writer.write_folder(draft)
-        elif conversion.to == "petatron":
+    if options.target_format == "huggingface":
+        _check_hf_family(source)
+    writer = _ConversionWriter(source, options, disk, on_progress)
+    with _atomic_folder(target, disk) as draft:
+        _check_free_space(draft, writer.total_bytes)
+        if options.target_format == "huggingface":
+            writer.write_model_folder(draft)
+        elif options.target_format == "petatron":
             writer.write_step(draft)
         else:
             writer.write_megatron(draft)
 
 
-def _check_expressible(source: Source) -> None:
+def _check_hf_family(source: ModelSource) -> None:
     """A folder that other programs open needs a family that has all of the model."""
     remedy = "Convert it with --to petatron instead; petatron.from_pretrained opens that."
-    if source.routers:
+    if source.router_keys:
         raise CheckpointError(
             f"{source.path} has expert biases, and the folder of a model has no place for them. {remedy}"
         )
     architecture = source.architecture
     try:
-        to_hf_config(architecture.model, architecture.moe, architecture.experts_in)
+        to_hf_config(architecture.model, architecture.moe, architecture.moe_layer_mask)
     except ConfigError as error:
         lines = "\n".join(f"  {problem.where} {problem.found} {problem.rule}" for problem in error.problems)
         raise CheckpointError(
@@ -133,11 +133,11 @@ def _check_expressible(source: Source) -> None:
 
 
 @contextmanager
-def _drafted(target: Path, disk: Disk) -> Iterator[Path]:
+def _atomic_folder(target: Path, disk: Disk) -> Iterator[Path]:
     """A folder to write to, which takes its place at the end; removed when something goes wrong."""
     target = target.absolute()
     try:
-        draft = open_draft(target)
+        draft = create_tmp_folder(target)
         try:
             yield draft
             disk.sync_folder(draft)
@@ -145,7 +145,7 @@ def _drafted(target: Path, disk: Disk) -> Iterator[Path]:
             disk.sync_folder(target.parent)
         except BaseException:
             with suppress(OSError):
-                remove(draft)
+                remove_tree(draft)
             raise
     except OSError as error:
         raise CheckpointError(
@@ -153,7 +153,7 @@ def _drafted(target: Path, disk: Disk) -> Iterator[Path]:
         ) from error
 
 
-def _check_room(folder: Path, needed_bytes: int) -> None:
+def _check_free_space(folder: Path, needed_bytes: int) -> None:
     free = free_bytes(folder)
     if free < needed_bytes:
         raise CheckpointError(
@@ -162,16 +162,20 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
         )
 
 
-class _Writer:
+class _ConversionWriter:
     """One conversion: the source's tensors in the dtypes they are to have, and how far it is."""
 
     def __init__(
-        self, source: Source, conversion: Conversion, disk: Disk, progress: Callable[[Progress], None]
+        self,
+        source: ModelSource,
+        options: ConversionOptions,
+        disk: Disk,
+        on_progress: Callable[[ConversionProgress], None],
     ) -> None:
-        self._source, self._conversion, self._disk, self._progress = source, conversion, disk, progress
+        self._source, self._options, self._disk, self._on_progress = source, options, disk, on_progress
         architecture = source.architecture
-        self._entries = folder_entries(architecture.model, architecture.moe, architecture.experts_in)
-        self._weights = _weights(source, self._entries, conversion.dtype)
+        self._entries = folder_entries(architecture.model, architecture.moe, architecture.moe_layer_mask)
+        self._weights = _weight_specs(source, self._entries, options.dtype)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._done_bytes = 0
 
@@ -179,36 +183,36 @@ class _Writer:
     def total_bytes(self) -> int:
         return sum(weight.num_bytes for weight in self._weights.values())
 
-    def write_folder(self, folder: Path, prefix: str = "") -> RankTable:
+    def write_model_folder(self, folder: Path, prefix: str = "") -> RankTable:
         """The folder of a model; `prefix` is what its files are called in a manifest."""
         dtypes = {name: weight.dtype for name, weight in self._weights.items()}
         plans = plan_files(self._entries, dtypes, world_size=1)
-        self._buffer = torch.empty(max(self._bytes(entry) for entry in self._entries), dtype=torch.uint8)
-        stored = {prefix + plan.name: self._disk.write(folder / plan.name, self._parts(plan)) for plan in plans}
-        documents = {**index_document(plans, dtypes), **self._documents()}
+        self._buffer = torch.empty(max(self._entry_bytes(entry) for entry in self._entries), dtype=torch.uint8)
+        stored = {prefix + plan.name: self._disk.write(folder / plan.name, self._file_bytes(plan)) for plan in plans}
+        documents = {**weight_index_file(plans, dtypes), **self._aux_files()}
         for name, content in documents.items():
             stored[prefix + name] = self._disk.write(folder / name, [content])
-        table = [row for plan in plans for row in file_table(plan, self._weights, prefix + plan.name)]
+        table = [row for plan in plans for row in file_table_entries(plan, self._weights, prefix + plan.name)]
         return RankTable(stored, tuple(table), {})
 
     def write_step(self, folder: Path) -> None:
         """A folder of checkpoints with one step, and the settings of its model as a config file."""
         source, disk = self._source, self._disk
-        step_folder.begin(folder, source.step, disk)
-        draft = step_folder.make_draft(folder, source.step, disk)
-        table = self.write_folder(draft / step_folder.MODEL, f"{step_folder.MODEL}/")
-        if source.routers:
-            routers = self._write_routers(draft)
+        step_folder.begin_step(folder, source.step, disk)
+        draft = step_folder.make_tmp_step(folder, source.step, disk)
+        table = self.write_model_folder(draft / step_folder.MODEL_FOLDER, f"{step_folder.MODEL_FOLDER}/")
+        if source.router_keys:
+            routers = self._write_router_state(draft)
             table = RankTable({**table.files, **routers.files}, (*table.entries, *routers.entries), {})
-        model = identity(source.architecture.model, source.architecture.moe)
-        facts = {"optimizer": None, "facts": {"converted_from": source.kind, "model": model}}
+        model = model_identity(source.architecture.model, source.architecture.moe)
+        facts = {"optimizer": None, "facts": {"converted_from": source.format, "model": model}}
         written = step_folder.write_table(draft, 0, table, disk)
-        step_folder.publish(folder, source.step, [written], facts=facts, layout="", disk=disk)
-        disk.write(folder / SETTINGS, [config_text(source.values).encode()])
+        step_folder.publish_step(folder, source.step, [written], facts=facts, layout="", disk=disk)
+        disk.write(folder / CONFIG_YAML_FILE, [config_yaml_text(source.config_sections).encode()])
 
     def write_megatron(self, folder: Path) -> None:
         """A folder that a Megatron-LM run loads."""
-        layout, architecture = self._conversion.megatron, self._source.architecture
+        layout, architecture = self._options.megatron, self._source.architecture
         try:
             write_megatron(
                 folder,
@@ -228,14 +232,14 @@ class _Writer:
     def _fetch(self, name: str) -> Tensor:
         """A logical tensor in memory of its own."""
         if name not in self._weights:
-            return self._router(ROUTERS + name)
+            return self._router_state(ROUTER_PREFIX + name)
         weight = self._weights[name]
-        self._report(name, weight.num_bytes)
+        self._report_progress(name, weight.num_bytes)
         tensor = torch.empty(weight.shape, dtype=weight.dtype)
-        self._fill(name, [Chunk(WEIGHTS + name, weight.shape, (0,) * len(weight.shape), tensor)])
+        self._fill(name, [Chunk(WEIGHT_PREFIX + name, weight.shape, (0,) * len(weight.shape), tensor)])
         return tensor
 
-    def _fill(self, called: str, chunks: Sequence[Chunk]) -> None:
+    def _fill(self, name: str, chunks: Sequence[Chunk]) -> None:
         """Read chunks; a value that its new dtype cannot hold is an error."""
         source = self._source
         source.fill(chunks)
@@ -244,84 +248,92 @@ class _Writer:
             if _may_overflow(stored, chunk.tensor.dtype) and not _all_finite(chunk.tensor):
                 before = torch.empty(chunk.tensor.shape, dtype=stored)
                 source.fill([replace(chunk, tensor=before)])
-                _check_finite(called, before, chunk.tensor)
+                _check_finite(name, before, chunk.tensor)
 
-    def _parts(self, plan: FilePlan) -> Iterator[bytes | memoryview]:
+    def _file_bytes(self, file_plan: FilePlan) -> Iterator[bytes | memoryview]:
         """The bytes of a file; each tensor overwrites the one before it in the buffer."""
-        entries = sorted(plan.entries, key=lambda entry: -self._dtype(entry).itemsize)  # the order of `file_parts`
-        like = {e.name: torch.empty(e.shape, dtype=self._dtype(e), device="meta") for e in entries}
-        yield next(file_parts(like))  # the header, for which shapes are enough
+        entries = sorted(
+            file_plan.entries, key=lambda entry: -self._entry_dtype(entry).itemsize
+        )  # the order of `serialize_tensors`
+        like = {e.name: torch.empty(e.shape, dtype=self._entry_dtype(e), device="meta") for e in entries}
+        yield next(serialize_tensors(like))  # the header, for which shapes are enough
         memory = memoryview(self._buffer.numpy())
         for entry in entries:
-            size = self._bytes(entry)
-            self._report(entry.name, size)
-            values = self._buffer[:size].view(self._dtype(entry)).view(entry.shape)
-            self._fill(entry.name, [_chunk(region, values, self._weights) for region in entry.regions])
+            size = self._entry_bytes(entry)
+            self._report_progress(entry.name, size)
+            values = self._buffer[:size].view(self._entry_dtype(entry)).view(entry.shape)
+            self._fill(entry.name, [_region_chunk(region, values, self._weights) for region in entry.regions])
             yield memory[:size]
 
-    def _write_routers(self, draft: Path) -> RankTable:
+    def _write_router_state(self, tmp_step: Path) -> RankTable:
         """What routers have learnt is small, and the same on every rank."""
-        tensors = {f"{key}@0": self._router(key) for key in self._source.routers}
-        stored = self._disk.write(draft / _ROUTER_FILE, file_parts(tensors))
+        tensors = {f"{key}@0": self._router_state(key) for key in self._source.router_keys}
+        stored = self._disk.write(tmp_step / _ROUTER_FILE, serialize_tensors(tensors))
         rows = []
-        for key in self._source.routers:
+        for key in self._source.router_keys:
             tensor = tensors[f"{key}@0"]
             box = StoredBox(_ROUTER_FILE, f"{key}@0", Box((0,), tuple(tensor.shape)), (0,))
             rows.append((key, StoredTensor(tuple(tensor.shape), DTYPE_CODES[tensor.dtype], (box,))))
         return RankTable({_ROUTER_FILE: stored}, tuple(rows), {})
 
-    def _router(self, key: str) -> Tensor:
+    def _router_state(self, key: str) -> Tensor:
         shape = self._source.shapes[key]
         tensor = torch.empty(shape, dtype=self._source.dtypes[key])
         self._source.fill([Chunk(key, shape, (0,) * len(shape), tensor)])
         return tensor
 
-    def _documents(self) -> dict[str, bytes]:
-        source, tokenizer = self._source, self._conversion.tokenizer
+    def _aux_files(self) -> dict[str, bytes]:
+        source, tokenizer = self._source, self._options.tokenizer
         architecture = source.architecture
         dtype = str(_main_dtype(self._weights)).removeprefix("torch.")
-        config = source.config or model_config_json(
-            architecture.model, architecture.moe, architecture.experts_in, dtype
+        config = source.config_json or build_config_json(
+            architecture.model, architecture.moe, architecture.moe_layer_mask, dtype
         )
-        config = {**without_code(config), "dtype": dtype, "torch_dtype": dtype}
-        kept = {name: path for name, path in source.companions.items() if tokenizer is None or name == GENERATION}
-        documents = {name: read_companion(path, CheckpointError) for name, path in kept.items()}
+        config = {**strip_remote_code(config), "dtype": dtype, "torch_dtype": dtype}
+        kept = {
+            name: path
+            for name, path in source.companion_files.items()
+            if tokenizer is None or name == GENERATION_CONFIG_FILE
+        }
+        documents = {name: read_companion_file(path, CheckpointError) for name, path in kept.items()}
         if tokenizer is not None:
-            config |= {"eos_token_id": tokenizer.end}
+            config |= {"eos_token_id": tokenizer.eod}
             documents |= tokenizer.files
-        if tokenizer is not None or GENERATION not in documents:
+        if tokenizer is not None or GENERATION_CONFIG_FILE not in documents:
             ends = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
-            documents[GENERATION] = _json({"_from_model_config": True, **ends})
-        return {CONFIG: _json(config), **documents}
+            documents[GENERATION_CONFIG_FILE] = _json({"_from_model_config": True, **ends})
+        return {CONFIG_FILE: _json(config), **documents}
 
-    def _dtype(self, entry: Entry) -> torch.dtype:
+    def _entry_dtype(self, entry: FolderEntry) -> torch.dtype:
         return self._weights[entry.regions[0].name].dtype
 
-    def _bytes(self, entry: Entry) -> int:
-        return math.prod(entry.shape) * self._dtype(entry).itemsize
+    def _entry_bytes(self, entry: FolderEntry) -> int:
+        return math.prod(entry.shape) * self._entry_dtype(entry).itemsize
 
-    def _report(self, name: str, num_bytes: int) -> None:
-        self._progress(Progress(name, self._done_bytes, self.total_bytes))
+    def _report_progress(self, name: str, num_bytes: int) -> None:
+        self._on_progress(ConversionProgress(name, self._done_bytes, self.total_bytes))
         self._done_bytes += num_bytes
 
 
-def _weights(source: Source, entries: Sequence[Entry], dtype: torch.dtype | None) -> dict[str, Weight]:
+def _weight_specs(
+    source: ModelSource, entries: Sequence[FolderEntry], dtype: torch.dtype | None
+) -> dict[str, WeightSpec]:
     """Every logical weight in the dtype it is to have; what is fused in one entry has the dtype of its first part."""
-    weights: dict[str, Weight] = {}
+    weights: dict[str, WeightSpec] = {}
     for entry in entries:
-        kept = dtype or source.dtypes[WEIGHTS + entry.regions[0].name]
+        kept = dtype or source.dtypes[WEIGHT_PREFIX + entry.regions[0].name]
         for region in entry.regions:
-            weights.setdefault(region.name, Weight(source.shapes[WEIGHTS + region.name], kept))
+            weights.setdefault(region.name, WeightSpec(source.shapes[WEIGHT_PREFIX + region.name], kept))
     return weights
 
 
-def _chunk(region: Region, values: Tensor, weights: Mapping[str, Weight]) -> Chunk:
+def _region_chunk(region: EntryRegion, values: Tensor, weights: Mapping[str, WeightSpec]) -> Chunk:
     """A region of an entry's memory, seen as the box of the logical tensor that it is."""
     part = values[region.entry_slices()]
     part = part.transpose(-2, -1) if region.transposed else part
     while part.dim() < len(region.shape):
         part = part.unsqueeze(0)
-    return Chunk(WEIGHTS + region.name, weights[region.name].shape, region.start, part)
+    return Chunk(WEIGHT_PREFIX + region.name, weights[region.name].shape, region.start, part)
 
 
 def _may_overflow(before: torch.dtype, after: torch.dtype) -> bool:
@@ -343,7 +355,7 @@ def _check_finite(name: str, before: Tensor, after: Tensor) -> None:
         )
 
 
-def _main_dtype(weights: Mapping[str, Weight]) -> torch.dtype:
+def _main_dtype(weights: Mapping[str, WeightSpec]) -> torch.dtype:
     """The dtype that most of the model has."""
     sizes: dict[torch.dtype, int] = {}
     for weight in weights.values():

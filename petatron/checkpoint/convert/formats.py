@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from petatron.base.companion_files import find_companions
+from petatron.base.companion_files import find_companion_files
 from petatron.base.errors import CheckpointError
-from petatron.base.untrusted_files import open_file
-from petatron.checkpoint.convert.hf_folder import CONFIG, is_model_folder
+from petatron.base.untrusted_files import open_regular_file
+from petatron.checkpoint.convert.hf_folder import CONFIG_FILE, is_hf_folder
 from petatron.checkpoint.files import step_folder
-from petatron.config import Loaded, load_config
+from petatron.config import LoadedConfig, load_config
 
-Kind = Literal["petatron", "huggingface", "megatron"]
-TRACKER = "latest_checkpointed_iteration.txt"
+ModelFormat = Literal["petatron", "huggingface", "megatron"]
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """The file in which Megatron-LM names its newest step; its own package is slow to import."""
-COMPANIONS = (
+COMPANION_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
@@ -36,57 +36,58 @@ COMPANIONS = (
     "merges.txt",
 )
 """The files of a model's folder that go with the weights wherever they go."""
-_PICKLED = ("*.bin", "*.pt", "*.pth")
-_LONGEST = 4096
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
+_MAX_DEFAULT_SEQ_LENGTH = 4096
 
 
-def detect(path: Path) -> Kind:
+def detect_format(path: Path) -> ModelFormat:
     """Which form a folder has."""
-    if step_folder.own_step(path) is not None or step_folder.steps(path):
+    if step_folder.containing_step(path) is not None or step_folder.list_steps(path):
         return "petatron"
-    if is_megatron(path):
+    if is_megatron_folder(path):
         return "megatron"
-    if (path / CONFIG).is_file():
+    if (path / CONFIG_FILE).is_file():
         return "huggingface"
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a folder. Give the folder of a model or of checkpoints; names of models on a hub are not downloaded."
         )
     raise CheckpointError(
-        f"{path} holds no model: neither steps of Petatron ({step_folder.step_name(0)}/{step_folder.MANIFEST}), nor {CONFIG} of a "
-        f"Hugging Face model, nor what Megatron-LM saves ({TRACKER}). Give the folder that has one of them."
+        f"{path} holds no model: neither steps of Petatron "
+        f"({step_folder.step_name(0)}/{step_folder.MANIFEST_FILE}), nor {CONFIG_FILE} of a "
+        f"Hugging Face model, nor what Megatron-LM saves ({TRACKER_FILE}). Give the folder that has one of them."
     )
 
 
-def is_megatron(path: Path) -> bool:
+def is_megatron_folder(path: Path) -> bool:
     """Whether Megatron-LM saved this: a folder of steps, or one of them."""
-    return any((path / name).is_file() for name in (".metadata", TRACKER)) or any(path.glob("mp_rank_*"))
+    return any((path / name).is_file() for name in (".metadata", TRACKER_FILE)) or any(path.glob("mp_rank_*"))
 
 
-def refuse_inside_step(path: Path, called: str) -> None:
+def check_not_inside_step(path: Path, display_name: str) -> None:
     """Raise for a place inside a checkpoint, which would no longer be what was saved."""
     whole = path.resolve()
     for folder in (whole, *whole.parents):
-        if _is_step(folder):
+        if _is_step_folder(folder):
             raise CheckpointError(
-                f"{called} is inside the checkpoint {folder}, where nothing else may be. Choose a place beside it, such as "
+                f"{display_name} is inside the checkpoint {folder}, where nothing else may be. Choose a place beside it, such as "
                 f"{folder.parent / (whole.name if whole != folder else 'new')}."
             )
 
 
-def draft_folder(target: Path) -> Path:
+def tmp_folder(target: Path) -> Path:
     """Where a model is written before it has its name."""
     return target.with_name(f"{target.name}.tmp")
 
 
-def open_draft(target: Path) -> Path:
+def create_tmp_folder(target: Path) -> Path:
     """Make the draft of a model's folder, which nobody else has made; what it is for may be there only as an empty folder."""
-    refuse_inside_step(target, str(target))
+    check_not_inside_step(target, str(target))
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise CheckpointError(
             f"{target} is already there, and nothing is written over it. Remove it, or choose another name."
         )
-    draft = draft_folder(target)
+    draft = tmp_folder(target)
     if not target.parent.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -98,43 +99,47 @@ def open_draft(target: Path) -> Path:
     return draft
 
 
-def _is_step(folder: Path) -> bool:
+def _is_step_folder(folder: Path) -> bool:
     """Many programs have a manifest.json; ours says so in its first words."""
     try:
-        with open_file(folder / step_folder.MANIFEST) as file:
+        with open_regular_file(folder / step_folder.MANIFEST_FILE) as file:
             return b'"petatron checkpoint"' in file.read(64)
     except OSError:
         return False
 
 
-def companions(folder: Path) -> dict[str, Path]:
+def folder_companions(folder: Path) -> dict[str, Path]:
     """The files beside the weights that a folder has."""
-    return find_companions(folder, COMPANIONS, CheckpointError)
+    return find_companion_files(folder, COMPANION_FILES, CheckpointError)
 
 
-def refuse_pickled(folder: Path) -> None:
+def reject_pickle_weights(folder: Path) -> None:
     """Raise for a Hugging Face folder whose weights are pickles, which run code when they are read."""
-    if is_model_folder(folder):
+    if is_hf_folder(folder):
         return
-    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    pickled = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
     if pickled:
         raise CheckpointError(
             f"{folder} holds its weights as pickles ({', '.join(pickled[:3])}), which are not read because they can run any "
             "code. Save it again as safetensors: in Python, transformers.AutoModelForCausalLM.from_pretrained("
             f"{str(folder)!r}).save_pretrained(NEW_FOLDER)."
         )
-    if (folder / CONFIG).is_file():
-        raise CheckpointError(f"{folder} has {CONFIG} and no safetensors beside it. Copy all files of the model there.")
-    raise CheckpointError(f"{folder} has no {CONFIG}. Give the folder of a Hugging Face model.")
+    if (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} has {CONFIG_FILE} and no safetensors beside it. Copy all files of the model there."
+        )
+    raise CheckpointError(f"{folder} has no {CONFIG_FILE}. Give the folder of a Hugging Face model.")
 
 
-def config_sections(model: Mapping[str, Any], experts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def config_sections(model: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """A model's settings as sections of a config file, with a sequence length that it can take unless one is given."""
-    length = model.get("seq_length") or min(model.get("max_position_embeddings") or _LONGEST, _LONGEST)
-    return {"model": {**model, "seq_length": length}, **({"moe": dict(experts)} if experts else {})}
+    length = model.get("seq_length") or min(
+        model.get("max_position_embeddings") or _MAX_DEFAULT_SEQ_LENGTH, _MAX_DEFAULT_SEQ_LENGTH
+    )
+    return {"model": {**model, "seq_length": length}, **({"moe": dict(moe)} if moe else {})}
 
 
-def config_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
+def config_yaml_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
     """The same as the text of a config file; JSON's values are YAML's."""
     lines = []
     for section, values in sections.items():
@@ -142,9 +147,11 @@ def config_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def configured(sections: Mapping[str, Mapping[str, Any]], flags: Sequence[str] = (), *, world_size: int = 1) -> Loaded:
+def load_config_sections(
+    sections: Mapping[str, Mapping[str, Any]], flags: Sequence[str] = (), *, world_size: int = 1
+) -> LoadedConfig:
     """The derived and checked config of a model, through the same door as a user's file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
-        file.write_text(config_text(sections))
+        file.write_text(config_yaml_text(sections))
         return load_config(flags, files=[file], world_size=world_size, require_training=False)

@@ -13,86 +13,88 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
-from petatron.base.untrusted_files import open_file, read_json, reading
+from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
 from petatron.checkpoint.files.disk import BLOCK_BYTES
 from petatron.checkpoint.files.manifest import Manifest, StoredBox, StoredTensor
-from petatron.checkpoint.files.safetensors_file import MOST_HEADER_BYTES, Slot
-from petatron.checkpoint.load.box_reads import open_header
-from petatron.checkpoint.state import WEIGHTS
-from petatron.config.schema.model_identity import SPELLINGS, is_identity
+from petatron.checkpoint.files.safetensors_file import MAX_HEADER_BYTES, TensorInfo
+from petatron.checkpoint.load.box_reads import read_checked_header
+from petatron.checkpoint.state import WEIGHT_PREFIX
+from petatron.config.schema.model_identity import REDUNDANT_FIELDS, is_identity_field
 from petatron.models.batch import Architecture
 from petatron.models.hf import (
-    OWN_TYPE,
-    Entry,
-    family_named,
-    family_of,
+    OWN_MODEL_TYPE,
+    FolderEntry,
+    family_name_of_config,
     folder_entries,
-    full_names,
-    head_name,
+    get_family,
     logical_shapes,
-    read_config_json,
+    output_head_name,
+    parse_config_json,
+    stored_names_by_full_name,
 )
 from petatron.models.hf.stored_counts import check_counts
 from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
 
-CONFIG = "config.json"
-_INDEX = "model.safetensors.index.json"
-_MOST_CONFIG_BYTES = 16 << 20
+CONFIG_FILE = "config.json"
+_INDEX_FILE = "model.safetensors.index.json"
+_MAX_CONFIG_BYTES = 16 << 20
 
 
-def is_model_folder(path: Path) -> bool:
+def is_hf_folder(path: Path) -> bool:
     """Whether this is a folder of a model, as Hugging Face writes them, and not one of checkpoints."""
-    return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
+    return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
 
 
-def not_usable(path: Path, why: str) -> CheckpointError:
+def model_folder_error(path: Path, why: str) -> CheckpointError:
     """The error for a file of a model's folder."""
     return CheckpointError(f"{path} {why}. Take it from the model's own folder.")
 
 
-def read_model_config(path: Path) -> dict[str, Any]:
+def load_config_json(path: Path) -> dict[str, Any]:
     """The content of a folder's config.json."""
-    with reading(path / CONFIG, not_usable):
+    with reading_untrusted(path / CONFIG_FILE, model_folder_error):
         try:
-            content = read_json(path / CONFIG, _MOST_CONFIG_BYTES)
+            content = read_limited_json(path / CONFIG_FILE, _MAX_CONFIG_BYTES)
         except ValueError as error:
-            raise not_usable(path / CONFIG, f"cannot be read: {error}") from error
+            raise model_folder_error(path / CONFIG_FILE, f"cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise not_usable(path / CONFIG, "is no table of settings")
+        raise model_folder_error(path / CONFIG_FILE, "is no table of settings")
     return content
 
 
 def read_model_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """ModelConfig and MoEConfig values from a folder's config.json; the second are none for a dense model."""
-    with reading(path / CONFIG, not_usable):
-        return read_config_json(read_model_config(path))
+    with reading_untrusted(path / CONFIG_FILE, model_folder_error):
+        return parse_config_json(load_config_json(path))
 
 
 def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, Any]) -> None:
     """Refuses settings that claim more than the folder's files can hold, before a model is made of them."""
-    apart = read_model_config(path).get("model_type") != OWN_TYPE
-    check_counts(path / CONFIG, not_usable, model, moe, num_tensors=len(_slots(path)), experts_apart=apart)
+    apart = load_config_json(path).get("model_type") != OWN_MODEL_TYPE
+    check_counts(
+        path / CONFIG_FILE, model_folder_error, model, moe, num_tensors=len(_tensor_infos(path)), separate_experts=apart
+    )
 
 
 def check_stored_size(path: Path, architecture: Architecture) -> None:
     """Refuses a model that is larger than the folder's files, before there is memory for it."""
-    shapes = logical_shapes(architecture.model, architecture.moe, architecture.experts_in)
+    shapes = logical_shapes(architecture.model, architecture.moe, architecture.moe_layer_mask)
     needed = sum(math.prod(shape) for shape in shapes.values())
-    stored = sum(slot.end - slot.begin for _, slot in _slots(path).values())
+    stored = sum(slot.end - slot.begin for _, slot in _tensor_infos(path).values())
     if needed > stored:
-        raise not_usable(
-            path / CONFIG, f"describes {needed:,} parameters, and the files beside it have {stored:,} bytes"
+        raise model_folder_error(
+            path / CONFIG_FILE, f"describes {needed:,} parameters, and the files beside it have {stored:,} bytes"
         )
 
 
 def folder_manifest(path: Path, architecture: Architecture) -> Manifest:
     """Where every logical tensor of a model stands in a folder; all that does not fit is one error."""
-    _check_config(path, architecture)
-    model, moe, experts_in = architecture.model, architecture.moe, architecture.experts_in
-    shapes = logical_shapes(model, moe, experts_in)
-    entries = folder_entries(model, moe, experts_in)
-    slots = _slots(path)
+    _check_same_model(path, architecture)
+    model, moe, moe_layer_mask = architecture.model, architecture.moe, architecture.moe_layer_mask
+    shapes = logical_shapes(model, moe, moe_layer_mask)
+    entries = folder_entries(model, moe, moe_layer_mask)
+    slots = _tensor_infos(path)
     known = {entry.name: entry for entry in entries}
     stored = _stored_names(path, slots, known)
     problems = [f"{entry.name} is missing" for entry in entries if entry.name not in stored]
@@ -107,42 +109,48 @@ def folder_manifest(path: Path, architecture: Architecture) -> Manifest:
             continue
         for region in entry.regions:
             box = StoredBox(
-                file, stored[entry.name], Box(region.start, region.shape), region.at, transposed=region.transposed
+                file,
+                stored[entry.name],
+                Box(region.start, region.shape),
+                region.start_in_entry,
+                transposed=region.transposed,
             )
-            _add(tensors, WEIGHTS + region.name, shapes[region.name], slot.dtype, box)
+            _add(tensors, WEIGHT_PREFIX + region.name, shapes[region.name], slot.dtype, box)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems[:8])
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
             f"{path} does not hold the tensors that the model should have:\n{lines}{more}\nCopy all files of the model there, "
-            f"and use the settings of its {CONFIG}."
+            f"and use the settings of its {CONFIG_FILE}."
         )
     return Manifest(step=0, layout="", facts={}, tensors=tensors, local={}, files={})
 
 
-def _stored_names(path: Path, slots: Mapping[str, tuple[str, Slot]], expected: Mapping[str, Entry]) -> dict[str, str]:
+def _stored_names(
+    path: Path, infos: Mapping[str, tuple[str, TensorInfo]], expected: Mapping[str, FolderEntry]
+) -> dict[str, str]:
     """Full name to the name as stored, without what is no weight of its own."""
-    config = read_model_config(path)
-    if config.get("model_type") == OWN_TYPE:
-        return {name: name for name in slots}
-    family = family_named(family_of(config))
-    stored = full_names(family, slots, expected)
-    head = head_name(family)
+    config = load_config_json(path)
+    if config.get("model_type") == OWN_MODEL_TYPE:
+        return {name: name for name in infos}
+    family = get_family(family_name_of_config(config))
+    stored = stored_names_by_full_name(family, infos, expected)
+    head = output_head_name(family)
     if head in stored and head not in expected:
         embedding = next(entry for entry in expected.values() if entry.regions[0].name == "embedding.weight")
         twin = stored.pop(head)
-        if embedding.name in stored and not _equal(path, slots[twin], slots[stored[embedding.name]]):
+        if embedding.name in stored and not _same_bytes(path, infos[twin], infos[stored[embedding.name]]):
             raise CheckpointError(
-                f"{path}: {twin} differs from the embedding, but its {CONFIG} ties them. Correct {CONFIG}."
+                f"{path}: {twin} differs from the embedding, but its {CONFIG_FILE} ties them. Correct {CONFIG_FILE}."
             )
     return stored
 
 
-def _equal(path: Path, a: tuple[str, Slot], b: tuple[str, Slot]) -> bool:
+def _same_bytes(path: Path, a: tuple[str, TensorInfo], b: tuple[str, TensorInfo]) -> bool:
     """Whether two tensors of a folder have the same bytes, read a block at a time."""
     if a[1].end - a[1].begin != b[1].end - b[1].begin:
         return False
-    with open_file(path / a[0]) as first, open_file(path / b[0]) as second:
+    with open_regular_file(path / a[0]) as first, open_regular_file(path / b[0]) as second:
         first.seek(a[1].begin)
         second.seek(b[1].begin)
         left = a[1].end - a[1].begin
@@ -159,7 +167,7 @@ def _add(tensors: dict[str, StoredTensor], key: str, shape: Shape, dtype: str, b
     tensors[key] = StoredTensor(shape, known.dtype, (*known.boxes, box))
 
 
-def _check_config(path: Path, architecture: Architecture) -> None:
+def _check_same_model(path: Path, architecture: Architecture) -> None:
     """The settings that make it the same function of its weights must be the run's."""
     model_values, moe_values = read_model_settings(path)
     ours: Mapping[str, Any] = {
@@ -172,37 +180,37 @@ def _check_config(path: Path, architecture: Architecture) -> None:
     differing = [
         f"{name}: {value} there, {ours.get(name)} in this run"
         for name, value in sorted(theirs.items())
-        if is_identity(name) and name not in SPELLINGS and ours.get(name) != value
+        if is_identity_field(name) and name not in REDUNDANT_FIELDS and ours.get(name) != value
     ]
     if differing:
         raise CheckpointError(
-            f"{path / CONFIG} is of another model ({'; '.join(differing)}). Give this run the settings of that folder: "
+            f"{path / CONFIG_FILE} is of another model ({'; '.join(differing)}). Give this run the settings of that folder: "
             f"`petatron checkpoint convert {path} NEW --to petatron` writes them to NEW/config.yaml, for --config."
         )
 
 
 def _check_shards(path: Path) -> None:
     """Every file that the index names must be there; beside one file for all, an index is a leftover."""
-    if not (path / _INDEX).is_file() or (path / "model.safetensors").is_file():
+    if not (path / _INDEX_FILE).is_file() or (path / "model.safetensors").is_file():
         return
-    with reading(path / _INDEX, not_usable):
-        files = set(read_json(path / _INDEX, MOST_HEADER_BYTES)["weight_map"].values())
+    with reading_untrusted(path / _INDEX_FILE, model_folder_error):
+        files = set(read_limited_json(path / _INDEX_FILE, MAX_HEADER_BYTES)["weight_map"].values())
         missing = sorted(str(name) for name in files if not (path / str(name)).is_file())
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise CheckpointError(
-            f"{path} lacks {', '.join(missing[:4])}{more}, which {_INDEX} names. Copy all files of the model there."
+            f"{path} lacks {', '.join(missing[:4])}{more}, which {_INDEX_FILE} names. Copy all files of the model there."
         )
 
 
-def _slots(path: Path) -> dict[str, tuple[str, Slot]]:
+def _tensor_infos(path: Path) -> dict[str, tuple[str, TensorInfo]]:
     """Every tensor of the folder's files, and its file."""
     _check_shards(path)
-    found: dict[str, tuple[str, Slot]] = {}
+    found: dict[str, tuple[str, TensorInfo]] = {}
     for file in sorted(path.glob("*.safetensors")):
         if any(fnmatch.fnmatch(file.name, pattern) for pattern in ("consolidated*", "adapter*")):
             continue  # the same weights once more under other names, or a part that is no model
-        for name, slot in open_header(file, None).items():
+        for name, slot in read_checked_header(file, None).items():
             if name in found:
                 raise CheckpointError(
                     f"{path} holds {name} in {found[name][0]} and in {file.name}. Remove one of them."

@@ -4,7 +4,7 @@
     huggingface   config.json and safetensors
     megatron      what Megatron-LM saved, see docs/megatron-checkpoints.md
 
-Opening reads headers only, checks every name and shape, and reports all that is wrong at once. Values come through `Source.fill`,
+Opening reads headers only, checks every name and shape, and reports all that is wrong at once. Values come through `ModelSource.fill`,
 which puts boxes of logical tensors into memory of the caller's; the first two forms need a few blocks of 8 MiB beside it, the
 third one whole logical tensor.
 """
@@ -21,24 +21,31 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
-from petatron.base.text import some
-from petatron.base.untrusted_files import reading as reading_foreign
-from petatron.checkpoint.convert.formats import Kind, companions, config_sections, configured, detect, refuse_pickled
+from petatron.base.text import abbreviate_names
+from petatron.base.untrusted_files import reading_untrusted as reading_foreign
+from petatron.checkpoint.convert.formats import (
+    ModelFormat,
+    config_sections,
+    detect_format,
+    folder_companions,
+    load_config_sections,
+    reject_pickle_weights,
+)
 from petatron.checkpoint.convert.hf_folder import (
-    CONFIG,
+    CONFIG_FILE,
     check_stored_counts,
     folder_manifest,
-    not_usable,
-    read_model_config,
+    load_config_json,
+    model_folder_error,
     read_model_settings,
 )
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.load import box_reads
-from petatron.checkpoint.load.box_directory import Directory, is_wide
+from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
-from petatron.checkpoint.state import ROUTERS, WEIGHTS, Chunk
+from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.models.batch import Architecture
 from petatron.models.hf import logical_shapes
@@ -47,38 +54,38 @@ from petatron.sharding.shard_spec import Shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class ModelSource:
     """An opened model.
 
-    values: its settings as sections of a config file. config: its config.json, if it has one. companions: the files that go with
-    it wherever it goes, its tokenizer's above all. shapes, dtypes: of every tensor, by key: weights and what routers have learnt.
-    fill: reads chunks with such keys.
+    config_sections: its settings as sections of a config file. config_json: its config.json, if it has one. companion_files: the files
+    that go with it wherever it goes, its tokenizer's above all. shapes, dtypes: of every tensor, by key: weights and what routers have
+    learnt. fill: reads chunks with such keys.
     """
 
-    kind: Kind
+    format: ModelFormat
     path: Path
     step: int
-    values: Mapping[str, Mapping[str, Any]]
+    config_sections: Mapping[str, Mapping[str, Any]]
     architecture: Architecture
-    config: Mapping[str, Any] | None
-    companions: Mapping[str, Path]
+    config_json: Mapping[str, Any] | None
+    companion_files: Mapping[str, Path]
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
     fill: Callable[[Sequence[Chunk]], None]
 
     @property
-    def routers(self) -> list[str]:
-        return [key for key in self.shapes if key.startswith(ROUTERS)]
+    def router_keys(self) -> list[str]:
+        return [key for key in self.shapes if key.startswith(ROUTER_PREFIX)]
 
 
-def open_source(
-    path: Path, *, kind: Kind | None = None, step: int | None = None, vocab_size: int | None = None
-) -> Source:
+def open_model_source(
+    path: Path, *, model_format: ModelFormat | None = None, step: int | None = None, vocab_size: int | None = None
+) -> ModelSource:
     """Open a model for reading; the form is found out if it is not given.
 
     `step` chooses among several. `vocab_size` is for Megatron's form, which may know its vocabulary only with its padding.
     """
-    found = kind or detect(path)
+    found = model_format or detect_format(path)
     problems = []
     if vocab_size is not None and found != "megatron":
         rule = f"is known for a {found} model, whose settings say it"
@@ -89,108 +96,111 @@ def open_source(
         )
     if problems:
         raise ConfigError(problems)
-    with reading_foreign(path, _refusal):
+    with reading_foreign(path, _source_error):
         source = _open(path, found, step, vocab_size)
-    return replace(source, fill=partial(_fill_from, source))
+    return replace(source, fill=partial(_fill_checked, source))
 
 
-def _open(path: Path, kind: Kind, step: int | None, vocab_size: int | None) -> Source:
-    if kind == "petatron":
-        return _open_petatron(step_folder.choose(path, step))
-    if kind == "huggingface":
+def _open(path: Path, model_format: ModelFormat, step: int | None, vocab_size: int | None) -> ModelSource:
+    if model_format == "petatron":
+        return _open_petatron(step_folder.resolve_step(path, step))
+    if model_format == "huggingface":
         return _open_huggingface(path)
     return _open_megatron(path if step is None else path / f"iter_{step:07d}", vocab_size)
 
 
-def _fill_from(source: Source, chunks: Sequence[Chunk]) -> None:
-    with reading_foreign(source.path, _refusal):
+def _fill_checked(source: ModelSource, chunks: Sequence[Chunk]) -> None:
+    with reading_foreign(source.path, _source_error):
         source.fill(chunks)
 
 
-def _refusal(path: Path, why: str) -> CheckpointError:
+def _source_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} {why}. Copy it again from where it was made.")
 
 
-def _open_huggingface(path: Path) -> Source:
-    refuse_pickled(path)
-    config = read_model_config(path)
+def _open_huggingface(path: Path) -> ModelSource:
+    reject_pickle_weights(path)
+    config = load_config_json(path)
     settings = read_model_settings(path)
     check_stored_counts(path, *settings)
-    values, architecture = _described(*settings)
+    values, architecture = _resolve_architecture(*settings)
     manifest = folder_manifest(path, architecture)
     return _manifest_source("huggingface", path, path, manifest, values, architecture, config)
 
 
-def _open_petatron(step: Path) -> Source:
+def _open_petatron(step: Path) -> ModelSource:
     manifest = step_folder.read_manifest(step)
-    step_folder.check_documents(step, manifest)
-    folder = step / step_folder.MODEL
-    if not (folder / CONFIG).is_file():
+    step_folder.check_aux_files(step, manifest)
+    folder = step / step_folder.MODEL_FOLDER
+    if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(
-            f"{step} has no {step_folder.MODEL}/{CONFIG}, which says what its model is. Restore it from a copy."
+            f"{step} has no {step_folder.MODEL_FOLDER}/{CONFIG_FILE}, which says what its model is. Restore it from a copy."
         )
-    config = read_model_config(folder)
+    config = load_config_json(folder)
     settings = read_model_settings(folder)
-    weights = sum(key.startswith(WEIGHTS) for key in manifest.tensors)
-    check_counts(folder / CONFIG, not_usable, *settings, num_tensors=weights, experts_apart=False)
-    values, architecture = _described(*settings)
+    weights = sum(key.startswith(WEIGHT_PREFIX) for key in manifest.tensors)
+    check_counts(folder / CONFIG_FILE, model_folder_error, *settings, num_tensors=weights, separate_experts=False)
+    values, architecture = _resolve_architecture(*settings)
     _check_weights(step, manifest, architecture)
     return _manifest_source("petatron", step, folder, manifest, values, architecture, config)
 
 
 def _check_weights(step: Path, manifest: Manifest, architecture: Architecture) -> None:
     """The checkpoint has the weights of the model that its config.json describes, with their shapes."""
-    shapes = logical_shapes(architecture.model, architecture.moe, architecture.experts_in)
-    there = {key.removeprefix(WEIGHTS): tensor.shape for key, tensor in manifest.tensors.items()}
+    shapes = logical_shapes(architecture.model, architecture.moe, architecture.moe_layer_mask)
+    there = {key.removeprefix(WEIGHT_PREFIX): tensor.shape for key, tensor in manifest.tensors.items()}
     wrong = [name for name, shape in shapes.items() if there.get(name) != shape]
     if wrong:
         raise CheckpointError(
-            f"{step} is not a checkpoint of the model that its {step_folder.MODEL}/{CONFIG} describes: {some(wrong)} are missing or "
+            f"{step} is not a checkpoint of the model that its {step_folder.MODEL_FOLDER}/{CONFIG_FILE} "
+            f"describes: {abbreviate_names(wrong)} are missing or "
             "have another shape. Restore it from a copy."
         )
 
 
 def _manifest_source(
-    kind: Kind,
+    model_format: ModelFormat,
     path: Path,
     folder: Path,
     manifest: Manifest,
-    values: Mapping[str, Mapping[str, Any]],
+    sections: Mapping[str, Mapping[str, Any]],
     architecture: Architecture,
-    config: Mapping[str, Any],
-) -> Source:
-    directory = Directory.of(path, manifest.tensors)
+    config_json: Mapping[str, Any],
+) -> ModelSource:
+    directory = BoxDirectory.from_tensors(path, manifest.tensors)
 
     def fill(chunks: Sequence[Chunk]) -> None:
-        found = [directory.find(chunk.key, chunk.box, wide=is_wide(chunk))[:2] for chunk in chunks]
+        found = [
+            directory.lookup(chunk.key, chunk.box, full_precision=wants_full_precision(chunk))[:2] for chunk in chunks
+        ]
         plan = box_reads.plan_reads(path, chunks, found, strict=False)
-        assert not plan.missing, f"{plan.missing} were not looked for"
-        box_reads.fill(path, plan, manifest.files)
+        assert not plan.missing_keys, f"{plan.missing_keys} were not looked for"
+        box_reads.execute_reads(path, plan, manifest.files)
 
-    kept = {key: tensor for key, tensor in manifest.tensors.items() if key.startswith((WEIGHTS, ROUTERS))}
-    source = Source(
-        kind=kind,
+    kept = {key: tensor for key, tensor in manifest.tensors.items() if key.startswith((WEIGHT_PREFIX, ROUTER_PREFIX))}
+    source = ModelSource(
+        format=model_format,
         path=path,
         step=manifest.step,
-        values=values,
+        config_sections=sections,
         architecture=architecture,
-        config=config,
-        companions=companions(folder),
+        config_json=config_json,
+        companion_files=folder_companions(folder),
         shapes={key: tensor.shape for key, tensor in kept.items()},
         dtypes={key: DTYPES[tensor.dtype] for key, tensor in kept.items()},
         fill=fill,
     )
-    _check_routers(source)
+    _check_router_state(source)
     return source
 
 
-def _check_routers(source: Source) -> None:
+def _check_router_state(source: ModelSource) -> None:
     """A model whose experts are chosen with a bias is another one without it."""
     moe = source.architecture.moe
     if moe is None or not moe.moe_router_enable_expert_bias:
         return
-    layers = [layer for layer, mixed in enumerate(source.architecture.experts_in) if mixed]
-    missing = [n for n in layers if f"{ROUTERS}layers.{n}.mlp.router.expert_bias" not in source.shapes]
+    layers = [layer for layer, mixed in enumerate(source.architecture.moe_layer_mask) if mixed]
+    missing = [n for n in layers if f"{ROUTER_PREFIX}layers.{n}.mlp.router.expert_bias" not in source.shapes]
     if missing:
         raise CheckpointError(
             f"{source.path} lacks the expert biases of layers {', '.join(map(str, missing))}, which the model chooses its experts "
@@ -198,25 +208,25 @@ def _check_routers(source: Source) -> None:
         )
 
 
-def _open_megatron(path: Path, vocab_size: int | None) -> Source:
-    checkpoint = open_megatron(path) if vocab_size is None else _open_with_vocabulary(path, vocab_size)
-    values, architecture = _described(checkpoint.model, checkpoint.moe)
-    keys = {_key(name): tensor for name, tensor in checkpoint.tensors.items()}
-    return Source(
-        kind="megatron",
+def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
+    checkpoint = open_megatron(path) if vocab_size is None else _open_with_vocab_size(path, vocab_size)
+    values, architecture = _resolve_architecture(checkpoint.model, checkpoint.moe)
+    keys = {_state_key(name): tensor for name, tensor in checkpoint.tensors.items()}
+    return ModelSource(
+        format="megatron",
         path=path,
         step=checkpoint.iteration,
-        values=values,
+        config_sections=values,
         architecture=architecture,
-        config=None,
-        companions={},
+        config_json=None,
+        companion_files={},
         shapes={key: tensor.shape for key, tensor in keys.items()},
         dtypes={key: tensor.dtype for key, tensor in keys.items()},
         fill=_MegatronReader(checkpoint).fill,
     )
 
 
-def _open_with_vocabulary(path: Path, vocab_size: int) -> MegatronCheckpoint:
+def _open_with_vocab_size(path: Path, vocab_size: int) -> MegatronCheckpoint:
     """A checkpoint that says its vocabulary is believed; one that cannot be opened without the number is opened with it."""
     try:
         checkpoint = open_megatron(path)
@@ -229,8 +239,8 @@ def _open_with_vocabulary(path: Path, vocab_size: int) -> MegatronCheckpoint:
     return checkpoint
 
 
-def _key(name: str) -> str:
-    return (ROUTERS if name.endswith(".router.expert_bias") else WEIGHTS) + name
+def _state_key(name: str) -> str:
+    return (ROUTER_PREFIX if name.endswith(".router.expert_bias") else WEIGHT_PREFIX) + name
 
 
 class _MegatronReader:
@@ -249,9 +259,11 @@ class _MegatronReader:
             chunk.tensor.copy_(self._last[name][chunk.box.slices()])
 
 
-def _described(model: Mapping[str, Any], experts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], Architecture]:
-    sections = config_sections(model, experts)
-    run = configured(sections).config
+def _resolve_architecture(
+    model: Mapping[str, Any], moe_values: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], Architecture]:
+    sections = config_sections(model, moe_values)
+    run = load_config_sections(sections).config
     if run.model.vocab_size is None:
         rule = "is not known: the model's settings do not say it"
         raise ConfigError([Problem("--vocab-size", "", rule, "Give the number of token ids of its tokenizer.")])

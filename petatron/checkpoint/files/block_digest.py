@@ -16,36 +16,36 @@ _SHA256_DIGITS = 64
 class BlockDigest:
     """The digest of a block whose parts come one after the other.
 
-    >>> digest = BlockDigest(strong=False)
+    >>> digest = BlockDigest(sha256=False)
     >>> digest.update(b"ab")
-    >>> digest.text(), same_content([b"a", b"b"], digest.text()), same_content([b"ba"], digest.text())
+    >>> digest.hexdigest(), matches_digest([b"a", b"b"], digest.hexdigest()), matches_digest([b"ba"], digest.hexdigest())
     ('9e83486d', True, False)
     """
 
     __slots__ = ("_crc", "_sha")
 
-    def __init__(self, *, strong: bool) -> None:
-        self._sha = hashlib.sha256() if strong else None
+    def __init__(self, *, sha256: bool) -> None:
+        self._sha = hashlib.sha256() if sha256 else None
         self._crc = 0
 
-    def update(self, part: bytes | memoryview) -> None:
+    def update(self, data: bytes | memoryview) -> None:
         if self._sha is None:
-            self._crc = zlib.crc32(part, self._crc)
+            self._crc = zlib.crc32(data, self._crc)
         else:
-            self._sha.update(part)
+            self._sha.update(data)
 
-    def text(self) -> str:
+    def hexdigest(self) -> str:
         return f"{self._crc:08x}" if self._sha is None else self._sha.hexdigest()
 
 
-def is_strong(digest: str) -> bool:
+def is_sha256(digest: str) -> bool:
     """Whether a digest is one that nobody can make another content for."""
     return len(digest) == _SHA256_DIGITS
 
 
-def same_content(parts: Iterable[bytes | memoryview], digest: str) -> bool:
+def matches_digest(parts: Iterable[bytes | memoryview], digest: str) -> bool:
     """Whether these parts together are what a digest was taken of."""
-    found = BlockDigest(strong=is_strong(digest))
+    found = BlockDigest(sha256=is_sha256(digest))
     for part in parts:
         found.update(part)
-    return found.text() == digest
+    return found.hexdigest() == digest

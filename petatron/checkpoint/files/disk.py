@@ -20,7 +20,7 @@ from petatron.checkpoint.files.block_digest import BlockDigest
 
 BLOCK_BYTES = 8 << 20
 _FLUSH_BYTES = 64 << 20
-_WORTH_A_THREAD = 1 << 20
+_MIN_THREADED_DIGEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,45 +28,45 @@ class StoredFile:
     """Size of a file, and the digest of each of its blocks (`block_digest.py`)."""
 
     size_bytes: int
-    blocks: tuple[str, ...]
+    block_digests: tuple[str, ...]
 
 
 class Disk:
-    """What publishing is made of. Tests replace `reach`, which is called before and after everything that leaves a trace
+    """What publishing is made of. Tests replace `failpoint`, which is called before and after everything that leaves a trace
     on disk, to end the process at any of these moments, or single operations, to make them fail."""
 
-    strong_digests = False
+    sha256_digests = False
     """With strong digests of what it writes, a signature of them is one of the content."""
 
-    def reach(self, moment: str, path: Path) -> None:
+    def failpoint(self, event: str, path: Path) -> None:
         """A boundary between two states of the disk."""
 
     def make_folder(self, path: Path) -> None:
         safe_files.make_folder(path)
-        self.reach("folder made", path)
+        self.failpoint("folder made", path)
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> StoredFile:
         """Write a file through to the device, and say what it holds."""
         with (
-            safe_files.create(path) as file,
-            _Flusher(file.fileno()) as flusher,
-            _Digests(strong=self.strong_digests) as digests,
+            safe_files.create_file(path) as file,
+            _BackgroundFlusher(file.fileno()) as flusher,
+            _FileDigester(sha256=self.sha256_digests) as digests,
         ):
-            self.reach("opened", path)
+            self.failpoint("opened", path)
             for part in parts:
-                for piece in digests.add(part):
+                for piece in digests.digest_pieces(part):
                     _write_all(file.fileno(), piece)
-                    self.reach("written", path)
-                    flusher.note(len(piece))
-                digests.settle()  # only until here may whoever hands over parts be asked to keep their memory
+                    self.failpoint("written", path)
+                    flusher.add_written(len(piece))
+                digests.wait()  # only until here may whoever hands over parts be asked to keep their memory
             flusher.finish()
-            self.reach("synced", path)
+            self.failpoint("synced", path)
             return digests.result()
 
     def rename(self, old: Path, new: Path) -> None:
-        self.reach("renaming", old)
+        self.failpoint("renaming", old)
         old.replace(new)
-        self.reach("renamed", new)
+        self.failpoint("renamed", new)
 
     def sync_folder(self, path: Path) -> None:
         """Make the names in a folder (new files, renames) survive a power cut."""
@@ -75,67 +75,67 @@ class Disk:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        self.reach("folder synced", path)
+        self.failpoint("folder synced", path)
 
     def remove(self, path: Path) -> None:
         """Remove a file, a link, or a folder with all that is in it, file by file; links are not followed."""
-        safe_files.remove(path, lambda gone: self.reach("removed", gone))
+        safe_files.remove_tree(path, lambda gone: self.failpoint("removed", gone))
 
 
-class _Flusher:
+class _BackgroundFlusher:
     """Has the device work while more is written: waiting for all of it at the end would take as long again."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._waiting_bytes = 0
+        self._unflushed_bytes = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._running: Future[None] | None = None
+        self._pending_flush: Future[None] | None = None
 
-    def __enter__(self) -> _Flusher:
+    def __enter__(self) -> _BackgroundFlusher:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def note(self, num_bytes: int) -> None:
-        self._waiting_bytes += num_bytes
-        if self._waiting_bytes < _FLUSH_BYTES or (self._running is not None and not self._running.done()):
+    def add_written(self, num_bytes: int) -> None:
+        self._unflushed_bytes += num_bytes
+        if self._unflushed_bytes < _FLUSH_BYTES or (self._pending_flush is not None and not self._pending_flush.done()):
             return
-        self._check()
+        self._raise_flush_error()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-flush")
         flush = getattr(os, "fdatasync", os.fsync)  # macOS has the second only
-        self._running = self._pool.submit(flush, self._descriptor)
-        self._waiting_bytes = 0
+        self._pending_flush = self._pool.submit(flush, self._descriptor)
+        self._unflushed_bytes = 0
 
     def finish(self) -> None:
-        self._check()
+        self._raise_flush_error()
         os.fsync(self._descriptor)
 
-    def _check(self) -> None:
+    def _raise_flush_error(self) -> None:
         """A write that failed on its way to the device is reported once, to whoever waits: that must be us."""
-        if self._running is not None:
-            self._running.result()
+        if self._pending_flush is not None:
+            self._pending_flush.result()
 
 
-class _Digests:
+class _FileDigester:
     """The digests of a file's blocks, computed on another core while the blocks are written."""
 
-    def __init__(self, *, strong: bool) -> None:
-        self._strong = strong
+    def __init__(self, *, sha256: bool) -> None:
+        self._sha256 = sha256
         self._blocks: list[str] = []
-        self._digest, self._size = BlockDigest(strong=strong), 0
+        self._digest, self._size = BlockDigest(sha256=sha256), 0
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
-    def __enter__(self) -> _Digests:
+    def __enter__(self) -> _FileDigester:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def add(self, part: bytes | memoryview) -> Iterator[memoryview]:
+    def digest_pieces(self, part: bytes | memoryview) -> Iterator[memoryview]:
         """The part in pieces that end at block boundaries; each is being digested when it is handed out."""
         rest = memoryview(part)
         room = BLOCK_BYTES - self._size % BLOCK_BYTES
@@ -143,31 +143,31 @@ class _Digests:
             piece, rest = rest[:room], rest[room:]
             room = BLOCK_BYTES
             self._size += len(piece)
-            self._start(piece, closes=self._size % BLOCK_BYTES == 0)
+            self._submit(piece, ends_block=self._size % BLOCK_BYTES == 0)
             yield piece
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         for pending in self._pending:
             pending.result()
         self._pending.clear()
 
     def result(self) -> StoredFile:
-        self.settle()
-        last = [self._digest.text()] if self._size % BLOCK_BYTES else []
+        self.wait()
+        last = [self._digest.hexdigest()] if self._size % BLOCK_BYTES else []
         return StoredFile(self._size, (*self._blocks, *last))
 
-    def _start(self, piece: memoryview, *, closes: bool) -> None:
-        if len(piece) < _WORTH_A_THREAD and not self._pending:
-            self._take(piece, closes)
+    def _submit(self, piece: memoryview, *, ends_block: bool) -> None:
+        if len(piece) < _MIN_THREADED_DIGEST_BYTES and not self._pending:
+            self._update(piece, ends_block)
             return
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
-        self._pending.append(self._pool.submit(self._take, piece, closes))
+        self._pending.append(self._pool.submit(self._update, piece, ends_block))
 
-    def _take(self, piece: memoryview, closes: bool) -> None:
+    def _update(self, piece: memoryview, ends_block: bool) -> None:
         self._digest.update(piece)
-        if closes:
-            self._blocks.append(self._digest.text())
-            self._digest = BlockDigest(strong=self._strong)
+        if ends_block:
+            self._blocks.append(self._digest.hexdigest())
+            self._digest = BlockDigest(sha256=self._sha256)
 
 
 def _write_all(descriptor: int, part: memoryview) -> None:
@@ -175,16 +175,16 @@ def _write_all(descriptor: int, part: memoryview) -> None:
         part = part[os.write(descriptor, part) :]
 
 
-def digest_file(path: Path, *, strong: bool = False) -> StoredFile:
+def digest_file(path: Path, *, sha256: bool = False) -> StoredFile:
     """Size and digests of a file as it lies."""
     blocks: list[str] = []
     size = 0
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(BLOCK_BYTES))
         while count := read_fully(file.fileno(), buffer, size):
-            digest = BlockDigest(strong=strong)
+            digest = BlockDigest(sha256=sha256)
             digest.update(buffer[:count])
-            blocks.append(digest.text())
+            blocks.append(digest.hexdigest())
             size += count
     return StoredFile(size, tuple(blocks))
 

@@ -8,22 +8,22 @@ from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
 
 
-def in_entry(values: Tensor, dimensions: int, *, transposed: bool) -> Tensor:
+def to_entry_layout(values: Tensor, num_dims: int, *, transposed: bool) -> Tensor:
     """A view of a box's values with the dimensions an entry has; those it does not have are leading ones of size 1."""
-    for _ in range(values.dim() - dimensions):
+    for _ in range(values.dim() - num_dims):
         values = values.squeeze(0)
     return values.transpose(-1, -2) if transposed else values
 
 
-def entry_box(common: Box, start: Shape, at: Shape, *, transposed: bool) -> Box:
-    """Where a part of a box stands in an entry that has the box, which begins at `start`, from `at` on.
+def entry_box(box: Box, stored_start: Shape, start_in_entry: Shape, *, transposed: bool) -> Box:
+    """Where a part of a box stands in an entry that has the box, which begins at `stored_start`, from `start_in_entry` on.
 
-    >>> entry_box(Box((2, 1, 0), (1, 2, 3)), start=(2, 0, 0), at=(0, 8), transposed=True)
+    >>> entry_box(Box((2, 1, 0), (1, 2, 3)), stored_start=(2, 0, 0), start_in_entry=(0, 8), transposed=True)
     Box(start=(0, 9), shape=(3, 2))
     """
-    dropped = len(common.shape) - len(at)
-    inner = [a - b for a, b in zip(common.start[dropped:], start[dropped:])]
-    shape = list(common.shape[dropped:])
+    dropped = len(box.shape) - len(start_in_entry)
+    inner = [a - b for a, b in zip(box.start[dropped:], stored_start[dropped:])]
+    shape = list(box.shape[dropped:])
     if transposed:
         inner[-2:], shape[-2:] = inner[:-3:-1], shape[:-3:-1]
-    return Box(tuple(base + offset for base, offset in zip(at, inner)), tuple(shape))
+    return Box(tuple(base + offset for base, offset in zip(start_in_entry, inner)), tuple(shape))

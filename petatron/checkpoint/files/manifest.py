@@ -17,35 +17,35 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from petatron.base.untrusted_files import MOST_NUMBER, is_count
+from petatron.base.untrusted_files import MAX_INT64, is_count
 from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile
-from petatron.checkpoint.files.safetensors_file import DTYPES, MOST_DIMS
+from petatron.checkpoint.files.safetensors_file import DTYPES, MAX_DIMS
 from petatron.sharding.boxes import Box, Shape
 
 VERSION = 3
-MOST_BYTES = 1 << 28
+MAX_MANIFEST_BYTES = 1 << 28
 """The largest manifest or table that is read."""
-_ONE_TABLE = 2
+_SINGLE_TABLE_VERSION = 2
 _FORMAT, _TABLE_FORMAT = "petatron checkpoint", "petatron checkpoint table"
 _BLOCK_DIGEST, _TABLE_DIGEST = re.compile("[0-9a-f]{8}|[0-9a-f]{64}"), re.compile("[0-9a-f]{64}")
 
 
-class UnknownVersion(ValueError):
+class UnknownVersionError(ValueError):
     """The manifest was written by a format this code does not know."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of a logical tensor, and where it stands: from `at` on in the entry `name` of a file.
+    """A box of a logical tensor, and where it stands: from `start_in_entry` on in the entry `entry_name` of a file.
 
     Leading dimensions of size 1 that the entry does not have are dropped; `transposed` says that the entry has its two
     dimensions the other way round.
     """
 
     file: str
-    name: str
+    entry_name: str
     box: Box
-    at: Shape
+    start_in_entry: Shape
     transposed: bool = False
 
 
@@ -93,7 +93,7 @@ class Manifest:
     tables: tuple[TableFile, ...] = ()
 
 
-def merge(tables: Iterable[RankTable]) -> dict[str, StoredTensor]:
+def merge_tables(tables: Iterable[RankTable]) -> dict[str, StoredTensor]:
     """One table of logical tensors from all ranks' boxes; ValueError if two do not describe a tensor alike."""
     boxes: dict[str, list[StoredBox]] = {}
     seen: dict[str, tuple[Shape, str]] = {}
@@ -104,7 +104,7 @@ def merge(tables: Iterable[RankTable]) -> dict[str, StoredTensor]:
     return {key: StoredTensor(*seen[key], tuple(found)) for key, found in boxes.items()}
 
 
-def to_json(
+def manifest_to_json(
     step: int, *, layout: str, facts: Mapping[str, Any], tables: Sequence[TableFile], version: int = VERSION
 ) -> str:
     """The text of manifest.json."""
@@ -122,20 +122,20 @@ def to_json(
     return json.dumps({**body, "digest": _digest(body)}, indent=1)
 
 
-def from_json(text: str | bytes) -> Manifest:
+def manifest_from_json(text: str | bytes) -> Manifest:
     """Read manifest.json; ValueError says what is wrong with it."""
-    body = _read_object(text, _FORMAT, "the manifest of a Petatron checkpoint")
-    if body.get("version") not in (_ONE_TABLE, VERSION) or body.get("block_bytes") != BLOCK_BYTES:
-        raise UnknownVersion(
-            f"it has format version {body.get('version')}; this version of Petatron reads {_ONE_TABLE} and {VERSION}"
+    body = _parse_object(text, _FORMAT, "the manifest of a Petatron checkpoint")
+    if body.get("version") not in (_SINGLE_TABLE_VERSION, VERSION) or body.get("block_bytes") != BLOCK_BYTES:
+        raise UnknownVersionError(
+            f"it has format version {body.get('version')}; this version of Petatron reads {_SINGLE_TABLE_VERSION} and {VERSION}"
         )
     digest = body.pop("digest", None)
     if digest != _digest(body):
         raise ValueError("its content does not match its own digest")
     if not is_count(body.get("step")):
-        raise _misstated("its step")
-    tables = () if body["version"] == _ONE_TABLE else tuple(_table_files(_mapping(body, "tables")))
-    whole = _table_from_body(body) if body["version"] == _ONE_TABLE else RankTable({}, (), {})
+        raise _invalid_field("its step")
+    tables = () if body["version"] == _SINGLE_TABLE_VERSION else tuple(_table_files(_mapping(body, "tables")))
+    whole = _table_from_body(body) if body["version"] == _SINGLE_TABLE_VERSION else RankTable({}, (), {})
     return Manifest(
         step=body["step"],
         layout=_text(body.get("layout"), "its layout"),
@@ -152,28 +152,28 @@ def table_to_json(table: RankTable) -> bytes:
     body = {
         "format": _TABLE_FORMAT,
         "version": VERSION,
-        "tensors": {key: _tensor_to_json(tensor) for key, tensor in merge([table]).items()},
+        "tensors": {key: _tensor_to_json(tensor) for key, tensor in merge_tables([table]).items()},
         "local": dict(table.local),
-        "files": {name: [file.size_bytes, file.blocks] for name, file in table.files.items()},
+        "files": {name: [file.size_bytes, file.block_digests] for name, file in table.files.items()},
     }
     return json.dumps(body).encode()
 
 
 def table_from_json(content: bytes) -> RankTable:
     """Read a table, whose digest has been checked; ValueError says what is wrong with it."""
-    return _table_from_body(_read_object(content, _TABLE_FORMAT, "a table of a Petatron checkpoint"))
+    return _table_from_body(_parse_object(content, _TABLE_FORMAT, "a table of a Petatron checkpoint"))
 
 
 def table_digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=32).hexdigest()
 
 
-def _read_object(text: str | bytes, form: str, what: str) -> dict[str, Any]:
+def _parse_object(text: str | bytes, format_name: str, what: str) -> dict[str, Any]:
     try:
         body = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if not isinstance(body, dict) or body.get("format") != form:
+    if not isinstance(body, dict) or body.get("format") != format_name:
         raise ValueError(f"it is not {what}")
     return body
 
@@ -194,23 +194,23 @@ def _table_files(tables: Mapping[str, Any]) -> Iterator[TableFile]:
             case [int(size), str(digest)] if is_count(size) and _TABLE_DIGEST.fullmatch(digest):
                 yield TableFile(path, size, digest)
             case _:
-                raise _misstated(f"size and digest of {path}")
+                raise _invalid_field(f"size and digest of {path}")
 
 
 def _mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = body.get(name)
     if not isinstance(found, dict):
-        raise _misstated(f"its {name}")
+        raise _invalid_field(f"its {name}")
     return found
 
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise _misstated(what)
+        raise _invalid_field(what)
     return value
 
 
-def _misstated(what: str) -> ValueError:
+def _invalid_field(what: str) -> ValueError:
     return ValueError(f"it lacks or misstates {what}")
 
 
@@ -225,12 +225,19 @@ def _file_from_json(name: str, value: Any) -> StoredFile:
                 raise ValueError(f"it has {len(blocks)} digests for the {size} bytes of {name}")
             if all(isinstance(digest, str) and _BLOCK_DIGEST.fullmatch(digest) for digest in blocks):
                 return StoredFile(size, tuple(blocks))
-    raise _misstated(f"size and digests of {name}")
+    raise _invalid_field(f"size and digests of {name}")
 
 
 def box_to_json(stored: StoredBox) -> list[Any]:
     """File, entry, start, shape, place in the entry, and whether it is transposed there."""
-    return [stored.file, stored.name, stored.box.start, stored.box.shape, stored.at, stored.transposed]
+    return [
+        stored.file,
+        stored.entry_name,
+        stored.box.start,
+        stored.box.shape,
+        stored.start_in_entry,
+        stored.transposed,
+    ]
 
 
 def box_from_json(value: Sequence[Any]) -> StoredBox:
@@ -246,12 +253,14 @@ def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
 def _tensor_from_json(key: str, value: Any) -> StoredTensor:
     match value:
         case {"shape": list(shape), "dtype": str(dtype), "boxes": list(boxes)} if dtype in DTYPES and _is_shape(shape):
-            if math.prod(shape) * DTYPES[dtype].itemsize <= MOST_NUMBER:
-                return StoredTensor(tuple(shape), dtype, tuple([_box_in(key, tuple(shape), box) for box in boxes]))
-    raise _misstated(f"shape, dtype or boxes of {key}")
+            if math.prod(shape) * DTYPES[dtype].itemsize <= MAX_INT64:
+                return StoredTensor(
+                    tuple(shape), dtype, tuple([_checked_box_from_json(key, tuple(shape), box) for box in boxes])
+                )
+    raise _invalid_field(f"shape, dtype or boxes of {key}")
 
 
-def _box_in(key: str, whole: Shape, value: Any) -> StoredBox:
+def _checked_box_from_json(key: str, logical_shape: Shape, value: Any) -> StoredBox:
     """A box that lies inside its tensor and can be one of an entry: what the entry itself is, its file knows.
 
     There may be hundreds of thousands, so this is written for speed.
@@ -259,23 +268,23 @@ def _box_in(key: str, whole: Shape, value: Any) -> StoredBox:
     try:
         file, name, start, shape, at, transposed = value
     except (TypeError, ValueError):
-        raise _misstated(f"a box of {key}") from None
+        raise _invalid_field(f"a box of {key}") from None
     if (
         type(file) is type(name) is str
         and type(start) is type(shape) is type(at) is list
         and type(transposed) is bool
-        and len(start) == len(shape) == len(whole)
-        and _lies_in(start, shape, whole)
+        and len(start) == len(shape) == len(logical_shape)
+        and _is_inside(start, shape, logical_shape)
         and len(shape) >= len(at) >= 2 * transposed
         and (len(shape) == len(at) or all(size == 1 for size in shape[: -len(at) or None]))
         and _is_shape(at)
     ):
         return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), transposed)
-    raise _misstated(f"a box of {key}")
+    raise _invalid_field(f"a box of {key}")
 
 
-def _lies_in(start: Sequence[Any], shape: Sequence[Any], whole: Shape) -> bool:
-    for begin, size, end in zip(start, shape, whole):
+def _is_inside(start: Sequence[Any], shape: Sequence[Any], logical_shape: Shape) -> bool:
+    for begin, size, end in zip(start, shape, logical_shape):
         if type(begin) is not int or type(size) is not int or begin < 0 or size < 0 or begin + size > end:
             return False
     return True
@@ -283,6 +292,6 @@ def _lies_in(start: Sequence[Any], shape: Sequence[Any], whole: Shape) -> bool:
 
 def _is_shape(value: Sequence[Any]) -> bool:
     for size in value:
-        if type(size) is not int or size < 0 or size > MOST_NUMBER:
+        if type(size) is not int or size < 0 or size > MAX_INT64:
             return False
-    return len(value) <= MOST_DIMS
+    return len(value) <= MAX_DIMS

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.base.untrusted_files import is_count, open_file
+from petatron.base.untrusted_files import is_count, open_regular_file
 from petatron.sharding.shard_spec import Shape
 
 DTYPE_CODES = {
@@ -36,15 +36,15 @@ DTYPE_CODES = {
     torch.bool: "BOOL",
 }
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
-MOST_DIMS = 64
+MAX_DIMS = 64
 """Dimensions that a tensor of a file may have, which is what torch can index."""
-MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """The longest header that the format has."""
 _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorInfo:
     """A tensor of a file: its elements stand from byte `begin` to `end`."""
 
     dtype: str
@@ -62,7 +62,7 @@ def dtype_code(name: str, tensor: Tensor) -> str:
     return DTYPE_CODES[tensor.dtype]
 
 
-def file_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def serialize_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a file, one tensor at a time, so that a save needs host memory for one tensor only."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
@@ -85,15 +85,15 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(plain.view(torch.uint8).numpy())
 
 
-def read_header(path: Path, *, aligned: bool = False) -> dict[str, Slot]:
+def read_header(path: Path, *, aligned: bool = False) -> dict[str, TensorInfo]:
     """The tensors of a file; ValueError says what is wrong with it. Nothing in the file is trusted before it is checked.
 
     aligned: every tensor must begin at a multiple of its element size, as in the files of a checkpoint, whose blocks are read as elements.
     """
-    with open_file(path) as file:
+    with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"its header would be {length} bytes long")
         try:
             content = json.loads(file.read(length))
@@ -101,7 +101,7 @@ def read_header(path: Path, *, aligned: bool = False) -> dict[str, Slot]:
             raise ValueError(f"its header is no text: {error}") from error
     if not isinstance(content, dict):
         raise ValueError("its header is no table")
-    slots = {name: _slot(name, value, 8 + length, size) for name, value in content.items() if name != _METADATA}
+    slots = {name: _tensor_info(name, value, 8 + length, size) for name, value in content.items() if name != _METADATA}
     at = 8 + length
     for name, slot in sorted(slots.items(), key=lambda item: (item[1].begin, item[1].end)):
         if slot.begin != at:
@@ -114,15 +114,15 @@ def read_header(path: Path, *, aligned: bool = False) -> dict[str, Slot]:
     return slots
 
 
-def _slot(name: str, value: Any, data_at: int, size: int) -> Slot:
+def _tensor_info(name: str, value: Any, data_offset: int, size: int) -> TensorInfo:
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if len(
             shape
-        ) <= MOST_DIMS and all(map(is_count, (*shape, begin, end))):
+        ) <= MAX_DIMS and all(map(is_count, (*shape, begin, end))):
             if dtype not in DTYPES:
                 raise ValueError(f"{name} has the dtype {dtype!r}, which cannot be read")
             itemsize = DTYPES[dtype].itemsize
-            if not begin <= end <= size - data_at or end - begin != math.prod(shape) * itemsize:
+            if not begin <= end <= size - data_offset or end - begin != math.prod(shape) * itemsize:
                 raise ValueError(f"{name} does not lie inside it")
-            return Slot(dtype, tuple(shape), data_at + begin, data_at + end)
+            return TensorInfo(dtype, tuple(shape), data_offset + begin, data_offset + end)
     raise ValueError(f"its header misstates {name}")

@@ -18,42 +18,47 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError
 
-SIGNATURE = "manifest.sig"
-Sign = Callable[[bytes], bytes]
+SIGNATURE_FILE = "manifest.sig"
+SignFunction = Callable[[bytes], bytes]
 _FORMAT = "petatron signature"
 _CONTEXT = b"petatron checkpoint manifest\0"  # so that nothing else that the key signs can pass for a manifest
-_LONGEST = 10_000
+_MAX_FILE_BYTES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
     """Whose it claims to be, and the signature itself."""
 
-    key: bytes
+    public_key: bytes
     value: bytes
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint(self.key)
+        return key_fingerprint(self.public_key)
 
 
-def fingerprint(key: bytes) -> str:
+def key_fingerprint(key: bytes) -> str:
     """A short name of a public key.
 
-    >>> fingerprint(bytes(32))
+    >>> key_fingerprint(bytes(32))
     'SHA256:Zmh6rfhivXdsj8GLjp+OIAiXFIVu4jOzkCpZHQ1fKSU'
     """
     return f"SHA256:{base64.b64encode(hashlib.sha256(key).digest()).decode().rstrip('=')}"
 
 
-def open_signer(path: Path) -> Sign:
+def open_signer(path: Path) -> SignFunction:
     """What makes the content of `manifest.sig` from a manifest, with the private key in a file."""
     private = _private_key(path)
     public = private.public_key().public_bytes_raw()
 
     def sign(manifest: bytes) -> bytes:
         value = private.sign(_CONTEXT + manifest)
-        body = {"format": _FORMAT, "algorithm": "ed25519", "key": _text(public), "signature": _text(value)}
+        body = {
+            "format": _FORMAT,
+            "algorithm": "ed25519",
+            "key": _base64_text(public),
+            "signature": _base64_text(value),
+        }
         return (json.dumps(body) + "\n").encode()
 
     return sign
@@ -61,11 +66,11 @@ def open_signer(path: Path) -> Sign:
 
 def read_signature(source: Path) -> Signature | None:
     """The signature of a step, if it has one."""
-    path = source / SIGNATURE
+    path = source / SIGNATURE_FILE
     if not path.is_file():
         return None
     try:
-        body = json.loads(path.open("rb").read(_LONGEST))
+        body = json.loads(path.open("rb").read(_MAX_FILE_BYTES))
         if body["format"] != _FORMAT or body["algorithm"] != "ed25519":
             raise ValueError("it has another format")
         key, value = (base64.b64decode(body[name], validate=True) for name in ("key", "signature"))
@@ -76,41 +81,41 @@ def read_signature(source: Path) -> Signature | None:
     return Signature(key, value)
 
 
-def signature_problem(source: Path, manifest: bytes, trusted: Sequence[bytes]) -> str | None:
+def signature_problem(source: Path, manifest: bytes, trusted_keys: Sequence[bytes]) -> str | None:
     """Why a step is not signed by any of the trusted keys, or None."""
     try:
         found = read_signature(source)
     except CheckpointError as error:
         return str(error)
     if found is None:
-        return f"{source} is not signed: there is no {SIGNATURE}. Whoever trained it signs it with --sign-key."
+        return f"{source} is not signed: there is no {SIGNATURE_FILE}. Whoever trained it signs it with --sign-key."
     if not _is_valid(found, manifest):
-        return f"{source / SIGNATURE} is not a signature of this manifest: one of them was changed. Do not use the checkpoint."
-    if found.key not in trusted:
-        known = ", ".join(map(fingerprint, trusted))
+        return f"{source / SIGNATURE_FILE} is not a signature of this manifest: one of them was changed. Do not use the checkpoint."
+    if found.public_key not in trusted_keys:
+        known = ", ".join(map(key_fingerprint, trusted_keys))
         return f"{source} is signed by {found.fingerprint}, which is not a trusted key ({known}). Ask whose key it is."
     return None
 
 
 def _is_valid(found: Signature, manifest: bytes) -> bool:
-    library = _library()
+    library = _import_cryptography()
     try:
-        library.ed25519.Ed25519PublicKey.from_public_bytes(found.key).verify(found.value, _CONTEXT + manifest)
-    except library.invalid:
+        library.ed25519.Ed25519PublicKey.from_public_bytes(found.public_key).verify(found.value, _CONTEXT + manifest)
+    except library.invalid_signature:
         return False
     return True
 
 
 def read_public_keys(path: Path) -> list[bytes]:
     """The keys of a file: one in PEM, or lines of OpenSSH's form such as `ssh-ed25519 AAAA... name`."""
-    library, content = _library(), _key_file(path)
+    library, content = _import_cryptography(), _read_key_file(path)
     try:
         if content.lstrip().startswith(b"-----BEGIN"):
             keys = [library.serialization.load_pem_public_key(content)]
         else:
             lines = [line for line in content.splitlines() if line.strip() and not line.startswith(b"#")]
             keys = [library.serialization.load_ssh_public_key(line) for line in lines]
-    except (ValueError, library.unsupported) as error:
+    except (ValueError, library.unsupported_algorithm) as error:
         raise CheckpointError(
             f"{path} holds no public key that can be read: {error}. Give the .pub file of a key."
         ) from error
@@ -120,7 +125,7 @@ def read_public_keys(path: Path) -> list[bytes]:
 
 
 def _private_key(path: Path) -> Any:
-    library, content = _library(), _key_file(path)
+    library, content = _import_cryptography(), _read_key_file(path)
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise CheckpointError(f"{path} is a private key that others may read. Make it yours alone: chmod 600 {path}")
     ssh = b"OPENSSH PRIVATE KEY" in content[:100]
@@ -131,7 +136,7 @@ def _private_key(path: Path) -> Any:
         raise CheckpointError(
             f"{path} has a passphrase, for which a run cannot ask. Give a key without one."
         ) from error
-    except (ValueError, library.unsupported) as error:
+    except (ValueError, library.unsupported_algorithm) as error:
         raise CheckpointError(
             f"{path} holds no private key that can be read: {error}. Make one with `ssh-keygen -t ed25519`."
         ) from error
@@ -140,24 +145,24 @@ def _private_key(path: Path) -> Any:
     return key
 
 
-def _key_file(path: Path) -> bytes:
+def _read_key_file(path: Path) -> bytes:
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file. Give the file of an Ed25519 key.")
     with path.open("rb") as file:
-        return file.read(_LONGEST)
+        return file.read(_MAX_FILE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class _Library:
+class _CryptographyModules:
     """What is used of `cryptography`."""
 
     ed25519: Any
     serialization: Any
-    invalid: type[Exception]
-    unsupported: type[Exception]
+    invalid_signature: type[Exception]
+    unsupported_algorithm: type[Exception]
 
 
-def _library() -> _Library:
+def _import_cryptography() -> _CryptographyModules:
     try:
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
@@ -166,8 +171,8 @@ def _library() -> _Library:
         raise CheckpointError(
             "Signatures need the package cryptography, which is not installed: pip install 'petatron[sign]'."
         ) from error
-    return _Library(ed25519, serialization, InvalidSignature, UnsupportedAlgorithm)
+    return _CryptographyModules(ed25519, serialization, InvalidSignature, UnsupportedAlgorithm)
 
 
-def _text(content: bytes) -> str:
+def _base64_text(content: bytes) -> str:
     return base64.b64encode(content).decode()

@@ -25,31 +25,32 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
-from petatron.base.safe_files import link_target
-from petatron.base.untrusted_files import read_bytes, reading
-from petatron.checkpoint.files.block_digest import is_strong
+from petatron.base.safe_files import symlink_target
+from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
+from petatron.checkpoint.files.block_digest import is_sha256
 from petatron.checkpoint.files.disk import Disk, StoredFile, digest_file
 from petatron.checkpoint.files.manifest import (
-    MOST_BYTES,
+    MAX_MANIFEST_BYTES,
     Manifest,
     RankTable,
     TableFile,
-    UnknownVersion,
-    from_json,
-    merge,
+    UnknownVersionError,
+    manifest_from_json,
+    manifest_to_json,
+    merge_tables,
     table_digest,
     table_from_json,
     table_to_json,
-    to_json,
 )
-from petatron.checkpoint.files.signature import SIGNATURE, Sign
+from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
 
-MANIFEST = "manifest.json"
-LATEST = "latest"
-MODEL, STATE = "model", "state"
-_SEEN_WITHIN_S = 10.0
-_MOST_NAME_BYTES = 4096
-_STEP = re.compile(r"step-([0-9]{8,18})(\.tmp|\.replaced|\.pruned)?")
+MANIFEST_FILE = "manifest.json"
+LATEST_FILE = "latest"
+MODEL_FOLDER, STATE_FOLDER = "model", "state"
+_VISIBILITY_TIMEOUT_S = 10.0
+_MAX_NAME_BYTES = 4096
+_MAX_FILE_NAME_BYTES = 255
+_STEP_FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.tmp|\.replaced|\.pruned)?")
 
 
 def step_name(step: int) -> str:
@@ -59,32 +60,32 @@ def step_name(step: int) -> str:
 # Writing
 
 
-def begin(folder: Path, step: int, disk: Disk) -> None:
+def begin_step(folder: Path, step: int, disk: Disk) -> None:
     """Clear what an interrupted save left behind, and open the draft of a step."""
     if not folder.exists():
         disk.make_folder(folder)
         disk.sync_folder(folder.parent)
-    recover(folder, disk)
+    recover_interrupted(folder, disk)
     draft = folder / f"{step_name(step)}.tmp"
     if os.path.lexists(draft):
         disk.remove(draft)
-    make_draft(folder, step, disk)
+    make_tmp_step(folder, step, disk)
 
 
-def make_draft(folder: Path, step: int, disk: Disk) -> Path:
+def make_tmp_step(folder: Path, step: int, disk: Disk) -> Path:
     """The folder in which a step is written; on a network file system another rank's may not be visible yet."""
     draft = folder / f"{step_name(step)}.tmp"
-    for path in (draft, draft / MODEL, draft / STATE):
+    for path in (draft, draft / MODEL_FOLDER, draft / STATE_FOLDER):
         disk.make_folder(path)
     return draft
 
 
-def recover(folder: Path, disk: Disk) -> None:
+def recover_interrupted(folder: Path, disk: Disk) -> None:
     """Remove drafts, and bring back a replaced step whose replacement never appeared.
 
     What cannot be removed stays: NFS keeps the files that somebody has open, and that is no reason not to save.
     """
-    left = [path for path in sorted(folder.iterdir()) if _left_over(path)] if folder.is_dir() else []
+    left = [path for path in sorted(folder.iterdir()) if _is_leftover(path)] if folder.is_dir() else []
     if left:
         # Whoever crashed may not have done so, and a power cut must not undo the rename of what is removed here.
         disk.sync_folder(folder)
@@ -99,31 +100,31 @@ def recover(folder: Path, disk: Disk) -> None:
                 disk.remove(path)
 
 
-def _left_over(path: Path) -> bool:
+def _is_leftover(path: Path) -> bool:
     """Whether this is neither a step nor a stranger's file, but a part of a save that did not end."""
-    match = _STEP.fullmatch(path.name)
-    return path.name == f"{LATEST}.tmp" or (match is not None and match.group(2) is not None)
+    match = _STEP_FOLDER_NAME.fullmatch(path.name)
+    return path.name == f"{LATEST_FILE}.tmp" or (match is not None and match.group(2) is not None)
 
 
-def rank_file(rank: int) -> str:
+def rank_file_path(rank: int) -> str:
     """The path in a step of a rank's own file of tensors."""
-    return f"{STATE}/rank-{rank:05d}.safetensors"
+    return f"{STATE_FOLDER}/rank-{rank:05d}.safetensors"
 
 
 def table_path(rank: int) -> str:
     """The path in a step of a rank's table."""
-    return f"{STATE}/rank-{rank:05d}.table.json"
+    return f"{STATE_FOLDER}/rank-{rank:05d}.table.json"
 
 
-def write_table(draft: Path, rank: int, table: RankTable, disk: Disk) -> TableFile:
+def write_table(tmp_step: Path, rank: int, table: RankTable, disk: Disk) -> TableFile:
     """Write the table of a rank's files into the draft of a step."""
     content = table_to_json(table)
     path = table_path(rank)
-    disk.write(draft / path, [content])
+    disk.write(tmp_step / path, [content])
     return TableFile(path, len(content), table_digest(content))
 
 
-def publish(
+def publish_step(
     folder: Path,
     step: int,
     tables: Sequence[TableFile],
@@ -131,37 +132,37 @@ def publish(
     facts: Mapping[str, Any],
     layout: str,
     disk: Disk,
-    sign: Sign | None = None,
+    sign: SignFunction | None = None,
 ) -> None:
     """Turn a draft into the newest checkpoint. Until the rename it does not exist for readers."""
     final = folder / step_name(step)
     draft, replaced = folder / f"{final.name}.tmp", folder / f"{final.name}.replaced"
-    for part in (MODEL, STATE):
+    for part in (MODEL_FOLDER, STATE_FOLDER):
         disk.sync_folder(draft / part)
-    manifest = to_json(step, layout=layout, facts=facts, tables=tables).encode()
-    disk.write(draft / MANIFEST, [manifest])
+    manifest = manifest_to_json(step, layout=layout, facts=facts, tables=tables).encode()
+    disk.write(draft / MANIFEST_FILE, [manifest])
     if sign is not None:
-        disk.write(draft / SIGNATURE, [sign(manifest)])
+        disk.write(draft / SIGNATURE_FILE, [sign(manifest)])
     disk.sync_folder(draft)
     if os.path.lexists(final):
         disk.rename(final, replaced)
     disk.rename(draft, final)
     disk.sync_folder(folder)
-    disk.write(folder / f"{LATEST}.tmp", [f"{final.name}\n".encode()])
-    disk.rename(folder / f"{LATEST}.tmp", folder / LATEST)
+    disk.write(folder / f"{LATEST_FILE}.tmp", [f"{final.name}\n".encode()])
+    disk.rename(folder / f"{LATEST_FILE}.tmp", folder / LATEST_FILE)
     disk.sync_folder(folder)
     if os.path.lexists(replaced):
         disk.remove(replaced)
 
 
-def check_seen(folder: Path, step: int, table: TableFile) -> None:
+def check_visible(folder: Path, step: int, table: TableFile) -> None:
     """What another rank has written must be seen here too; a network file system may need a moment for that.
 
     Every rank looks for the files of the next one. If ranks write to different disks, some rank's neighbour is on another one.
     """
     draft = folder / f"{step_name(step)}.tmp"
-    give_up_at = time.monotonic() + _SEEN_WITHIN_S
-    while (missing := _unseen(draft, table)) is not None:
+    give_up_at = time.monotonic() + _VISIBILITY_TIMEOUT_S
+    while (missing := _first_invisible(draft, table)) is not None:
         if time.monotonic() > give_up_at:
             raise CheckpointError(
                 f"{draft / missing} was written by another rank and is not seen by this one. Give --save a folder that all "
@@ -170,16 +171,16 @@ def check_seen(folder: Path, step: int, table: TableFile) -> None:
         time.sleep(0.2)
 
 
-def _unseen(draft: Path, table: TableFile) -> str | None:
+def _first_invisible(tmp_step: Path, table: TableFile) -> str | None:
     """A file that is not there, or not yet whole: the table itself, or one that it names."""
     try:
-        content = (draft / table.path).read_bytes()
+        content = (tmp_step / table.path).read_bytes()
     except OSError:
         return table.path
     if table_digest(content) != table.digest:
         return table.path
     files = table_from_json(content).files
-    return next((name for name, file in files.items() if not _has_size(draft / name, file.size_bytes)), None)
+    return next((name for name, file in files.items() if not _has_size(tmp_step / name, file.size_bytes)), None)
 
 
 def _has_size(path: Path, size_bytes: int) -> bool:
@@ -189,12 +190,12 @@ def _has_size(path: Path, size_bytes: int) -> bool:
         return False
 
 
-def prune(folder: Path, *, keep: int | None, retain_interval: int | None, disk: Disk) -> list[int]:
+def prune_steps(folder: Path, *, keep: int | None, retain_interval: int | None, disk: Disk) -> list[int]:
     """Remove old steps: all up to the one that `latest` names but the newest `keep` and the multiples of `retain_interval`.
 
     What lies ahead of `latest` stays, and does not count: someone went back, and may want that branch or not trust it.
     """
-    found = steps(folder)
+    found = list_steps(folder)
     current = latest_step(folder)
     if keep is None or current is None:
         return []
@@ -216,57 +217,57 @@ def prune(folder: Path, *, keep: int | None, retain_interval: int | None, disk: 
 # Reading
 
 
-def steps(folder: Path) -> dict[int, Path]:
+def list_steps(folder: Path) -> dict[int, Path]:
     """Every complete checkpoint of a folder, oldest first."""
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # in this order a step precedes its .replaced
-        match = _STEP.fullmatch(path.name)
-        if match and match.group(2) in (None, ".replaced") and (path / MANIFEST).is_file():
+        match = _STEP_FOLDER_NAME.fullmatch(path.name)
+        if match and match.group(2) in (None, ".replaced") and (path / MANIFEST_FILE).is_file():
             found.setdefault(int(match.group(1)), path)
     return dict(sorted(found.items()))
 
 
 def latest_step(folder: Path) -> int | None:
     """The step that `latest` names if it is there, else the highest one."""
-    found = steps(folder)
-    named = _named(folder)
+    found = list_steps(folder)
+    named = _step_in_latest_file(folder)
     return named if named in found else max(found, default=None)
 
 
-def _named(folder: Path) -> int | None:
-    path = folder / LATEST
+def _step_in_latest_file(folder: Path) -> int | None:
+    path = folder / LATEST_FILE
     try:
-        match = _STEP.fullmatch(read_bytes(path, _MOST_NAME_BYTES).decode().strip())
+        match = _STEP_FOLDER_NAME.fullmatch(read_limited_bytes(path, _MAX_NAME_BYTES).decode().strip())
     except (OSError, UnicodeDecodeError):
         return None
     return int(match.group(1)) if match else None
 
 
-def own_step(path: Path) -> Path | None:
+def containing_step(path: Path) -> Path | None:
     """The step that a folder is, or whose `model/` it is."""
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST_FILE).is_file():
         return path
     whole = path.resolve()
-    return whole.parent if whole.name == MODEL and (whole.parent / MANIFEST).is_file() else None
+    return whole.parent if whole.name == MODEL_FOLDER and (whole.parent / MANIFEST_FILE).is_file() else None
 
 
-def choose(folder: Path, step: int | None) -> Path:
-    """The folder of a step, or of the newest one; `DamagedCheckpoint` if `latest` names one that is not whole.
+def resolve_step(folder: Path, step: int | None) -> Path:
+    """The folder of a step, or of the newest one; `DamagedCheckpointError` if `latest` names one that is not whole.
 
     A folder that is one step, or the model of one, is that step.
     """
-    own = own_step(folder)
+    own = containing_step(folder)
     if own is not None:
         if step is not None and own.name != step_name(step):
             raise CheckpointError(
                 f"{own} is one step, and not step {step}. Leave the step out, or give the folder above."
             )
         return own
-    found = steps(folder)
-    named = _named(folder)
+    found = list_steps(folder)
+    named = _step_in_latest_file(folder)
     if step is None and found and named is not None and named not in found:
-        raise DamagedCheckpoint(
-            f"{folder / LATEST} names {step_name(named)}, which is not there or has no {MANIFEST}. Restore it from a copy, or "
+        raise DamagedCheckpointError(
+            f"{folder / LATEST_FILE} names {step_name(named)}, which is not there or has no {MANIFEST_FILE}. Restore it from a copy, or "
             f"resume from another step with --ckpt-step (there are: {', '.join(map(str, found))})."
         )
     wanted = latest_step(folder) if step is None else step
@@ -278,40 +279,40 @@ def choose(folder: Path, step: int | None) -> Path:
     return found[wanted]
 
 
-def step_before(folder: Path, source: Path | None) -> int | None:
+def previous_step(folder: Path, source: Path | None) -> int | None:
     """The newest step older than that of a checkpoint's folder; the newest of all for None."""
-    found = steps(folder)
+    found = list_steps(folder)
     own = next((step for step, path in found.items() if path == source), None)
     return max((step for step in found if source is None or (own is not None and step < own)), default=None)
 
 
-class DamagedCheckpoint(CheckpointError):
+class DamagedCheckpointError(CheckpointError):
     """A file of a checkpoint is not what was saved."""
 
 
-def damage(path: Path, why: str) -> DamagedCheckpoint:
+def damaged_error(path: Path, why: str) -> DamagedCheckpointError:
     """The error for a file of a checkpoint that is not what was saved."""
-    here = next((parent for parent in path.parents if _STEP.fullmatch(parent.name)), path.parent)
-    others = ", ".join(str(step) for step, folder in steps(here.parent).items() if folder != here)
+    here = next((parent for parent in path.parents if _STEP_FOLDER_NAME.fullmatch(parent.name)), path.parent)
+    others = ", ".join(str(step) for step, folder in list_steps(here.parent).items() if folder != here)
     fix = f"resume from another step with --ckpt-step (there are: {others})" if others else "save a new checkpoint"
-    return DamagedCheckpoint(f"{path} {why}. Restore it from a copy, or {fix}.")
+    return DamagedCheckpointError(f"{path} {why}. Restore it from a copy, or {fix}.")
 
 
-def read_head(source: Path) -> Manifest:
+def read_manifest_head(source: Path) -> Manifest:
     """manifest.json, without the tables that it names."""
-    path = source / MANIFEST
-    with reading(path, damage):
+    path = source / MANIFEST_FILE
+    with reading_untrusted(path, damaged_error):
         try:
-            manifest = from_json(read_bytes(path, MOST_BYTES))
-        except UnknownVersion as error:
+            manifest = manifest_from_json(read_limited_bytes(path, MAX_MANIFEST_BYTES))
+        except UnknownVersionError as error:
             fix = "Use the version of Petatron that saved it, or a newer one."
             raise CheckpointError(f"{path}: {error}. {fix}") from error
         except ValueError as error:
-            raise damage(path, f"is damaged: {error}") from error
-    strange = [table.path for table in manifest.tables if not _inside(table.path)]
+            raise damaged_error(path, f"is damaged: {error}") from error
+    strange = [table.path for table in manifest.tables if not _is_step_file(table.path)]
     if strange:
-        raise damage(path, f"names the file {min(strange)!r}, which is not one of the checkpoint's files")
-    _check_names(path, RankTable(manifest.files, tuple(manifest.tensors.items()), manifest.local))
+        raise damaged_error(path, f"names the file {min(strange)!r}, which is not one of the checkpoint's files")
+    _check_file_names(path, RankTable(manifest.files, tuple(manifest.tensors.items()), manifest.local))
     return manifest
 
 
@@ -319,60 +320,60 @@ def read_table(source: Path, table: TableFile) -> RankTable:
     """One of the tables that a manifest names, which must be what was saved."""
     path = source / table.path
     check_size(path, StoredFile(table.size_bytes, ()))
-    with reading(path, damage):
-        content = read_bytes(path, MOST_BYTES)
+    with reading_untrusted(path, damaged_error):
+        content = read_limited_bytes(path, MAX_MANIFEST_BYTES)
         if table_digest(content) != table.digest:
-            raise altered(path)
+            raise digest_mismatch_error(path)
         try:
             found = table_from_json(content)
         except ValueError as error:
-            raise damage(path, f"is damaged: {error}") from error
-    _check_names(path, found)
+            raise damaged_error(path, f"is damaged: {error}") from error
+    _check_file_names(path, found)
     return found
 
 
-def _check_names(path: Path, table: RankTable) -> None:
+def _check_file_names(path: Path, table: RankTable) -> None:
     """A table speaks of its own files only, and these are in the step."""
     named = {box.file for _, tensor in table.entries for box in tensor.boxes} | set(table.local.values())
-    strange = (named - table.files.keys()) | {name for name in table.files if not _inside(name)}
+    strange = (named - table.files.keys()) | {name for name in table.files if not _is_step_file(name)}
     if strange:
-        raise damage(path, f"names the file {min(strange)!r}, which is not one of the checkpoint's files")
+        raise damaged_error(path, f"names the file {min(strange)!r}, which is not one of the checkpoint's files")
 
 
-def complete(source: Path, head: Manifest, tables: Sequence[RankTable]) -> Manifest:
+def complete_manifest(source: Path, manifest_head: Manifest, tables: Sequence[RankTable]) -> Manifest:
     """A manifest with the content of its tables. The tables' files are files of the checkpoint like others."""
-    if not head.tables:
-        return head
+    if not manifest_head.tables:
+        return manifest_head
     try:
-        tensors = merge(tables)
+        tensors = merge_tables(tables)
     except ValueError as error:
-        raise damage(source / MANIFEST, f"names tables that do not fit each other: {error}") from error
+        raise damaged_error(source / MANIFEST_FILE, f"names tables that do not fit each other: {error}") from error
     names = [name for table in tables for name in table.files]
     if len(names) != len(set(names)):
-        raise damage(source / MANIFEST, "names tables of which two describe the same file")
+        raise damaged_error(source / MANIFEST_FILE, "names tables of which two describe the same file")
     return replace(
-        head,
+        manifest_head,
         tensors=tensors,
         local={name: file for table in tables for name, file in table.local.items()},
         files={
             **{name: stored for table in tables for name, stored in table.files.items()},
-            **{table.path: digest_file(source / table.path) for table in head.tables},
+            **{table.path: digest_file(source / table.path) for table in manifest_head.tables},
         },
     )
 
 
 def read_manifest(source: Path) -> Manifest:
     """All that the manifest and its tables say."""
-    head = read_head(source)
-    return complete(source, head, [read_table(source, table) for table in head.tables])
+    head = read_manifest_head(source)
+    return complete_manifest(source, head, [read_table(source, table) for table in head.tables])
 
 
-def read_loadable(source: Path) -> Manifest:
+def read_manifest_head_to_load(source: Path) -> Manifest:
     """The manifest, without its tables, of a step that is to be loaded: its own, and with every file it knows of."""
-    head = read_head(source)
-    match = _STEP.fullmatch(source.name)
+    head = read_manifest_head(source)
+    match = _STEP_FOLDER_NAME.fullmatch(source.name)
     if match and int(match.group(1)) != head.step:
-        raise damage(source / MANIFEST, f"is that of step {head.step}: the folder was renamed")
+        raise damaged_error(source / MANIFEST_FILE, f"is that of step {head.step}: the folder was renamed")
     check_sizes(source, head.files)
     return head
 
@@ -383,33 +384,34 @@ def check_sizes(source: Path, files: Mapping[str, StoredFile]) -> None:
         check_size(source / name, stored)
 
 
-def _inside(name: str) -> bool:
+def _is_step_file(name: str) -> bool:
     """Whether a file name of a manifest stays in its step: `model/x` or `state/x`."""
-    parts = Path(name).parts
-    return "\0" not in name and len(parts) == 2 and parts[0] in (MODEL, STATE) and parts[1] not in ("", "..")
+    folder, _, file = name.partition("/")
+    legal = file not in ("", ".", "..") and "/" not in file and "\0" not in file
+    return folder in (MODEL_FOLDER, STATE_FOLDER) and legal and len(file.encode(errors="surrogatepass")) <= _MAX_FILE_NAME_BYTES
 
 
 def check_size(path: Path, expected: StoredFile) -> None:
     """Raise if a file is missing or has another size than was saved."""
     if not path.is_file():
-        raise damage(path, "is missing")
+        raise damaged_error(path, "is missing")
     size = path.stat().st_size
     if size != expected.size_bytes:
-        raise damage(path, f"has {size} bytes where {expected.size_bytes} were saved")
+        raise damaged_error(path, f"has {size} bytes where {expected.size_bytes} were saved")
 
 
 def check_content(path: Path, expected: StoredFile) -> None:
     """Raise if a file is not exactly what was saved."""
     check_size(path, expected)
-    if digest_file(path, strong=any(map(is_strong, expected.blocks))).blocks != expected.blocks:
-        raise altered(path)
+    if digest_file(path, sha256=any(map(is_sha256, expected.block_digests))).block_digests != expected.block_digests:
+        raise digest_mismatch_error(path)
 
 
-def altered(path: Path) -> DamagedCheckpoint:
-    return damage(path, "does not have the content that was saved (its digest differs)")
+def digest_mismatch_error(path: Path) -> DamagedCheckpointError:
+    return damaged_error(path, "does not have the content that was saved (its digest differs)")
 
 
-def check_documents(source: Path, manifest: Manifest) -> None:
+def check_aux_files(source: Path, manifest: Manifest) -> None:
     """Raise if a file of the model folder beside the weights is not what was saved; weights are checked as they are read.
 
     The first table has these files, so a manifest without the content of its tables will do.
@@ -418,28 +420,28 @@ def check_documents(source: Path, manifest: Manifest) -> None:
     if not files and manifest.tables:
         files = read_table(source, manifest.tables[0]).files
     for name, stored in files.items():
-        if name.startswith(f"{MODEL}/") and not name.endswith(".safetensors"):
+        if name.startswith(f"{MODEL_FOLDER}/") and not name.endswith(".safetensors"):
             check_content(source / name, stored)
 
 
 def extra_files(source: Path, manifest: Manifest) -> list[Path]:
     """Files, links and folders in a step that its manifest does not know; of a folder, nothing that is in it."""
-    known = {source / name for name in (*manifest.files, MANIFEST, SIGNATURE, MODEL, STATE)}
-    return [path for path in _entries(source) if path not in known]
+    known = {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
+    return [path for path in _step_contents(source) if path not in known]
 
 
-def linked_parts(source: Path, manifest: Manifest) -> dict[Path, Path]:
+def symlinks_in_step(source: Path, manifest: Manifest) -> dict[Path, Path]:
     """Parts of a step that are links, and where to; whoever writes there changes the checkpoint.
 
     The step itself is one when it has the name of a step: a run's folder holds its steps, and others may name one as they like.
     """
-    known = {source / name for name in (*manifest.files, MANIFEST, SIGNATURE, MODEL, STATE)}
-    found = [path for path in _entries(source) if path in known]
-    found += [source] if _STEP.fullmatch(source.name) else []
-    return {path: target for path in found if (target := link_target(path, source)) is not None}
+    known = {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
+    found = [path for path in _step_contents(source) if path in known]
+    found += [source] if _STEP_FOLDER_NAME.fullmatch(source.name) else []
+    return {path: target for path in found if (target := symlink_target(path, source)) is not None}
 
 
-def _entries(source: Path) -> list[Path]:
+def _step_contents(source: Path) -> list[Path]:
     """What is in a step, and in its two folders where they are no links."""
-    inner = [source / part for part in (MODEL, STATE) if not (source / part).is_symlink()]
+    inner = [source / part for part in (MODEL_FOLDER, STATE_FOLDER) if not (source / part).is_symlink()]
     return sorted(path for folder in (source, *inner) if folder.is_dir() for path in folder.iterdir())

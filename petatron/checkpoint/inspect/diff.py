@@ -18,10 +18,10 @@ from torch import Tensor
 
 from petatron.checkpoint.files.manifest import Manifest, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPES
-from petatron.checkpoint.files.step_folder import MANIFEST, damage, read_manifest
-from petatron.checkpoint.inspect.inspect import Note, run_config, run_facts
-from petatron.checkpoint.load.box_reads import Plan, Read, fill
-from petatron.checkpoint.state import MASTERS, WEIGHTS, Chunk
+from petatron.checkpoint.files.step_folder import MANIFEST_FILE, damaged_error, read_manifest
+from petatron.checkpoint.inspect.inspect import ProgressCallback, run_config, run_facts
+from petatron.checkpoint.load.box_reads import BoxRead, ReadPlan, execute_reads
+from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.sharding.boxes import overlap, tiling_problem
 from petatron.sharding.flat_shard import range_boxes
 
@@ -29,7 +29,7 @@ _BATCH_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDifference:
+class TensorDiff:
     """How far a tensor is from its counterpart. `second_key` differs from `key` where one side has no wider weights."""
 
     key: str
@@ -48,7 +48,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class CheckpointDiff:
     """Differences between two checkpoints: settings (name, first, second), keys of one side only, tensors that cannot be
     compared and why, and all others, the worst first."""
 
@@ -56,16 +56,16 @@ class Comparison:
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     unlike: tuple[str, ...]
-    tensors: tuple[TensorDifference, ...]
+    tensors: tuple[TensorDiff, ...]
 
-    def agrees(self, relative_tolerance: float) -> bool:
+    def allclose(self, rtol: float) -> bool:
         """Whether all tensors are on both sides, and equal up to a tolerance."""
         alone = self.only_first or self.only_second or self.unlike
-        return not alone and all(tensor.relative <= relative_tolerance for tensor in self.tensors)
+        return not alone and all(tensor.relative <= rtol for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _TensorPair:
     """The keys under which two checkpoints have the same tensor, and the dtype in which it is compared."""
 
     key: str
@@ -74,15 +74,17 @@ class _Pair:
     dtype: torch.dtype
 
 
-def compare(first: Path, second: Path, note: Note = lambda done, total: None) -> Comparison:
+def diff_checkpoints(
+    first: Path, second: Path, on_progress: ProgressCallback = lambda done, total: None
+) -> CheckpointDiff:
     """Compare two checkpoints; every byte that is read is checked."""
     manifests = read_manifest(first), read_manifest(second)
     for source, manifest in zip((first, second), manifests):
-        _check_whole(source, manifest)
-    pairs, unlike = _pairs(manifests[0].tensors, manifests[1].tensors)
-    differences = _differences(pairs, (first, second), manifests, note)
-    return Comparison(
-        settings=tuple(_settings(run_facts(manifests[0]), run_facts(manifests[1]))),
+        _check_complete(source, manifest)
+    pairs, unlike = _match_tensors(manifests[0].tensors, manifests[1].tensors)
+    differences = _tensor_diffs(pairs, (first, second), manifests, on_progress)
+    return CheckpointDiff(
+        settings=tuple(_setting_diffs(run_facts(manifests[0]), run_facts(manifests[1]))),
         only_first=tuple(sorted(manifests[0].tensors.keys() - {pair.key for pair in pairs} - unlike.keys())),
         only_second=tuple(sorted(manifests[1].tensors.keys() - {pair.second_key for pair in pairs} - unlike.keys())),
         unlike=tuple(unlike.values()),
@@ -90,20 +92,20 @@ def compare(first: Path, second: Path, note: Note = lambda done, total: None) ->
     )
 
 
-def _check_whole(source: Path, manifest: Manifest) -> None:
+def _check_complete(source: Path, manifest: Manifest) -> None:
     for key, tensor in manifest.tensors.items():
         gap = tiling_problem(tensor.shape, [stored.box for stored in tensor.boxes])
         if gap is not None:
-            raise damage(source / MANIFEST, f"does not describe all of {key}: {gap}")
+            raise damaged_error(source / MANIFEST_FILE, f"does not describe all of {key}: {gap}")
 
 
-def _settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _setting_diffs(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Progress, data and every field of the configuration that differ."""
     configs = run_config(first), run_config(second)
     sections = [
-        ("progress", _table_of(first, "progress"), _table_of(second, "progress")),
+        ("progress", _section(first, "progress"), _section(second, "progress")),
         *(
-            (name, *(_table_of(config, name) for config in configs))
+            (name, *(_section(config, name) for config in configs))
             for name in dict.fromkeys([*configs[0], *configs[1]])
         ),
     ]
@@ -115,17 +117,19 @@ def _settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[t
                 yield f"{section}.{name}", old.get(name), new.get(name)
 
 
-def _table_of(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _section(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = facts.get(name)
     return found if isinstance(found, dict) else {}
 
 
-def _pairs(first: Mapping[str, StoredTensor], second: Mapping[str, StoredTensor]) -> tuple[list[_Pair], dict[str, str]]:
+def _match_tensors(
+    first: Mapping[str, StoredTensor], second: Mapping[str, StoredTensor]
+) -> tuple[list[_TensorPair], dict[str, str]]:
     """Which tensors meet, and why some that have the same name cannot."""
-    pairs: list[_Pair] = []
+    pairs: list[_TensorPair] = []
     unlike: dict[str, str] = {}
     for key in dict.fromkeys([*first, *second]):
-        ours, theirs = _partner(key, first), _partner(key, second)
+        ours, theirs = _matching_key(key, first), _matching_key(key, second)
         if ours is None or theirs is None:
             continue
         a, b = first[ours], second[theirs]
@@ -135,16 +139,16 @@ def _pairs(first: Mapping[str, StoredTensor], second: Mapping[str, StoredTensor]
         elif dtype is None:
             unlike[key] = f"{key} is {a.dtype} in the first and {b.dtype} in the second"
         else:
-            pairs.append(_Pair(ours, theirs, a.shape, dtype))
+            pairs.append(_TensorPair(ours, theirs, a.shape, dtype))
     return pairs, unlike
 
 
-def _partner(key: str, tensors: Mapping[str, StoredTensor]) -> str | None:
+def _matching_key(key: str, tensors: Mapping[str, StoredTensor]) -> str | None:
     """A tensor's key on a side; a run in full precision has no wider weights than the model's own."""
     if key in tensors:
         return key
-    plain = WEIGHTS + key.removeprefix(MASTERS)
-    return plain if key.startswith(MASTERS) and plain in tensors else None
+    plain = WEIGHT_PREFIX + key.removeprefix(MASTER_PREFIX)
+    return plain if key.startswith(MASTER_PREFIX) and plain in tensors else None
 
 
 def _common_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype | None:
@@ -154,14 +158,14 @@ def _common_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype | None
 
 
 @dataclass(slots=True)
-class _Tally:
+class _DiffStats:
     """What is known so far of a pair."""
 
     differing: int = 0
     largest: float = 0.0
     scale: float = 0.0
 
-    def add(self, a: Tensor, b: Tensor) -> None:
+    def update(self, a: Tensor, b: Tensor) -> None:
         unequal = (a != b) & ~((a != a) & (b != b))  # the same NaN on both sides is no difference
         count = int(unequal.sum())
         a, b = (value.double() if not value.is_floating_point() else value for value in (a, b))
@@ -173,33 +177,36 @@ class _Tally:
             self.largest = max(self.largest, gap if math.isfinite(gap) else math.inf)
 
 
-def _differences(
-    pairs: Sequence[_Pair], sources: tuple[Path, Path], manifests: tuple[Manifest, Manifest], note: Note
-) -> list[TensorDifference]:
-    tallies = [_Tally() for _ in pairs]
+def _tensor_diffs(
+    pairs: Sequence[_TensorPair],
+    sources: tuple[Path, Path],
+    manifests: tuple[Manifest, Manifest],
+    on_progress: ProgressCallback,
+) -> list[TensorDiff]:
+    tallies = [_DiffStats() for _ in pairs]
     total, done = sum(math.prod(pair.shape) for pair in pairs), 0
-    for batch in _batches(pairs):
+    for batch in _box_batches(pairs):
         sides = [
-            _read(source, manifest, [(pair.key, pair.second_key)[side] for _, pair, _, _ in batch], batch)
+            _read_batch(source, manifest, [(pair.key, pair.second_key)[side] for _, pair, _, _ in batch], batch)
             for side, (source, manifest) in enumerate(zip(sources, manifests))
         ]
         for (number, _, _, shape), a, b in zip(batch, *sides):
-            tallies[number].add(a, b)
+            tallies[number].update(a, b)
             done += math.prod(shape)
-        note(done, total)
+        on_progress(done, total)
     return [
-        TensorDifference(pair.key, pair.second_key, math.prod(pair.shape), tally.differing, tally.largest, tally.scale)
+        TensorDiff(pair.key, pair.second_key, math.prod(pair.shape), tally.differing, tally.largest, tally.scale)
         for pair, tally in zip(pairs, tallies)
     ]
 
 
-_Part = tuple[int, _Pair, tuple[int, ...], tuple[int, ...]]
+_PairBox = tuple[int, _TensorPair, tuple[int, ...], tuple[int, ...]]
 """The number of a pair, the pair, and start and shape of a box of it."""
 
 
-def _batches(pairs: Sequence[_Pair]) -> Iterator[list[_Part]]:
+def _box_batches(pairs: Sequence[_TensorPair]) -> Iterator[list[_PairBox]]:
     """Boxes of all pairs in order, at most so many elements at a time."""
-    batch: list[_Part] = []
+    batch: list[_PairBox] = []
     room = _BATCH_ELEMENTS
     for number, pair in enumerate(pairs):
         at, end = 0, math.prod(pair.shape)
@@ -215,16 +222,16 @@ def _batches(pairs: Sequence[_Pair]) -> Iterator[list[_Part]]:
         yield batch
 
 
-def _read(source: Path, manifest: Manifest, keys: Sequence[str], batch: Sequence[_Part]) -> list[Tensor]:
+def _read_batch(source: Path, manifest: Manifest, keys: Sequence[str], batch: Sequence[_PairBox]) -> list[Tensor]:
     """One side's values of a batch."""
     values: list[Tensor] = []
-    reads: list[Read] = []
+    reads: list[BoxRead] = []
     for key, (_, pair, start, shape) in zip(keys, batch):
         chunk = Chunk(key, pair.shape, start, torch.empty(shape, dtype=pair.dtype))
         values.append(chunk.tensor)
         for stored in manifest.tensors[key].boxes:
             common = overlap(chunk.box, stored.box)
             if common is not None:
-                reads.append(Read(chunk, stored, common))
-    fill(source, Plan(tuple(reads), ()), manifest.files)
+                reads.append(BoxRead(chunk, stored, common))
+    execute_reads(source, ReadPlan(tuple(reads), ()), manifest.files)
     return values

@@ -19,63 +19,63 @@ from torch import Tensor
 
 from petatron.base import untrusted_files
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.files.block_digest import same_content
+from petatron.checkpoint.files.block_digest import matches_digest
 from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_ahead, read_into
-from petatron.checkpoint.files.entry_layout import entry_box, in_entry
+from petatron.checkpoint.files.entry_layout import entry_box, to_entry_layout
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
-from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, DTYPES, Slot, read_header
-from petatron.checkpoint.files.step_folder import altered, check_size, damage
+from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, DTYPES, TensorInfo, read_header
+from petatron.checkpoint.files.step_folder import check_size, damaged_error, digest_mismatch_error
 from petatron.checkpoint.state import Chunk
 from petatron.sharding.boxes import Box, overlap
 from petatron.sharding.flat_shard import range_boxes
 
-_FLOATING = {code for dtype, code in DTYPE_CODES.items() if dtype.is_floating_point}
-_SHOWN = 5
+_FLOAT_CODES = {code for dtype, code in DTYPE_CODES.items() if dtype.is_floating_point}
+_MAX_SHOWN = 5
 _THREADS = 4
-_AHEAD_BYTES = 4 * BLOCK_BYTES
-_MOST_PARTS = 500  # systems take about a thousand in one call
+_READAHEAD_BYTES = 4 * BLOCK_BYTES
+_MAX_IOVECS = 500  # systems take about a thousand in one call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Read:
+class BoxRead:
     """Copy the common box of a stored box and a chunk."""
 
     chunk: Chunk
     stored: StoredBox
-    common: Box
+    box: Box
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class ReadPlan:
     """A rank's reads, and the keys a lenient load has to leave alone."""
 
-    reads: tuple[Read, ...]
-    missing: tuple[str, ...]
+    reads: tuple[BoxRead, ...]
+    missing_keys: tuple[str, ...]
 
 
-Answer = tuple[str, StoredTensor | None]
+LookupResult = tuple[str, StoredTensor | None]
 """The key of the tensor that fills a chunk, and that tensor with the boxes that overlap the chunk; None if it is not there."""
 
 
 def plan_reads(
     source: Path,
     chunks: Sequence[Chunk],
-    answers: Sequence[Answer],
+    lookups: Sequence[LookupResult],
     *,
     strict: bool,
-    surplus: Sequence[str] = (),
-) -> Plan:
+    unexpected_keys: Sequence[str] = (),
+) -> ReadPlan:
     """Decide every read of this rank from what the checkpoint has for each chunk.
 
-    A strict load wants the same keys on both sides; `surplus` are those of the checkpoint that nobody wants.
+    A strict load wants the same keys on both sides; `unexpected_keys` are those of the checkpoint that nobody wants.
     """
-    reads: list[Read] = []
+    reads: list[BoxRead] = []
     problems: list[str] = []
-    asked = [(chunk, *answer) for chunk, answer in zip(chunks, answers, strict=True) if chunk.tensor.numel()]
+    asked = [(chunk, *answer) for chunk, answer in zip(chunks, lookups, strict=True) if chunk.tensor.numel()]
     missing = sorted({key for _, key, stored in asked if stored is None})
     if strict:
         problems += [f"{key} is not in the checkpoint" for key in missing]
-        problems += [f"{key} is in the checkpoint, but not in this run" for key in surplus]
+        problems += [f"{key} is in the checkpoint, but not in this run" for key in unexpected_keys]
     for chunk, _, stored in asked:
         if stored is None:
             continue
@@ -84,31 +84,31 @@ def plan_reads(
             problems.append(problem)
             continue
         common = ((box, overlap(chunk.box, box.box)) for box in stored.boxes)
-        reads += [Read(chunk, box, part) for box, part in common if part is not None]
+        reads += [BoxRead(chunk, box, part) for box, part in common if part is not None]
     if problems:
-        raise _does_not_fit(source, problems)
-    return Plan(tuple(reads), tuple(missing))
+        raise _mismatch_error(source, problems)
+    return ReadPlan(tuple(reads), tuple(missing))
 
 
 def _mismatch(chunk: Chunk, stored: StoredTensor) -> str | None:
     if stored.shape != chunk.logical_shape:
         return f"{chunk.key} has shape {list(stored.shape)} there and {list(chunk.logical_shape)} in this run"
-    if _unlike(stored.dtype, chunk.tensor.dtype):
+    if _incompatible_dtypes(stored.dtype, chunk.tensor.dtype):
         return f"{chunk.key} holds {stored.dtype} there and {chunk.tensor.dtype} in this run"
     return None
 
 
-def _unlike(stored: str, dtype: torch.dtype) -> bool:
+def _incompatible_dtypes(stored: str, dtype: torch.dtype) -> bool:
     """Floating point may be converted into another precision; anything else must be what it was."""
     code = DTYPE_CODES.get(dtype)
-    return stored != code and not (stored in _FLOATING and code in _FLOATING)
+    return stored != code and not (stored in _FLOAT_CODES and code in _FLOAT_CODES)
 
 
-def _does_not_fit(source: Path, problems: Sequence[str]) -> CheckpointError:
+def _mismatch_error(source: Path, problems: Sequence[str]) -> CheckpointError:
     unique = list(dict.fromkeys(problems))
-    lines = [f"  {problem}" for problem in unique[:_SHOWN]]
-    if len(unique) > _SHOWN:
-        lines.append(f"  and {len(unique) - _SHOWN} more")
+    lines = [f"  {problem}" for problem in unique[:_MAX_SHOWN]]
+    if len(unique) > _MAX_SHOWN:
+        lines.append(f"  and {len(unique) - _MAX_SHOWN} more")
     fix = (
         "Use the model and optimizer flags it was saved with (petatron checkpoint inspect shows them); --no-load-optim leaves the "
         "optimizer's state, but all weights must fit."
@@ -117,69 +117,69 @@ def _does_not_fit(source: Path, problems: Sequence[str]) -> CheckpointError:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Fill:
+class _BoxCopy:
     """A box of an entry, and the memory that it goes to, both the way the entry has them."""
 
-    slot: Slot
+    info: TensorInfo
     box: Box
     target: Tensor
 
     @property
-    def span(self) -> tuple[int, int]:
+    def byte_range(self) -> tuple[int, int]:
         """The bytes of the file from the first to the last element."""
         first = last = 0
-        for size, at, length in zip(self.slot.shape, self.box.start, self.box.shape):
+        for size, at, length in zip(self.info.shape, self.box.start, self.box.shape):
             first, last = first * size + at, last * size + at + length - 1
-        itemsize = DTYPES[self.slot.dtype].itemsize
-        return self.slot.begin + first * itemsize, self.slot.begin + (last + 1) * itemsize
+        itemsize = DTYPES[self.info.dtype].itemsize
+        return self.info.begin + first * itemsize, self.info.begin + (last + 1) * itemsize
 
-    def memory(self) -> memoryview | None:
+    def target_bytes(self) -> memoryview | None:
         """The bytes of the target, if they are those of the span one by one."""
         target = self.target
-        whole_rows = self.box.shape[1:] == self.slot.shape[1:]
-        alike = target.dtype == DTYPES[self.slot.dtype] and target.device.type == "cpu" and target.is_contiguous()
+        whole_rows = self.box.shape[1:] == self.info.shape[1:]
+        alike = target.dtype == DTYPES[self.info.dtype] and target.device.type == "cpu" and target.is_contiguous()
         return memoryview(target.reshape(-1).view(torch.uint8).numpy()) if whole_rows and alike else None
 
 
-def fill(source: Path, plan: Plan, files: Mapping[str, StoredFile]) -> None:
+def execute_reads(source: Path, plan: ReadPlan, files: Mapping[str, StoredFile]) -> None:
     """Carry out the reads of a plan, block by block; dtypes are converted on the way."""
-    by_file: dict[str, list[Read]] = {}
+    by_file: dict[str, list[BoxRead]] = {}
     for read in plan.reads:
         by_file.setdefault(read.stored.file, []).append(read)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-read") as pool:
         spare = threading.local()
         for file, reads in by_file.items():
-            _fill_from(source / file, reads, files.get(file), pool, spare)
+            _read_file(source / file, reads, files.get(file), pool, spare)
 
 
-def _fill_from(
+def _read_file(
     path: Path,
-    reads: Sequence[Read],
+    reads: Sequence[BoxRead],
     expected: StoredFile | None,
     pool: ThreadPoolExecutor,
-    spare: threading.local,
+    thread_buffers: threading.local,
 ) -> None:
-    slots = open_header(path, expected)
+    slots = read_checked_header(path, expected)
     fills = []
     for read in reads:
-        slot = slots.get(read.stored.name)
+        slot = slots.get(read.stored.entry_name)
         if slot is None:
-            raise damage(path, f"lacks {read.stored.name}")
+            raise damaged_error(path, f"lacks {read.stored.entry_name}")
         stored = read.stored
-        box = entry_box(read.common, stored.box.start, stored.at, transposed=stored.transposed)
+        box = entry_box(read.box, stored.box.start, stored.start_in_entry, transposed=stored.transposed)
         if len(box.shape) != len(slot.shape) or any(
             at + size > whole for at, size, whole in zip(box.start, box.shape, slot.shape)
         ):
-            raise damage(path, f"has {read.stored.name} in another shape, {list(slot.shape)}")
-        if _unlike(slot.dtype, read.chunk.tensor.dtype):
-            raise damage(path, f"has {read.stored.name} in {slot.dtype}, which is not what was saved")
-        part = read.chunk.tensor.detach()[read.common.slices_in(read.chunk.box)]
-        fills.append(_Fill(slot, box, in_entry(part, len(slot.shape), transposed=stored.transposed)))
+            raise damaged_error(path, f"has {read.stored.entry_name} in another shape, {list(slot.shape)}")
+        if _incompatible_dtypes(slot.dtype, read.chunk.tensor.dtype):
+            raise damaged_error(path, f"has {read.stored.entry_name} in {slot.dtype}, which is not what was saved")
+        part = read.chunk.tensor.detach()[read.box.slices_in(read.chunk.box)]
+        fills.append(_BoxCopy(slot, box, to_entry_layout(part, len(slot.shape), transposed=stored.transposed)))
     try:
-        with untrusted_files.open_file(path, buffering=0) as file:
+        with untrusted_files.open_regular_file(path, buffering=0) as file:
             header_end = min((slot.begin for slot in slots.values()), default=0)
-            blocks = _blocks(fills, expected, header_end)
-            tasks = [pool.submit(_read_block, path, file.fileno(), block, spare) for block in blocks]
+            blocks = _read_blocks(fills, expected, header_end)
+            tasks = [pool.submit(_read_block, path, file.fileno(), block, thread_buffers) for block in blocks]
             try:
                 for task in tasks:
                     task.result()
@@ -188,89 +188,91 @@ def _fill_from(
                     task.cancel()
                 wait(tasks)
     except OSError as error:
-        raise damage(path, f"cannot be read: {error.strerror or error}") from error
+        raise damaged_error(path, f"cannot be read: {error.strerror or error}") from error
 
 
-def open_header(path: Path, expected: StoredFile | None) -> dict[str, Slot]:
+def read_checked_header(path: Path, expected: StoredFile | None) -> dict[str, TensorInfo]:
     """The tensors of a file of a checkpoint."""
     if expected is not None:
         check_size(path, expected)
-    with untrusted_files.reading(path, damage):
+    with untrusted_files.reading_untrusted(path, damaged_error):
         try:
             return read_header(path, aligned=expected is not None)
         except ValueError as error:
-            raise damage(path, f"is damaged: {error}") from error
+            raise damaged_error(path, f"is damaged: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Block:
+class _ReadBlock:
     """A byte range to read, its digest if there is one, and the fills that take something from it."""
 
     begin: int
     end: int
     digest: str | None
-    fills: Sequence[_Fill]
+    copies: Sequence[_BoxCopy]
 
 
-def _blocks(fills: Sequence[_Fill], expected: StoredFile | None, header_end: int) -> Iterator[_Block]:
+def _read_blocks(copies: Sequence[_BoxCopy], expected: StoredFile | None, header_end: int) -> Iterator[_ReadBlock]:
     """The ranges to read.
 
     Files with digests are read on the grid of their blocks, and the header is checked with the rest. Others are cut so that
     no element lies across two ranges.
     """
     if expected is not None:
-        wanted: dict[int, list[_Fill]] = {number: [] for number in range(max(1, -(-header_end // BLOCK_BYTES)))}
-        for fill in fills:
-            begin, end = fill.span
+        wanted: dict[int, list[_BoxCopy]] = {number: [] for number in range(max(1, -(-header_end // BLOCK_BYTES)))}
+        for fill in copies:
+            begin, end = fill.byte_range
             for number in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                 wanted.setdefault(number, []).append(fill)
         for number, found in sorted(wanted.items()):
             begin = number * BLOCK_BYTES
-            yield _Block(begin, min(begin + BLOCK_BYTES, expected.size_bytes), expected.blocks[number], found)
+            yield _ReadBlock(
+                begin, min(begin + BLOCK_BYTES, expected.size_bytes), expected.block_digests[number], found
+            )
         return
-    for fill in fills:
-        begin, end = fill.span
+    for fill in copies:
+        begin, end = fill.byte_range
         for at in range(begin, end, BLOCK_BYTES):
-            yield _Block(at, min(at + BLOCK_BYTES, end), None, [fill])
+            yield _ReadBlock(at, min(at + BLOCK_BYTES, end), None, [fill])
 
 
-def _read_block(path: Path, descriptor: int, block: _Block, spare: threading.local) -> None:
-    if not hasattr(spare, "buffer"):
-        spare.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)  # one per thread, for all its blocks
-    read_ahead(descriptor, block.end, _AHEAD_BYTES)
-    direct = _in_place(block, memoryview(spare.buffer.numpy()))
-    parts = direct or [memoryview(spare.buffer.numpy())[: block.end - block.begin]]
+def _read_block(path: Path, descriptor: int, block: _ReadBlock, thread_buffers: threading.local) -> None:
+    if not hasattr(thread_buffers, "buffer"):
+        thread_buffers.buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)  # one per thread, for all its blocks
+    read_ahead(descriptor, block.end, _READAHEAD_BYTES)
+    direct = _direct_buffers(block, memoryview(thread_buffers.buffer.numpy()))
+    parts = direct or [memoryview(thread_buffers.buffer.numpy())[: block.end - block.begin]]
     if read_into(descriptor, parts, block.begin) != block.end - block.begin:
-        raise damage(path, "ends before all of it was read")
-    if block.digest is not None and not same_content(parts, block.digest):
-        raise altered(path)
+        raise damaged_error(path, "ends before all of it was read")
+    if block.digest is not None and not matches_digest(parts, block.digest):
+        raise digest_mismatch_error(path)
     if direct is None:
-        for fill in block.fills:
-            _copy(spare.buffer, block, fill)
+        for fill in block.copies:
+            _copy_elements(thread_buffers.buffer, block, fill)
 
 
-def _in_place(block: _Block, spare: memoryview) -> list[memoryview] | None:
+def _direct_buffers(block: _ReadBlock, scratch: memoryview) -> list[memoryview] | None:
     """The memory that a block's bytes go to as they are, with spare memory for what nobody wants; None if it is not so simple."""
     parts: list[memoryview] = []
     at = block.begin
-    for fill in sorted(block.fills, key=lambda fill: fill.span):
-        memory = fill.memory()
-        begin, end = fill.span
+    for fill in sorted(block.copies, key=lambda fill: fill.byte_range):
+        memory = fill.target_bytes()
+        begin, end = fill.byte_range
         low, high = max(begin, block.begin), min(end, block.end)
-        if memory is None or low < at or len(parts) > _MOST_PARTS:
+        if memory is None or low < at or len(parts) > _MAX_IOVECS:
             return None
         if low > at:
-            parts.append(spare[at - block.begin : low - block.begin])
+            parts.append(scratch[at - block.begin : low - block.begin])
         parts.append(memory[low - begin : high - begin])
         at = high
     if at < block.end:
-        parts.append(spare[at - block.begin : block.end - block.begin])
+        parts.append(scratch[at - block.begin : block.end - block.begin])
     return parts
 
 
-def _copy(buffer: Tensor, block: _Block, fill: _Fill) -> None:
+def _copy_elements(buffer: Tensor, block: _ReadBlock, box_copy: _BoxCopy) -> None:
     """The elements of a block that lie in a fill's box."""
-    dtype, slot = DTYPES[fill.slot.dtype], fill.slot
+    dtype, slot = DTYPES[box_copy.info.dtype], box_copy.info
     low, high = max(block.begin, slot.begin), min(block.end, slot.end)
     if low >= high:
         return
@@ -278,25 +280,27 @@ def _copy(buffer: Tensor, block: _Block, fill: _Fill) -> None:
     first, last = (low - slot.begin) // dtype.itemsize, (high - slot.begin) // dtype.itemsize
     for start, shape, skipped in range_boxes(slot.shape, first, last):
         box = Box(start, shape)
-        common = overlap(box, fill.box)
+        common = overlap(box, box_copy.box)
         if common is not None:
             part = elements[skipped : skipped + math.prod(shape)].view(shape)
-            fill.target[common.slices_in(fill.box)].copy_(part[common.slices_in(box)])
+            box_copy.target[common.slices_in(box_copy.box)].copy_(part[common.slices_in(box)])
 
 
-def read_local(source: Path, local: Mapping[str, str], files: Mapping[str, StoredFile], rank: int) -> dict[str, Tensor]:
+def read_rank_local(
+    source: Path, local: Mapping[str, str], files: Mapping[str, StoredFile], rank: int
+) -> dict[str, Tensor]:
     """The tensors that a rank saved for itself; `local` maps entries to files."""
     prefix = f"local/{rank}/"
     found: dict[str, Tensor] = {}
-    reads: list[Read] = []
+    reads: list[BoxRead] = []
     for name, file in local.items():
         if name.startswith(prefix):
-            slot = open_header(source / file, files[file]).get(name)
+            slot = read_checked_header(source / file, files[file]).get(name)
             if slot is None:
-                raise damage(source / file, f"lacks {name}")
+                raise damaged_error(source / file, f"lacks {name}")
             tensor = found[name.removeprefix(prefix)] = torch.empty(slot.shape, dtype=DTYPES[slot.dtype])
             origin = (0,) * len(slot.shape)
             box = Box(origin, slot.shape)
-            reads.append(Read(Chunk(name, slot.shape, origin, tensor), StoredBox(file, name, box, origin), box))
-    fill(source, Plan(tuple(reads), ()), files)
+            reads.append(BoxRead(Chunk(name, slot.shape, origin, tensor), StoredBox(file, name, box, origin), box))
+    execute_reads(source, ReadPlan(tuple(reads), ()), files)
     return found

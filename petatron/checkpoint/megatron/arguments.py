@@ -14,28 +14,28 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.untrusted_files import is_count
-from petatron.checkpoint.megatron.pickle_interpreter import StandIn
+from petatron.checkpoint.megatron.pickle_interpreter import InertObject
 from petatron.config.checks.model import check_model
-from petatron.config.schema.fields import by_name, flag_of
+from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.config.schema.moe_layer_freq import parse_pattern
+from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
 from petatron.config.schema.run import RunConfig
-from petatron.models.hf.stored_counts import MOST_EXPERTS, MOST_LAYERS
+from petatron.models.hf.stored_counts import MAX_EXPERTS, MAX_LAYERS
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 # Same name, same meaning.
-_MODEL = (
+_MODEL_FIELDS = (
     *_REQUIRED, "ffn_hidden_size", "kv_channels", "seq_length", "max_position_embeddings", "rotary_base",
     "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "normalization", "norm_epsilon", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout",
     "init_method_std", "make_vocab_size_divisible_by", "apply_layernorm_1p",
 )  # fmt: skip
-_NOT_OURS = ("moe_layer_freq", "moe_router_force_load_balancing")
-_MOE = tuple(field.name for field in dataclasses.fields(MoEConfig) if field.name not in _NOT_OURS)
+_CONVERTED_SEPARATELY = ("moe_layer_freq", "moe_router_force_load_balancing")
+_MOE_FIELDS = tuple(field.name for field in dataclasses.fields(MoEConfig) if field.name not in _CONVERTED_SEPARATELY)
 # Megatron builds Llama-3 scaling with these and has no argument for them.
 _LLAMA3_SCALING = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Arguments that make another model of the same weights, with the values that do not.
-_CHANGES_THE_MODEL: Mapping[str, tuple[Any, ...]] = {
+_UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (),
     "attention_output_gate": (),
     "activation_func_clamp_value": (),
@@ -58,14 +58,14 @@ _CHANGES_THE_MODEL: Mapping[str, tuple[Any, ...]] = {
 }
 _FIX = "Such a checkpoint cannot be converted."
 _SCALARS = (bool, int, float, str)
-_LONGEST_TEXT, _LONGEST_SHOWN = 10_000, 80
+_MAX_TEXT_CHARS, _MAX_SHOWN_CHARS = 10_000, 80
 
 
-def arguments_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def checkpoint_arguments(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """What Megatron's command line was, as a file remembers it."""
     kept = content.get("args")
-    found = kept.fields if isinstance(kept, StandIn) else kept
-    values = {name: _plain(value) for name, value in found.items()} if isinstance(found, dict) and found else None
+    found = kept.fields if isinstance(kept, InertObject) else kept
+    values = {name: _plain_value(value) for name, value in found.items()} if isinstance(found, dict) and found else None
     if values is None:
         raise CheckpointError(
             f"{path} has no `args`, so the model's shape is not known. Save the checkpoint with Megatron's own trainer, "
@@ -76,38 +76,38 @@ def arguments_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return values
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     """A value that can be compared and printed: objects of a file may hold themselves, or each other a million times."""
-    if isinstance(value, str) and len(value) > _LONGEST_TEXT:
-        return StandIn("str", ())
+    if isinstance(value, str) and len(value) > _MAX_TEXT_CHARS:
+        return InertObject("str", ())
     if isinstance(value, list | tuple):
-        flat = len(value) <= MOST_LAYERS and all(isinstance(part, _SCALARS) for part in value)
-        return value if flat else StandIn(type(value).__name__, ())
-    return value if value is None or isinstance(value, _SCALARS) else StandIn(type(value).__name__, ())
+        flat = len(value) <= MAX_LAYERS and all(isinstance(part, _SCALARS) for part in value)
+        return value if flat else InertObject(type(value).__name__, ())
+    return value if value is None or isinstance(value, _SCALARS) else InertObject(type(value).__name__, ())
 
 
-def read_arguments(
+def config_from_arguments(
     arguments: Mapping[str, Any], vocab_size: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
     """Values for ModelConfig and for MoEConfig (empty without experts), and what cannot be expressed."""
     problems = [
-        Problem(flag_of(name), "", "is not in the checkpoint's arguments", "Save it with Megatron's own trainer.")
+        Problem(flag_name(name), "", "is not in the checkpoint's arguments", "Save it with Megatron's own trainer.")
         for name in _REQUIRED
         if not is_count(arguments.get(name), 1)
     ]
     problems += [
-        Problem(flag_of(name), str(arguments[name]), f"is more than any model has ({most:,})", _FIX)
-        for name, most in (("num_layers", MOST_LAYERS), ("num_experts", MOST_EXPERTS))
+        Problem(flag_name(name), str(arguments[name]), f"is more than any model has ({most:,})", _FIX)
+        for name, most in (("num_layers", MAX_LAYERS), ("num_experts", MAX_EXPERTS))
         if isinstance(arguments.get(name), int) and arguments[name] > most
     ]
     problems += [
-        Problem(flag_of(name), _shown(arguments[name]), "makes a model that Petatron does not have", _FIX)
-        for name, harmless in _CHANGES_THE_MODEL.items()
+        Problem(flag_name(name), _short_text(arguments[name]), "makes a model that Petatron does not have", _FIX)
+        for name, harmless in _UNSUPPORTED_ARGUMENTS.items()
         if arguments.get(name) not in (None, False, 0, *harmless)
     ]
     if problems:
         return {}, {}, problems
-    model = {name: arguments[name] for name in _MODEL if arguments.get(name) is not None}
+    model = {name: arguments[name] for name in _MODEL_FIELDS if arguments.get(name) is not None}
     model.setdefault("norm_epsilon", arguments.get("layernorm_epsilon") or 1e-5)
     heads = arguments["num_attention_heads"]
     grouped = bool(arguments.get("group_query_attention"))
@@ -115,13 +115,13 @@ def read_arguments(
         "group_query_attention": grouped,
         "num_query_groups": arguments.get("num_query_groups") or 1 if grouped else heads,
         "activation": _activation(arguments),
-        "vocab_size": vocab_size or _vocabulary(arguments),
+        "vocab_size": vocab_size or _vocab_size(arguments),
     }
     model.setdefault("kv_channels", arguments["hidden_size"] // heads)
     model.setdefault("ffn_hidden_size", 4 * arguments["hidden_size"])
     model.setdefault("max_position_embeddings", arguments.get("seq_length"))
     model.setdefault("seq_length", model["max_position_embeddings"])
-    model |= _position(arguments, problems) | _window(arguments, problems)
+    model |= _position_embedding(arguments, problems) | _window(arguments, problems)
     if model["max_position_embeddings"] is None:
         rule = "is not in the checkpoint's arguments, and neither is --seq-length"
         problems.append(Problem("--max-position-embeddings", "", rule, "Save it with Megatron's own trainer."))
@@ -129,28 +129,28 @@ def read_arguments(
         padded = arguments.get("padded_vocab_size")
         rule = f"is not in the checkpoint's arguments; its embedding is padded to {padded} rows"
         problems.append(Problem("--vocab-size", "", rule, "Give the number of token ids of your tokenizer."))
-    model, moe = _typed(model, problems), _typed(_experts(arguments, model, problems), problems)
+    model, moe = _parse_values(model, problems), _parse_values(_moe_values(arguments, model, problems), problems)
     if not problems:
         problems += check_model(RunConfig(model=ModelConfig(**model)))
     return model, moe, problems
 
 
-def _typed(values: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+def _parse_values(values: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     """Values of the schema's types: a checkpoint may hold a whole number for a float, or anything."""
     typed: dict[str, Any] = {}
     for name, value in values.items():
         try:
-            typed[name] = None if value is None else by_name()[name].parse(str(value))
+            typed[name] = None if value is None else fields_by_name()[name].parse(str(value))
         except ValueError as error:
-            problems.append(Problem(flag_of(name), _shown(value), str(error), _FIX))
+            problems.append(Problem(flag_name(name), _short_text(value), str(error), _FIX))
     return typed
 
 
-def _shown(value: Any) -> str:
-    return "" if value is True else str(value)[:_LONGEST_SHOWN]
+def _short_text(value: Any) -> str:
+    return "" if value is True else str(value)[:_MAX_SHOWN_CHARS]
 
 
-def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
+def _vocab_size(arguments: Mapping[str, Any]) -> int | None:
     """Megatron's null tokenizer has one id more than it is told: the end of a document."""
     size = arguments.get("vocab_size")
     return size + 1 if size and arguments.get("tokenizer_type") == "NullTokenizer" else size
@@ -166,7 +166,7 @@ def _activation(arguments: Mapping[str, Any]) -> str:
     return "gelu_tanh" if fused or arguments.get("openai_gelu") else "gelu"
 
 
-def _position(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+def _position_embedding(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     kind = arguments.get("position_embedding_type") or "learned_absolute"
     if arguments.get("use_rotary_position_embeddings"):
         kind = "rope"
@@ -184,14 +184,14 @@ def _window(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, 
         return {}
     if isinstance(window, Sequence) and len(window) == 2 and window[1] in (0, -1):
         return {"window_size": int(window[0]) + 1} if int(window[0]) >= 0 else {}
-    problems.append(Problem("--window-size", _shown(window), "is no window over the past", _FIX))
+    problems.append(Problem("--window-size", _short_text(window), "is no window over the past", _FIX))
     return {}
 
 
-def _experts(arguments: Mapping[str, Any], model: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+def _moe_values(arguments: Mapping[str, Any], model: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     if not arguments.get("num_experts"):
         return {}
-    moe = {name: arguments[name] for name in _MOE if arguments.get(name) is not None}
+    moe = {name: arguments[name] for name in _MOE_FIELDS if arguments.get(name) is not None}
     frequency = arguments.get("moe_layer_freq", 1)
     moe["moe_layer_freq"] = str(list(frequency) if isinstance(frequency, list | tuple) else frequency)
     moe.setdefault("moe_ffn_hidden_size", model["ffn_hidden_size"])
@@ -202,21 +202,21 @@ def _experts(arguments: Mapping[str, Any], model: Mapping[str, Any], problems: l
                 moe[name] = value[0]
             else:
                 problems.append(
-                    Problem(flag_of(name), _shown(value), "is more than one value", "Train on with one of them.")
+                    Problem(flag_name(name), _short_text(value), "is more than one value", "Train on with one of them.")
                 )
     if moe.get("moe_token_dispatcher_type") == "flex":
         moe["moe_token_dispatcher_type"] = "alltoall"
     return moe
 
 
-def write_arguments(
-    model: ModelConfig, moe: MoEConfig | None, *, tp: int, pp: int, ep: int, padded: int, iteration: int
+def arguments_from_config(
+    model: ModelConfig, moe: MoEConfig | None, *, tp: int, pp: int, ep: int, padded_vocab_size: int, iteration: int
 ) -> Namespace:
     """The arguments Megatron looks for in a checkpoint; `ConfigError` for what it has no argument for."""
-    if problems := _not_theirs(model):
+    if problems := _unsupported_by_megatron(model):
         raise ConfigError(problems)
     rotary = model.position_embedding_type == "rope"
-    values: dict[str, Any] = {name: getattr(model, name) for name in _MODEL}
+    values: dict[str, Any] = {name: getattr(model, name) for name in _MODEL_FIELDS}
     values |= {
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
         "num_query_groups": model.num_query_groups,
@@ -229,7 +229,7 @@ def write_arguments(
         "bias_gelu_fusion": model.activation == "gelu_tanh" and model.add_bias_linear,
         "window_size": None if model.window_size is None else (model.window_size - 1, 0),
         "vocab_size": model.vocab_size,
-        "padded_vocab_size": padded,
+        "padded_vocab_size": padded_vocab_size,
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": None,
@@ -250,17 +250,17 @@ def write_arguments(
         "num_experts": None,
     }
     if moe is not None and moe.num_experts is not None:
-        values |= {name: getattr(moe, name) for name in _MOE}
-        values["moe_layer_freq"] = _their_pattern(moe.moe_layer_freq)
+        values |= {name: getattr(moe, name) for name in _MOE_FIELDS}
+        values["moe_layer_freq"] = _megatron_layer_freq(moe.moe_layer_freq)
     return Namespace(**values)
 
 
-def _their_pattern(text: str) -> int | list[int]:
-    pattern = parse_pattern(text)
+def _megatron_layer_freq(text: str) -> int | list[int]:
+    pattern = parse_moe_layer_freq(text)
     return pattern if isinstance(pattern, int) else list(pattern)
 
 
-def _not_theirs(model: ModelConfig) -> list[Problem]:
+def _unsupported_by_megatron(model: ModelConfig) -> list[Problem]:
     problems = []
     if model.activation not in ("swiglu", "squared_relu", "gelu", "gelu_tanh"):
         problems.append(Problem("--activation", model.activation, "has no argument in Megatron", _FIX))
@@ -270,7 +270,7 @@ def _not_theirs(model: ModelConfig) -> list[Problem]:
         problems.append(Problem("--position-embedding-type", "yarn", "cannot be converted", _FIX))
     if model.use_rope_scaling:
         problems += [
-            Problem(flag_of(name), f"{getattr(model, name):g}", f"is fixed to {value:g} in Megatron", _FIX)
+            Problem(flag_name(name), f"{getattr(model, name):g}", f"is fixed to {value:g} in Megatron", _FIX)
             for name, value in _LLAMA3_SCALING.items()
             if getattr(model, name) != value
         ]

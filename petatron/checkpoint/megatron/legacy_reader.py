@@ -17,24 +17,24 @@ from typing import Any
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import some
-from petatron.checkpoint.megatron.arguments import arguments_of
-from petatron.checkpoint.megatron.lazy_weight import Found, Stored
-from petatron.checkpoint.megatron.pickle_allowlist import load_file
-from petatron.checkpoint.megatron.weight_layouts import join, joined_shape
-from petatron.checkpoint.megatron.weight_names import Kind, is_weight, layer_of, modern_name, with_layer
+from petatron.base.text import abbreviate_names
+from petatron.checkpoint.megatron.arguments import checkpoint_arguments
+from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents
+from petatron.checkpoint.megatron.pickle_allowlist import load_torch_file
+from petatron.checkpoint.megatron.weight_layouts import unshard, unsharded_shape
+from petatron.checkpoint.megatron.weight_names import WeightLayout, is_weight, layer_index, mcore_name, with_layer
 
 _FILE = "model_optim_rng.pt"
 _OLDEST_VERSION = 2.0
-_MOST_RANKS_MISSING = 64  # of each that is there: beyond it their names are not listed
-_GROUPED = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
-_SEQUENTIAL = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.local_experts\.(\d+)\.(.+)$")
-_PRODUCTS = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.weight([12])$")
+_MAX_RANKS_PER_FOLDER = 64  # of each that is there: beyond it their names are not listed
+_TE_GROUPED_MLP = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_SEQUENTIAL_MLP = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.local_experts\.(\d+)\.(.+)$")
+_GROUPED_MLP = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.weight([12])$")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class _ParallelSizes:
     tp: int
     pp: int
     ep: int
@@ -46,23 +46,23 @@ class _Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranks:
-    """The weights of each (tensor, pipeline, expert) rank, one dictionary per virtual stage; `experts` is how many a rank has."""
+class _RankFiles:
+    """The weights of each (tensor, pipeline, expert) rank, one dictionary per virtual stage; `experts_per_rank` is how many a rank has."""
 
     step: Path
-    sizes: _Sizes
+    sizes: _ParallelSizes
     files: Mapping[tuple[int, int, int], list[dict[str, Tensor]]]
-    experts: int
+    experts_per_rank: int
 
 
-def read_legacy(step: Path) -> Found:
+def read_legacy(step: Path) -> MegatronContents:
     """All weights of a step's folder."""
     first = min((path.parent.name for path in step.glob(f"mp_rank_*/{_FILE}")), default=None)
     if first is None:
         raise CheckpointError(f"{step} holds no mp_rank_*/{_FILE}. Give the folder that a Megatron run saved to.")
-    head = load_file(step / first / _FILE)
-    arguments = arguments_of(head, step / first / _FILE)
-    sizes = _sizes(step, arguments)
+    head = load_torch_file(step / first / _FILE)
+    arguments = checkpoint_arguments(head, step / first / _FILE)
+    sizes = _parallel_sizes(step, arguments)
     version = float(head.get("checkpoint_version", 0) or 0)
     if version < _OLDEST_VERSION:
         raise CheckpointError(
@@ -70,26 +70,28 @@ def read_legacy(step: Path) -> Found:
             "Load and save it once with a Megatron of 2021 or later."
         )
     files = {
-        (tp, pp, ep): _chunks(step / sizes.folder(tp, pp, ep) / _FILE)
+        (tp, pp, ep): _model_chunks(step / sizes.folder(tp, pp, ep) / _FILE)
         for pp in range(sizes.pp)
         for tp in range(sizes.tp)
         for ep in range(sizes.ep)
     }
     experts = int(arguments.get("num_experts") or 0) // sizes.ep
-    ranks = _Ranks(step, sizes, files, experts)
-    num_weights = sum(_count(chunk, experts) for chunks in files.values() for chunk in chunks)
+    ranks = _RankFiles(step, sizes, files, experts)
+    num_weights = sum(_num_weights(chunk, experts) for chunks in files.values() for chunk in chunks)
     iteration = int(head.get("iteration") or 0)
-    return Found(arguments, iteration, num_weights, lambda kinds: dict(_weights(ranks, kinds)))
+    return MegatronContents(arguments, iteration, num_weights, lambda kinds: dict(_unsharded_weights(ranks, kinds)))
 
 
-def _count(chunk: Mapping[str, Tensor], experts: int) -> int:
+def _num_weights(chunk: Mapping[str, Tensor], experts_per_rank: int) -> int:
     """Weights in a dictionary of them, of which some may hold all experts of a rank."""
-    return sum(min(experts, tensor.numel()) if _PRODUCTS.match(name) else 1 for name, tensor in chunk.items())
+    return sum(
+        min(experts_per_rank, tensor.numel()) if _GROUPED_MLP.match(name) else 1 for name, tensor in chunk.items()
+    )
 
 
-def _sizes(step: Path, arguments: Mapping[str, Any]) -> _Sizes:
+def _parallel_sizes(step: Path, arguments: Mapping[str, Any]) -> _ParallelSizes:
     """The layout, with one folder for each of its ranks."""
-    sizes = _Sizes(
+    sizes = _ParallelSizes(
         int(arguments.get("tensor_model_parallel_size") or 1),
         int(arguments.get("pipeline_model_parallel_size") or 1),
         int(arguments.get("expert_model_parallel_size") or 1),
@@ -103,33 +105,33 @@ def _sizes(step: Path, arguments: Mapping[str, Any]) -> _Sizes:
     there = {path.parent.name for path in step.glob(f"mp_rank_*/{_FILE}")}
     layout = f"its arguments say tensor {sizes.tp} x pipeline {sizes.pp} x expert {sizes.ep}"
     ranks = sizes.tp * sizes.pp * sizes.ep
-    if min(sizes.tp, sizes.pp, sizes.ep) < 1 or ranks > _MOST_RANKS_MISSING * len(there):
+    if min(sizes.tp, sizes.pp, sizes.ep) < 1 or ranks > _MAX_RANKS_PER_FOLDER * len(there):
         raise CheckpointError(f"{step} is incomplete: {layout}, but there are {len(there)} ranks. Copy all folders.")
     wanted = {sizes.folder(tp, pp, ep) for tp in range(sizes.tp) for pp in range(sizes.pp) for ep in range(sizes.ep)}
     if wanted - there:
         raise CheckpointError(
-            f"{step} is incomplete: {layout}, but {some(wanted - there)} is missing. Copy the folders of all ranks."
+            f"{step} is incomplete: {layout}, but {abbreviate_names(wanted - there)} is missing. Copy the folders of all ranks."
         )
     if there - wanted:
         raise CheckpointError(
-            f"{step} holds ranks of another layout: {layout}, but there is also {some(there - wanted)}. "
+            f"{step} holds ranks of another layout: {layout}, but there is also {abbreviate_names(there - wanted)}. "
             "Keep only the folders that one run wrote."
         )
     return sizes
 
 
-def _chunks(path: Path) -> list[dict[str, Tensor]]:
+def _model_chunks(path: Path) -> list[dict[str, Tensor]]:
     """The weights of a rank, one dictionary per virtual stage, under modern names with local numbers."""
-    content = load_file(path)
+    content = load_torch_file(path)
     keys = ["model"] if "model" in content else sorted(
         (key for key in content if re.fullmatch(r"model\d+", key)), key=lambda key: int(key[5:])
     )  # fmt: skip
     if not keys:
         raise CheckpointError(f"{path} has neither `model` nor `model0`. Is it a file of the optimizer alone?")
-    return [dict(_flat(content[key], path)) for key in keys]
+    return [dict(_flatten(content[key], path)) for key in keys]
 
 
-def _flat(tree: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _flatten(tree: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Nested dictionaries, as before the core library, become dotted names."""
     if not isinstance(tree, Mapping):
         raise CheckpointError(
@@ -138,90 +140,97 @@ def _flat(tree: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from _flat(value, path, f"{name}.")
+            yield from _flatten(value, path, f"{name}.")
         elif isinstance(value, Tensor) and is_weight(name):
             if value.numel() * value.dtype.itemsize > value.untyped_storage().nbytes():
                 raise CheckpointError(f"{path}: {name} has more values than the file has bytes for. Copy it again.")
-            yield from _experts_apart(modern_name(name), value)
+            yield from _per_expert_names(mcore_name(name), value)
 
 
-def _experts_apart(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _per_expert_names(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """One name per expert, whichever of Megatron's three ways of keeping experts was used."""
-    if (match := _SEQUENTIAL.match(name)) is not None:
+    if (match := _SEQUENTIAL_MLP.match(name)) is not None:
         yield f"{match[1]}.{match[2]}.{match[3]}", tensor
-    elif (match := _GROUPED.match(name)) is not None:
+    elif (match := _TE_GROUPED_MLP.match(name)) is not None:
         yield f"{match[1]}.{match[4]}.{match[2]}.{match[3]}", tensor
     else:
         yield name, tensor
 
 
-def _weights(ranks: _Ranks, kinds: Mapping[str, Kind]) -> Iterator[tuple[str, Stored]]:
-    depths = {len(chunks) for chunks in ranks.files.values()}
+def _unsharded_weights(rank_files: _RankFiles, layouts: Mapping[str, WeightLayout]) -> Iterator[tuple[str, LazyWeight]]:
+    depths = {len(chunks) for chunks in rank_files.files.values()}
     if len(depths) > 1:
-        found = some([str(depth) for depth in sorted(depths)])
-        raise CheckpointError(f"{ranks.step} mixes ranks of {found} virtual stages. Copy the folders of one run.")
+        found = abbreviate_names([str(depth) for depth in sorted(depths)])
+        raise CheckpointError(f"{rank_files.step} mixes ranks of {found} virtual stages. Copy the folders of one run.")
     first_layer = 0
     for virtual in range(depths.pop()):
-        for pp in range(ranks.sizes.pp):
+        for pp in range(rank_files.sizes.pp):
             layers = 0
-            for name, placed, shards, where in _stage(ranks, virtual, pp, first_layer):
-                layers = max(layers, 1 + (-1 if (layer := layer_of(name)) is None else layer))
-                yield placed, _joined(placed, shards, kinds.get(placed, "whole"), where)
+            for name, placed, shards, where in _stage_weights(rank_files, virtual, pp, first_layer):
+                layers = max(layers, 1 + (-1 if (layer := layer_index(name)) is None else layer))
+                yield placed, _unsharded_weight(placed, shards, layouts.get(placed, "whole"), where)
             first_layer += layers
 
 
-def _stage(ranks: _Ranks, virtual: int, pp: int, first_layer: int) -> Iterator[tuple[str, str, list[Tensor], str]]:
+def _stage_weights(
+    rank_files: _RankFiles, virtual_stage: int, pp: int, first_layer: int
+) -> Iterator[tuple[str, str, list[Tensor], str]]:
     """Each weight of a stage: its name there, its name in the model, the shards of all ranks, and the file of the first."""
-    sizes = ranks.sizes
+    sizes = rank_files.sizes
     for ep in range(sizes.ep):
-        where = ranks.step / sizes.folder(0, pp, ep) / _FILE
-        shards = [_whole_experts(ranks.files[tp, pp, ep][virtual], ranks.experts) for tp in range(sizes.tp)]
-        _same_names(shards, where)
+        where = rank_files.step / sizes.folder(0, pp, ep) / _FILE
+        shards = [
+            _split_grouped_mlp(rank_files.files[tp, pp, ep][virtual_stage], rank_files.experts_per_rank)
+            for tp in range(sizes.tp)
+        ]
+        _check_same_names(shards, where)
         for name in shards[0]:
-            layer = layer_of(name)
+            layer = layer_index(name)
             placed = name if layer is None else with_layer(name, first_layer + layer)
             expert = _EXPERT.match(placed)
             if expert is not None:
-                placed = f"{expert[1]}.{ep * ranks.experts + int(expert[2])}.{expert[3]}"
+                placed = f"{expert[1]}.{ep * rank_files.experts_per_rank + int(expert[2])}.{expert[3]}"
             elif ep > 0:
                 continue
             yield name, placed, [shard[name] for shard in shards], str(where)
 
 
-def _same_names(ranks: list[dict[str, Tensor]], where: Path) -> None:
+def _check_same_names(ranks: list[dict[str, Tensor]], where: Path) -> None:
     for rank in ranks[1:]:
         if different := rank.keys() ^ ranks[0].keys():
             raise CheckpointError(
-                f"The tensor-parallel ranks beside {where} do not hold the same weights: {some(different)}. "
+                f"The tensor-parallel ranks beside {where} do not hold the same weights: {abbreviate_names(different)}. "
                 "Copy the folders of one step of one run."
             )
 
 
-def _whole_experts(chunk: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+def _split_grouped_mlp(chunk: dict[str, Tensor], experts_per_rank: int) -> dict[str, Tensor]:
     """`weight1` and `weight2` hold all experts of a rank as [in, out] matrices one after the other; others are kept.
 
     `weight1` has the shape [in, experts x out] but its memory is [experts, in, out].
     """
     apart: dict[str, Tensor] = {}
     for name, tensor in chunk.items():
-        match = _PRODUCTS.match(name)
-        if match is None or not count:
+        match = _GROUPED_MLP.match(name)
+        if match is None or not experts_per_rank:
             apart[name] = tensor
             continue
-        if tensor.numel() < count:
-            raise CheckpointError(f"{name} has {tensor.numel()} values for {count} experts. Copy the checkpoint again.")
-        inner = tensor.shape[0] if match[2] == "1" else tensor.shape[0] // count
-        for expert, matrix in enumerate(tensor.reshape(count, inner, -1)):
+        if tensor.numel() < experts_per_rank:
+            raise CheckpointError(
+                f"{name} has {tensor.numel()} values for {experts_per_rank} experts. Copy the checkpoint again."
+            )
+        inner = tensor.shape[0] if match[2] == "1" else tensor.shape[0] // experts_per_rank
+        for expert, matrix in enumerate(tensor.reshape(experts_per_rank, inner, -1)):
             apart[f"{match[1]}.{expert}.linear_fc{match[2]}.weight"] = matrix.t()
     return apart
 
 
-def _joined(name: str, shards: list[Tensor], kind: Kind, where: str) -> Stored:
+def _unsharded_weight(name: str, shards: list[Tensor], layout: WeightLayout, where: str) -> LazyWeight:
     if any(shard.shape != shards[0].shape or shard.dtype != shards[0].dtype for shard in shards):
-        found = some([f"{list(shard.shape)} of {shard.dtype}" for shard in shards])
+        found = abbreviate_names([f"{list(shard.shape)} of {shard.dtype}" for shard in shards])
         raise CheckpointError(
             f"{name} in {where} differs from that of the other tensor-parallel ranks: {found}. "
             "Copy the folders of one step of one run."
         )
-    shape = joined_shape(kind, tuple(shards[0].shape), len(shards))
-    return Stored(shape, shards[0].dtype, where, partial(join, kind, shards))
+    shape = unsharded_shape(layout, tuple(shards[0].shape), len(shards))
+    return LazyWeight(shape, shards[0].dtype, where, partial(unshard, layout, shards))

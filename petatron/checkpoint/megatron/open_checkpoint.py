@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.base.text import some
-from petatron.base.untrusted_files import is_count, read_bytes, reading
-from petatron.checkpoint.convert.formats import TRACKER
-from petatron.checkpoint.megatron.arguments import read_arguments
-from petatron.checkpoint.megatron.lazy_weight import Stored
+from petatron.base.text import abbreviate_names
+from petatron.base.untrusted_files import is_count, read_limited_bytes, reading_untrusted
+from petatron.checkpoint.convert.formats import TRACKER_FILE
+from petatron.checkpoint.megatron.arguments import config_from_arguments
+from petatron.checkpoint.megatron.lazy_weight import LazyWeight
 from petatron.checkpoint.megatron.legacy_reader import read_legacy
-from petatron.checkpoint.megatron.pickle_allowlist import damaged
-from petatron.checkpoint.megatron.torch_dist_reader import read_dist
-from petatron.checkpoint.megatron.weight_layouts import unpack
-from petatron.checkpoint.megatron.weight_names import Weight, megatron_weights, shapes_of
+from petatron.checkpoint.megatron.pickle_allowlist import megatron_file_error
+from petatron.checkpoint.megatron.torch_dist_reader import read_torch_dist
+from petatron.checkpoint.megatron.weight_layouts import extract_logical
+from petatron.checkpoint.megatron.weight_names import MegatronWeight, logical_shapes_with_router_bias, megatron_weights
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.models.hf.stored_counts import check_counts
 from petatron.sharding.shard_spec import Shape
 
-_HEAD = "output_layer.weight"
-_MOST_TRACKER_BYTES = 4096
+_OUTPUT_LAYER_WEIGHT = "output_layer.weight"
+_MAX_TRACKER_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +59,27 @@ def open_megatron(folder: Path, *, vocab_size: int | None = None) -> MegatronChe
     `vocab_size` is the number of token ids; without it the one in the checkpoint's arguments is taken, if there is one. Names and
     shapes of all weights are checked here, and values are read by `LazyTensor.load`.
     """
-    with reading(folder, damaged):
+    with reading_untrusted(folder, megatron_file_error):
         return _open(find_step(folder), vocab_size)
 
 
 def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
-    found = read_dist(step) if (step / ".metadata").is_file() else read_legacy(step)
-    values, experts, problems = read_arguments(found.arguments, vocab_size)
+    found = read_torch_dist(step) if (step / ".metadata").is_file() else read_legacy(step)
+    values, experts, problems = config_from_arguments(found.arguments, vocab_size)
     if problems:
         raise ConfigError(problems)
-    check_counts(step, damaged, values, experts, num_tensors=found.num_weights, experts_apart=True)
+    check_counts(step, megatron_file_error, values, experts, num_tensors=found.num_weights, separate_experts=True)
     model, moe = ModelConfig(**values), MoEConfig(**experts) if experts else None
     weights = megatron_weights(model, moe)
-    stored = dict(found.weights({weight.name: weight.kind for weight in weights}))
+    stored = dict(found.lazy_weights({weight.name: weight.layout for weight in weights}))
     if not model.untie_embeddings_and_output_weights:
-        stored.pop(_HEAD, None)  # the last pipeline stage's copy of the embedding
-    _check(step, weights, stored)
-    shapes = shapes_of(model, moe)
+        stored.pop(_OUTPUT_LAYER_WEIGHT, None)  # the last pipeline stage's copy of the embedding
+    _check_weights(step, weights, stored)
+    shapes = logical_shapes_with_router_bias(model, moe)
     iteration = 0 if step.name == "release" else found.iteration
     if not is_count(iteration):
-        raise damaged(step, f"says that it is of iteration {iteration}")
-    return MegatronCheckpoint(iteration, values, experts, _lazy(weights, stored, shapes, model))
+        raise megatron_file_error(step, f"says that it is of iteration {iteration}")
+    return MegatronCheckpoint(iteration, values, experts, _lazy_tensors(weights, stored, shapes, model))
 
 
 def find_step(folder: Path) -> Path:
@@ -88,65 +88,68 @@ def find_step(folder: Path) -> Path:
         raise CheckpointError(f"{folder} is not a folder. Give the folder that a Megatron run saved to.")
     if (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*")):
         return folder
-    tracker = folder / TRACKER
+    tracker = folder / TRACKER_FILE
     if not tracker.is_file():
         raise CheckpointError(
-            f"{folder} holds neither {TRACKER}, nor .metadata, nor mp_rank folders. Give the folder that a Megatron run "
+            f"{folder} holds neither {TRACKER_FILE}, nor .metadata, nor mp_rank folders. Give the folder that a Megatron run "
             "saved to, or the iter_ folder of one step; formats other than torch and torch_dist are not read."
         )
-    with reading(tracker, damaged):
-        text = read_bytes(tracker, _MOST_TRACKER_BYTES).decode().strip()
+    with reading_untrusted(tracker, megatron_file_error):
+        text = read_limited_bytes(tracker, _MAX_TRACKER_BYTES).decode().strip()
     if re.fullmatch(r"[0-9]{1,18}", text) is None and text != "release":
         raise CheckpointError(
             f"{tracker} says {text[:40]!r} instead of a number or `release`. Write the step to read into it."
         )
     step = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
     if not step.is_dir():
-        there = some(sorted(path.name for path in folder.iterdir() if path.is_dir())) or "no folder"
+        there = abbreviate_names(sorted(path.name for path in folder.iterdir() if path.is_dir())) or "no folder"
         raise CheckpointError(
             f"{tracker} names {step.name}, but there is {there}. Copy it, or give another step's folder."
         )
     return step
 
 
-def _check(step: Path, weights: tuple[Weight, ...], stored: Mapping[str, Stored]) -> None:
+def _check_weights(step: Path, weights: tuple[MegatronWeight, ...], stored: Mapping[str, LazyWeight]) -> None:
     """Every weight is there with its shape, and nothing else is."""
     names = {weight.name for weight in weights}
     problems = [f"{weight.name} is missing" for weight in weights if weight.name not in stored]
-    problems += [f"{name} is not a weight of this model ({stored[name].where})" for name in stored.keys() - names]
+    problems += [f"{name} is not a weight of this model ({stored[name].location})" for name in stored.keys() - names]
     for weight in weights:
         found = stored.get(weight.name)
-        if found is None or _fits(weight, found.shape):
+        if found is None or _shape_matches(weight, found.shape):
             continue
-        rows = "at least " if weight.kind == "vocabulary" else ""
+        rows = "at least " if weight.layout == "vocabulary" else ""
         wanted = f"the arguments make it {rows}{list(weight.shape)}"
-        problems.append(f"{weight.name} is {list(found.shape)}, but {wanted} ({found.where})")
+        problems.append(f"{weight.name} is {list(found.shape)}, but {wanted} ({found.location})")
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in _some_lines(problems))
+        lines = "\n".join(f"  {problem}" for problem in _first_problems(problems))
         raise CheckpointError(
             f"The weights in {step} are not those of the model that its arguments describe:\n{lines}\n"
             "Convert only checkpoints of decoder language models, with the arguments they were trained with."
         )
 
 
-def _some_lines(problems: list[str], most: int = 12) -> list[str]:
-    more = len(problems) - most
-    return sorted(problems)[:most] + ([f"and {more} more"] if more > 0 else [])
+def _first_problems(problems: list[str], max_lines: int = 12) -> list[str]:
+    more = len(problems) - max_lines
+    return sorted(problems)[:max_lines] + ([f"and {more} more"] if more > 0 else [])
 
 
-def _fits(weight: Weight, shape: Shape) -> bool:
-    if weight.kind == "vocabulary":
+def _shape_matches(weight: MegatronWeight, shape: Shape) -> bool:
+    if weight.layout == "vocabulary":
         return len(shape) == 2 and shape[0] >= weight.shape[0] and shape[1:] == weight.shape[1:]
     return shape == weight.shape
 
 
-def _lazy(
-    weights: tuple[Weight, ...], stored: Mapping[str, Stored], shapes: Mapping[str, Shape], model: ModelConfig
+def _lazy_tensors(
+    weights: tuple[MegatronWeight, ...],
+    stored: Mapping[str, LazyWeight],
+    shapes: Mapping[str, Shape],
+    model: ModelConfig,
 ) -> dict[str, LazyTensor]:
     """Logical tensors in the order of the model; an expert's weights become the rows of one."""
-    sources: dict[str, list[tuple[Weight, Stored, int]]] = {}
+    sources: dict[str, list[tuple[MegatronWeight, LazyWeight, int]]] = {}
     for weight in weights:
-        for part, name in enumerate(weight.logical):
+        for part, name in enumerate(weight.logical_names):
             sources.setdefault(name, []).append((weight, stored[weight.name], part))
     return {
         name: LazyTensor(shapes[name], parts[0][1].dtype, partial(_load, parts, shapes[name], model))
@@ -154,16 +157,16 @@ def _lazy(
     }
 
 
-def _load(parts: list[tuple[Weight, Stored, int]], shape: Shape, model: ModelConfig) -> Tensor:
-    with reading(Path(parts[0][1].where), damaged):
+def _load(parts: list[tuple[MegatronWeight, LazyWeight, int]], shape: Shape, model: ModelConfig) -> Tensor:
+    with reading_untrusted(Path(parts[0][1].location), megatron_file_error):
         return _read(parts, shape, model)
 
 
-def _read(parts: list[tuple[Weight, Stored, int]], shape: Shape, model: ModelConfig) -> Tensor:
+def _read(parts: list[tuple[MegatronWeight, LazyWeight, int]], shape: Shape, model: ModelConfig) -> Tensor:
     """One logical tensor, as memory of its own."""
     weight, stored, part = parts[0]
     out = torch.empty(shape, dtype=stored.dtype)
     for weight, stored, part in parts:
         place = out if weight.expert is None else out[weight.expert]
-        place.copy_(unpack(weight, stored.read(), part, model))
+        place.copy_(extract_logical(weight, stored.load(), part, model))
     return out

@@ -18,15 +18,20 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import some
-from petatron.base.untrusted_files import open_file, read_bytes, reading
-from petatron.checkpoint.megatron.pickle_interpreter import Name, StandIn, read_pickle
-from petatron.checkpoint.megatron.torch_save_file import CALLS_WITHOUT_TENSORS, DTYPES, plain_call, read_saved
+from petatron.base.text import abbreviate_names
+from petatron.base.untrusted_files import open_regular_file, read_limited_bytes, reading_untrusted
+from petatron.checkpoint.megatron.pickle_interpreter import GlobalName, InertObject, read_pickle
+from petatron.checkpoint.megatron.torch_save_file import (
+    CALLABLES_WITHOUT_TENSORS,
+    DTYPES,
+    call_allowed,
+    read_torch_save,
+)
 
-_MOST_METADATA_BYTES = 1 << 30
+_MAX_METADATA_BYTES = 1 << 30
 
 # What a Megatron run keeps beside its weights: its arguments with a few enums, random states, scales of FP8.
-_BESIDE_WEIGHTS = (
+_NON_WEIGHT_STATE = (
     "argparse.Namespace",
     "types.SimpleNamespace",
     "megatron.core.enums.ModelType",
@@ -101,82 +106,82 @@ _METADATA = (
         "pathlib._local.PosixPath",
     ]
 )  # fmt: skip
-_INERT = frozenset((*_BESIDE_WEIGHTS, *_OTHER_VALUES, *_METADATA))
+_ALLOWED_NAMES = frozenset((*_NON_WEIGHT_STATE, *_OTHER_VALUES, *_METADATA))
 _COPY_AGAIN = "Copy the checkpoint again from where it was written."
 
 
-def damaged(path: Path, why: str) -> CheckpointError:
+def megatron_file_error(path: Path, why: str) -> CheckpointError:
     """The error for a file of a Megatron checkpoint that cannot be read."""
     return CheckpointError(f"{path} {why}. {_COPY_AGAIN}")
 
 
-def load_file(path: Path) -> dict[str, Any]:
+def load_torch_file(path: Path) -> dict[str, Any]:
     """A file of `torch.save` that holds a dictionary; its tensors stay on disk until they are used."""
-    with _refusing(path) as name, open_file(path) as file:
+    with _allowlisted(path) as name, open_regular_file(path) as file:
         # Private pages: nothing is written to the file, and torch wants memory that could be written.
         memory = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, access=mmap.ACCESS_COPY)
-        content = read_saved(torch.frombuffer(memory, dtype=torch.uint8), name)
+        content = read_torch_save(torch.frombuffer(memory, dtype=torch.uint8), name)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dictionary. Is it Megatron's?")
     return content
 
 
-def load_blob(blob: Tensor, path: Path) -> Tensor:
+def load_tensor_blob(blob: Tensor, path: Path) -> Tensor:
     """One tensor out of bytes of a file of a distributed checkpoint, in whose memory it stays."""
-    with _refusing(path) as name:
-        content = read_saved(blob, name)
+    with _allowlisted(path) as name:
+        content = read_torch_save(blob, name)
     if not isinstance(content, Tensor):
         raise CheckpointError(f"{path} holds a {type(content).__name__} where its table has a tensor. {_COPY_AGAIN}")
     return content
 
 
-def load_metadata(path: Path) -> StandIn:
+def load_dist_metadata(path: Path) -> InertObject:
     """The table of a distributed checkpoint, made of stand-ins."""
-    with _refusing(path) as name:
-        table = read_pickle(read_bytes(path, _MOST_METADATA_BYTES), _WithoutTensors(name))
-    if not isinstance(table, StandIn):
+    with _allowlisted(path) as name:
+        table = read_pickle(read_limited_bytes(path, _MAX_METADATA_BYTES), _MetadataResolver(name))
+    if not isinstance(table, InertObject):
         raise CheckpointError(f"{path} holds a {type(table).__name__} instead of a checkpoint's table. {_COPY_AGAIN}")
     return table
 
 
-class _WithoutTensors:
-    """What the names of a table stand for; see `Builder`."""
+class _MetadataResolver:
+    """What the names of a table stand for; see `PickleResolver`."""
 
     def __init__(self, name: Callable[[str], Any]) -> None:
         self._name = name
 
-    def named(self, full: str) -> Any:
-        if full in CALLS_WITHOUT_TENSORS:
-            return Name(full)
+    def find_class(self, full: str) -> Any:
+        if full in CALLABLES_WITHOUT_TENSORS:
+            return GlobalName(full)
         return DTYPES[full] if full in DTYPES else self._name(full)
 
-    called = staticmethod(plain_call)
+    call = staticmethod(call_allowed)
 
-    def persistent(self, identity: Any) -> Any:
+    def persistent_load(self, identity: Any) -> Any:
         raise ValueError("it refers to a storage, and a table has none")
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[Callable[[str], Any]]:
+def _allowlisted(path: Path) -> Iterator[Callable[[str], Any]]:
     """What a name stands for while a file is read; at the end, names that may not be there are one error."""
-    known: dict[str, Name] = {}
+    known: dict[str, GlobalName] = {}
     unknown: set[str] = set()
 
-    def name(full: str) -> Name:
+    def name(full: str) -> GlobalName:
         if full not in known:
-            known[full] = Name(full)
-            if full not in _INERT:
+            known[full] = GlobalName(full)
+            if full not in _ALLOWED_NAMES:
                 unknown.add(full)
         return known[full]
 
     try:
-        with reading(path, damaged):
+        with reading_untrusted(path, megatron_file_error):
             yield name
     except CheckpointError:
         if not unknown:
             raise
     if unknown:
         raise CheckpointError(
-            f"{path} was refused and nothing in it was run: it names {some(unknown)}, which may not be read from a checkpoint. "
+            f"{path} was refused and nothing in it was run: it names {abbreviate_names(unknown)}, which may not be read from a checkpoint. "
             "If you trust it, load it where it was written and save it again with plain values in that place."
         )

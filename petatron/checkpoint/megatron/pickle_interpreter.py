@@ -2,8 +2,8 @@
 
 A pickle is a program for a small machine with a stack and a memo. Python's own machine looks names up and calls them, and besides that it
 can be made to use gigabytes or to run for ever by a few bytes: a memo index that makes it allocate as many places, a tuple of
-a tuple of itself that takes 2^60 steps to hash. This machine has neither. A name becomes a `Name`; what calling it makes, `Builder`
-says, and for all but a few names it is a `StandIn`, which keeps what it is given and can do nothing. The bounds:
+a tuple of itself that takes 2^60 steps to hash. This machine has neither. A name becomes a `GlobalName`; what calling it makes,
+`PickleResolver` says, and for all but a few names it is a `InertObject`, which keeps what it is given and can do nothing. The bounds:
 
     every opcode reads at least a byte and does constant work, or work in proportion to what it takes off the stack
     the memo is a dictionary, so an index costs nothing; containers are counted against the size of the file
@@ -19,10 +19,10 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-_MOST_MARKS = 1000
-_MOST_NAME_BYTES = 256
-_MOST_INTEGER_BYTES = 64
-_MOST_KEY = 1 << 60
+_MAX_MARKS = 1000
+_MAX_NAME_BYTES = 256
+_MAX_INTEGER_BYTES = 64
+_MAX_KEY = 1 << 60
 _FREE_CONTAINERS = 10_000
 _BYTES_PER_CONTAINER = 6  # half of what a file of many small chunks has, for each of two counts
 _STOP = 0x2E
@@ -34,7 +34,7 @@ class PickleError(ValueError):
     """The bytes are no pickle that is understood."""
 
 
-class Name:
+class GlobalName:
     """A name in a pickle, which stands for nothing."""
 
     __slots__ = ("full",)
@@ -43,7 +43,7 @@ class Name:
         self.full = full
 
 
-class StandIn:
+class InertObject:
     """Takes the place of an object: keeps the name of its class, its arguments and its state, and can do nothing."""
 
     __slots__ = ("arguments", "name", "state")
@@ -61,47 +61,47 @@ class StandIn:
         return self.state if isinstance(self.state, dict) else {}
 
 
-class Builder(Protocol):
+class PickleResolver(Protocol):
     """What the names and storages of a kind of file stand for."""
 
-    def named(self, full: str) -> Any:
+    def find_class(self, full: str) -> Any:
         """What a name stands for when it is mentioned."""
         ...
 
-    def called(self, name: Name, arguments: Any) -> Any:
+    def call(self, name: GlobalName, arguments: Any) -> Any:
         """What a name makes of arguments, in constant time."""
         ...
 
-    def persistent(self, identity: Any) -> Any:
+    def persistent_load(self, identity: Any) -> Any:
         """What is kept outside of the pickle."""
         ...
 
 
-def read_pickle(data: bytes, builder: Builder) -> Any:
+def read_pickle(data: bytes, resolver: PickleResolver) -> Any:
     """The value of a pickle; `PickleError` (or an IndexError or TypeError of a stack that is not as it should be) if it is none."""
-    return _Machine(data, builder).run()
+    return _PickleMachine(data, resolver).run()
 
 
-class _Machine:
+class _PickleMachine:
     """The stack, the memo, and where in the bytes it is."""
 
-    __slots__ = ("at", "builder", "data", "left", "marks", "memo", "stack")
+    __slots__ = ("at", "data", "marks", "memo", "objects_left", "resolver", "stack")
 
-    def __init__(self, data: bytes, builder: Builder) -> None:
-        self.data, self.builder, self.at = data, builder, 0
+    def __init__(self, data: bytes, resolver: PickleResolver) -> None:
+        self.data, self.resolver, self.at = data, resolver, 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        self.left = _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
+        self.objects_left = _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
 
     def run(self) -> Any:
         """Nearly all of a file are the opcodes that are written out here; the table has the others."""
         data, stack, marks, memo, push = self.data, self.stack, self.marks, self.memo, self.stack.append
-        called, handlers = self.builder.called, _HANDLERS
+        called, handlers = self.resolver.call, _HANDLERS
         if not data.endswith(b"."):
             raise PickleError("it is cut short")
-        at, left = 0, self.left
-        while left >= 0 and self.left >= 0:
+        at, left = 0, self.objects_left
+        while left >= 0 and self.objects_left >= 0:
             opcode = data[at]
             at += 1
             if opcode == 0x94:  # memoize
@@ -122,14 +122,14 @@ class _Machine:
                 push(data[at] + 256 * data[at + 1])
                 at += 2
             elif opcode == 0x28:  # mark
-                if len(marks) >= _MOST_MARKS:
+                if len(marks) >= _MAX_MARKS:
                     raise PickleError("it is nested too deeply")
                 marks.append(len(stack))
             elif opcode == 0x29:  # empty tuple
                 push(())
             elif opcode == 0x81 or opcode == 0x52:  # new object, call
                 arguments, name = stack.pop(), stack.pop()
-                if type(name) is not Name:
+                if type(name) is not GlobalName:
                     raise PickleError(f"it calls a {type(name).__name__}")
                 push(called(name, arguments))
                 left -= 1
@@ -142,7 +142,7 @@ class _Machine:
                 left -= 1
             elif opcode == 0x62:  # state of an object
                 state = stack.pop()
-                if type(stack[-1]) is StandIn:
+                if type(stack[-1]) is InertObject:
                     stack[-1].state = state
             elif opcode == 0x7D:  # empty dictionary
                 push({})
@@ -160,7 +160,7 @@ class _Machine:
 
     # What opcodes share
 
-    def take(self, count: int) -> bytes:
+    def read_bytes(self, count: int) -> bytes:
         end = self.at + count
         if end > len(self.data):
             raise PickleError("it is cut short")
@@ -168,61 +168,61 @@ class _Machine:
         self.at = end
         return found
 
-    def number(self, num_bytes: int) -> int:
-        return int.from_bytes(self.take(num_bytes), "little")
+    def read_uint(self, num_bytes: int) -> int:
+        return int.from_bytes(self.read_bytes(num_bytes), "little")
 
-    def line(self) -> str:
-        end = self.data.find(b"\n", self.at, self.at + _MOST_NAME_BYTES)
+    def read_line(self) -> str:
+        end = self.data.find(b"\n", self.at, self.at + _MAX_NAME_BYTES)
         if end < 0:
             raise PickleError("a name in it has no end")
         found = self.data[self.at : end].decode()
         self.at = end + 1
         return found
 
-    def since_mark(self) -> list[Any]:
+    def items_since_mark(self) -> list[Any]:
         begin = self.marks.pop()
         found = self.stack[begin:]
         del self.stack[begin:]
         return found
 
-    def container(self, value: Any) -> None:
-        self.left -= 1
+    def push_container(self, value: Any) -> None:
+        self.objects_left -= 1
         self.stack.append(value)
 
     # Opcodes
 
-    def refuse(self) -> None:
+    def unsupported_opcode(self) -> None:
         raise PickleError(f"it has the opcode {self.data[self.at - 1]:#04x}, which is not understood")
 
     def proto(self) -> None:
-        if self.number(1) > 5:
+        if self.read_uint(1) > 5:
             raise PickleError("it is of a later protocol")
 
     def pop(self) -> None:
         self.stack.pop()
 
     def pop_mark(self) -> None:
-        self.since_mark()
+        self.items_since_mark()
 
     def duplicate(self) -> None:
         self.stack.append(self.stack[-1])
 
     def empty_list(self) -> None:
-        self.container([])
+        self.push_container([])
 
     def tuple_since_mark(self) -> None:
-        self.container(tuple(self.since_mark()))
+        self.push_container(tuple(self.items_since_mark()))
 
     def tuple3(self) -> None:
         third, second, first = self.stack.pop(), self.stack.pop(), self.stack.pop()
-        self.container((first, second, third))
+        self.push_container((first, second, third))
 
     def list_since_mark(self) -> None:
-        self.container(self.since_mark())
+        self.push_container(self.items_since_mark())
 
     def dict_since_mark(self) -> None:
-        found = self.since_mark()
-        self.container({})
+        found = self.items_since_mark()
+        self.push_container({})
         self._set_items(found)
 
     def append(self) -> None:
@@ -230,7 +230,7 @@ class _Machine:
         self._list().append(value)
 
     def appends(self) -> None:
-        values = self.since_mark()
+        values = self.items_since_mark()
         self._list().extend(values)
 
     def _list(self) -> list[Any]:
@@ -244,7 +244,7 @@ class _Machine:
         self._set_items([key, value])
 
     def set_items(self) -> None:
-        self._set_items(self.since_mark())
+        self._set_items(self.items_since_mark())
 
     def _set_items(self, found: list[Any]) -> None:
         target = self.stack[-1]
@@ -253,70 +253,70 @@ class _Machine:
         values = iter(found)
         for key, value in zip(values, values):
             kind = type(key)
-            if kind is not str and kind is not StandIn and not (kind is int and -_MOST_KEY < key < _MOST_KEY):
-                key = StandIn("key", key)
+            if kind is not str and kind is not InertObject and not (kind is int and -_MAX_KEY < key < _MAX_KEY):
+                key = InertObject("key", key)
             target[key] = value
 
     def global_name(self) -> None:
-        module = self.line()
-        self.stack.append(self.builder.named(f"{module}.{self.line()}"))
+        module = self.read_line()
+        self.stack.append(self.resolver.find_class(f"{module}.{self.read_line()}"))
 
     def stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
-        if type(name) is not str or type(module) is not str or len(name) + len(module) > 2 * _MOST_NAME_BYTES:
+        if type(name) is not str or type(module) is not str or len(name) + len(module) > 2 * _MAX_NAME_BYTES:
             raise PickleError("a name in it is no text")
-        self.stack.append(self.builder.named(f"{module}.{name}"))
+        self.stack.append(self.resolver.find_class(f"{module}.{name}"))
 
-    def persistent(self) -> None:
-        self.container(self.builder.persistent(self.stack.pop()))
+    def persistent_id(self) -> None:
+        self.push_container(self.resolver.persistent_load(self.stack.pop()))
 
     def long(self) -> None:
-        count = self.number(1)
-        if count > _MOST_INTEGER_BYTES:
+        count = self.read_uint(1)
+        if count > _MAX_INTEGER_BYTES:
             raise PickleError("a number in it is too large")
-        self.stack.append(int.from_bytes(self.take(count), "little", signed=True))
+        self.stack.append(int.from_bytes(self.read_bytes(count), "little", signed=True))
 
-    def real(self) -> None:
-        self.stack.append(_FLOAT64(self.take(8))[0])
+    def binfloat(self) -> None:
+        self.stack.append(_FLOAT64(self.read_bytes(8))[0])
 
     def frame(self) -> None:
-        self.take(8)
+        self.read_bytes(8)
 
     def put(self) -> None:
-        self.memo[self.number(1)] = self.stack[-1]
+        self.memo[self.read_uint(1)] = self.stack[-1]
 
 
-def _value(value: Any) -> Callable[[_Machine], None]:
-    def push(machine: _Machine) -> None:
+def _push_constant(value: Any) -> Callable[[_PickleMachine], None]:
+    def push(machine: _PickleMachine) -> None:
         machine.stack.append(value)
 
     return push
 
 
-def _text(length_bytes: int, encoding: str = "utf-8") -> Callable[[_Machine], None]:
-    def push(machine: _Machine) -> None:
-        machine.stack.append(machine.take(machine.number(length_bytes)).decode(encoding, "surrogatepass"))
+def _push_text(length_bytes: int, encoding: str = "utf-8") -> Callable[[_PickleMachine], None]:
+    def push(machine: _PickleMachine) -> None:
+        machine.stack.append(machine.read_bytes(machine.read_uint(length_bytes)).decode(encoding, "surrogatepass"))
 
     return push
 
 
-def _bytes(length_bytes: int) -> Callable[[_Machine], None]:
-    def push(machine: _Machine) -> None:
-        machine.stack.append(machine.take(machine.number(length_bytes)))
+def _push_bytes(length_bytes: int) -> Callable[[_PickleMachine], None]:
+    def push(machine: _PickleMachine) -> None:
+        machine.stack.append(machine.read_bytes(machine.read_uint(length_bytes)))
 
     return push
 
 
-_M = _Machine
-_HANDLERS: list[Callable[[_Machine], None]] = [_M.refuse] * 256
+_M = _PickleMachine
+_HANDLERS: list[Callable[[_PickleMachine], None]] = [_M.unsupported_opcode] * 256
 for _code, _handler in {
     b"\x80": _M.proto, b"\x95": _M.frame, b"1": _M.pop_mark, b"0": _M.pop, b"2": _M.duplicate, b"q": _M.put,
-    b"N": _value(None), b"\x88": _value(True), b"\x89": _value(False), b"\x8a": _M.long, b"G": _M.real,
-    b"X": _text(4), b"\x8c": _text(1), b"\x8d": _text(8), b"U": _text(1, "latin-1"), b"T": _text(4, "latin-1"),
-    b"B": _bytes(4), b"C": _bytes(1), b"\x8e": _bytes(8), b"\x96": _bytes(8), b"]": _M.empty_list,
+    b"N": _push_constant(None), b"\x88": _push_constant(True), b"\x89": _push_constant(False), b"\x8a": _M.long, b"G": _M.binfloat,
+    b"X": _push_text(4), b"\x8c": _push_text(1), b"\x8d": _push_text(8), b"U": _push_text(1, "latin-1"), b"T": _push_text(4, "latin-1"),
+    b"B": _push_bytes(4), b"C": _push_bytes(1), b"\x8e": _push_bytes(8), b"\x96": _push_bytes(8), b"]": _M.empty_list,
     b"\x8f": _M.empty_list, b"\x87": _M.tuple3, b"t": _M.tuple_since_mark, b"l": _M.list_since_mark,
     b"d": _M.dict_since_mark, b"\x91": _M.tuple_since_mark, b"a": _M.append, b"e": _M.appends, b"\x90": _M.appends,
     b"s": _M.set_item, b"u": _M.set_items, b"c": _M.global_name, b"\x93": _M.stack_global,
-    b"Q": _M.persistent,
+    b"Q": _M.persistent_id,
 }.items():  # fmt: skip
     _HANDLERS[_code[0]] = _handler

@@ -28,37 +28,37 @@ from petatron.sharding.shard_spec import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LazyChunk:
     """One chunk: its indices along the leading dimensions of its tensor, and how to make it."""
 
-    lead: Shape
-    make: Callable[[], Tensor]
+    leading_index: Shape
+    load: Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """A tensor of the checkpoint; each part fills the dimensions after the first `leading` ones."""
+    """A tensor of the checkpoint; each part fills the dimensions after the first `num_leading_dims` ones."""
 
     name: str
     shape: Shape
-    leading: int
-    parts: tuple[Part, ...]
+    num_leading_dims: int
+    chunks: tuple[LazyChunk, ...]
 
 
-def save_tensors(folder: Path, tensors: Sequence[GlobalTensor]) -> None:
+def write_dist_tensors(folder: Path, tensors: Sequence[GlobalTensor]) -> None:
     """Write `.metadata` and one `.distcp` file."""
     # Without copying ahead the writer keeps the order of the plan, on which the fetching relies.
     writer = dcp.FileSystemWriter(str(folder), thread_count=1, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # says that there is no process group, which is the point
-        dcp.save({}, storage_writer=writer, planner=_Planner(tensors), no_dist=True)
+        dcp.save({}, storage_writer=writer, planner=_LazySavePlanner(tensors), no_dist=True)
 
 
-class _Planner(SavePlanner):
+class _LazySavePlanner(SavePlanner):
     def __init__(self, tensors: Sequence[GlobalTensor]) -> None:
         self._tensors = tensors
-        self._makers: dict[MetadataIndex, tuple[Part, Shape]] = {}
-        self._table: dict[str, Any] = {}
+        self._chunks_by_index: dict[MetadataIndex, tuple[LazyChunk, Shape]] = {}
+        self._state_dict_metadata: dict[str, Any] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Nothing: the tensors are known."""
@@ -66,27 +66,27 @@ class _Planner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = []
         for tensor in self._tensors:
-            inner = tensor.shape[tensor.leading :]
-            properties = TensorProperties(dtype=tensor.parts[0].make().dtype)
+            inner = tensor.shape[tensor.num_leading_dims :]
+            properties = TensorProperties(dtype=tensor.chunks[0].load().dtype)
             chunks = []
-            for part in tensor.parts:
-                start = torch.Size((*part.lead, *(0 for _ in inner)))
-                sizes = torch.Size((*(1 for _ in part.lead), *inner))
+            for part in tensor.chunks:
+                start = torch.Size((*part.leading_index, *(0 for _ in inner)))
+                sizes = torch.Size((*(1 for _ in part.leading_index), *inner))
                 chunk = ChunkStorageMetadata(start, sizes)
                 index = MetadataIndex(tensor.name, start, len(chunks))
                 chunks.append(chunk)
-                self._makers[index] = (part, tuple(sizes))
+                self._chunks_by_index[index] = (part, tuple(sizes))
                 data = TensorWriteData(chunk, properties, torch.Size(tensor.shape))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-            self._table[tensor.name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            self._state_dict_metadata[tensor.name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return all_plans, Metadata(self._table)
+        return all_plans, Metadata(self._state_dict_metadata)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        part, shape = self._makers[write_item.index]
-        return part.make().reshape(shape).contiguous()
+        part, shape = self._chunks_by_index[write_item.index]
+        return part.load().reshape(shape).contiguous()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.untrusted_files import is_count
-from petatron.checkpoint.megatron.pickle_interpreter import Name, StandIn, read_pickle
+from petatron.checkpoint.megatron.pickle_interpreter import GlobalName, InertObject, read_pickle
 
 DTYPES = {
     str(dtype): dtype
@@ -35,57 +35,57 @@ _STORAGES = {
     "torch.BoolStorage": torch.bool,
     "torch.storage.UntypedStorage": torch.uint8,
 }
-_MOST_DIMS = 64
-_MOST_ARGUMENTS = 16
-_LONGEST_KEY = 64
-_MOST_DIRECTORY_BYTES = 64 << 20
-_MOST_PICKLE_BYTES = 256 << 20
-_END, _END_64, _LOCATOR, _MEMBER, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
-_LONGEST_COMMENT = 0xFFFF
-_IN_EXTRA = 0xFFFFFFFF
+_MAX_DIMS = 64
+_MAX_ARGUMENTS = 16
+_MAX_KEY_CHARS = 64
+_MAX_DIRECTORY_BYTES = 64 << 20
+_MAX_PICKLE_BYTES = 256 << 20
+_EOCD, _EOCD64, _EOCD64_LOCATOR, _CENTRAL_HEADER, _LOCAL_HEADER = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
+_MAX_COMMENT_BYTES = 0xFFFF
+_IN_ZIP64_EXTRA = 0xFFFFFFFF
 
 
-def read_saved(memory: Tensor, name: Callable[[str], Any]) -> Any:
+def read_torch_save(data: Tensor, find_class: Callable[[str], Any]) -> Any:
     """The value in a file of `torch.save`, given as bytes in memory; its tensors are views of them.
 
-    `name` says what a name stands for that is neither a tensor's nor a dtype's.
+    `find_class` says what a name stands for that is neither a tensor's nor a dtype's.
     """
-    members = _directory(memory.numpy())
+    members = _zip_members(data.numpy())
     pickles = [member for member in members if member.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise ValueError("it is no file of torch.save")
     begin, end = members[pickles[0]]
-    if end - begin > _MOST_PICKLE_BYTES:
+    if end - begin > _MAX_PICKLE_BYTES:
         raise ValueError(f"its pickle has {end - begin:,} bytes")
     folder = pickles[0].removesuffix("data.pkl")
     order = members.get(f"{folder}byteorder")
-    if order is not None and memory[order[0] : order[1]].numpy().tobytes() != b"little":
+    if order is not None and data[order[0] : order[1]].numpy().tobytes() != b"little":
         raise ValueError("it was written on a machine with another byte order")
-    return read_pickle(memory[begin:end].numpy().tobytes(), _Tensors(memory, members, f"{folder}data/", name))
+    return read_pickle(data[begin:end].numpy().tobytes(), _TensorResolver(data, members, f"{folder}data/", find_class))
 
 
-class _Tensors:
-    """Makes tensors of what a pickle says of them; see `Builder`."""
+class _TensorResolver:
+    """Makes tensors of what a pickle says of them; see `PickleResolver`."""
 
     def __init__(
         self, memory: Tensor, members: Mapping[str, tuple[int, int]], folder: str, name: Callable[[str], Any]
     ) -> None:
         self._memory, self._members, self._folder, self._name = memory, members, folder, name
 
-    def named(self, full: str) -> Any:
-        if full in _CALLS or full in _STORAGES:
-            return Name(full)
+    def find_class(self, full: str) -> Any:
+        if full in _CALLABLES or full in _STORAGES:
+            return GlobalName(full)
         return DTYPES[full] if full in DTYPES else self._name(full)
 
-    def called(self, name: Name, arguments: Any) -> Any:
-        return plain_call(name, arguments)
+    def call(self, name: GlobalName, arguments: Any) -> Any:
+        return call_allowed(name, arguments)
 
-    def persistent(self, identity: Any) -> Any:
+    def persistent_load(self, identity: Any) -> Any:
         """The bytes of a storage, and the dtype it was saved with."""
-        kind, storage, key, *_ = _few(identity)
-        if kind != "storage" or type(storage) is not Name or storage.full not in _STORAGES:
-            return StandIn("storage", ())
-        if type(key) is not str or len(key) > _LONGEST_KEY:
+        kind, storage, key, *_ = _checked_arguments(identity)
+        if kind != "storage" or type(storage) is not GlobalName or storage.full not in _STORAGES:
+            return InertObject("storage", ())
+        if type(key) is not str or len(key) > _MAX_KEY_CHARS:
             raise ValueError("a storage in it has no name")
         begin, end = self._members[f"{self._folder}{key}"]
         return _Storage(self._memory[begin:end], _STORAGES[storage.full])
@@ -114,121 +114,123 @@ class _Storage:
         return whole.as_strided(shape, strides, whole.storage_offset() + offset)
 
 
-def _few(arguments: Any) -> tuple[Any, ...]:
+def _checked_arguments(arguments: Any) -> tuple[Any, ...]:
     """Arguments of a call; whoever takes them looks at each."""
-    if type(arguments) is not tuple or len(arguments) > _MOST_ARGUMENTS:
+    if type(arguments) is not tuple or len(arguments) > _MAX_ARGUMENTS:
         raise ValueError("a call in it has no arguments, or too many")
     return arguments
 
 
 def _check_shape(shape: Any) -> None:
-    if type(shape) is not tuple or len(shape) > _MOST_DIMS or not all(map(is_count, shape)):
+    if type(shape) is not tuple or len(shape) > _MAX_DIMS or not all(map(is_count, shape)):
         raise ValueError("a tensor in it has a shape that is none")
 
 
-def _size(shape: Any = ()) -> Any:
+def _torch_size(shape: Any = ()) -> Any:
     """As it is: whoever uses it checks it."""
     return shape
 
 
-def _tensor(storage: Any, offset: int, shape: Any, strides: Any, *_: Any) -> Any:
-    return storage.view(storage.dtype, offset, shape, strides) if type(storage) is _Storage else StandIn("tensor", ())
+def _rebuild_tensor_v2(storage: Any, offset: int, shape: Any, strides: Any, *_: Any) -> Any:
+    return (
+        storage.view(storage.dtype, offset, shape, strides) if type(storage) is _Storage else InertObject("tensor", ())
+    )
 
 
-def _tensor_of_dtype(
+def _rebuild_tensor_v3(
     storage: Any, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
 ) -> Any:
     plain = type(storage) is _Storage and isinstance(dtype, torch.dtype)
-    return storage.view(dtype, offset, shape, strides) if plain else StandIn("tensor", ())
+    return storage.view(dtype, offset, shape, strides) if plain else InertObject("tensor", ())
 
 
-def _parameter(data: Any, *_: Any) -> Any:
+def _rebuild_parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _tensor_with_attributes(make: Any, kind: Any, arguments: Any, *_: Any) -> Any:
-    plain = type(make) is Name and make.full in _REBUILDS
-    return _CALLS[make.full](*_few(arguments)) if plain else StandIn("tensor", ())
+def _rebuild_from_type_v2(rebuild: Any, kind: Any, arguments: Any, *_: Any) -> Any:
+    plain = type(rebuild) is GlobalName and rebuild.full in _REBUILDS
+    return _CALLABLES[rebuild.full](*_checked_arguments(arguments)) if plain else InertObject("tensor", ())
 
 
-def _dictionary(*items: Any) -> Any:
-    return StandIn("collections.OrderedDict", items) if items else {}
+def _ordered_dict(*items: Any) -> Any:
+    return InertObject("collections.OrderedDict", items) if items else {}
 
 
 _REBUILDS = {
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
 }
-_CALLS: Mapping[str, Callable[..., Any]] = {
+_CALLABLES: Mapping[str, Callable[..., Any]] = {
     **_REBUILDS,
-    "torch._tensor._rebuild_from_type_v2": _tensor_with_attributes,
-    "torch.Size": _size,
-    "collections.OrderedDict": _dictionary,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type_v2,
+    "torch.Size": _torch_size,
+    "collections.OrderedDict": _ordered_dict,
 }
-CALLS_WITHOUT_TENSORS = ("torch.Size", "collections.OrderedDict")
+CALLABLES_WITHOUT_TENSORS = ("torch.Size", "collections.OrderedDict")
 
 
-def plain_call(name: Name, arguments: Any) -> Any:
+def call_allowed(name: GlobalName, arguments: Any) -> Any:
     """What a name makes of arguments: a tensor, a shape, a dictionary, or a stand-in."""
-    call = _CALLS.get(name.full)
-    return StandIn(name.full, arguments) if call is None else call(*_few(arguments))
+    call = _CALLABLES.get(name.full)
+    return InertObject(name.full, arguments) if call is None else call(*_checked_arguments(arguments))
 
 
-def _directory(data: Any) -> dict[str, tuple[int, int]]:
+def _zip_members(data: Any) -> dict[str, tuple[int, int]]:
     """Where the members of an archive begin and end; ValueError if one is compressed or is not in the file."""
-    begin, size = _place_of_directory(data)
-    if size > _MOST_DIRECTORY_BYTES or begin + size > len(data):
+    begin, size = _central_directory_range(data)
+    if size > _MAX_DIRECTORY_BYTES or begin + size > len(data):
         raise ValueError("the directory of its archive is not in it")
     table = data[begin : begin + size].tobytes()
     members: dict[str, tuple[int, int]] = {}
     at = 0
     while at < size:
-        if table[at : at + 4] != _MEMBER:
+        if table[at : at + 4] != _CENTRAL_HEADER:
             raise ValueError("the directory of its archive is damaged")
         flags, method = struct.unpack_from("<HH", table, at + 8)
         packed, unpacked, name_bytes, extra_bytes, comment_bytes = struct.unpack_from("<IIHHH", table, at + 20)
         (local,) = struct.unpack_from("<I", table, at + 42)
         after = at + 46 + name_bytes
         name = table[at + 46 : after].decode()
-        unpacked, packed, local = _wide(table[after : after + extra_bytes], [unpacked, packed, local])
+        unpacked, packed, local = _zip64_values(table[after : after + extra_bytes], [unpacked, packed, local])
         if method != 0 or flags & 1 or packed != unpacked:
             raise ValueError(f"{name[:80]!r} in it is compressed or encrypted, which torch.save does not do")
         if name in members or local + 30 > len(data):
             raise ValueError(f"{name[:80]!r} is in it twice, or not at all")
         head = data[local : local + 30].tobytes()
         first = local + 30 + sum(struct.unpack_from("<HH", head, 26))
-        if head[:4] != _LOCAL or first + unpacked > len(data):
+        if head[:4] != _LOCAL_HEADER or first + unpacked > len(data):
             raise ValueError(f"{name[:80]!r} is not where its archive says")
         members[name] = (first, first + unpacked)
         at = after + extra_bytes + comment_bytes
     return members
 
 
-def _place_of_directory(data: Any) -> tuple[int, int]:
-    tail_at = max(0, len(data) - _LONGEST_COMMENT - 22)
+def _central_directory_range(data: Any) -> tuple[int, int]:
+    tail_at = max(0, len(data) - _MAX_COMMENT_BYTES - 22)
     tail = data[tail_at:].tobytes()
-    at = tail.rfind(_END)
+    at = tail.rfind(_EOCD)
     if at < 0 or at + 22 > len(tail):
         raise ValueError("it is no file of torch.save, or cut short")
     size, begin = struct.unpack_from("<II", tail, at + 12)
-    if at >= 20 and tail[at - 20 : at - 16] == _LOCATOR:
+    if at >= 20 and tail[at - 20 : at - 16] == _EOCD64_LOCATOR:
         (wide_at,) = struct.unpack_from("<Q", tail, at - 12)
         wide = data[wide_at : wide_at + 56].tobytes() if wide_at < len(data) else b""
-        if wide[:4] != _END_64 or len(wide) < 56:
+        if wide[:4] != _EOCD64 or len(wide) < 56:
             raise ValueError("the directory of its archive is not in it")
         size, begin = struct.unpack_from("<QQ", wide, 40)
     return begin, size
 
 
-def _wide(extra: bytes, values: list[int]) -> list[int]:
+def _zip64_values(extra: bytes, values: list[int]) -> list[int]:
     """Numbers of more than 32 bits stand in the extra field with the number 1, in their order."""
     at = 0
     while at + 4 <= len(extra):
         number, length = struct.unpack_from("<HH", extra, at)
         if number == 1:
             found = [x[0] for x in struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8])]
-            return [found.pop(0) if value == _IN_EXTRA and found else value for value in values]
+            return [found.pop(0) if value == _IN_ZIP64_EXTRA and found else value for value in values]
         at += 4 + length
     return values

@@ -15,71 +15,73 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.megatron.weight_names import Kind, Weight
+from petatron.checkpoint.megatron.weight_names import MegatronWeight, WeightLayout
 from petatron.config.schema.model import ModelConfig
 from petatron.sharding.shard_spec import Shape
 
 
-def unpack(weight: Weight, whole: Tensor, part: int, model: ModelConfig) -> Tensor:
+def extract_logical(weight: MegatronWeight, full_weight: Tensor, logical_index: int, model: ModelConfig) -> Tensor:
     """The logical tensor `weight.logical[part]` (one expert of it, if the weight is an expert's)."""
-    if weight.kind == "vocabulary":
-        return whole[: weight.shape[0]]
-    if weight.kind == "gated":
-        return whole.chunk(2)[part]
-    if weight.kind != "qkv":
-        return whole
-    per_group = _per_group(model)
-    grouped = whole.unflatten(0, (model.num_query_groups or 0, per_group + 2, model.kv_channels or 0))
-    heads = grouped[:, :per_group] if part == 0 else grouped[:, per_group + part - 1]
-    return heads.reshape(-1, *whole.shape[1:])
+    if weight.layout == "vocabulary":
+        return full_weight[: weight.shape[0]]
+    if weight.layout == "gated":
+        return full_weight.chunk(2)[logical_index]
+    if weight.layout != "qkv":
+        return full_weight
+    per_group = _heads_per_group(model)
+    grouped = full_weight.unflatten(0, (model.num_query_groups or 0, per_group + 2, model.kv_channels or 0))
+    heads = grouped[:, :per_group] if logical_index == 0 else grouped[:, per_group + logical_index - 1]
+    return heads.reshape(-1, *full_weight.shape[1:])
 
 
-def pack(weight: Weight, parts: Sequence[Tensor], model: ModelConfig, *, rows: int) -> Tensor:
-    """The whole weight from its logical tensors; `rows` is the vocabulary with its padding, which becomes zero."""
-    if weight.kind == "vocabulary":
+def fuse_logical(
+    weight: MegatronWeight, parts: Sequence[Tensor], model: ModelConfig, *, padded_vocab_size: int
+) -> Tensor:
+    """The whole weight from its logical tensors; `padded_vocab_size` is the vocabulary with its padding, which becomes zero."""
+    if weight.layout == "vocabulary":
         (table,) = parts
-        padding = table.new_zeros((rows - table.shape[0], *table.shape[1:]))
+        padding = table.new_zeros((padded_vocab_size - table.shape[0], *table.shape[1:]))
         return torch.cat((table, padding)) if len(padding) else table
-    if weight.kind == "gated":
+    if weight.layout == "gated":
         return torch.cat(tuple(parts))
-    if weight.kind != "qkv":
+    if weight.layout != "qkv":
         return parts[0]
     split = (model.num_query_groups or 0, -1, model.kv_channels or 0)
     return torch.cat([part.unflatten(0, split) for part in parts], dim=1).flatten(0, 2)
 
 
-def _per_group(model: ModelConfig) -> int:
+def _heads_per_group(model: ModelConfig) -> int:
     assert model.num_query_groups is not None
     return model.num_attention_heads // model.num_query_groups
 
 
-def cut_dim(kind: Kind) -> int | None:
+def shard_dim(layout: WeightLayout) -> int | None:
     """The dimension that tensor-parallel ranks share."""
-    return {"whole": None, "row": 1}.get(kind, 0)
+    return {"whole": None, "row": 1}.get(layout, 0)
 
 
-def joined_shape(kind: Kind, shard: Shape, tp: int) -> Shape:
+def unsharded_shape(layout: WeightLayout, shard_shape: Shape, tp: int) -> Shape:
     """The shape of the whole from that of one of `tp` shards."""
-    dim = cut_dim(kind)
-    return tuple(size * tp if at == dim else size for at, size in enumerate(shard))
+    dim = shard_dim(layout)
+    return tuple(size * tp if at == dim else size for at, size in enumerate(shard_shape))
 
 
-def join(kind: Kind, shards: Sequence[Tensor]) -> Tensor:
+def unshard(layout: WeightLayout, shards: Sequence[Tensor]) -> Tensor:
     """The whole weight from the shards of all tensor-parallel ranks."""
-    dim = cut_dim(kind)
+    dim = shard_dim(layout)
     if dim is None or len(shards) == 1:
         return shards[0]
-    if kind == "gated":
+    if layout == "gated":
         halves = [shard.chunk(2) for shard in shards]
         return torch.cat([half for side in zip(*halves) for half in side])
     return torch.cat(tuple(shards), dim=dim)
 
 
-def cut(kind: Kind, whole: Tensor, *, tp: int, rank: int) -> Tensor:
+def shard_weight(layout: WeightLayout, full_weight: Tensor, *, tp: int, tp_rank: int) -> Tensor:
     """One rank's shard, as memory of its own."""
-    dim = cut_dim(kind)
+    dim = shard_dim(layout)
     if dim is None or tp == 1:
-        return whole.contiguous()
-    if kind == "gated":
-        return torch.cat([half.chunk(tp)[rank] for half in whole.chunk(2)])
-    return whole.chunk(tp, dim=dim)[rank].clone(memory_format=torch.contiguous_format)
+        return full_weight.contiguous()
+    if layout == "gated":
+        return torch.cat([half.chunk(tp)[tp_rank] for half in full_weight.chunk(2)])
+    return full_weight.chunk(tp, dim=dim)[tp_rank].clone(memory_format=torch.contiguous_format)

@@ -25,92 +25,106 @@ from petatron.config.schema.run import RunConfig
 from petatron.models.hf import logical_shapes
 from petatron.sharding.shard_spec import Shape
 
-Kind = Literal["whole", "column", "row", "qkv", "gated", "vocabulary"]
+WeightLayout = Literal["whole", "column", "row", "qkv", "gated", "vocabulary"]
 """How a weight is cut over tensor-parallel ranks, and what is fused in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
-    """One weight of a Megatron model; `logical` are the logical tensors fused in it, `expert` which row of them it is.
+class MegatronWeight:
+    """One weight of a Megatron model; `logical_names` are the logical tensors fused in it, `expert` which row of them it is.
 
     `shape` leaves out the padding of a vocabulary.
     """
 
     name: str
-    kind: Kind
-    logical: tuple[str, ...]
+    layout: WeightLayout
+    logical_names: tuple[str, ...]
     shape: Shape
     expert: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _ModuleMapping:
     """Module names: `*` stands for a layer, `#` for an expert."""
 
-    megatron: str
-    logical: tuple[str, ...]
-    kind: Kind
+    megatron_module: str
+    logical_modules: tuple[str, ...]
+    layout: WeightLayout
 
 
 _LAYER = "decoder.layers.*"
-_ROWS = (
-    _Row("embedding.word_embeddings", ("embedding",), "vocabulary"),
-    _Row("embedding.position_embeddings", ("position",), "whole"),
-    _Row(f"{_LAYER}.input_layernorm", ("layers.*.attention_norm",), "whole"),
-    _Row(
+_MODULE_MAPPINGS = (
+    _ModuleMapping("embedding.word_embeddings", ("embedding",), "vocabulary"),
+    _ModuleMapping("embedding.position_embeddings", ("position",), "whole"),
+    _ModuleMapping(f"{_LAYER}.input_layernorm", ("layers.*.attention_norm",), "whole"),
+    _ModuleMapping(
         f"{_LAYER}.self_attention.linear_qkv",
         ("layers.*.attention.q", "layers.*.attention.k", "layers.*.attention.v"),
         "qkv",
     ),
-    _Row(f"{_LAYER}.self_attention.q_layernorm", ("layers.*.attention.q_norm",), "whole"),
-    _Row(f"{_LAYER}.self_attention.k_layernorm", ("layers.*.attention.k_norm",), "whole"),
-    _Row(f"{_LAYER}.self_attention.linear_proj", ("layers.*.attention.out",), "row"),
-    _Row(f"{_LAYER}.pre_mlp_layernorm", ("layers.*.mlp_norm",), "whole"),
-    _Row(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.gate", "layers.*.mlp.up"), "gated"),
-    _Row(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.up",), "column"),
-    _Row(f"{_LAYER}.mlp.linear_fc2", ("layers.*.mlp.down",), "row"),
-    _Row(f"{_LAYER}.mlp.router", ("layers.*.mlp.router",), "whole"),
-    _Row(f"{_LAYER}.mlp.fc1_latent_proj", ("layers.*.mlp.latent_down",), "whole"),
-    _Row(f"{_LAYER}.mlp.fc2_latent_proj", ("layers.*.mlp.latent_up",), "whole"),
-    _Row(f"{_LAYER}.mlp.experts.#.linear_fc1", ("layers.*.mlp.experts.gate", "layers.*.mlp.experts.up"), "gated"),
-    _Row(f"{_LAYER}.mlp.experts.#.linear_fc1", ("layers.*.mlp.experts.up",), "column"),
-    _Row(f"{_LAYER}.mlp.experts.#.linear_fc2", ("layers.*.mlp.experts.down",), "row"),
-    _Row(f"{_LAYER}.mlp.shared_experts.linear_fc1", ("layers.*.mlp.shared.gate", "layers.*.mlp.shared.up"), "gated"),
-    _Row(f"{_LAYER}.mlp.shared_experts.linear_fc1", ("layers.*.mlp.shared.up",), "column"),
-    _Row(f"{_LAYER}.mlp.shared_experts.linear_fc2", ("layers.*.mlp.shared.down",), "row"),
-    _Row(f"{_LAYER}.mlp.shared_experts.gate", ("layers.*.mlp.shared_gate",), "whole"),
-    _Row("decoder.final_layernorm", ("norm",), "whole"),
-    _Row("output_layer", ("head",), "vocabulary"),
+    _ModuleMapping(f"{_LAYER}.self_attention.q_layernorm", ("layers.*.attention.q_norm",), "whole"),
+    _ModuleMapping(f"{_LAYER}.self_attention.k_layernorm", ("layers.*.attention.k_norm",), "whole"),
+    _ModuleMapping(f"{_LAYER}.self_attention.linear_proj", ("layers.*.attention.out",), "row"),
+    _ModuleMapping(f"{_LAYER}.pre_mlp_layernorm", ("layers.*.mlp_norm",), "whole"),
+    _ModuleMapping(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.gate", "layers.*.mlp.up"), "gated"),
+    _ModuleMapping(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.up",), "column"),
+    _ModuleMapping(f"{_LAYER}.mlp.linear_fc2", ("layers.*.mlp.down",), "row"),
+    _ModuleMapping(f"{_LAYER}.mlp.router", ("layers.*.mlp.router",), "whole"),
+    _ModuleMapping(f"{_LAYER}.mlp.fc1_latent_proj", ("layers.*.mlp.latent_down",), "whole"),
+    _ModuleMapping(f"{_LAYER}.mlp.fc2_latent_proj", ("layers.*.mlp.latent_up",), "whole"),
+    _ModuleMapping(
+        f"{_LAYER}.mlp.experts.#.linear_fc1", ("layers.*.mlp.experts.gate", "layers.*.mlp.experts.up"), "gated"
+    ),
+    _ModuleMapping(f"{_LAYER}.mlp.experts.#.linear_fc1", ("layers.*.mlp.experts.up",), "column"),
+    _ModuleMapping(f"{_LAYER}.mlp.experts.#.linear_fc2", ("layers.*.mlp.experts.down",), "row"),
+    _ModuleMapping(
+        f"{_LAYER}.mlp.shared_experts.linear_fc1", ("layers.*.mlp.shared.gate", "layers.*.mlp.shared.up"), "gated"
+    ),
+    _ModuleMapping(f"{_LAYER}.mlp.shared_experts.linear_fc1", ("layers.*.mlp.shared.up",), "column"),
+    _ModuleMapping(f"{_LAYER}.mlp.shared_experts.linear_fc2", ("layers.*.mlp.shared.down",), "row"),
+    _ModuleMapping(f"{_LAYER}.mlp.shared_experts.gate", ("layers.*.mlp.shared_gate",), "whole"),
+    _ModuleMapping("decoder.final_layernorm", ("norm",), "whole"),
+    _ModuleMapping("output_layer", ("head",), "vocabulary"),
 )
 
 
-def experts_in(model: ModelConfig, moe: MoEConfig | None) -> tuple[bool, ...]:
+def moe_layer_mask(model: ModelConfig, moe: MoEConfig | None) -> tuple[bool, ...]:
     """Which layers are mixtures of experts."""
     return moe_layers(RunConfig(model=model, moe=moe or MoEConfig()))
 
 
-def shapes_of(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Shape]:
+def logical_shapes_with_router_bias(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Shape]:
     """Every logical tensor, with the bias of routers, which is state and not a parameter."""
-    mixed = experts_in(model, moe)
+    mixed = moe_layer_mask(model, moe)
     shapes = logical_shapes(model, moe, mixed)
     if moe is not None and moe.num_experts is not None and moe.moe_router_enable_expert_bias:
         shapes |= {f"layers.{at}.mlp.router.expert_bias": (moe.num_experts,) for at, here in enumerate(mixed) if here}
     return shapes
 
 
-def megatron_weights(model: ModelConfig, moe: MoEConfig | None) -> tuple[Weight, ...]:
+def megatron_weights(model: ModelConfig, moe: MoEConfig | None) -> tuple[MegatronWeight, ...]:
     """Every weight of the model, in the order of its layers; together they are all its logical tensors, each once."""
-    shapes = shapes_of(model, moe)
-    found = [weight for row in _ROWS if "*" not in row.megatron for weight in _written_out(row, 0, shapes)]
+    shapes = logical_shapes_with_router_bias(model, moe)
+    found = [
+        weight
+        for row in _MODULE_MAPPINGS
+        if "*" not in row.megatron_module
+        for weight in _expand_mapping(row, 0, shapes)
+    ]
     for layer in range(model.num_layers):
-        found += [weight for row in _ROWS if "*" in row.megatron for weight in _written_out(row, layer, shapes)]
-    left = shapes.keys() - {name for weight in found for name in weight.logical}
+        found += [
+            weight
+            for row in _MODULE_MAPPINGS
+            if "*" in row.megatron_module
+            for weight in _expand_mapping(row, layer, shapes)
+        ]
+    left = shapes.keys() - {name for weight in found for name in weight.logical_names}
     assert not left, f"no row names {sorted(left)}"
     return tuple(found)
 
 
-def _written_out(row: _Row, layer: int, shapes: Mapping[str, Shape]) -> Iterator[Weight]:
-    modules = [module.replace("*", str(layer)) for module in row.logical]
+def _expand_mapping(mapping: _ModuleMapping, layer: int, shapes: Mapping[str, Shape]) -> Iterator[MegatronWeight]:
+    modules = [module.replace("*", str(layer)) for module in mapping.logical_modules]
     # `up` alone is a plain MLP only if there is no gate beside it.
     if len(modules) == 1 and modules[0].endswith(".up") and f"{modules[0][:-3]}.gate.weight" in shapes:
         return
@@ -118,22 +132,22 @@ def _written_out(row: _Row, layer: int, shapes: Mapping[str, Shape]) -> Iterator
         names = tuple(f"{module}.{leaf}" for module in modules)
         if not all(name in shapes for name in names):
             continue
-        kind: Kind = "whole" if row.kind == "row" and leaf == "bias" else row.kind
-        name = f"{row.megatron.replace('*', str(layer))}.{leaf}"
+        kind: WeightLayout = "whole" if mapping.layout == "row" and leaf == "bias" else mapping.layout
+        name = f"{mapping.megatron_module.replace('*', str(layer))}.{leaf}"
         if "#" not in name:
-            yield Weight(name, kind, names, _fused([shapes[part] for part in names]))
+            yield MegatronWeight(name, kind, names, _fused_shape([shapes[part] for part in names]))
             continue
         for expert in range(shapes[names[0]][0]):
-            shape = _fused([shapes[part][1:] for part in names])
-            yield Weight(name.replace("#", str(expert)), kind, names, shape, expert)
+            shape = _fused_shape([shapes[part][1:] for part in names])
+            yield MegatronWeight(name.replace("#", str(expert)), kind, names, shape, expert)
 
 
-def _fused(shapes: list[Shape]) -> Shape:
+def _fused_shape(shapes: list[Shape]) -> Shape:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 # Names of modules before the core library, after `language_model.` or without it.
-_OLD_MODULES = {
+_LEGACY_MODULES = {
     "input_layernorm": "input_layernorm",
     "input_norm": "input_layernorm",
     "self_attention.query_key_value": "self_attention.linear_qkv",
@@ -145,14 +159,14 @@ _OLD_MODULES = {
     "mlp.dense_h_to_4h": "mlp.linear_fc1",
     "mlp.dense_4h_to_h": "mlp.linear_fc2",
 }
-_OLD_LAYER = re.compile(r"(?:language_model\.)?(?:encoder|transformer)\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_OLD_ENDS = (
+_LEGACY_LAYER = re.compile(r"(?:language_model\.)?(?:encoder|transformer)\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_LEGACY_NON_LAYER = (
     (re.compile(r"language_model\.embedding\.(word|position)_embeddings\.weight"), r"embedding.\1_embeddings.weight"),
     (re.compile(r"language_model\.(?:encoder|transformer)\.final_(?:layer)?norm\."), "decoder.final_layernorm."),
     (re.compile(r"language_model\.output_layer\.weight"), "output_layer.weight"),
     (re.compile(r"word_embeddings_for_head\.weight"), "output_layer.weight"),
 )
-_ALIASES = (
+_TE_ALIASES = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
     (re.compile(r"mlp\.shared_experts\.gate_weight$"), "mlp.shared_experts.gate.weight"),
@@ -167,37 +181,37 @@ def is_weight(name: str) -> bool:
     return _NOT_WEIGHTS.search(name) is None
 
 
-def modern_name(name: str) -> str:
+def mcore_name(name: str) -> str:
     """The core library's name, with norms as modules of their own.
 
-    >>> modern_name("language_model.encoder.layers.0.mlp.dense_4h_to_h.bias")
+    >>> mcore_name("language_model.encoder.layers.0.mlp.dense_4h_to_h.bias")
     'decoder.layers.0.mlp.linear_fc2.bias'
-    >>> modern_name("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight")
+    >>> mcore_name("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight")
     'decoder.layers.0.input_layernorm.weight'
     """
-    old = _OLD_LAYER.fullmatch(name)
-    if old is not None and old[2] in _OLD_MODULES:
-        return f"decoder.layers.{old[1]}.{_OLD_MODULES[old[2]]}.{old[3]}"
-    for pattern, new in (*_OLD_ENDS, *_ALIASES):
+    old = _LEGACY_LAYER.fullmatch(name)
+    if old is not None and old[2] in _LEGACY_MODULES:
+        return f"decoder.layers.{old[1]}.{_LEGACY_MODULES[old[2]]}.{old[3]}"
+    for pattern, new in (*_LEGACY_NON_LAYER, *_TE_ALIASES):
         name = pattern.sub(new, name)
     return name
 
 
-def transformer_engine_name(name: str, *, mixed: bool) -> str:
+def transformer_engine_name(name: str, *, is_moe: bool) -> str:
     """The name that Megatron's default implementation gives a weight: norms are parts of the product after them.
 
-    In a mixture of experts (`mixed`) no product follows the second norm, so it is a module of its own.
+    In a mixture of experts (`is_moe`) no product follows the second norm, so it is a module of its own.
     """
     name = re.sub(r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1", name)
-    if not mixed:
+    if not is_moe:
         name = re.sub(r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1", name)
     return name.replace(".shared_experts.gate.weight", ".shared_experts.gate_weight")
 
 
-def layer_of(name: str) -> int | None:
+def layer_index(name: str) -> int | None:
     """The layer in a weight's name; None for both ends of the model.
 
-    >>> layer_of("decoder.layers.12.input_layernorm.weight"), layer_of("output_layer.weight")
+    >>> layer_index("decoder.layers.12.input_layernorm.weight"), layer_index("output_layer.weight")
     (12, None)
     """
     match = re.match(r"decoder\.layers\.(\d+)\.", name)

@@ -13,13 +13,13 @@ from torch import Tensor
 _THREADS = 4
 
 
-class Staging:
+class StagingBuffer:
     """Host memory that keeps its size between saves; pinned where a device copies into it."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same tensors as they are now. The copies are valid until the next call."""
         on_device = any(tensor.device.type == "cuda" for tensor in tensors.values())
         sizes = {name: tensor.numel() * tensor.dtype.itemsize for name, tensor in tensors.items()}
@@ -27,11 +27,11 @@ class Staging:
         for name, size in sizes.items():
             starts[name] = total
             total += -(-size // 64) * 64
-        if self._memory.numel() < total:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old memory before asking for more
-            self._memory = _memory(total, pinned=on_device)
+        if self._buffer.numel() < total:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old memory before asking for more
+            self._buffer = _host_buffer(total, pinned=on_device)
         copies = {
-            name: self._memory[starts[name] : starts[name] + sizes[name]].view(tensor.dtype).view(tensor.shape)
+            name: self._buffer[starts[name] : starts[name] + sizes[name]].view(tensor.dtype).view(tensor.shape)
             for name, tensor in tensors.items()
         }
         if on_device:
@@ -44,14 +44,14 @@ class Staging:
         return copies
 
 
-def _memory(num_bytes: int, *, pinned: bool) -> Tensor:
+def _host_buffer(num_bytes: int, *, pinned: bool) -> Tensor:
     """Host memory; numpy's comes in huge pages, which the first copy into it touches several times as fast."""
     if pinned:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
 
 
-class Background:
+class AsyncSaveThread:
     """At most one piece of work at a time, on a thread of its own."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Background:
         self._error: BaseException | None = None
 
     @property
-    def busy(self) -> bool:
+    def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], None]) -> None:

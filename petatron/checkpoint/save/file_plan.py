@@ -14,18 +14,18 @@ import torch
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES
-from petatron.checkpoint.state import WEIGHTS
-from petatron.models.hf.folder_entries import Entry
+from petatron.checkpoint.state import WEIGHT_PREFIX
+from petatron.models.hf.folder_entries import FolderEntry
 from petatron.sharding.boxes import Box, tiling_problem
 from petatron.sharding.shard_spec import Shape
 
-_MOST_FILE_BYTES = 4 << 30
-_LEAST_FILE_BYTES = 512 << 20
-_SHOWN = 5
+_MAX_FILE_BYTES = 4 << 30
+_MIN_FILE_BYTES = 512 << 20
+_MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class WeightSpec:
     """A logical tensor of the model folder."""
 
     shape: Shape
@@ -41,11 +41,11 @@ class FilePlan:
     """A file of the folder, and the rank that writes it."""
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[FolderEntry, ...]
     rank: int
 
 
-def logical_shapes(entries: Iterable[Entry]) -> dict[str, Shape]:
+def shapes_from_entries(entries: Iterable[FolderEntry]) -> dict[str, Shape]:
     """The shape of every logical tensor, as far as the entries' regions reach."""
     shapes: dict[str, Shape] = {}
     for region in (region for entry in entries for region in entry.regions):
@@ -55,16 +55,16 @@ def logical_shapes(entries: Iterable[Entry]) -> dict[str, Shape]:
     return shapes
 
 
-def entry_bytes(entry: Entry, dtypes: Mapping[str, torch.dtype]) -> int:
+def entry_bytes(entry: FolderEntry, dtypes: Mapping[str, torch.dtype]) -> int:
     return math.prod(entry.shape) * dtypes[entry.regions[0].name].itemsize
 
 
-def plan_files(entries: Sequence[Entry], dtypes: Mapping[str, torch.dtype], world_size: int) -> list[FilePlan]:
+def plan_files(entries: Sequence[FolderEntry], dtypes: Mapping[str, torch.dtype], world_size: int) -> list[FilePlan]:
     """Cut the entries into files of at most 4 GiB, more where that lets more ranks write at a time."""
     sizes = [entry_bytes(entry, dtypes) for entry in entries]
     total = sum(sizes)
-    count = max(-(-total // _MOST_FILE_BYTES), min(world_size, -(-total // _LEAST_FILE_BYTES)), 1)
-    groups: list[list[Entry]] = [[] for _ in range(count)]
+    count = max(-(-total // _MAX_FILE_BYTES), min(world_size, -(-total // _MIN_FILE_BYTES)), 1)
+    groups: list[list[FolderEntry]] = [[] for _ in range(count)]
     before = 0
     for entry, size in zip(entries, sizes):
         groups[min(count - 1, before * count // max(total, 1))].append(entry)
@@ -81,35 +81,39 @@ def plan_files(entries: Sequence[Entry], dtypes: Mapping[str, torch.dtype], worl
     ]
 
 
-def check_folder(entries: Sequence[Entry], held: Mapping[str, Shape]) -> None:
+def check_folder_complete(entries: Sequence[FolderEntry], local_shapes: Mapping[str, Shape]) -> None:
     """Refuse entries that do not hold each of these logical tensors once. Each rank asks for those it holds boxes of."""
     boxes: dict[str, list[Box]] = {}
     for region in (region for entry in entries for region in entry.regions):
-        if region.name in held:
+        if region.name in local_shapes:
             boxes.setdefault(region.name, []).append(Box(region.start, region.shape))
     problems = []
-    for name, shape in held.items():
+    for name, shape in local_shapes.items():
         gap = tiling_problem(shape, boxes[name])
         problems += [] if gap is None else [f"{name} in the folder: {gap}"]
     if problems:
-        raise not_whole(problems)
+        raise incomplete_weights_error(problems)
 
 
-def not_whole(problems: Sequence[str]) -> CheckpointError:
+def incomplete_weights_error(problems: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"the ranks' weights are not the whole model: {'; '.join(problems[:_SHOWN])}. Nothing was saved."
+        f"the ranks' weights are not the whole model: {'; '.join(problems[:_MAX_SHOWN])}. Nothing was saved."
     )
 
 
-def file_table(file: FilePlan, weights: Mapping[str, Weight], path: str) -> list[tuple[str, StoredTensor]]:
+def file_table_entries(file: FilePlan, weights: Mapping[str, WeightSpec], path: str) -> list[tuple[str, StoredTensor]]:
     """The entries of a table for a file of the folder."""
     return [
         (
-            WEIGHTS + region.name,
+            WEIGHT_PREFIX + region.name,
             StoredTensor(
                 weights[region.name].shape,
                 DTYPE_CODES[weights[region.name].dtype],
-                (StoredBox(path, entry.name, Box(region.start, region.shape), region.at, region.transposed),),
+                (
+                    StoredBox(
+                        path, entry.name, Box(region.start, region.shape), region.start_in_entry, region.transposed
+                    ),
+                ),
             ),
         )
         for entry in file.entries

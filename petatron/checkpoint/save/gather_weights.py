@@ -1,6 +1,6 @@
 """From the boxes of weights that ranks hold to the whole tensors of a model folder, each on the one rank that writes it.
 
-Transfers go in rounds of limited size, one exchange each (`planning/transfers.py` says what is in them), so the memory on the
+Transfers go in rounds of limited size, one exchange each (`weight_transfers.py` says what is in them), so the memory on the
 device is that of a round, however large a tensor is. With one rank nothing moves, and an entry that is one box is that
 box's own memory.
 """
@@ -12,79 +12,81 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.files.entry_layout import entry_box, in_entry
+from petatron.checkpoint.files.entry_layout import entry_box, to_entry_layout
 from petatron.checkpoint.save.file_plan import FilePlan
-from petatron.checkpoint.save.weight_transfers import Moves, Transfer, TransferPlan
+from petatron.checkpoint.save.weight_transfers import TransferPlan, TransferRound, WeightTransfer
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.collectives import all_to_all
 from petatron.mesh.mesh import Axis
 
 
-class Assembly:
+class WeightGather:
     """The transfers of a save, and the memory they need: once this is made on every rank, nothing of it should fail."""
 
     def __init__(
         self,
         files: Sequence[FilePlan],
         dtypes: Mapping[str, torch.dtype],
-        plan: TransferPlan,
+        transfer_plan: TransferPlan,
         chunks: Sequence[Chunk],
-        world: Axis,
+        world_axis: Axis,
         device: torch.device,
     ) -> None:
         """`chunks` are all of this rank's, on the device that the world's ranks talk over."""
-        self._plan, self._chunks, self._world = plan, chunks, world
-        own = (entry for file in files if file.rank == world.rank for entry in file.entries)
-        self._whole: dict[str, Tensor] = {}
+        self._transfer_plan, self._chunks, self._world_axis = transfer_plan, chunks, world_axis
+        own = (entry for file in files if file.rank == world_axis.rank for entry in file.entries)
+        self._entry_tensors: dict[str, Tensor] = {}
         for entry in own:
-            alias = plan.aliases.get(entry.name)
+            alias = transfer_plan.aliases.get(entry.name)
             dtype = dtypes[entry.regions[0].name]
-            self._whole[entry.name] = (
-                torch.empty(entry.shape, dtype=dtype) if alias is None else _entry_part(alias, self._part(alias))
+            self._entry_tensors[entry.name] = (
+                torch.empty(entry.shape, dtype=dtype)
+                if alias is None
+                else _in_entry_layout(alias, self._local_box(alias))
             )
-        self._outgoing = torch.empty(plan.bytes_out, dtype=torch.uint8, device=device)
-        self._incoming = torch.empty(plan.bytes_in, dtype=torch.uint8)
+        self._send_buffer = torch.empty(transfer_plan.max_send_bytes, dtype=torch.uint8, device=device)
+        self._recv_buffer = torch.empty(transfer_plan.max_recv_bytes, dtype=torch.uint8)
 
     def run(self) -> dict[str, Tensor]:
         """The whole entries of this rank's files, in host memory unless they are a local chunk's own; every rank calls it."""
-        for transfer in self._plan.own:
-            self._place(transfer, self._part(transfer))
-        if self._world.size > 1:
-            for moves in self._plan.rounds:
+        for transfer in self._transfer_plan.local_copies:
+            self._copy_into_entry(transfer, self._local_box(transfer))
+        if self._world_axis.size > 1:
+            for moves in self._transfer_plan.rounds:
                 self._exchange(moves)
-        return self._whole
+        return self._entry_tensors
 
-    def _exchange(self, moves: Moves) -> None:
-        sent, received = [0] * self._world.size, [0] * self._world.size
+    def _exchange(self, transfer_round: TransferRound) -> None:
+        sent, received = [0] * self._world_axis.size, [0] * self._world_axis.size
         at = 0
-        for transfer in moves.sending:
-            _values(self._outgoing, at, transfer).copy_(self._part(transfer))
+        for transfer in transfer_round.sends:
+            _packed_view(self._send_buffer, at, transfer).copy_(self._local_box(transfer))
             at += transfer.num_bytes
             sent[transfer.peer] += transfer.num_bytes
-        for transfer in moves.receiving:
+        for transfer in transfer_round.receives:
             received[transfer.peer] += transfer.num_bytes
-        arrived = all_to_all(self._outgoing[:at], self._world, send=sent, receive=received)
-        self._incoming[: arrived.numel()].copy_(arrived)
+        arrived = all_to_all(self._send_buffer[:at], self._world_axis, send=sent, receive=received)
+        self._recv_buffer[: arrived.numel()].copy_(arrived)
         at = 0
-        for transfer in moves.receiving:
-            self._place(transfer, _values(self._incoming, at, transfer))
+        for transfer in transfer_round.receives:
+            self._copy_into_entry(transfer, _packed_view(self._recv_buffer, at, transfer))
             at += transfer.num_bytes
 
-    def _part(self, transfer: Transfer) -> Tensor:
-        chunk = self._chunks[transfer.index]
-        return chunk.tensor.detach()[transfer.common.slices_in(chunk.box)]
+    def _local_box(self, transfer: WeightTransfer) -> Tensor:
+        chunk = self._chunks[transfer.chunk_index]
+        return chunk.tensor.detach()[transfer.box.slices_in(chunk.box)]
 
-    def _place(self, transfer: Transfer, values: Tensor) -> None:
-        region, target = transfer.region, self._whole[transfer.entry.name]
-        inside = entry_box(transfer.common, region.start, region.at, transposed=region.transposed)
-        target[inside.slices()].copy_(_entry_part(transfer, values))
-
-
-def _entry_part(transfer: Transfer, values: Tensor) -> Tensor:
-    return in_entry(values, len(transfer.entry.shape), transposed=transfer.region.transposed)
+    def _copy_into_entry(self, transfer: WeightTransfer, values: Tensor) -> None:
+        region, target = transfer.region, self._entry_tensors[transfer.entry.name]
+        inside = entry_box(transfer.box, region.start, region.start_in_entry, transposed=region.transposed)
+        target[inside.slices()].copy_(_in_entry_layout(transfer, values))
 
 
-def _values(memory: Tensor, at: int, transfer: Transfer) -> Tensor:
+def _in_entry_layout(transfer: WeightTransfer, values: Tensor) -> Tensor:
+    return to_entry_layout(values, len(transfer.entry.shape), transposed=transfer.region.transposed)
+
+
+def _packed_view(buffer: Tensor, offset: int, transfer: WeightTransfer) -> Tensor:
     """The place of a transfer in packed memory, as the box it is."""
-    size = transfer.common.volume * transfer.dtype.itemsize
-    return memory[at : at + size].view(transfer.dtype).view(transfer.common.shape)
+    size = transfer.box.volume * transfer.dtype.itemsize
+    return buffer[offset : offset + size].view(transfer.dtype).view(transfer.box.shape)

@@ -1,14 +1,14 @@
 """What a save of this layout does on one rank, found out with messages and without any rank that knows everything.
 
     1. The dtype of every tensor of the model folder: one maximum over all ranks (`dtype_numbers`, `agreed_dtypes`).
-    2. From that, the files of the folder and their writers, on every rank alike (`planning/files.py`).
-    3. Messages (`Survey.messages`): every box goes to the ranks that write the entries it meets, if it belongs to the folder; and
+    2. From that, the files of the folder and their writers, on every rank alike (`file_plan.py`).
+    3. Messages (`SavePlanner.messages`): every box goes to the ranks that write the entries it meets, if it belongs to the folder; and
        else to the one rank that checks its tensor, which a hash of the key chooses.
-    4. The plan (`Survey.plan`): writers know where their entries come from and that nothing is missing; checkers know that the
+    4. The plan (`SavePlanner.plan`): writers know where their entries come from and that nothing is missing; checkers know that the
        boxes of each tensor are the whole tensor, once.
 
 A rank's work grows with its own boxes, with the entries of the model, and with the boxes of the tensors that it writes or checks.
-All of this is pure: `Survey` needs no process group. The layout does not change in a run, so it happens at the first save.
+All of this is pure: `SavePlanner` needs no process group. The layout does not change in a run, so it happens at the first save.
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ from torch import Tensor
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPES, dtype_code
-from petatron.checkpoint.files.step_folder import MODEL, rank_file
+from petatron.checkpoint.files.step_folder import MODEL_FOLDER, rank_file_path
 from petatron.checkpoint.save.file_plan import (
     FilePlan,
-    Weight,
-    check_folder,
-    file_table,
-    logical_shapes,
-    not_whole,
+    WeightSpec,
+    check_folder_complete,
+    file_table_entries,
+    incomplete_weights_error,
     plan_files,
+    shapes_from_entries,
 )
-from petatron.checkpoint.save.weight_transfers import ROUND_BYTES, Held, TransferPlan, plan_transfers
-from petatron.checkpoint.state import WEIGHTS, Chunk, ChunkFacts, ModelFolder
-from petatron.models.hf.folder_entries import Entry
+from petatron.checkpoint.save.weight_transfers import ROUND_BYTES, PrimaryBox, TransferPlan, plan_transfers
+from petatron.checkpoint.state import WEIGHT_PREFIX, Chunk, ChunkMetadata, ModelFolder
+from petatron.models.hf.folder_entries import FolderEntry
 from petatron.sharding.boxes import Box, BoxIndex, tiling_problem
 
-_CODES = sorted(DTYPES)
+_DTYPE_CODES = sorted(DTYPES)
 
-LocalFacts = tuple[str, torch.Size, torch.dtype]
-Layout = tuple[tuple[tuple[ChunkFacts, bool], ...], tuple[LocalFacts, ...], tuple[Entry, ...] | None]
+LocalTensorMetadata = tuple[str, torch.Size, torch.dtype]
+SavePlanKey = tuple[
+    tuple[tuple[ChunkMetadata, bool], ...], tuple[LocalTensorMetadata, ...], tuple[FolderEntry, ...] | None
+]
 """All that a plan depends on: this rank's chunks and which it is primary for, its local tensors, the folder's entries."""
 
 
-def layout_of(chunks: Sequence[Chunk], local: Mapping[str, Tensor], model: ModelFolder | None) -> Layout:
+def save_plan_key(chunks: Sequence[Chunk], local: Mapping[str, Tensor], model: ModelFolder | None) -> SavePlanKey:
     """What must be the same for a plan to be used again."""
-    facts = tuple((chunk.facts, chunk.primary) for chunk in chunks)
+    facts = tuple((chunk.metadata, chunk.primary) for chunk in chunks)
     apart = tuple((name, tensor.shape, tensor.dtype) for name, tensor in local.items())
     return facts, apart, None if model is None else model.entries
 
@@ -57,62 +59,66 @@ def layout_of(chunks: Sequence[Chunk], local: Mapping[str, Tensor], model: Model
 class SavePlan:
     """One rank's part of every save in a layout.
 
-    state: name in the rank's own file and place among the chunks, for each box that goes there. files: those of the folder, of all
-    ranks. table: what this rank writes, as its table says it. own_bytes: the size of the boxes this rank is primary for.
+    state_entries: name in the rank's own file and place among the chunks, for each box that goes there. files: those of the folder, of all
+    ranks. table_entries: what this rank writes, as its table says it. primary_bytes: the size of the boxes this rank is primary for.
     """
 
-    state: tuple[tuple[str, int], ...]
+    state_entries: tuple[tuple[str, int], ...]
     files: tuple[FilePlan, ...]
     dtypes: Mapping[str, torch.dtype]
-    table: tuple[tuple[str, StoredTensor], ...]
+    table_entries: tuple[tuple[str, StoredTensor], ...]
     transfers: TransferPlan
-    own_bytes: int
+    primary_bytes: int
 
-    def with_rounds(self, count: int) -> SavePlan:
+    def with_rounds(self, num_rounds: int) -> SavePlan:
         """The same with as many rounds as all ranks take part in."""
-        return replace(self, transfers=self.transfers.with_rounds(count))
+        return replace(self, transfers=self.transfers.with_rounds(num_rounds))
 
 
-class Survey:
+class SavePlanner:
     """One rank's boxes, and what it learns of those of others."""
 
     def __init__(self, chunks: Sequence[Chunk], model: ModelFolder | None, *, rank: int, world_size: int) -> None:
         self._chunks, self._rank, self._world_size = chunks, rank, world_size
         self._entries = () if model is None else model.entries
-        self._shapes = logical_shapes(self._entries)
-        self._numbers = {name: number for number, name in enumerate(self._shapes)}
-        self._folder: list[int] = []
-        self._state: list[int] = []
+        self._shapes = shapes_from_entries(self._entries)
+        self._tensor_indices = {name: number for number, name in enumerate(self._shapes)}
+        self._folder_chunks: list[int] = []
+        self._state_chunks: list[int] = []
         for index, chunk in enumerate(chunks):
-            in_folder = chunk.key.startswith(WEIGHTS) and chunk.key.removeprefix(WEIGHTS) in self._shapes
+            in_folder = chunk.key.startswith(WEIGHT_PREFIX) and chunk.key.removeprefix(WEIGHT_PREFIX) in self._shapes
             if chunk.primary and in_folder:
-                self._folder.append(index)
+                self._folder_chunks.append(index)
             elif chunk.primary and chunk.tensor.numel():
-                self._state.append(index)
-        self._codes = [dtype_code(chunk.key, chunk.tensor) for chunk in chunks]
+                self._state_chunks.append(index)
+        self._dtype_codes = [dtype_code(chunk.key, chunk.tensor) for chunk in chunks]
         self._files: list[FilePlan] = []
         self._dtypes: Mapping[str, torch.dtype] = {}
 
-    def dtype_numbers(self) -> list[int]:
+    def encoded_dtypes(self) -> list[int]:
         """For every tensor of the folder its dtype's number and the negative of it; the maximum over all ranks says the rest."""
         numbers = [0] * (2 * len(self._shapes))
-        for index in self._folder:
-            at, number = 2 * self._numbers[self._name(index)], 1 + _CODES.index(self._codes[index])
+        for index in self._folder_chunks:
+            at, number = 2 * self._tensor_indices[self._name(index)], 1 + _DTYPE_CODES.index(self._dtype_codes[index])
             if numbers[at] and numbers[at] != number:
-                raise _disagree(self._chunks[index].key, _CODES[numbers[at] - 1], self._codes[index])
-            numbers[at], numbers[at + 1] = number, len(_CODES) + 1 - number
+                raise _disagreement_error(
+                    self._chunks[index].key, _DTYPE_CODES[numbers[at] - 1], self._dtype_codes[index]
+                )
+            numbers[at], numbers[at + 1] = number, len(_DTYPE_CODES) + 1 - number
         return numbers
 
-    def agree(self, largest: Sequence[int]) -> None:
-        """Take the maximum over all ranks of `dtype_numbers`; from here on the files are known."""
-        missing = [name for name, number in self._numbers.items() if not largest[2 * number]]
+    def set_agreed_dtypes(self, max_encoded: Sequence[int]) -> None:
+        """Take the maximum over all ranks of `encoded_dtypes`; from here on the files are known."""
+        missing = [name for name, number in self._tensor_indices.items() if not max_encoded[2 * number]]
         if missing:
-            raise not_whole([f"no rank holds {name}" for name in missing])
-        for name, number in self._numbers.items():
-            high, low = largest[2 * number], len(_CODES) + 1 - largest[2 * number + 1]
+            raise incomplete_weights_error([f"no rank holds {name}" for name in missing])
+        for name, number in self._tensor_indices.items():
+            high, low = max_encoded[2 * number], len(_DTYPE_CODES) + 1 - max_encoded[2 * number + 1]
             if high != low:
-                raise _disagree(WEIGHTS + name, _CODES[low - 1], _CODES[high - 1])
-        self._dtypes = {name: DTYPES[_CODES[largest[2 * number] - 1]] for name, number in self._numbers.items()}
+                raise _disagreement_error(WEIGHT_PREFIX + name, _DTYPE_CODES[low - 1], _DTYPE_CODES[high - 1])
+        self._dtypes = {
+            name: DTYPES[_DTYPE_CODES[max_encoded[2 * number] - 1]] for name, number in self._tensor_indices.items()
+        }
         self._files = plan_files(self._entries, self._dtypes, self._world_size) if self._entries else []
 
     def messages(self) -> dict[int, dict[str, list[Any]]]:
@@ -121,81 +127,81 @@ class Survey:
         found: dict[int, dict[str, list[Any]]] = {}
         places: dict[str, tuple[BoxIndex, list[int]]] = {}
         regions: dict[str, list[tuple[Box, int]]] = {}
-        mine = {self._name(index) for index in self._folder}
+        mine = {self._name(index) for index in self._folder_chunks}
         for file in self._files:
             for region in (region for entry in file.entries for region in entry.regions if region.name in mine):
                 regions.setdefault(region.name, []).append((Box(region.start, region.shape), file.rank))
         for name, parts in regions.items():
             places[name] = BoxIndex([box for box, _ in parts]), [rank for _, rank in parts]
-        for index in self._folder:
+        for index in self._folder_chunks:
             name, box = self._name(index), self._chunks[index].box
             where, ranks = places[name]
             for rank in sorted({ranks[number] for number, _ in where.overlaps(box)}):
-                row = [self._numbers[name], index, box.start, box.shape]
+                row = [self._tensor_indices[name], index, box.start, box.shape]
                 found.setdefault(rank, {}).setdefault("folder", []).append(row)
-        for index in self._state:
+        for index in self._state_chunks:
             chunk = self._chunks[index]
-            row = [chunk.key, chunk.logical_shape, self._codes[index], chunk.start, tuple(chunk.tensor.shape)]
-            found.setdefault(checker_of(chunk.key, self._world_size), {}).setdefault("state", []).append(row)
+            row = [chunk.key, chunk.logical_shape, self._dtype_codes[index], chunk.start, tuple(chunk.tensor.shape)]
+            found.setdefault(owner_rank(chunk.key, self._world_size), {}).setdefault("state", []).append(row)
         return found
 
     def _check_shapes(self) -> None:
         """The folder has this rank's tensors in their shapes, once."""
-        held = {self._name(index): self._chunks[index].logical_shape for index in self._folder}
-        check_folder(self._entries, held)
+        held = {self._name(index): self._chunks[index].logical_shape for index in self._folder_chunks}
+        check_folder_complete(self._entries, held)
 
     def plan(self, received: Mapping[int, Mapping[str, list[Any]]], round_bytes: int = ROUND_BYTES) -> SavePlan:
         """What this rank does, from the messages of all ranks; refuses what would not be the whole state."""
         _check_state(received)
         names = list(self._shapes)
-        held: dict[str, list[Held]] = {}
+        held: dict[str, list[PrimaryBox]] = {}
         for source in sorted(received):
             for number, index, start, shape in received[source].get("folder", ()):
                 box = Box(tuple(start), tuple(shape))
-                held.setdefault(names[number], []).append(Held(source, index, box))
+                held.setdefault(names[number], []).append(PrimaryBox(source, index, box))
         writing = [file for file in self._files if file.rank == self._rank]
         _check_entries(writing, held)
-        own: dict[str, list[Held]] = {}
-        for index in self._folder:
+        own: dict[str, list[PrimaryBox]] = {}
+        for index in self._folder_chunks:
             if self._chunks[index].tensor.numel():
-                own.setdefault(self._name(index), []).append(Held(self._rank, index, self._chunks[index].box))
+                own.setdefault(self._name(index), []).append(PrimaryBox(self._rank, index, self._chunks[index].box))
         transfers = plan_transfers(self._rank, self._files, self._dtypes, own, held, round_bytes)
-        state, table = self._state_table(rank_file(self._rank))
-        weights = {name: Weight(self._shapes[name], dtype) for name, dtype in self._dtypes.items()}
-        in_files = [row for file in writing for row in file_table(file, weights, f"{MODEL}/{file.name}")]
-        sizes = (self._chunks[index].tensor for index in (*self._folder, *self._state))
+        state, table = self._state_table(rank_file_path(self._rank))
+        weights = {name: WeightSpec(self._shapes[name], dtype) for name, dtype in self._dtypes.items()}
+        in_files = [row for file in writing for row in file_table_entries(file, weights, f"{MODEL_FOLDER}/{file.name}")]
+        sizes = (self._chunks[index].tensor for index in (*self._folder_chunks, *self._state_chunks))
         return SavePlan(
-            state=tuple(state),
+            state_entries=tuple(state),
             files=tuple(self._files),
             dtypes=self._dtypes,
-            table=(*in_files, *table),
+            table_entries=(*in_files, *table),
             transfers=transfers,
-            own_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in sizes),
+            primary_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in sizes),
         )
 
     def _state_table(self, path: str) -> tuple[list[tuple[str, int]], list[tuple[str, StoredTensor]]]:
         state, table = [], []
-        for index in self._state:
+        for index in self._state_chunks:
             chunk = self._chunks[index]
             name = f"{chunk.key}@{','.join(map(str, chunk.start))}"
             stored = StoredBox(path, name, chunk.box, (0,) * chunk.tensor.dim())
-            table.append((chunk.key, StoredTensor(chunk.logical_shape, self._codes[index], (stored,))))
+            table.append((chunk.key, StoredTensor(chunk.logical_shape, self._dtype_codes[index], (stored,))))
             state.append((name, index))
         return state, table
 
     def _name(self, index: int) -> str:
-        return self._chunks[index].key.removeprefix(WEIGHTS)
+        return self._chunks[index].key.removeprefix(WEIGHT_PREFIX)
 
 
-def checker_of(key: str, world_size: int) -> int:
+def owner_rank(key: str, world_size: int) -> int:
     """The rank that checks (or, at a load, knows) all boxes of a tensor; the same for all kinds of state of one weight."""
     return zlib.crc32(key.partition("/")[2].encode()) % world_size
 
 
-def _check_entries(files: Sequence[FilePlan], held: Mapping[str, Sequence[Held]]) -> None:
+def _check_entries(files: Sequence[FilePlan], boxes_by_name: Mapping[str, Sequence[PrimaryBox]]) -> None:
     """Every region of these files must be there exactly once."""
     problems = []
-    indexes = {name: BoxIndex([found.box for found in boxes]) for name, boxes in held.items()}
+    indexes = {name: BoxIndex([found.box for found in boxes]) for name, boxes in boxes_by_name.items()}
     for region in (region for file in files for entry in file.entries for region in entry.regions):
         index = indexes.get(region.name)
         parts = [] if index is None else [c for _, c in index.overlaps(Box(region.start, region.shape))]
@@ -203,7 +209,7 @@ def _check_entries(files: Sequence[FilePlan], held: Mapping[str, Sequence[Held]]
         gap = tiling_problem(region.shape, inside)
         problems += [] if gap is None else [f"{region.name} in the ranks: {gap}"]
     if problems:
-        raise not_whole(list(dict.fromkeys(problems)))
+        raise incomplete_weights_error(list(dict.fromkeys(problems)))
 
 
 def _check_state(received: Mapping[int, Mapping[str, list[Any]]]) -> None:
@@ -213,7 +219,7 @@ def _check_state(received: Mapping[int, Mapping[str, list[Any]]]) -> None:
         for key, shape, code, start, size in received[source].get("state", ()):
             known = tensors.setdefault(key, (tuple(shape), code, []))
             if known[:2] != (tuple(shape), code):
-                raise _disagree(key, f"{known[1]} {list(known[0])}", f"{code} {list(shape)}")
+                raise _disagreement_error(key, f"{known[1]} {list(known[0])}", f"{code} {list(shape)}")
             known[2].append(Box(tuple(start), tuple(size)))
     for key, (shape, _, boxes) in tensors.items():
         problem = tiling_problem(shape, boxes)
@@ -224,7 +230,7 @@ def _check_state(received: Mapping[int, Mapping[str, list[Any]]]) -> None:
             )
 
 
-def _disagree(key: str, one: str, other: str) -> CheckpointError:
+def _disagreement_error(key: str, one: str, other: str) -> CheckpointError:
     return CheckpointError(
         f"{key} is {one} on one rank and {other} on another. Nothing was saved. Give every rank's chunk the same logical shape "
         "and dtype."

@@ -15,97 +15,97 @@ from dataclasses import dataclass, replace
 import torch
 
 from petatron.checkpoint.save.file_plan import FilePlan
-from petatron.models.hf.folder_entries import Entry, Region
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 from petatron.sharding.boxes import Box, BoxIndex
 from petatron.sharding.flat_shard import range_boxes
 
 ROUND_BYTES = 256 << 20
-_WORD = 8
+_ALIGNMENT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A box that a rank is primary for; `index` is its place among that rank's chunks."""
+class PrimaryBox:
+    """A box that a rank is primary for; `chunk_index` is its place among that rank's chunks."""
 
     rank: int
-    index: int
+    chunk_index: int
     box: Box
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class EntrySegment:
     """A part of an entry that its writer gets in one round: a box of the region's logical tensor."""
 
-    round: int
-    entry: Entry
-    region: Region
+    round_index: int
+    entry: FolderEntry
+    region: EntryRegion
     box: Box
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """A part of a segment that one rank holds. `peer` is the other rank, `index` the place of the sender's chunk."""
+class WeightTransfer:
+    """A part of a segment that one rank holds. `peer` is the other rank, `chunk_index` the place of the sender's chunk."""
 
-    round: int
+    round_index: int
     peer: int
-    index: int
-    entry: Entry
-    region: Region
-    common: Box
+    chunk_index: int
+    entry: FolderEntry
+    region: EntryRegion
+    box: Box
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
         """In whole words, so that what is packed one after another is aligned."""
-        size = self.common.volume * self.dtype.itemsize
-        return -(-size // _WORD) * _WORD
+        size = self.box.volume * self.dtype.itemsize
+        return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class TransferRound:
     """A rank's part of a round, in the order in which it is packed."""
 
-    sending: tuple[Transfer, ...]
-    receiving: tuple[Transfer, ...]
+    sends: tuple[WeightTransfer, ...]
+    receives: tuple[WeightTransfer, ...]
 
     @property
-    def bytes_out(self) -> int:
-        return sum(transfer.num_bytes for transfer in self.sending)
+    def send_bytes(self) -> int:
+        return sum(transfer.num_bytes for transfer in self.sends)
 
     @property
-    def bytes_in(self) -> int:
-        return sum(transfer.num_bytes for transfer in self.receiving)
+    def recv_bytes(self) -> int:
+        return sum(transfer.num_bytes for transfer in self.receives)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
     """What one rank does to bring the entries together.
 
-    own: parts of its files that it holds itself. aliases: entries that are a box of its own, by that chunk's place.
+    local_copies: parts of its files that it holds itself. aliases: entries that are a box of its own, by that chunk's place.
     """
 
-    rounds: tuple[Moves, ...]
-    own: tuple[Transfer, ...]
-    aliases: Mapping[str, Transfer]
+    rounds: tuple[TransferRound, ...]
+    local_copies: tuple[WeightTransfer, ...]
+    aliases: Mapping[str, WeightTransfer]
 
-    def with_rounds(self, count: int) -> TransferPlan:
+    def with_rounds(self, num_rounds: int) -> TransferPlan:
         """The same with empty rounds at the end."""
-        return replace(self, rounds=(*self.rounds, *[Moves((), ())] * (count - len(self.rounds))))
+        return replace(self, rounds=(*self.rounds, *[TransferRound((), ())] * (num_rounds - len(self.rounds))))
 
     @property
-    def bytes_out(self) -> int:
+    def max_send_bytes(self) -> int:
         """The most that is sent in a round."""
-        return max((moves.bytes_out for moves in self.rounds), default=0)
+        return max((moves.send_bytes for moves in self.rounds), default=0)
 
     @property
-    def bytes_in(self) -> int:
+    def max_recv_bytes(self) -> int:
         """The most that is received in a round."""
-        return max((moves.bytes_in for moves in self.rounds), default=0)
+        return max((moves.recv_bytes for moves in self.rounds), default=0)
 
 
-def cut_rounds(
+def split_into_rounds(
     files: Iterable[FilePlan], dtypes: Mapping[str, torch.dtype], round_bytes: int = ROUND_BYTES
-) -> Iterator[Segment]:
+) -> Iterator[EntrySegment]:
     """The files of one writer, cut into rounds of at most so many bytes."""
     number, room = 0, round_bytes
     for entry in (entry for file in files for entry in file.entries):
@@ -121,7 +121,7 @@ def cut_rounds(
                     take -= (at + take) % row
                 for start, shape, _ in range_boxes(region.shape, at, at + take):
                     begin = tuple(a + b for a, b in zip(region.start, start))
-                    yield Segment(number, entry, region, Box(begin, shape))
+                    yield EntrySegment(number, entry, region, Box(begin, shape))
                 at, room = at + take, room - take * itemsize
 
 
@@ -129,36 +129,38 @@ def plan_transfers(
     rank: int,
     files: Sequence[FilePlan],
     dtypes: Mapping[str, torch.dtype],
-    own: Mapping[str, Sequence[Held]],
-    held: Mapping[str, Sequence[Held]],
+    local_boxes: Mapping[str, Sequence[PrimaryBox]],
+    needed_boxes: Mapping[str, Sequence[PrimaryBox]],
     round_bytes: int = ROUND_BYTES,
 ) -> TransferPlan:
-    """What a rank sends, receives and has: `own` are its boxes by tensor, `held` all that meet the files it writes."""
+    """What a rank sends, receives and has: `local_boxes` are its boxes by tensor, `needed_boxes` all that meet the files it writes."""
     writing = [file for file in files if file.rank == rank]
-    aliases = _aliases(rank, writing, dtypes, held)
-    kept: list[Transfer] = []
-    receiving: list[Transfer] = []
-    for transfer in _meetings(cut_rounds(writing, dtypes, round_bytes), dtypes, held):
+    aliases = _aliases(rank, writing, dtypes, needed_boxes)
+    kept: list[WeightTransfer] = []
+    receiving: list[WeightTransfer] = []
+    for transfer in _overlapping_transfers(split_into_rounds(writing, dtypes, round_bytes), dtypes, needed_boxes):
         if transfer.peer != rank:
             receiving.append(transfer)
         elif transfer.entry.name not in aliases:
             kept.append(transfer)
-    sending: list[Transfer] = []
-    for writer, theirs in _files_met(rank, files, own).items():
-        segments = cut_rounds(theirs, dtypes, round_bytes)
-        met = (segment for segment in segments if segment.region.name in own)
-        sending += [replace(transfer, peer=writer) for transfer in _meetings(met, dtypes, own)]
-    count = 1 + max((transfer.round for transfer in (*sending, *receiving)), default=-1)
+    sending: list[WeightTransfer] = []
+    for writer, theirs in _files_by_writer(rank, files, local_boxes).items():
+        segments = split_into_rounds(theirs, dtypes, round_bytes)
+        met = (segment for segment in segments if segment.region.name in local_boxes)
+        sending += [replace(transfer, peer=writer) for transfer in _overlapping_transfers(met, dtypes, local_boxes)]
+    count = 1 + max((transfer.round_index for transfer in (*sending, *receiving)), default=-1)
     out, into = _by_round(sending, count), _by_round(receiving, count)
-    return TransferPlan(tuple(map(Moves, out, into)), tuple(kept), aliases)
+    return TransferPlan(tuple(map(TransferRound, out, into)), tuple(kept), aliases)
 
 
-def _files_met(rank: int, files: Sequence[FilePlan], own: Mapping[str, Sequence[Held]]) -> dict[int, list[FilePlan]]:
+def _files_by_writer(
+    rank: int, files: Sequence[FilePlan], local_boxes: Mapping[str, Sequence[PrimaryBox]]
+) -> dict[int, list[FilePlan]]:
     """The other ranks that write a tensor of which this rank has boxes, with all their files."""
     writers = {
         file.rank
         for file in files
-        if file.rank != rank and any(region.name in own for entry in file.entries for region in entry.regions)
+        if file.rank != rank and any(region.name in local_boxes for entry in file.entries for region in entry.regions)
     }
     found: dict[int, list[FilePlan]] = {writer: [] for writer in sorted(writers)}
     for file in files:
@@ -167,45 +169,56 @@ def _files_met(rank: int, files: Sequence[FilePlan], own: Mapping[str, Sequence[
     return found
 
 
-def _meetings(
-    segments: Iterable[Segment], dtypes: Mapping[str, torch.dtype], held: Mapping[str, Sequence[Held]]
-) -> Iterator[Transfer]:
+def _overlapping_transfers(
+    segments: Iterable[EntrySegment],
+    dtypes: Mapping[str, torch.dtype],
+    boxes_by_name: Mapping[str, Sequence[PrimaryBox]],
+) -> Iterator[WeightTransfer]:
     """Where segments meet boxes, in the order of both; `peer` is who holds the box."""
     indexes: dict[str, BoxIndex] = {}
     for segment in segments:
         name = segment.region.name
-        boxes = held.get(name, ())
+        boxes = boxes_by_name.get(name, ())
         if name not in indexes:
             indexes[name] = BoxIndex([found.box for found in boxes])
         for number, common in indexes[name].overlaps(segment.box):
             source = boxes[number]
-            yield Transfer(
-                segment.round, source.rank, source.index, segment.entry, segment.region, common, dtypes[name]
+            yield WeightTransfer(
+                segment.round_index,
+                source.rank,
+                source.chunk_index,
+                segment.entry,
+                segment.region,
+                common,
+                dtypes[name],
             )
 
 
-def _by_round(transfers: Iterable[Transfer], count: int) -> list[tuple[Transfer, ...]]:
-    rounds: list[list[Transfer]] = [[] for _ in range(count)]
+def _by_round(transfers: Iterable[WeightTransfer], num_rounds: int) -> list[tuple[WeightTransfer, ...]]:
+    rounds: list[list[WeightTransfer]] = [[] for _ in range(num_rounds)]
     for transfer in transfers:
-        rounds[transfer.round].append(transfer)
+        rounds[transfer.round_index].append(transfer)
     return [tuple(sorted(found, key=lambda transfer: transfer.peer)) for found in rounds]
 
 
 def _aliases(
-    rank: int, files: Iterable[FilePlan], dtypes: Mapping[str, torch.dtype], held: Mapping[str, Sequence[Held]]
-) -> dict[str, Transfer]:
+    rank: int,
+    files: Iterable[FilePlan],
+    dtypes: Mapping[str, torch.dtype],
+    boxes_by_name: Mapping[str, Sequence[PrimaryBox]],
+) -> dict[str, WeightTransfer]:
     """Entries of one region that lies in one box of this rank: its own memory is written."""
     found = {}
     for entry in (entry for file in files for entry in file.entries):
         region = entry.regions[0]
         box = Box(region.start, region.shape)
-        if len(entry.regions) > 1 or region.extent != entry.shape:
+        if len(entry.regions) > 1 or region.shape_in_entry != entry.shape:
             continue
-        for source in held.get(region.name, ()):
-            if source.rank == rank and _inside(box, source.box):
-                found[entry.name] = Transfer(0, rank, source.index, entry, region, box, dtypes[region.name])
+        for source in boxes_by_name.get(region.name, ()):
+            if source.rank == rank and _is_inside(box, source.box):
+                found[entry.name] = WeightTransfer(0, rank, source.chunk_index, entry, region, box, dtypes[region.name])
     return found
 
 
-def _inside(inner: Box, outer: Box) -> bool:
+def _is_inside(inner: Box, outer: Box) -> bool:
     return all(a >= b for a, b in zip(inner.start, outer.start)) and all(a <= b for a, b in zip(inner.stop, outer.stop))

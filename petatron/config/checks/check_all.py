@@ -11,53 +11,53 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from petatron.base.errors import Problem
-from petatron.config.checks.cuda_graphs import check_graphs
-from petatron.config.checks.data_parallel import check_sharding
+from petatron.config.checks.cuda_graphs import check_cuda_graphs
+from petatron.config.checks.data_parallel import check_data_parallel
 from petatron.config.checks.files import check_files
-from petatron.config.checks.fp8 import check_precision
+from petatron.config.checks.fp8 import check_fp8
 from petatron.config.checks.layout import check_layout
 from petatron.config.checks.model import check_model
 from petatron.config.checks.moe import check_moe
-from petatron.config.checks.moe_overlap import check_overlap
+from petatron.config.checks.moe_overlap import check_moe_overlap
 from petatron.config.checks.pipeline import check_pipeline
 from petatron.config.checks.run import check_run
-from petatron.config.flags.parse import later_problem
-from petatron.config.schema.fields import by_path
+from petatron.config.flags.parse import unsupported_problem
+from petatron.config.schema.fields import fields_by_path
 from petatron.config.schema.run import RunConfig
 
 # Path of a field -> the feature that any value but its default asks for.
-NOT_IN_THIS_VERSION: Mapping[str, str] = {
+UNSUPPORTED_FIELDS: Mapping[str, str] = {
     "latent.multi_latent_attention": "multi-latent attention",
     "latent.mtp_num_layers": "multi-token prediction",
 }
 
 
-def check(config: RunConfig, *, require_training: bool = True) -> list[Problem]:
+def check_config(config: RunConfig, *, require_training: bool = True) -> list[Problem]:
     """Every problem of a derived config; empty means it may run.
 
     `require_training=False` leaves out what only training needs: a length, a learning rate, data, a vocabulary.
     """
-    refusals = list(_not_in_this_version(config))
+    refusals = list(_unsupported_fields(config))
     refused = {problem.where for problem in refusals}
     rules = (
         check_model(config),
         check_moe(config),
         check_layout(config),
         check_pipeline(config),
-        check_sharding(config),
-        check_overlap(config),
-        check_precision(config),
+        check_data_parallel(config),
+        check_moe_overlap(config),
+        check_fp8(config),
         check_run(config, require_training=require_training),
-        check_graphs(config),
+        check_cuda_graphs(config),
         check_files(config, require_training=require_training),
     )
     return [problem for found in rules for problem in found if problem.where not in refused] + refusals
 
 
-def _not_in_this_version(config: RunConfig) -> Iterator[Problem]:
-    for path, feature in NOT_IN_THIS_VERSION.items():
-        info = by_path()[path]
+def _unsupported_fields(config: RunConfig) -> Iterator[Problem]:
+    for path, feature in UNSUPPORTED_FIELDS.items():
+        info = fields_by_path()[path]
         value = getattr(getattr(config, info.section), info.name)
         if value != info.default:
             fix = "Leave it out" if info.kind == "bool" or info.default is None else f"Use {info.default}"
-            yield later_problem(info.flag, "" if info.kind == "bool" else str(value), feature, fix)
+            yield unsupported_problem(info.flag, "" if info.kind == "bool" else str(value), feature, fix)

@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.data_parallel import FSDP
-from petatron.config.checks.layout import MODEL_RANKS
-from petatron.config.schema.fields import flag_of
+from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.checks.layout import MODEL_PARALLEL_SIZES
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RunConfig
 
-FLAG = "--cuda-graphs"
+CUDA_GRAPHS_FLAG = "--cuda-graphs"
 _GROUPED_MULTIPLE = 8  # elements of bfloat16 in the 16 bytes that the grouped kernel copies at a time
-_WIDEST_HEAD = 256  # of FlashAttention
+_MAX_HEAD_DIM = 256  # of FlashAttention
 
 
-def check_graphs(config: RunConfig) -> Iterator[Problem]:
+def check_cuda_graphs(config: RunConfig) -> Iterator[Problem]:
     if not config.train.cuda_graphs or config.train.device == "cpu":  # there it has no effect
         return
     for found, why, fix in (
@@ -34,32 +34,32 @@ def check_graphs(config: RunConfig) -> Iterator[Problem]:
         *_attention(config),
         *_timeline(config),
     ):
-        yield Problem(FLAG, "", f"cannot record a step with {found}: {why}", fix)
+        yield Problem(CUDA_GRAPHS_FLAG, "", f"cannot record a step with {found}: {why}", fix)
 
 
-def draws(config: RunConfig) -> bool:
+def uses_random_numbers(config: RunConfig) -> bool:
     """Whether a training step draws random numbers."""
     experts = config.moe.num_experts is not None
     noisy = bool(config.moe.moe_input_jitter_eps) or config.moe.moe_router_force_load_balancing
     return config.model.hidden_dropout > 0.0 or config.model.attention_dropout > 0.0 or (experts and noisy)
 
 
-Refusal = tuple[str, str, str]
+CaptureProblem = tuple[str, str, str]
 """What the step has, why that cannot be recorded, and what to do."""
 
 
-def _communication(config: RunConfig) -> Iterator[Refusal]:
+def _communication(config: RunConfig) -> Iterator[CaptureProblem]:
     parallel = config.parallel
     split_experts = config.moe.num_experts is not None and parallel.tensor_model_parallel_size == 1
-    for name in (*MODEL_RANKS, *(("expert_tensor_parallel_size",) if split_experts else ())):
+    for name in (*MODEL_PARALLEL_SIZES, *(("expert_tensor_parallel_size",) if split_experts else ())):
         size = getattr(parallel, name)
         if size is not None and size > 1:
             fix = "Use data parallelism alone, or leave one of them out."
-            yield f"{flag_of(name)} {size}", "ranks communicate inside it", fix
+            yield f"{flag_name(name)} {size}", "ranks communicate inside it", fix
     if parallel.data_parallel_size == 1:
         return
     strategy = parallel.data_parallel_sharding_strategy
-    if strategy in FSDP:
+    if strategy in FSDP_STRATEGIES:
         fix = "Use the strategy optim with --no-overlap-grad-reduce, or leave one of them out."
         yield f"--data-parallel-sharding-strategy {strategy}", "weights are gathered inside it", fix
     elif parallel.overlap_grad_reduce:
@@ -72,14 +72,14 @@ def _communication(config: RunConfig) -> Iterator[Refusal]:
         yield "--moe-router-load-balancing-type global_aux_loss", "routers communicate inside it", fix
 
 
-def _precision(config: RunConfig) -> Iterator[Refusal]:
+def _precision(config: RunConfig) -> Iterator[CaptureProblem]:
     precision = config.precision
     if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
         why = "the host counts on in the histories of scales"
         yield "--fp8-recipe delayed", why, "Use tensorwise, rowwise or blockwise, or leave --cuda-graphs out."
 
 
-def _experts(config: RunConfig) -> Iterator[Refusal]:
+def _experts(config: RunConfig) -> Iterator[CaptureProblem]:
     moe, precision = config.moe, config.precision
     if moe.num_experts is None:
         return
@@ -101,21 +101,21 @@ def _experts(config: RunConfig) -> Iterator[Refusal]:
     ):
         if precision.bf16 and width is not None and width % _GROUPED_MULTIPLE:
             fix = f"Use a multiple of {_GROUPED_MULTIPLE}, which one kernel can multiply for all experts."
-            yield f"{flag_of(name)} {width}", why, fix
+            yield f"{flag_name(name)} {width}", why, fix
 
 
-def _memory(config: RunConfig) -> Iterator[Refusal]:
+def _memory(config: RunConfig) -> Iterator[CaptureProblem]:
     memory = config.memory
     if memory.cpu_offloading_num_layers > 0:
         why = "activations leave for memory that the host hands out"
         yield f"--cpu-offloading-num-layers {memory.cpu_offloading_num_layers}", why, "Leave one of them out."
     recomputes = memory.recompute_granularity is not None or memory.recompute_memory_budget_gb is not None
-    if recomputes and draws(config):
+    if recomputes and uses_random_numbers(config):
         why = "the host would set random states back inside it"
         yield "recompute and random numbers", why, "Use --hidden-dropout 0 --attention-dropout 0, or recompute nothing."
 
 
-def _attention(config: RunConfig) -> Iterator[Refusal]:
+def _attention(config: RunConfig) -> Iterator[CaptureProblem]:
     model, window = config.model, config.model.window_size
     if config.data.reset_attention_mask:
         why = "where documents lie differs from step to step, and the host plans with it"
@@ -125,12 +125,12 @@ def _attention(config: RunConfig) -> Iterator[Refusal]:
     why = "without FlashAttention the host makes the mask"
     if not (config.precision.bf16 or config.precision.fp16):
         yield f"--window-size {window} in this precision", why, "Add --bf16 or --fp16, or leave --cuda-graphs out."
-    elif model.kv_channels is not None and (model.kv_channels % 8 or model.kv_channels > _WIDEST_HEAD):
-        fix = f"Use heads of a multiple of 8 up to {_WIDEST_HEAD}, or leave --cuda-graphs out."
+    elif model.kv_channels is not None and (model.kv_channels % 8 or model.kv_channels > _MAX_HEAD_DIM):
+        fix = f"Use heads of a multiple of 8 up to {_MAX_HEAD_DIM}, or leave --cuda-graphs out."
         yield f"--window-size {window} and heads of width {model.kv_channels}", why, fix
 
 
-def _timeline(config: RunConfig) -> Iterator[Refusal]:
+def _timeline(config: RunConfig) -> Iterator[CaptureProblem]:
     if config.log.pipeline_timeline is not None:
         why = "its parts are timed one by one, by the host"
         yield f"--pipeline-timeline {config.log.pipeline_timeline}", why, "Leave one of them out."

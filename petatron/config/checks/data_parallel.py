@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from petatron.base.errors import Problem
 from petatron.config.checks.pipeline import splits_backward
 from petatron.config.checks.rule_helpers import at_least, divisors
-from petatron.config.schema.fields import listing
+from petatron.config.schema.fields import join_with_or
 from petatron.config.schema.parallel import ParallelConfig
 from petatron.config.schema.run import RunConfig
 
-FSDP = ("optim_grads", "optim_grads_params")
+FSDP_STRATEGIES = ("optim_grads", "optim_grads_params")
 _STRATEGY = "--data-parallel-sharding-strategy"
 _INSTANCES = "--num-distributed-optimizer-instances"
 
 
-def check_sharding(config: RunConfig) -> Iterator[Problem]:
+def check_data_parallel(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     strategy = parallel.data_parallel_sharding_strategy
-    if strategy in FSDP:
+    if strategy in FSDP_STRATEGIES:
         yield from _fully_sharded(parallel, strategy)
     else:
         yield from _optimizer_sharded(parallel, strategy)
@@ -64,4 +64,4 @@ def _instances(parallel: ParallelConfig, *, experts: bool) -> Iterator[Problem]:
         if replicas % count:
             rule = f"does not divide the {replicas} copies of each expert (edp)"
             usable = [size for size in range(1, replicas + 1) if replicas % size == 0 and dp % size == 0]
-            yield Problem(_INSTANCES, str(count), rule, f"Use {listing(usable)}.")
+            yield Problem(_INSTANCES, str(count), rule, f"Use {join_with_or(usable)}.")

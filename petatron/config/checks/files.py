@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.absolute_paths import path_fields
-from petatron.config.checkpoint_settings import FLAG, LAYOUT_FLAG
+from petatron.config.checkpoint_settings import CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG
 from petatron.config.checks.rule_helpers import at_least, or_default
 from petatron.config.schema.data_blend import BlendError, parse_blend, parse_split
-from petatron.config.schema.fields import flag_of
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RunConfig
 
 
@@ -32,7 +32,7 @@ def _empty_paths(config: RunConfig) -> Iterator[Problem]:
     for info in path_fields():
         value = getattr(getattr(config, info.section), info.name)
         derived = info.name == "log_dir" and config.checkpoint.save == ""
-        if (value == "" or (info.many and "" in value)) and not derived:
+        if (value == "" or (info.is_list and "" in value)) and not derived:
             yield Problem(info.flag, "''", "is an empty path", "Name a file or folder, or leave it out.")
 
 
@@ -95,7 +95,7 @@ def _blends(config: RunConfig) -> Iterator[Problem]:
         try:
             parse_blend(words)
         except BlendError as error:
-            where = flag_of(name)
+            where = flag_name(name)
             yield Problem(where, " ".join(words), str(error), "Write `prefix prefix` or `weight prefix weight prefix`.")
     try:
         train, _, _ = parse_split(data.split)
@@ -125,7 +125,7 @@ def _tokenizer(config: RunConfig, *, require_training: bool) -> Iterator[Problem
         for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
             if getattr(config.data, name):
                 rule = "needs a tokenizer to know the end-of-document token"
-                yield Problem(flag_of(name), "", rule, "Give --tokenizer-model.")
+                yield Problem(flag_name(name), "", rule, "Give --tokenizer-model.")
 
 
 def _checkpoints(config: RunConfig) -> Iterator[Problem]:
@@ -142,10 +142,10 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--save-retain-interval", found, rule, "Give --save-total-limit, or leave this out.")
     yield from at_least("ckpt_step", checkpoint.ckpt_step, 0)
     if checkpoint.use_mp_args_from_checkpoint_args and not checkpoint.use_checkpoint_args:
-        yield Problem(LAYOUT_FLAG, "", f"needs {FLAG}", "Give both, or leave this out.")
+        yield Problem(MP_ARGS_FLAG, "", f"needs {CHECKPOINT_ARGS_FLAG}", "Give both, or leave this out.")
     for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
         value = getattr(checkpoint, name)
         if value not in (None, False) and checkpoint.load is None:
             found = "" if value is True else str(value)
-            where = flag_of(name)
+            where = flag_name(name)
             yield Problem(where, found, "needs --load, the folder to load from", "Give it, or leave this out.")

@@ -13,7 +13,7 @@ _FLAG = "--fp8-format"
 _GATHER = "--fp8-param-gather"
 
 
-def check_precision(config: RunConfig) -> Iterator[Problem]:
+def check_fp8(config: RunConfig) -> Iterator[Problem]:
     precision = config.precision
     yield from at_least("fp8_amax_history_len", precision.fp8_amax_history_len, 1)
     yield from at_least("num_layers_at_start_in_bf16", precision.num_layers_at_start_in_bf16, 0)
@@ -23,13 +23,13 @@ def check_precision(config: RunConfig) -> Iterator[Problem]:
     for name in ("fp16", "fp64"):
         if getattr(precision, name):
             yield Problem(_FLAG, precision.fp8_format, f"cannot be combined with --{name}", "Use --bf16.")
-    yield from _layers(config)
+    yield from _bf16_layers(config)
     yield from _sizes(config)
     if precision.fp8_param_gather:
-        yield from _gathered(config)
+        yield from _param_gather(config)
 
 
-def _layers(config: RunConfig) -> Iterator[Problem]:
+def _bf16_layers(config: RunConfig) -> Iterator[Problem]:
     precision, layers = config.precision, config.model.num_layers
     kept = precision.num_layers_at_start_in_bf16 + precision.num_layers_at_end_in_bf16
     if precision.first_last_layers_bf16 and layers > 0 and kept >= layers:
@@ -38,7 +38,7 @@ def _layers(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--first-last-layers-bf16", "", rule, fix)
 
 
-def _gathered(config: RunConfig) -> Iterator[Problem]:
+def _param_gather(config: RunConfig) -> Iterator[Problem]:
     """What is gathered in eight bits has to be the operand of every product, and there has to be something to gather."""
     if config.precision.fp8_recipe == "rowwise":
         rule = "sends numbers with one scale, but --fp8-recipe rowwise gives each one two, its row's and its column's"

@@ -9,16 +9,16 @@ from petatron.base.errors import Problem
 from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
 from petatron.config.schema.run import RunConfig
 
-MODEL_RANKS = (
+MODEL_PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
 )
 """Over how many ranks one model is spread; above 1, ranks communicate inside a forward pass."""
-RANKS = (*MODEL_RANKS, "expert_tensor_parallel_size", "data_parallel_size", "world_size")
+MESH_SIZES = (*MODEL_PARALLEL_SIZES, "expert_tensor_parallel_size", "data_parallel_size", "world_size")
 """Every size of the mesh."""
-_SIZES = (*RANKS, "ddp_bucket_size")
+_SIZES = (*MESH_SIZES, "ddp_bucket_size")
 _OVERLAP = "--tp-comm-overlap"
 _HIERARCHY = "--hierarchical-context-parallel-sizes"
 
@@ -36,7 +36,7 @@ def check_layout(config: RunConfig) -> Iterator[Problem]:
         yield from _world(config)
         yield from _tensor(config)
         yield from _sequence(config)
-        yield from _overlap(config)
+        yield from _tp_comm_overlap(config)
         yield from _context(config)
         yield from _expert(config)
 
@@ -113,7 +113,7 @@ def _sequence(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--seq-length", str(length), rule, f"Nearest: {multiples_near(length, tp * cp)}.")
 
 
-def _overlap(config: RunConfig) -> Iterator[Problem]:
+def _tp_comm_overlap(config: RunConfig) -> Iterator[Problem]:
     """What the overlap of tensor parallelism in the forward pass needs; at tp 1 it has no effect."""
     parallel, precision = config.parallel, config.precision
     if parallel.tp_comm_overlap_chunks is not None and parallel.tp_comm_overlap_chunks < 2:
@@ -146,22 +146,24 @@ def _context(config: RunConfig) -> Iterator[Problem]:
         rule = f"is not two positive numbers whose product is --context-parallel-size {cp}"
         yield Problem(_HIERARCHY, _words(sizes), rule, f"Use, for instance, 1 {cp}; or leave it out.")
     elif kind == "a2a":
-        yield from _exchange(config, cp, "--cp-comm-type", kind, "Use p2p, all_gather or a2a+p2p, or another layout.")
+        yield from _all_to_all_heads(
+            config, cp, "--cp-comm-type", kind, "Use p2p, all_gather or a2a+p2p, or another layout."
+        )
     elif sizes:
         fix = "Use a smaller first number, or leave it out."
-        yield from _exchange(config, sizes[0], _HIERARCHY, _words(sizes), fix)
+        yield from _all_to_all_heads(config, sizes[0], _HIERARCHY, _words(sizes), fix)
 
 
-def _exchange(config: RunConfig, ranks: int, where: str, found: str, fix: str) -> Iterator[Problem]:
-    """All-to-all attention hands every one of `ranks` an equal share of a tensor-parallel rank's heads."""
+def _all_to_all_heads(config: RunConfig, num_ranks: int, where: str, found: str, fix: str) -> Iterator[Problem]:
+    """All-to-all attention hands every one of `num_ranks` an equal share of a tensor-parallel rank's heads."""
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if heads < tp or heads % tp or groups is None or groups < 1:
         return
     own, shared = heads // tp, max(1, groups // tp)
     for count, kind in ((own, "query"), (shared, "key/value")):
-        if count % ranks:
-            rule = f"splits the {count} {kind} heads of a rank over {ranks} ranks, which does not divide"
+        if count % num_ranks:
+            rule = f"splits the {count} {kind} heads of a rank over {num_ranks} ranks, which does not divide"
             yield Problem(where, found, rule, fix)
             return
 

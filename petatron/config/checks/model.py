@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
-from petatron.config.schema.fields import flag_of
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.run import RunConfig
 
 ROTARY_TYPES = ("rope", "yarn")
-REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+REQUIRED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
 def check_model(config: RunConfig) -> Iterator[Problem]:
@@ -22,9 +22,9 @@ def check_model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _sizes(model: ModelConfig) -> Iterator[Problem]:
-    for name in REQUIRED:
+    for name in REQUIRED_FIELDS:
         value = getattr(model, name)
-        flag = flag_of(name)
+        flag = flag_name(name)
         if value == 0:
             fix = "Give a positive number, or start from a preset such as --preset llama3-8b."
             yield Problem(flag, "", "is not set", fix)

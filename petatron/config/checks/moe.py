@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from petatron.base.errors import Problem
 from petatron.config.checks.rule_helpers import above, at_least, divisors, within
 from petatron.config.schema.model import MoEConfig
-from petatron.config.schema.moe_layer_freq import pattern_problems
+from petatron.config.schema.moe_layer_freq import moe_layer_freq_problems
 from petatron.config.schema.run import RunConfig
 
 
@@ -16,11 +16,11 @@ def check_moe(config: RunConfig) -> Iterator[Problem]:
     yield from at_least("num_experts", moe.num_experts, 1)
     if moe.num_experts is None or moe.num_experts < 1:
         return
-    yield from pattern_problems(config)
+    yield from moe_layer_freq_problems(config)
     yield from _numbers(moe)
-    yield from _choice(moe, moe.num_experts)
+    yield from _topk(moe, moe.num_experts)
     yield from _groups(moe, moe.num_experts)
-    yield from _balance(moe)
+    yield from _load_balancing(moe)
     yield from _capacity(moe)
 
 
@@ -34,17 +34,17 @@ def _numbers(moe: MoEConfig) -> Iterator[Problem]:
     yield from within("moe_input_jitter_eps", moe.moe_input_jitter_eps, 0, 1)
 
 
-def _choice(moe: MoEConfig, experts: int) -> Iterator[Problem]:
+def _topk(moe: MoEConfig, experts: int) -> Iterator[Problem]:
     topk = moe.moe_router_topk
     if not 1 <= topk <= experts:
         rule = f"is not between 1 and --num-experts {experts}"
         yield Problem("--moe-router-topk", str(topk), rule, f"Use {min(2, experts)}, say.")
-    elif topk == 1 and experts > 1 and _chosen_softmax(moe):
+    elif topk == 1 and experts > 1 and _softmax_over_topk(moe):
         rule = "with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn"
         yield Problem("--moe-router-topk", "1", rule, "Add --moe-router-pre-softmax.")
 
 
-def _chosen_softmax(moe: MoEConfig) -> bool:
+def _softmax_over_topk(moe: MoEConfig) -> bool:
     """Sinkhorn has a score of its own for one choice."""
     softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
     return softmax and moe.moe_router_load_balancing_type != "sinkhorn"
@@ -67,7 +67,7 @@ def _groups(moe: MoEConfig, experts: int) -> Iterator[Problem]:
         yield Problem(where, str(chosen), rule, f"Use {-(-topk // (experts // groups))} or more.")
 
 
-def _balance(moe: MoEConfig) -> Iterator[Problem]:
+def _load_balancing(moe: MoEConfig) -> Iterator[Problem]:
     kind, score = moe.moe_router_load_balancing_type, moe.moe_router_score_function
     if moe.moe_router_enable_expert_bias and score != "sigmoid":
         rule = f"balances sigmoid scores, but --moe-router-score-function is {score}"

@@ -10,26 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.data_parallel import FSDP
+from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RunConfig
 
-FLAG = "--overlap-moe-expert-parallel-comm"
-COMBINED = ("1f1b", "interleaved")
+MOE_OVERLAP_FLAG = "--overlap-moe-expert-parallel-comm"
+OVERLAP_SCHEDULES = ("1f1b", "interleaved")
 """Schedules whose steady state runs forwards and backwards in turn, so that two of them can be combined."""
 
 
-def check_overlap(config: RunConfig) -> Iterator[Problem]:
+def check_moe_overlap(config: RunConfig) -> Iterator[Problem]:
     if not config.parallel.overlap_moe_expert_parallel_comm:
         return
     for rule, fix in (*_needs(config), *_schedule(config), *_memory(config)):
-        yield Problem(FLAG, "", rule, fix)
+        yield Problem(MOE_OVERLAP_FLAG, "", rule, fix)
 
 
-Refusal = tuple[str, str]
+OverlapProblem = tuple[str, str]
 """The rule that is broken, and what to do."""
 
 
-def _needs(config: RunConfig) -> Iterator[Refusal]:
+def _needs(config: RunConfig) -> Iterator[OverlapProblem]:
     parallel, moe = config.parallel, config.moe
     if moe.num_experts is None:
         yield "needs --num-experts: a dense model has no expert all-to-all", "Leave it out."
@@ -44,18 +44,18 @@ def _needs(config: RunConfig) -> Iterator[Refusal]:
         yield rule, "Use alltoall, or leave this out."
 
 
-def _schedule(config: RunConfig) -> Iterator[Refusal]:
+def _schedule(config: RunConfig) -> Iterator[OverlapProblem]:
     parallel = config.parallel
     name = parallel.pipeline_schedule
-    if parallel.pipeline_model_parallel_size > 1 and name is not None and name not in COMBINED:
+    if parallel.pipeline_model_parallel_size > 1 and name is not None and name not in OVERLAP_SCHEDULES:
         rule = f"cannot be combined with --pipeline-schedule {name}, which does not run forwards and backwards in turn"
-        yield rule, f"Use {' or '.join(COMBINED)}, or leave one of them out."
+        yield rule, f"Use {' or '.join(OVERLAP_SCHEDULES)}, or leave one of them out."
     if config.log.pipeline_timeline is not None:
         rule = "cannot be combined with --pipeline-timeline: two passes that run in turns have no times of their own"
         yield rule, "Leave one of them out."
 
 
-def _memory(config: RunConfig) -> Iterator[Refusal]:
+def _memory(config: RunConfig) -> Iterator[OverlapProblem]:
     memory, strategy = config.memory, config.parallel.data_parallel_sharding_strategy
     again = "would repeat the all-to-all in the backward pass, with random states and hooks set back around it"
     if memory.recompute_granularity == "full":
@@ -74,7 +74,7 @@ def _memory(config: RunConfig) -> Iterator[Refusal]:
     if memory.cpu_offloading_num_layers > 0:
         rule = "cannot be combined with --cpu-offloading-num-layers, whose copies follow one pass from layer to layer"
         yield rule, "Leave one of them out."
-    if strategy in FSDP:
+    if strategy in FSDP_STRATEGIES:
         rule = f"cannot be combined with --data-parallel-sharding-strategy {strategy}"
         why = "one pass would free the weights of a layer while the other is in it"
         yield f"{rule}: {why}", "Use optim (--use-distributed-optimizer), or leave one of them out."

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from petatron.base.errors import Problem
 from petatron.config.checks.rule_helpers import at_least
 from petatron.config.pipeline_stages import stage_problems
-from petatron.config.schema.fields import flag_of
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.parallel import ParallelConfig
 from petatron.config.schema.run import RunConfig
 
@@ -34,7 +34,7 @@ def check_pipeline(config: RunConfig) -> Iterator[Problem]:
     group, pp = getattr(parallel, _GROUP), parallel.pipeline_model_parallel_size
     if group is not None and group < pp and parallel.pipeline_schedule == "interleaved":  # idle elsewhere
         rule = f"is below --pipeline-model-parallel-size {pp}, so a rank would wait for its own output"
-        yield Problem(flag_of(_GROUP), str(group), rule, f"Use {pp} or more.")
+        yield Problem(flag_name(_GROUP), str(group), rule, f"Use {pp} or more.")
 
 
 def _schedule(parallel: ParallelConfig) -> Iterator[Problem]:
@@ -62,7 +62,7 @@ def _cause(parallel: ParallelConfig) -> tuple[str, str]:
     """The flag that decided how many stages a rank holds, with its value."""
     for name in ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"):
         if (value := getattr(parallel, name)) is not None:
-            return flag_of(name), str(value)
+            return flag_name(name), str(value)
     schedule, virtual = parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank
     if (schedule, virtual) in (("zb-v", 2), ("interleaved", 1)):
         return _SCHEDULE, str(schedule)

@@ -14,7 +14,7 @@ from pathlib import Path
 from petatron.base.errors import Problem
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.schema.data_blend import BlendError, parse_blend
-from petatron.config.schema.fields import flag_of
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RunConfig
 
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -29,7 +29,7 @@ _LIBRARIES = {
 
 def preflight(config: RunConfig) -> list[Problem]:
     """Everything that is missing, all at once."""
-    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _state_folder, _trace_folder)
+    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _offload_folder, _trace_folder)
     return [*(problem for ask in asked for problem in ask(config)), *communicator_problems(config.parallel)]
 
 
@@ -56,10 +56,10 @@ def _run_folders(config: RunConfig) -> Iterator[Problem]:
         there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
         if not there.is_dir():
             rule = "is a file" if there == folder else f"is in {there}, which is a file"
-            yield Problem(flag_of(name), path, rule, "Give the path of a folder.")
+            yield Problem(flag_name(name), path, rule, "Give the path of a folder.")
 
 
-def _state_folder(config: RunConfig) -> Iterator[Problem]:
+def _offload_folder(config: RunConfig) -> Iterator[Problem]:
     """The folder itself is made if need be. One that lies in nothing is a mistyped path, or a disk that is not mounted."""
     if config.memory.optimizer_nvme_offload is not None:
         yield from _new_folder("--optimizer-nvme-offload", config.memory.optimizer_nvme_offload)
@@ -82,11 +82,11 @@ def _new_folder(flag: str, path: str) -> Iterator[Problem]:
     elif not folder.exists() and not folder.parent.is_dir():
         fix = f"Make {folder.parent} first, or give a folder on a disk that is there."
         yield Problem(flag, path, f"is in {folder.parent}, which is no folder", fix)
-    elif (why := _refusal(folder if folder.exists() else folder.parent)) is not None:
+    elif (why := _write_error(folder if folder.exists() else folder.parent)) is not None:
         yield Problem(flag, path, f"cannot be written to ({why})", "Make it writable, or give another folder.")
 
 
-def _refusal(folder: Path) -> str | None:
+def _write_error(folder: Path) -> str | None:
     """Why nothing can be made in a folder. Found by making something: permissions say nothing to root, nor of /proc or a full disk."""
     try:
         with tempfile.TemporaryDirectory(prefix="petatron-", dir=folder):
@@ -99,9 +99,9 @@ def _missing_files(config: RunConfig) -> Iterator[Problem]:
     named = [(name, getattr(config.tokenizer, name)) for name in _FILES]
     for name, path in [*named, ("data_args_path", config.data.data_args_path)]:
         if path is not None and not Path(path).exists():
-            yield Problem(flag_of(name), path, "does not exist", "Give the path of a file that is there.")
+            yield Problem(flag_name(name), path, "does not exist", "Give the path of a file that is there.")
         elif path is not None and not Path(path).is_file() and (name != "tokenizer_model" or not Path(path).is_dir()):
-            yield Problem(flag_of(name), path, "is not a file", "Give the path of a file.")
+            yield Problem(flag_name(name), path, "is not a file", "Give the path of a file.")
 
 
 def _missing_data(config: RunConfig) -> Iterator[Problem]:
@@ -114,7 +114,7 @@ def _missing_data(config: RunConfig) -> Iterator[Problem]:
             gone = [f"{prefix}{end}" for end in (".idx", ".bin") if not Path(f"{prefix}{end}").is_file()]
             if gone:
                 fix = "Give the prefix of files that `petatron data preprocess` wrote, without .bin or .idx."
-                yield Problem(flag_of(name), prefix, f"does not exist: there is no {' and no '.join(gone)}", fix)
+                yield Problem(flag_name(name), prefix, f"does not exist: there is no {' and no '.join(gone)}", fix)
 
 
 def _missing_libraries(config: RunConfig) -> Iterator[Problem]:
@@ -122,4 +122,4 @@ def _missing_libraries(config: RunConfig) -> Iterator[Problem]:
         value = getattr(config.checkpoint if name == "sign_key" else config.log, name)
         if value is not None and importlib.util.find_spec(library) is None:
             fix = f"pip install {library}, or pip install 'petatron[{extra}]'."
-            yield Problem(flag_of(name), value, f"needs {library}, which is not installed", fix)
+            yield Problem(flag_name(name), value, f"needs {library}, which is not installed", fix)

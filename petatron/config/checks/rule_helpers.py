@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.schema.fields import by_name, flag_of, listing
+from petatron.config.schema.fields import fields_by_name, flag_name, join_with_or
 
 
 def divisors(number: int, *, limit: int = 12) -> str:
@@ -13,7 +13,7 @@ def divisors(number: int, *, limit: int = 12) -> str:
     found = [candidate for candidate in range(1, min(number, 4096) + 1) if number % candidate == 0]
     if len(found) > limit:
         return ", ".join(str(value) for value in found[:limit]) + " or another divisor"
-    return listing(found)
+    return join_with_or(found)
 
 
 def multiples_near(number: int, step: int) -> str:
@@ -24,23 +24,23 @@ def multiples_near(number: int, step: int) -> str:
 
 def or_default(name: str, value: int) -> str:
     """`12`, or `10 (default)`: nobody need have typed it."""
-    return f"{value} (default)" if value == by_name()[name].default else str(value)
+    return f"{value} (default)" if value == fields_by_name()[name].default else str(value)
 
 
 def at_least(name: str, value: float | None, minimum: float) -> Iterator[Problem]:
     """A problem when a set value is below its minimum."""
     if value is not None and value < minimum:
-        yield Problem(flag_of(name), str(value), f"is below {minimum:g}", f"Use {minimum:g} or more.")
+        yield Problem(flag_name(name), str(value), f"is below {minimum:g}", f"Use {minimum:g} or more.")
 
 
 def above(name: str, value: float | None, bound: float) -> Iterator[Problem]:
     """A problem when a set value is not strictly above a bound."""
     if value is not None and value <= bound:
-        yield Problem(flag_of(name), str(value), f"is not above {bound:g}", f"Use a number above {bound:g}.")
+        yield Problem(flag_name(name), str(value), f"is not above {bound:g}", f"Use a number above {bound:g}.")
 
 
 def within(name: str, value: float | None, low: float, high: float, *, closed: bool = False) -> Iterator[Problem]:
     """A problem when a set value is outside [low, high), or [low, high] if closed."""
     if value is not None and not (low <= value < high or (closed and value == high)):
         span = f"{low:g} to {high:g}" + ("" if closed else f", {high:g} excluded")
-        yield Problem(flag_of(name), str(value), "is out of range", f"Use a number from {span}.")
+        yield Problem(flag_name(name), str(value), "is out of range", f"Use a number from {span}.")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.data_parallel import FSDP
+from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.checks.pipeline import splits_backward
 from petatron.config.checks.rule_helpers import above, at_least, multiples_near, within
-from petatron.config.pipeline_stages import largest_stage
-from petatron.config.schema.fields import flag_of
+from petatron.config.pipeline_stages import max_layers_per_stage
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RunConfig
 
 
@@ -18,7 +18,7 @@ def check_run(config: RunConfig, *, require_training: bool) -> Iterator[Problem]
     yield from _memory(config)
     yield from _batch(config)
     yield from _length(config, require_training=require_training)
-    yield from _units(config)
+    yield from _schedule_units(config)
     yield from _schedule(config)
     yield from _learning_rate(config, require_training=require_training)
     yield from _optimizer(config)
@@ -69,7 +69,7 @@ def _memory(config: RunConfig) -> Iterator[Problem]:
 def _recompute_layers(config: RunConfig) -> Iterator[Problem]:
     number = config.memory.recompute_num_layers
     yield from at_least("recompute_num_layers", number, 1)
-    largest = largest_stage(config)
+    largest = max_layers_per_stage(config)
     if number is not None and largest is not None and number > largest:
         rule = f"is more than the {largest} layers of a pipeline stage"
         yield Problem("--recompute-num-layers", str(number), rule, f"Use {largest} or less.")
@@ -78,7 +78,7 @@ def _recompute_layers(config: RunConfig) -> Iterator[Problem]:
 def _offloaded_layers(config: RunConfig) -> Iterator[Problem]:
     where, number = "--cpu-offloading-num-layers", config.memory.cpu_offloading_num_layers
     yield from at_least("cpu_offloading_num_layers", number, 0)
-    largest = largest_stage(config)
+    largest = max_layers_per_stage(config)
     if largest is not None and number > largest:
         rule = f"is more than the {largest} layers of a pipeline stage"
         yield Problem(where, str(number), rule, f"Use {largest} or less; a quarter of them is a good start.")
@@ -106,10 +106,10 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         fix = f"Nearest: {multiples_near(batch, unit)}."
         yield Problem("--global-batch-size", str(batch), f"is not a multiple of {product}", fix)
     elif train.rampup_batch_size:
-        yield from _ramp(train.rampup_batch_size, batch, unit, product)
+        yield from _batch_size_rampup(train.rampup_batch_size, batch, unit, product)
 
 
-def _ramp(ramp: tuple[int, ...], batch: int, unit: int, product: str) -> Iterator[Problem]:
+def _batch_size_rampup(ramp: tuple[int, ...], batch: int, unit: int, product: str) -> Iterator[Problem]:
     where, found = "--rampup-batch-size", " ".join(str(number) for number in ramp)
     if len(ramp) != 3 or min(ramp) < 1:
         yield Problem(where, found, "is not three positive numbers", "Give START INCREMENT SAMPLES.")
@@ -154,7 +154,7 @@ def _first_batch(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--train-samples", str(samples), rule, f"Use {first} or more, or a smaller batch.")
 
 
-def _units(config: RunConfig) -> Iterator[Problem]:
+def _schedule_units(config: RunConfig) -> Iterator[Problem]:
     """A run counts in iterations or in samples; its schedule must count in the same."""
     train, schedule = config.train, config.schedule
     values = {
@@ -245,20 +245,20 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
     yield from above("adam_eps", optim.adam_eps, 0)
     yield from within("sgd_momentum", optim.sgd_momentum, 0, 1)
     yield from at_least("clip_grad", optim.clip_grad, 0)
-    yield from _formats(config)
+    yield from _state_dtypes(config)
 
 
-def _formats(config: RunConfig) -> Iterator[Problem]:
+def _state_dtypes(config: RunConfig) -> Iterator[Problem]:
     """Narrow state beside a model that is not narrower itself."""
     optim, precision = config.optim, config.precision
     if precision.fp64:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(optim, name) == "bf16":
-                yield Problem(flag_of(name), "bf16", "cannot be combined with --fp64", "Leave one of them out.")
+                yield Problem(flag_name(name), "bf16", "cannot be combined with --fp64", "Leave one of them out.")
     if optim.main_grads_dtype == "bf16":
         if not precision.bf16:
             yield Problem("--main-grads-dtype", "bf16", "needs --bf16", "Give it, or use fp32.")
-        if config.parallel.data_parallel_sharding_strategy in FSDP:
+        if config.parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES:
             strategy = config.parallel.data_parallel_sharding_strategy
             rule = (
                 f"cannot be had with --data-parallel-sharding-strategy {strategy}, where fully_shard adds gradients up"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from petatron.config.checks.data_parallel import FSDP
-from petatron.config.schema.fields import by_name, flatten
+from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.config.schema.run import RunConfig
-from petatron.config.value_origins import Origin
+from petatron.config.value_origins import ValueOrigin
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _HISTORY = ("fp8_amax_history_len", "fp8_amax_compute_algo")
@@ -16,7 +16,7 @@ _LAYERS_BF16 = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_la
 _ROTARY = ("rotary_base", "rotary_percent")
 _LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
 _YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
-_STRETCH = ("rope_scaling_factor", "original_max_position_embeddings")
+_ROPE_SCALING = ("rope_scaling_factor", "original_max_position_embeddings")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps", "exp_avg_dtype", "exp_avg_sq_dtype")
 _MTP = ("mtp_num_layers", "mtp_loss_scaling_factor")
 _LOAD = (
@@ -34,30 +34,30 @@ _PIPELINE = (
 )
 _BUCKETS = ("overlap_grad_reduce", "ddp_bucket_size")
 _SHARDED = ("use_distributed_optimizer", "overlap_param_gather")
-_NO_COPIES = "no two ranks hold the same weights, as data-parallel ones do"
+_NO_REPLICAS = "no two ranks hold the same weights, as data-parallel ones do"
 
 
-def idle_notices(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+def unused_flag_notices(config: RunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     """One line for each value a person set in a flag or file that has no effect in this config."""
-    values = flatten(config)
-    idle = (*_idle(config), *_idle_parallel(config), *_idle_experts(config), *_idle_memory(config))
+    values = flatten_config(config)
+    idle = (*_unused(config), *_unused_parallel(config), *_unused_moe(config), *_unused_memory(config))
     for name, reason in idle:
-        info = by_name()[name]
+        info = fields_by_name()[name]
         asked = origins[info.path].kind in ("flag", "file")
         if asked and values[info.path] != info.default:
             typed = f"--no-{info.flag[2:]}" if values[info.path] is False else info.flag
             yield f"{typed} has no effect: {reason}"
-    yield from _other_than_asked(config, origins)
+    yield from _different_effect_notices(config, origins)
     if origins["memory.recompute_modules"].kind in ("flag", "file"):
-        yield from _idle_modules(config)
+        yield from _unused_recompute_modules(config)
 
 
-def _other_than_asked(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+def _different_effect_notices(config: RunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     """Settings that have an effect, but not the one that their name promises."""
     precision = config.precision
     # On by default, so that only a flag tells that someone expects something of it.
     asked = config.moe.moe_shared_expert_overlap and origins["moe.moe_shared_expert_overlap"].kind == "flag"
-    if asked and config.moe.num_experts is not None and (why := _nothing_to_overlap(config)) is not None:
+    if asked and config.moe.num_experts is not None and (why := _no_shared_expert_overlap_reason(config)) is not None:
         yield f"--moe-shared-expert-overlap has no effect: {why}"
     if precision.fp8_format == "hybrid" and precision.fp8_recipe == "blockwise":
         yield "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2"
@@ -69,7 +69,7 @@ def _other_than_asked(config: RunConfig, origins: Mapping[str, Origin]) -> Itera
         )
 
 
-def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
     if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS:
         yield "compile", "nothing of this model is compiled: on GPUs it has kernels of its own"
@@ -77,7 +77,7 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "cuda_graphs", "the CPU computes"
     if not config.precision.fp16:
         yield from ((name, "it is for --fp16") for name in _LOSS_SCALE)
-    yield from _idle_fp8(config)
+    yield from _unused_fp8(config)
     if positions not in ("rope", "yarn"):
         yield from ((name, f"positions are {positions}") for name in _ROTARY)
     if not config.model.use_rope_scaling:
@@ -85,13 +85,13 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
     if positions != "yarn":
         yield from ((name, "it is for --position-embedding-type yarn") for name in _YARN)
         if not config.model.use_rope_scaling:
-            yield from ((name, "the rotary embedding is not scaled") for name in _STRETCH)
+            yield from ((name, "the rotary embedding is not scaled") for name in _ROPE_SCALING)
     if config.optim.optimizer != "adam":
         yield from ((name, f"the optimizer is {config.optim.optimizer}") for name in _ADAM)
     if config.optim.optimizer != "sgd":
         yield "sgd_momentum", f"the optimizer is {config.optim.optimizer}"
     if not config.latent.multi_latent_attention:
-        latent = (name for name, info in by_name().items() if info.section == "latent" and name not in _MTP)
+        latent = (name for name, info in fields_by_name().items() if info.section == "latent" and name not in _MTP)
         yield from ((name, "it is for --multi-latent-attention") for name in latent if name != "multi_latent_attention")
     if config.latent.mtp_num_layers is None:
         yield "mtp_loss_scaling_factor", "it is for --mtp-num-layers"
@@ -110,21 +110,21 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "it is for --profile") for name in names)
 
 
-def _idle_fp8(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_fp8(config: RunConfig) -> Iterator[tuple[str, str]]:
     precision = config.precision
     if precision.fp8_format is None:
         names = ("fp8_recipe", "fp8_param_gather", *_HISTORY, *_LAYERS_BF16)
         yield from ((name, "it is for --fp8-format") for name in names)
         return
-    if not _weights_have_copies(config):
-        yield "fp8_param_gather", _NO_COPIES
+    if not _weights_are_replicated(config):
+        yield "fp8_param_gather", _NO_REPLICAS
     if precision.fp8_recipe != "delayed":
         yield from ((name, "it is for --fp8-recipe delayed") for name in _HISTORY)
     if not precision.first_last_layers_bf16:
         yield from ((name, "it is for --first-last-layers-bf16") for name in _LAYERS_BF16[1:])
 
 
-def _idle_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
     parallel = config.parallel
     if parallel.tensor_model_parallel_size == 1:
         names = ("sequence_parallel", "tp_comm_overlap")
@@ -137,32 +137,32 @@ def _idle_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "the pipeline-parallel size is 1") for name in _PIPELINE)
     if parallel.num_virtual_stages_per_pipeline_rank == 1 or parallel.pipeline_schedule != "interleaved":
         yield "microbatch_group_size_per_virtual_pipeline_stage", "it is for the interleaved schedule"
-    if _micro_batches(config) == 1:
+    if _num_micro_batches(config) == 1:
         yield "overlap_moe_expert_parallel_comm", "a step has one micro-batch, and nothing to overlap it with"
-    yield from _idle_data(config)
+    yield from _unused_data_parallel(config)
 
 
-def _micro_batches(config: RunConfig) -> int | None:
+def _num_micro_batches(config: RunConfig) -> int | None:
     """Of a step on one data-parallel rank, once a batch-size ramp is over; None while the sizes are a problem of their own."""
     size, dp, micro = config.train.global_batch_size, config.parallel.data_parallel_size, config.train.micro_batch_size
     return None if size is None or not dp or micro < 1 else size // (dp * micro)
 
 
-def _idle_data(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_data_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Flags of data parallelism: its ranks, and those of context parallelism, hold the same weights."""
     parallel = config.parallel
     strategy = parallel.data_parallel_sharding_strategy
-    if not _weights_have_copies(config):
+    if not _weights_are_replicated(config):
         names = (*_BUCKETS, *_SHARDED, *(() if strategy == "no_shard" else ("data_parallel_sharding_strategy",)))
-        yield from ((name, _NO_COPIES) for name in names)
+        yield from ((name, _NO_REPLICAS) for name in names)
     elif strategy == "no_shard":
         yield "num_distributed_optimizer_instances", "no optimizer state is sharded"
-    elif strategy in FSDP:
+    elif strategy in FSDP_STRATEGIES:
         yield from ((name, "fully_shard reduces the gradients") for name in _BUCKETS)
         yield from ((name, "fully_shard shares the optimizer state and gathers by itself") for name in _SHARDED)
 
 
-def _weights_have_copies(config: RunConfig) -> bool:
+def _weights_are_replicated(config: RunConfig) -> bool:
     """Whether dense weights or experts lie on more than one rank; True while the sizes are a problem of their own."""
     parallel = config.parallel
     dp, ep, etp = (
@@ -176,10 +176,10 @@ def _weights_have_copies(config: RunConfig) -> bool:
     return ranks != 1 or (config.moe.num_experts is not None and parallel.tensor_model_parallel_size != ep * etp)
 
 
-def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_moe(config: RunConfig) -> Iterator[tuple[str, str]]:
     moe = config.moe
     if moe.num_experts is None:
-        names = (name for name, info in by_name().items() if info.section == "moe" and name != "num_experts")
+        names = (name for name, info in fields_by_name().items() if info.section == "moe" and name != "num_experts")
         yield from ((name, "the model has no experts") for name in (*names, "expert_tensor_parallel_size"))
         return
     if config.train.device == "cpu":
@@ -196,7 +196,7 @@ def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "moe_router_num_groups", "it is for --moe-router-group-topk"
     if moe.moe_shared_expert_intermediate_size is None:
         yield "moe_shared_expert_gate", "there is no shared expert"
-    if (why := _nothing_to_overlap(config)) is not None:
+    if (why := _no_shared_expert_overlap_reason(config)) is not None:
         yield "moe_shared_expert_overlap", why
     if not moe.moe_router_enable_expert_bias:
         yield "moe_router_bias_update_rate", "it is for --moe-router-enable-expert-bias"
@@ -209,7 +209,7 @@ def _idle_experts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "moe_aux_loss_coeff", "--moe-router-load-balancing-type is none"
 
 
-def _nothing_to_overlap(config: RunConfig) -> str | None:
+def _no_shared_expert_overlap_reason(config: RunConfig) -> str | None:
     """Why no all-to-all overlaps with a shared expert, if so."""
     moe, parallel = config.moe, config.parallel
     if moe.moe_shared_expert_intermediate_size is None:
@@ -221,7 +221,7 @@ def _nothing_to_overlap(config: RunConfig) -> str | None:
     return None
 
 
-def _idle_memory(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_memory(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.memory.optimizer_cpu_offload and config.memory.optimizer_nvme_offload is None:
         yield "optimizer_offload_fraction", "it is for --optimizer-cpu-offload and --optimizer-nvme-offload"
     elif config.train.device == "cpu":
@@ -230,12 +230,12 @@ def _idle_memory(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "recompute_modules", "it is for --recompute-granularity selective"
 
 
-def _idle_modules(config: RunConfig) -> Iterator[str]:
+def _unused_recompute_modules(config: RunConfig) -> Iterator[str]:
     """Modules to recompute that the model does not have, or of which nothing is kept anyway."""
     if config.memory.recompute_granularity != "selective":
         return
     lacking = {"moe_act": "what an activation function makes is never kept"}
-    if not _keeps_norms(config):
+    if not _saves_norm_outputs(config):
         lacking["layernorm"] = "what a norm makes is not kept here"
     if config.moe.num_experts is None:
         lacking |= {"moe": "the model has no experts", "moe_act": "the model has no experts"}
@@ -246,7 +246,7 @@ def _idle_modules(config: RunConfig) -> Iterator[str]:
             yield f"--recompute-modules {module} has no effect: {lacking[module]}"
 
 
-def _keeps_norms(config: RunConfig) -> bool:
+def _saves_norm_outputs(config: RunConfig) -> bool:
     """Whether what a norm makes is kept: by a router that multiplies it as it is."""
     precision, moe = config.precision, config.moe
     if moe.num_experts is None or moe.moe_input_jitter_eps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from petatron.config.checks.model import REQUIRED
+from petatron.config.checks.model import REQUIRED_FIELDS
 from petatron.config.flags import megatron_flags
 from petatron.config.schema.fields import FieldInfo, all_fields, sections
 from petatron.config.show import format_value
@@ -16,7 +16,7 @@ def flag_help() -> str:
     """Every flag with its documentation, by section."""
     lines = ["Sources, later wins:", *_entry("--preset NAME", "A published model shape; `petatron config presets`.")]
     lines += [*_entry("--config FILE", "YAML with the same fields; may be given several times."), ""]
-    other_names = aliases()
+    other_names = flag_aliases()
     for section, section_class in sections().items():
         title = (section_class.__doc__ or "").strip()
         lines.append(f"{section}: {title}")
@@ -29,14 +29,14 @@ def flag_help() -> str:
     return "\n".join(lines)
 
 
-def aliases() -> dict[str, list[str]]:
+def flag_aliases() -> dict[str, list[str]]:
     """Field name -> its other spellings, as typed."""
     found: dict[str, list[str]] = {}
     for flag, name in megatron_flags.ALIASES.items():
         found.setdefault(name, []).append(flag)
     for flag, shorthand in megatron_flags.SHORTHANDS.items():
         found.setdefault(shorthand.field, []).append(flag)
-    for flag, choices in megatron_flags.CHOICES.items():
+    for flag, choices in megatron_flags.CHOICE_FLAGS.items():
         for name in {choice.field for choice in choices.values()}:
             found.setdefault(name, []).append(f"{flag} {'|'.join(choices)}")
     return found
@@ -44,14 +44,14 @@ def aliases() -> dict[str, list[str]]:
 
 def _usage(info: FieldInfo, others: list[str]) -> str:
     value = {"bool": "", "choice": " CHOICE", "str": " TEXT"}.get(info.kind, " N")
-    return ", ".join([info.flag + value + (" ..." if info.many else ""), *others])
+    return ", ".join([info.flag + value + (" ..." if info.is_list else ""), *others])
 
 
 def _meaning(info: FieldInfo) -> str:
     meaning = info.doc
     if info.choices:
         meaning += f" One of {', '.join(info.choices)}."
-    if info.name in REQUIRED:
+    if info.name in REQUIRED_FIELDS:
         meaning += " Required."
     elif info.default not in (None, ()) and info.kind != "bool":
         meaning += f" [{format_value(info.default)}]"

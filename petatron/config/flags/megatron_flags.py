@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from petatron.config.schema.fields import Value
+from petatron.config.schema.fields import FieldValue
 
 
 @dataclass(frozen=True, slots=True)
 class Shorthand:
-    """A flag without a value that sets `field` to `value`; one that `yields` gives way to the field's own flag."""
+    """A flag without a value that sets `field` to `value`; one that `is_overridable` gives way to the field's own flag."""
 
     field: str
-    value: Value
-    yields: bool = False
+    value: FieldValue
+    is_overridable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Implied:
+class NoOpFlag:
     """A flag that is accepted and changes nothing, because what it asks for is always so; `takes_value` if it has one."""
 
     reason: str
@@ -58,13 +58,13 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--enable-cuda-graph": Shorthand("cuda_graphs", True),
     "--recompute-activations": Shorthand("recompute_granularity", "selective"),
     # Megatron's switches for FSDP; how much is sharded is the strategy's business when that is given too.
-    "--use-torch-fsdp2": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
-    "--use-megatron-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
-    "--use-custom-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", yields=True),
+    "--use-torch-fsdp2": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
+    "--use-megatron-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
+    "--use-custom-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
 }
 
 # A flag whose every value means one of a field's.
-CHOICES: Mapping[str, Mapping[str, Shorthand]] = {
+CHOICE_FLAGS: Mapping[str, Mapping[str, Shorthand]] = {
     "--cuda-graph-impl": {
         "none": Shorthand("cuda_graphs", False),
         "local": Shorthand("cuda_graphs", True),
@@ -81,58 +81,58 @@ _MODEL = "there is one model implementation"
 _TRANSFERS = "transfers between pipeline stages always overlap with computing"
 _SINKS = "every logged value goes to every sink"
 
-IMPLIED: Mapping[str, Implied] = {
-    "--use-mcore-models": Implied(_MODEL),
-    "--transformer-impl": Implied(_MODEL, takes_value=True),
-    "--attention-backend": Implied(_ATTENTION, takes_value=True),
-    "--use-flash-attn": Implied(_ATTENTION),
-    "--no-masked-softmax-fusion": Implied(_FUSED),
-    "--no-bias-gelu-fusion": Implied(_FUSED),
-    "--no-bias-swiglu-fusion": Implied(_FUSED),
-    "--no-bias-dropout-fusion": Implied(_FUSED),
-    "--no-rope-fusion": Implied(_FUSED),
-    "--no-gradient-accumulation-fusion": Implied(_FUSED),
-    "--no-persist-layer-norm": Implied(_FUSED),
-    "--cross-entropy-loss-fusion": Implied(_FUSED),
-    "--cross-entropy-fusion-impl": Implied(_FUSED, takes_value=True),
-    "--attention-softmax-in-fp32": Implied("the attention softmax is always computed in fp32"),
-    "--accumulate-allreduce-grads-in-fp32": Implied(
+NO_OP_FLAGS: Mapping[str, NoOpFlag] = {
+    "--use-mcore-models": NoOpFlag(_MODEL),
+    "--transformer-impl": NoOpFlag(_MODEL, takes_value=True),
+    "--attention-backend": NoOpFlag(_ATTENTION, takes_value=True),
+    "--use-flash-attn": NoOpFlag(_ATTENTION),
+    "--no-masked-softmax-fusion": NoOpFlag(_FUSED),
+    "--no-bias-gelu-fusion": NoOpFlag(_FUSED),
+    "--no-bias-swiglu-fusion": NoOpFlag(_FUSED),
+    "--no-bias-dropout-fusion": NoOpFlag(_FUSED),
+    "--no-rope-fusion": NoOpFlag(_FUSED),
+    "--no-gradient-accumulation-fusion": NoOpFlag(_FUSED),
+    "--no-persist-layer-norm": NoOpFlag(_FUSED),
+    "--cross-entropy-loss-fusion": NoOpFlag(_FUSED),
+    "--cross-entropy-fusion-impl": NoOpFlag(_FUSED, takes_value=True),
+    "--attention-softmax-in-fp32": NoOpFlag("the attention softmax is always computed in fp32"),
+    "--accumulate-allreduce-grads-in-fp32": NoOpFlag(
         "gradients are always accumulated in fp32, and reduced in it unless --grad-reduce-in-bf16 is given"
     ),
-    "--calculate-per-token-loss": Implied("the loss is always one mean over the tokens of the global batch"),
-    "--use-cpu-initialization": Implied("initial weights never depend on the layout or the device"),
-    "--init-model-with-meta-device": Implied("a rank only ever makes the weights it holds"),
-    "--overlap-p2p-communication": Implied(_TRANSFERS),
-    "--no-overlap-p2p-communication": Implied(_TRANSFERS),
-    "--overlap-p2p-communication-warmup-flush": Implied(_TRANSFERS),
-    "--tp-comm-bootstrap-backend": Implied(
+    "--calculate-per-token-loss": NoOpFlag("the loss is always one mean over the tokens of the global batch"),
+    "--use-cpu-initialization": NoOpFlag("initial weights never depend on the layout or the device"),
+    "--init-model-with-meta-device": NoOpFlag("a rank only ever makes the weights it holds"),
+    "--overlap-p2p-communication": NoOpFlag(_TRANSFERS),
+    "--no-overlap-p2p-communication": NoOpFlag(_TRANSFERS),
+    "--overlap-p2p-communication-warmup-flush": NoOpFlag(_TRANSFERS),
+    "--tp-comm-bootstrap-backend": NoOpFlag(
         "tensor-parallel overlap has no buffers of its own to set up", takes_value=True
     ),
-    "--moe-permute-fusion": Implied(_FUSED),
-    "--moe-router-fusion": Implied(_FUSED),
-    "--moe-use-legacy-grouped-gemm": Implied(_FUSED),
-    "--moe-per-layer-logging": Implied("the load of every MoE layer is always logged"),
-    "--no-create-attention-mask-in-dataloader": Implied("the loader never builds a dense attention mask"),
-    "--exit-signal-handler": Implied("SIGTERM and SIGINT always save and exit"),
-    "--auto-detect-ckpt-format": Implied("there is one checkpoint format"),
-    "--use-dist-ckpt": Implied("there is one checkpoint format"),
-    "--no-ckpt-fully-parallel-save": Implied("all ranks always share the writing"),
-    "--ckpt-fully-parallel-load": Implied("ranks always read only what they need"),
-    "--ckpt-assume-constant-structure": Implied("saving needs no plan that could be kept"),
-    "--dist-ckpt-strictness": Implied("everything must fit, always", takes_value=True),
-    "--use-persistent-ckpt-worker": Implied("--async-save needs no other process"),
-    "--use-precision-aware-optimizer": Implied("formats of optimizer state need no other optimizer"),
-    "--overlap-cpu-optimizer-d2h-h2d": Implied("copies in both directions and updates always overlap"),
-    "--cpu-optimizer-type": Implied("the optimizer is the one named by --optimizer", takes_value=True),
-    "--log-loss-scale-to-tensorboard": Implied(_SINKS),
-    "--log-validation-ppl-to-tensorboard": Implied(_SINKS),
-    "--log-learning-rate-to-tensorboard": Implied(_SINKS),
-    "--use-pytorch-profiler": Implied("--profile always uses PyTorch's profiler"),
-    "--local-rank": Implied("the rank is read from the launcher's environment", takes_value=True),
+    "--moe-permute-fusion": NoOpFlag(_FUSED),
+    "--moe-router-fusion": NoOpFlag(_FUSED),
+    "--moe-use-legacy-grouped-gemm": NoOpFlag(_FUSED),
+    "--moe-per-layer-logging": NoOpFlag("the load of every MoE layer is always logged"),
+    "--no-create-attention-mask-in-dataloader": NoOpFlag("the loader never builds a dense attention mask"),
+    "--exit-signal-handler": NoOpFlag("SIGTERM and SIGINT always save and exit"),
+    "--auto-detect-ckpt-format": NoOpFlag("there is one checkpoint format"),
+    "--use-dist-ckpt": NoOpFlag("there is one checkpoint format"),
+    "--no-ckpt-fully-parallel-save": NoOpFlag("all ranks always share the writing"),
+    "--ckpt-fully-parallel-load": NoOpFlag("ranks always read only what they need"),
+    "--ckpt-assume-constant-structure": NoOpFlag("saving needs no plan that could be kept"),
+    "--dist-ckpt-strictness": NoOpFlag("everything must fit, always", takes_value=True),
+    "--use-persistent-ckpt-worker": NoOpFlag("--async-save needs no other process"),
+    "--use-precision-aware-optimizer": NoOpFlag("formats of optimizer state need no other optimizer"),
+    "--overlap-cpu-optimizer-d2h-h2d": NoOpFlag("copies in both directions and updates always overlap"),
+    "--cpu-optimizer-type": NoOpFlag("the optimizer is the one named by --optimizer", takes_value=True),
+    "--log-loss-scale-to-tensorboard": NoOpFlag(_SINKS),
+    "--log-validation-ppl-to-tensorboard": NoOpFlag(_SINKS),
+    "--log-learning-rate-to-tensorboard": NoOpFlag(_SINKS),
+    "--use-pytorch-profiler": NoOpFlag("--profile always uses PyTorch's profiler"),
+    "--local-rank": NoOpFlag("the rank is read from the launcher's environment", takes_value=True),
 }
 
 # Names Megatron itself dropped, or that mean one of ours: refused with what to write instead.
-RENAMED: Mapping[str, str] = {
+RENAMED_FLAGS: Mapping[str, str] = {
     "--batch-size": "--micro-batch-size",
     "--warmup": "--lr-warmup-fraction",
     "--model-parallel-size": "--tensor-model-parallel-size",
@@ -154,7 +154,7 @@ RENAMED: Mapping[str, str] = {
 _PREPROCESS = "petatron data preprocess"
 
 # Flags of another verb.
-ELSEWHERE: Mapping[str, str] = {
+OTHER_COMMAND_FLAGS: Mapping[str, str] = {
     "--input": _PREPROCESS,
     "--output-prefix": _PREPROCESS,
     "--json-keys": _PREPROCESS,
@@ -183,7 +183,7 @@ _SFT = "fine-tuning on conversations"
 _DATA = "this data option"
 
 # Features that Megatron has and this version has not. The value is what the message calls it.
-LATER: Mapping[str, str] = {
+UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--cuda-graph-scope": _GRAPHS,
     "--cuda-graph-modules": _GRAPHS,
     "--external-cuda-graph": _GRAPHS,
@@ -319,7 +319,7 @@ LATER: Mapping[str, str] = {
 }
 
 # Values of our own fields that Megatron knows and this version does not: field -> value -> what the message calls it.
-LATER_VALUES: Mapping[str, Mapping[str, str]] = {
+UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
         "muon": "the Muon optimizer",
         "dist_muon": "the Muon optimizer",
@@ -347,4 +347,4 @@ LATER_VALUES: Mapping[str, Mapping[str, str]] = {
 }
 
 # A key of a YAML file that people take for a section -> the section's name.
-SECTIONS: Mapping[str, str] = {"optimizer": "optim"}
+SECTION_ALIASES: Mapping[str, str] = {"optimizer": "optim"}

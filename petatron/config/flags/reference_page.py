@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from petatron.config.checks.check_all import NOT_IN_THIS_VERSION
-from petatron.config.checks.model import REQUIRED
+from petatron.config.checks.check_all import UNSUPPORTED_FIELDS
+from petatron.config.checks.model import REQUIRED_FIELDS
 from petatron.config.flags import megatron_flags
-from petatron.config.flags.help_text import aliases
+from petatron.config.flags.help_text import flag_aliases
 from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG
 from petatron.config.presets import preset_names, preset_summary
-from petatron.config.schema.fields import FieldInfo, all_fields, by_path, sections
+from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_path, sections
 from petatron.config.show import format_value
 
 _INTRODUCTION = f"""# Flags and fields
@@ -26,7 +26,7 @@ their default is accepted.
 """
 
 
-def reference() -> str:
+def reference_page() -> str:
     """The whole page."""
     parts = [_INTRODUCTION]
     for section, section_class in sections().items():
@@ -40,9 +40,9 @@ def reference() -> str:
 
 
 def _row(info: FieldInfo) -> tuple[str, ...]:
-    names = [f"`{info.flag}`{' *' if info.path in NOT_IN_THIS_VERSION else ''}"]
-    names += [f"`{flag}`" for flag in aliases().get(info.name, [])]
-    default = "required" if info.name in REQUIRED else format_value(info.default)
+    names = [f"`{info.flag}`{' *' if info.path in UNSUPPORTED_FIELDS else ''}"]
+    names += [f"`{flag}`" for flag in flag_aliases().get(info.name, [])]
+    default = "required" if info.name in REQUIRED_FIELDS else format_value(info.default)
     if info.default is None and "Derived:" in info.doc:
         default = "derived"
     return "<br>".join(names), f"`{info.type_name}`", f"`{default}`", info.doc
@@ -54,7 +54,7 @@ def _presets() -> str:
 
 
 def _accepted() -> str:
-    rows = [(f"`{flag}`", implied.reason) for flag, implied in sorted(megatron_flags.IMPLIED.items())]
+    rows = [(f"`{flag}`", implied.reason) for flag, implied in sorted(megatron_flags.NO_OP_FLAGS.items())]
     rows.append(
         (f"`{megatron_flags.NO_POSITION_EMBEDDING}`", "with rotary positions there is no learned table to remove")
     )
@@ -63,9 +63,9 @@ def _accepted() -> str:
 
 
 def _refused() -> str:
-    renamed = [(f"`{old}`", f"`{new}`") for old, new in sorted(megatron_flags.RENAMED.items())]
-    own = {by_path()[path].flag: feature for path, feature in NOT_IN_THIS_VERSION.items()}
-    later = [(f"`{flag}`", feature) for flag, feature in sorted({**own, **megatron_flags.LATER}.items())]
+    renamed = [(f"`{old}`", f"`{new}`") for old, new in sorted(megatron_flags.RENAMED_FLAGS.items())]
+    own = {fields_by_path()[path].flag: feature for path, feature in UNSUPPORTED_FIELDS.items()}
+    later = [(f"`{flag}`", feature) for flag, feature in sorted({**own, **megatron_flags.UNSUPPORTED_FLAGS}.items())]
     return (
         "## Refused\n\nOld names:\n\n"
         + _table(("Flag", "Use"), renamed)

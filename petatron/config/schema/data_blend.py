@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from petatron.base.untrusted_files import read_bytes
+from petatron.base.untrusted_files import read_limited_bytes
 
-_BLEND_FILE_BYTES = 1 << 26
+_MAX_BLEND_FILE_BYTES = 1 << 26
 
 
 class BlendError(ValueError):
@@ -62,7 +62,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 def read_blend_file(path: str) -> list[str]:
     """The words of a `--data-args-path` file; OSError or UnicodeDecodeError if it is no such file."""
-    return read_bytes(Path(path), _BLEND_FILE_BYTES).decode().split()
+    return read_limited_bytes(Path(path), _MAX_BLEND_FILE_BYTES).decode().split()
 
 
 def _number(word: str) -> float | None:

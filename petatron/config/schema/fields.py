@@ -23,28 +23,28 @@ from typing import Annotated, Any, Literal
 
 from petatron.config.schema.run import RunConfig
 
-Kind = Literal["int", "float", "bool", "str", "choice"]
-Value = int | float | bool | str | None | tuple[int, ...] | tuple[str, ...]
+FieldKind = Literal["int", "float", "bool", "str", "choice"]
+FieldValue = int | float | bool | str | None | tuple[int, ...] | tuple[str, ...]
 
 NONE_WORDS = ("none", "null")
 _TRUE_WORDS, _FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
-_WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word or path"}
+_KIND_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word or path"}
 
 
 @dataclass(frozen=True, slots=True)
 class FieldInfo:
-    """One setting. `many` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
+    """One setting. `is_list` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
 
     `marks` are the words beside the type in the schema's `Annotated`: path, one start, one load.
     """
 
     section: str
     name: str
-    kind: Kind
-    many: bool
+    kind: FieldKind
+    is_list: bool
     optional: bool
     choices: tuple[str, ...]
-    default: Value
+    default: FieldValue
     doc: str
     marks: tuple[str, ...] = ()
 
@@ -54,28 +54,28 @@ class FieldInfo:
 
     @property
     def flag(self) -> str:
-        return flag_of(self.name)
+        return flag_name(self.name)
 
     @property
     def type_name(self) -> str:
         """The type as the reference page prints it."""
         name = " | ".join(self.choices) if self.kind == "choice" else self.kind
-        return f"{name} ..." if self.many else name
+        return f"{name} ..." if self.is_list else name
 
-    def parse(self, text: str) -> Value:
+    def parse(self, text: str) -> FieldValue:
         """One value from one piece of text; `ValueError` says what was wanted."""
         if self.optional and text.lower() in NONE_WORDS:
             return None
         if self.kind == "choice":
             if text not in self.choices:
                 single = len(self.choices) == 1
-                allowed = f"{self.choices[0]}, the only choice" if single else f"one of {listing(self.choices)}"
+                allowed = f"{self.choices[0]}, the only choice" if single else f"one of {join_with_or(self.choices)}"
                 raise ValueError(f"is not {allowed}")
             return text
         try:
             return _PARSERS[self.kind](text)
         except ValueError:
-            raise ValueError(f"is not {_WANTED[self.kind]}") from None
+            raise ValueError(f"is not {_KIND_NAMES[self.kind]}") from None
 
 
 def _parse_int(text: str) -> int:
@@ -99,18 +99,18 @@ def _parse_bool(text: str) -> bool:
 _PARSERS: Mapping[str, Any] = {"int": _parse_int, "float": _parse_float, "bool": _parse_bool, "str": str}
 
 
-def flag_of(name: str) -> str:
+def flag_name(name: str) -> str:
     """`num_layers` -> `--num-layers`."""
     return "--" + name.replace("_", "-")
 
 
-def listing(words: Iterable[object], last: str = "or") -> str:
+def join_with_or(words: Iterable[object], last: str = "or") -> str:
     """1, 2 or 4."""
     items = [str(word) for word in words]
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {last} {items[-1]}"
 
 
-def nearest(word: str, candidates: Iterable[str], *, count: int = 2, cutoff: float = 0.72) -> list[str]:
+def closest_matches(word: str, candidates: Iterable[str], *, count: int = 2, cutoff: float = 0.72) -> list[str]:
     """The candidates that look most like `word` whatever its case, best first; clearly worse ones are left out."""
     lowered = {candidate.lower(): candidate for candidate in candidates}
     close = difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=cutoff)
@@ -134,12 +134,12 @@ def all_fields() -> tuple[FieldInfo, ...]:
         hints = typing.get_type_hints(section_class, include_extras=True)
         for item in fields(section_class):
             doc = documentation[section_class.__name__, item.name]
-            found.append(_describe(section, item, hints[item.name], doc))
+            found.append(_field_info(section, item, hints[item.name], doc))
     return tuple(found)
 
 
 @functools.cache
-def by_name() -> dict[str, FieldInfo]:
+def fields_by_name() -> dict[str, FieldInfo]:
     """Field name -> field. Names are unique over all sections, which is what lets a flag go without a prefix."""
     index = {info.name: info for info in all_fields()}
     assert len(index) == len(all_fields()), "a field name is used in two sections"
@@ -147,18 +147,18 @@ def by_name() -> dict[str, FieldInfo]:
 
 
 @functools.cache
-def by_path() -> dict[str, FieldInfo]:
+def fields_by_path() -> dict[str, FieldInfo]:
     return {info.path: info for info in all_fields()}
 
 
-def flatten(config: RunConfig) -> dict[str, Value]:
+def flatten_config(config: RunConfig) -> dict[str, FieldValue]:
     """Path -> value of every field."""
     return {info.path: getattr(getattr(config, info.section), info.name) for info in all_fields()}
 
 
-def assemble(values: Mapping[str, Value]) -> RunConfig:
-    """The inverse of `flatten`; paths left out take their default."""
-    grouped: dict[str, dict[str, Value]] = {section: {} for section in sections()}
+def unflatten_config(values: Mapping[str, FieldValue]) -> RunConfig:
+    """The inverse of `flatten_config`; paths left out take their default."""
+    grouped: dict[str, dict[str, FieldValue]] = {section: {} for section in sections()}
     for path, value in values.items():
         section, name = path.split(".")
         grouped[section][name] = value
@@ -166,7 +166,7 @@ def assemble(values: Mapping[str, Value]) -> RunConfig:
     return RunConfig(**built)
 
 
-def _describe(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInfo:
+def _field_info(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInfo:
     assert item.default is not MISSING, f"{section}.{item.name} has no default"
     optional = many = False
     choices: tuple[str, ...] = ()
@@ -179,7 +179,7 @@ def _describe(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInfo:
     if typing.get_origin(hint) is Annotated:
         hint, *words = typing.get_args(hint)
         marks = tuple(words)
-    kind: Kind
+    kind: FieldKind
     if typing.get_origin(hint) is Literal:
         kind, choices = "choice", typing.get_args(hint)
     else:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
-PositionType = Literal["learned_absolute", "rope", "yarn", "none"]
-Activation = Literal[
+PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
+ActivationName = Literal[
     "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh", "reglu"
 ]
 
@@ -34,7 +34,7 @@ class ModelConfig:
     """Tokens per training sample."""
     max_position_embeddings: int | None = None
     """Longest position the model is built for. Derived: the sequence length."""
-    position_embedding_type: PositionType = "learned_absolute"
+    position_embedding_type: PositionEmbeddingType = "learned_absolute"
     """How positions enter: a learned table, rotary embedding, rotary with YaRN scaling, or not at all."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies (theta)."""
@@ -66,7 +66,7 @@ class ModelConfig:
     """Keep the weights of norms as an offset from one (Gemma), so that they start at zero."""
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of the hidden size (Gemma)."""
-    activation: Activation = "gelu"
+    activation: ActivationName = "gelu"
     """MLP activation; the names with glu are gated and use three matrices."""
     add_bias_linear: bool = True
     """Biases on the linear layers (`--disable-bias-linear` turns them off)."""

@@ -11,7 +11,7 @@ from typing import Any
 from petatron.config.schema.model import ModelConfig, MoEConfig
 
 # How a run lays out or computes the model.
-RUN_CHOICES = frozenset(
+RUNTIME_FIELDS = frozenset(
     {
         "seq_length",
         "make_vocab_size_divisible_by",
@@ -23,7 +23,7 @@ RUN_CHOICES = frozenset(
     }
 )
 # What matters only while weights change, or how far positions reach.
-TRAINING_CHOICES = frozenset(
+TRAINING_ONLY_FIELDS = frozenset(
     {
         "max_position_embeddings",
         "hidden_dropout",
@@ -38,22 +38,22 @@ TRAINING_CHOICES = frozenset(
     }
 )
 # Ways of writing what other settings say as well.
-SPELLINGS = frozenset({"group_query_attention", "moe_layer_freq"})
+REDUNDANT_FIELDS = frozenset({"group_query_attention", "moe_layer_freq"})
 
 
-def is_identity(name: str) -> bool:
+def is_identity_field(name: str) -> bool:
     """Whether two models that differ in this setting are two models.
 
-    >>> is_identity("rotary_base"), is_identity("hidden_dropout")
+    >>> is_identity_field("rotary_base"), is_identity_field("hidden_dropout")
     (True, False)
     """
-    return name not in RUN_CHOICES and name not in TRAINING_CHOICES
+    return name not in RUNTIME_FIELDS and name not in TRAINING_ONLY_FIELDS
 
 
-def identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
+def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
     """The settings that make a model the same function of its weights, as a checkpoint holds them.
 
     A dense model says nothing of experts, so that a checkpoint from before there were any is still its own.
     """
     experts = asdict(moe) if moe is not None and moe.num_experts is not None else {}
-    return {name: value for name, value in (asdict(model) | experts).items() if is_identity(name)}
+    return {name: value for name, value in (asdict(model) | experts).items() if is_identity_field(name)}

@@ -14,10 +14,10 @@ from petatron.config.schema.run import RunConfig
 
 _FIX = "Give a number, or one 0 or 1 per layer such as ([0]*1+[1]*23)."
 # Far above any model; keeps `[1]*999999999` from filling memory before it is refused.
-_LONGEST = 100_000
+_MAX_LAYERS = 100_000
 
 
-class PatternError(ValueError):
+class MoELayerFreqError(ValueError):
     """What is wrong with a pattern, as the rest of a sentence about it."""
 
 
@@ -31,21 +31,21 @@ def moe_layers(config: RunConfig) -> tuple[bool, ...]:
     layers = config.model.num_layers
     if config.moe.num_experts is None:
         return (False,) * layers
-    problems = list(pattern_problems(config))
+    problems = list(moe_layer_freq_problems(config))
     if problems:
         raise ConfigError(problems)
-    pattern = parse_pattern(config.moe.moe_layer_freq)
+    pattern = parse_moe_layer_freq(config.moe.moe_layer_freq)
     if isinstance(pattern, int):
         return tuple(layer % pattern == 0 for layer in range(layers))
     return tuple(bit == 1 for bit in pattern)
 
 
-def pattern_problems(config: RunConfig) -> Iterator[Problem]:
+def moe_layer_freq_problems(config: RunConfig) -> Iterator[Problem]:
     """What is wrong with the pattern, for a model with experts."""
     layers, text = config.model.num_layers, config.moe.moe_layer_freq
     try:
-        pattern = parse_pattern(text)
-    except PatternError as error:
+        pattern = parse_moe_layer_freq(text)
+    except MoELayerFreqError as error:
         yield Problem("--moe-layer-freq", text or "''", str(error), _FIX)
         return
     if isinstance(pattern, int):
@@ -62,13 +62,13 @@ def pattern_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def parse_pattern(text: str) -> int | tuple[int, ...]:
+def parse_moe_layer_freq(text: str) -> int | tuple[int, ...]:
     """The number, or the list the expression stands for."""
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = str(error) if isinstance(error, PatternError) else "is neither a number nor a list of 0 and 1"
-        raise PatternError(reason) from None
+        reason = str(error) if isinstance(error, MoELayerFreqError) else "is neither a number nor a list of 0 and 1"
+        raise MoELayerFreqError(reason) from None
 
 
 def _value(node: ast.expr) -> int | tuple[int, ...]:
@@ -86,15 +86,15 @@ def _value(node: ast.expr) -> int | tuple[int, ...]:
         case ast.BinOp(op=ast.Mult(), left=left, right=right):
             unit, count = (left, right) if not isinstance(left, ast.Constant) else (right, left)
             times, items = _value(count), _list(unit)
-            if isinstance(times, int) and times * len(items) > _LONGEST:
-                raise PatternError(f"has more than {_LONGEST} layers")
+            if isinstance(times, int) and times * len(items) > _MAX_LAYERS:
+                raise MoELayerFreqError(f"has more than {_MAX_LAYERS} layers")
             if isinstance(times, int):
                 return items * times
-    raise PatternError("is neither a number nor a list of 0 and 1")
+    raise MoELayerFreqError("is neither a number nor a list of 0 and 1")
 
 
 def _list(node: ast.expr) -> tuple[int, ...]:
     value = _value(node)
     if isinstance(value, int):
-        raise PatternError("adds or repeats a number where a list is needed")
+        raise MoELayerFreqError("adds or repeats a number where a list is needed")
     return value

@@ -9,24 +9,24 @@ stages fit the model is not asked here.
 
 from __future__ import annotations
 
-EMBEDDING, LAYER, LOSS, END = "E", "t", "L", "|"
-_SYMBOLS = EMBEDDING + LAYER + LOSS + END
-_FREE = ", \t\n"
+EMBEDDING, LAYER, LOSS, STAGE_END = "E", "t", "L", "|"
+_SYMBOLS = EMBEDDING + LAYER + LOSS + STAGE_END
+_IGNORED = ", \t\n"
 # Far above any model; keeps `t*999999999` from filling memory before it is refused.
-_LONGEST = 100_000
+_MAX_SYMBOLS = 100_000
 
 
-class LayoutError(ValueError):
+class PipelineLayoutError(ValueError):
     """What is wrong with a layout string, as the rest of a sentence about it."""
 
 
-def parse_layout(text: str) -> tuple[str, ...]:
+def parse_pipeline_layout(text: str) -> tuple[str, ...]:
     """One string of symbols per stage.
 
-    >>> parse_layout("Et|(tt|)*2,L")
+    >>> parse_pipeline_layout("Et|(tt|)*2,L")
     ('Et', 'tt', 'tt', 'L')
     """
-    rest = "".join(character for character in text if character not in _FREE)
+    rest = "".join(character for character in text if character not in _IGNORED)
     open_groups = [""]  # what has been read of the layout, and of each bracket that is still open
     while rest:
         if rest[0] == "(":
@@ -35,30 +35,30 @@ def parse_layout(text: str) -> tuple[str, ...]:
             continue
         if rest[0] == ")":
             if len(open_groups) == 1:
-                raise LayoutError("closes a bracket that is not open")
+                raise PipelineLayoutError("closes a bracket that is not open")
             unit = open_groups.pop()
         elif rest[0] in _SYMBOLS:
             unit = rest[0]
         elif rest[0] == "m":
-            raise LayoutError("has m, a multi-token prediction layer, which is not in this version")
+            raise PipelineLayoutError("has m, a multi-token prediction layer, which is not in this version")
         else:
-            raise LayoutError(f"has {rest[0]!r}, which is none of E, t, L, |, brackets and * N")
-        count, rest = _count(rest[1:])
-        if len(open_groups[-1]) + len(unit) * count > _LONGEST:
-            raise LayoutError(f"has more than {_LONGEST} symbols")
+            raise PipelineLayoutError(f"has {rest[0]!r}, which is none of E, t, L, |, brackets and * N")
+        count, rest = _parse_repeat_count(rest[1:])
+        if len(open_groups[-1]) + len(unit) * count > _MAX_SYMBOLS:
+            raise PipelineLayoutError(f"has more than {_MAX_SYMBOLS} symbols")
         open_groups[-1] += unit * count
     if len(open_groups) > 1:
-        raise LayoutError("opens a bracket that is not closed")
-    return tuple(open_groups[0].split(END))
+        raise PipelineLayoutError("opens a bracket that is not closed")
+    return tuple(open_groups[0].split(STAGE_END))
 
 
-def _count(text: str) -> tuple[int, str]:
+def _parse_repeat_count(text: str) -> tuple[int, str]:
     """The N of a leading `* N` (1 without one), and what follows."""
     if not text.startswith("*"):
         return 1, text
     digits = text[1:]
     rest = digits.lstrip("0123456789")
     number = digits[: len(digits) - len(rest)]
-    if not number or len(number) > len(str(_LONGEST)) or int(number) < 1:
-        raise LayoutError(f"has a * without a number from 1 to {_LONGEST} after it")
+    if not number or len(number) > len(str(_MAX_SYMBOLS)) or int(number) < 1:
+        raise PipelineLayoutError(f"has a * without a number from 1 to {_MAX_SYMBOLS} after it")
     return int(number), rest

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 # What `fields.py` reads off an annotation beside its type.
 FilePath = Annotated[str, "path"]
 """A file, a folder or the prefix of files. A saved config holds it absolute, so that it can be started from any folder."""
-OneStart = Annotated[bool, "one start"]
+NotSavedFlag = Annotated[bool, "one start"]
 """An answer to a question of one start. A saved config does not repeat it, so that the next start asks again."""
-OneLoad = Annotated[bool, "one load"]
+NotSavedOnResumeFlag = Annotated[bool, "one load"]
 """How this start loads. In a run that continues in its own folder, a saved config does not repeat it."""
 
 
@@ -175,9 +175,9 @@ class CheckpointConfig:
     """Resume from this iteration instead of the newest."""
     finetune: bool = False
     """Load weights only and start at iteration 0."""
-    no_load_optim: OneLoad = False
+    no_load_optim: NotSavedOnResumeFlag = False
     """Do not load optimizer state."""
-    no_load_rng: OneLoad = False
+    no_load_rng: NotSavedOnResumeFlag = False
     """Do not load random states."""
     no_save_optim: bool = False
     """Do not save optimizer state; such a checkpoint cannot be resumed, only finetuned."""
@@ -185,13 +185,13 @@ class CheckpointConfig:
     """Do not save random states."""
     exit_on_missing_checkpoint: bool = False
     """Fail when `--load` holds no checkpoint, instead of starting from scratch."""
-    use_checkpoint_args: OneStart = False
+    use_checkpoint_args: NotSavedFlag = False
     """Take the model's settings from the checkpoint in `--load`; other values for them give way, with a note."""
-    use_mp_args_from_checkpoint_args: OneStart = False
+    use_mp_args_from_checkpoint_args: NotSavedFlag = False
     """With `--use-checkpoint-args`, take the sizes of tensor, pipeline and expert parallelism and the pipeline's split too."""
     use_tokenizer_model_from_checkpoint_args: bool = True
     """With `--use-checkpoint-args`, use the checkpoint's tokenizer unless another one is given."""
-    override_opt_param_scheduler: OneStart = False
+    override_opt_param_scheduler: NotSavedFlag = False
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
     async_save: bool = False
     """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""

@@ -21,46 +21,52 @@ from itertools import combinations, product
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.checks.check_all import check
-from petatron.estimate.memory.forecast import Device, heaviest, memory_plans, peaks, states
-from petatron.estimate.memory.options import Kind, Variant, kinds_of, narrower
-from petatron.estimate.memory.time_cost import passes_time, predicted_time, visits_time
+from petatron.config.checks.check_all import check_config
+from petatron.estimate.memory.forecast import (
+    DeviceKind,
+    activation_peaks,
+    largest_forecast,
+    recompute_plans,
+    state_bytes_per_rank,
+)
+from petatron.estimate.memory.options import MemoryOption, OptionGroup, bf16_options, option_groups
+from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
 
-_ASKED_FOR = 3
-_FEW = 3  # kinds in a set
-_WORTH_A_KIND = 0.01  # of a step's time
+_NUM_SUGGESTIONS = 3
+_MAX_COMBINED_GROUPS = 3  # kinds in a set
+_MIN_GAIN = 0.01  # of a step's time
 
-Variants = tuple[Variant, ...]
+OptionSet = tuple[MemoryOption, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SuggestedChange:
     """Flags that make a run fit, the bytes they free, the run's total then, and the share of time they cost."""
 
     flags: str
     total_bytes: int
     saved_bytes: int
-    cost: float
+    time_cost: float
     remark: str = ""
 
 
-def candidates(run: RunConfig, capacity_bytes: int, *, device: Device = "cuda") -> list[Change]:
+def suggest_changes(run: RunConfig, capacity_bytes: int, *, device: DeviceKind = "cuda") -> list[SuggestedChange]:
     """The three cheapest changes under which the heaviest rank needs at most `capacity_bytes`, or as many as there are.
 
     They are sets of at most three kinds of change, and of more only while fewer than three of those do. A kind is added to
     others that do already only if that is worth a per cent. A run in fp32 is looked at in bf16, and as it is only while that
     leaves fewer than three: any other set costs far more.
     """
-    before = _Before(heaviest(run, device=device).total, predicted_time(run, device=device))
-    found: list[Change] = []
-    for given in [*([narrow] for narrow in narrower(run)), []]:
-        if len(found) < _ASKED_FOR:
-            found += _Search(run, given, capacity_bytes, device, before).changes()
-    return sorted(found, key=lambda change: (round(change.cost, 4), change.total_bytes))[:_ASKED_FOR]
+    before = _Baseline(largest_forecast(run, device=device).total, predicted_step_time(run, device=device))
+    found: list[SuggestedChange] = []
+    for given in [*([narrow] for narrow in bf16_options(run)), []]:
+        if len(found) < _NUM_SUGGESTIONS:
+            found += _Search(run, given, capacity_bytes, device, before).cheapest_changes()
+    return sorted(found, key=lambda change: (round(change.time_cost, 4), change.total_bytes))[:_NUM_SUGGESTIONS]
 
 
 @dataclass(frozen=True, slots=True)
-class _Before:
+class _Baseline:
     """The run as it is."""
 
     total_bytes: int
@@ -68,148 +74,161 @@ class _Before:
 
 
 @dataclass(frozen=True, slots=True)
-class _Half:
+class _PartialCost:
     """What one half of a candidate takes: bytes of every pipeline rank, and seconds."""
 
-    sizes: Sequence[int]
+    rank_bytes: Sequence[int]
     seconds: float
 
 
-_IMPOSSIBLE = _Half((), math.inf)
+_IMPOSSIBLE = _PartialCost((), math.inf)
 """For a memory budget that cannot be kept any more."""
 
 
 class _Search:
-    """Everything that is known of the candidates that have the `given` variants in common."""
+    """Everything that is known of the candidates that have the `common_options` variants in common."""
 
     def __init__(
-        self, run: RunConfig, given: Sequence[Variant], capacity_bytes: int, device: Device, before: _Before
+        self,
+        run: RunConfig,
+        common_options: Sequence[MemoryOption],
+        capacity_bytes: int,
+        device: DeviceKind,
+        baseline: _Baseline,
     ) -> None:
-        self._given, self._capacity, self._before = given, capacity_bytes, before
-        self._device: Device = device
-        self._known = {str(problem) for problem in check(run, require_training=False)}
-        self._run = _edited(run, given)
-        self._passes: dict[Variants, _Half] = {}
-        self._states: dict[Variants, _Half] = {}
-        self._floors: dict[Variants, float] = {}
-        self._verdicts: dict[Variants, bool] = {}
+        self._common_options, self._capacity, self._baseline = common_options, capacity_bytes, baseline
+        self._device: DeviceKind = device
+        self._existing_problems = {str(problem) for problem in check_config(run, require_training=False)}
+        self._run = _apply_options(run, common_options)
+        self._pass_costs: dict[OptionSet, _PartialCost] = {}
+        self._state_costs: dict[OptionSet, _PartialCost] = {}
+        self._pass_time_floors: dict[OptionSet, float] = {}
+        self._allowed_cache: dict[OptionSet, bool] = {}
 
-    def changes(self) -> list[Change]:
+    def cheapest_changes(self) -> list[SuggestedChange]:
         """The cheapest of every set of kinds, as far as it may be among the first three."""
-        kinds = list(kinds_of(self._run))
-        found: dict[frozenset[int], Change] = {}
+        kinds = list(option_groups(self._run))
+        found: dict[frozenset[int], SuggestedChange] = {}
         if not self._may_fit(kinds):
             return []
-        for together in range(0 if self._given else 1, len(kinds) + 1):
-            if together > _FEW and len(found) >= _ASKED_FOR:
+        for together in range(0 if self._common_options else 1, len(kinds) + 1):
+            if together > _MAX_COMBINED_GROUPS and len(found) >= _NUM_SUGGESTIONS:
                 break
             for chosen in combinations(range(len(kinds)), together):
-                limits = [change.cost - _WORTH_A_KIND for fewer, change in found.items() if fewer < set(chosen)]
-                limits += sorted(change.cost for change in found.values())[_ASKED_FOR - 1 : _ASKED_FOR]
-                best = self._cheapest([kinds[at] for at in chosen], below=min(limits, default=math.inf))
+                limits = [change.time_cost - _MIN_GAIN for fewer, change in found.items() if fewer < set(chosen)]
+                limits += sorted(change.time_cost for change in found.values())[_NUM_SUGGESTIONS - 1 : _NUM_SUGGESTIONS]
+                best = self._cheapest([kinds[at] for at in chosen], cost_limit=min(limits, default=math.inf))
                 if best is not None:
                     found[frozenset(chosen)] = best
         return list(found.values())
 
-    def _cheapest(self, kinds: Sequence[Kind], *, below: float) -> Change | None:
-        """The cheapest way to change these kinds of settings that is allowed and fits, if it costs less than `below`."""
+    def _cheapest(self, groups: Sequence[OptionGroup], *, cost_limit: float) -> SuggestedChange | None:
+        """The cheapest way to change these kinds of settings that is allowed and fits, if it costs less than `cost_limit`."""
         every = product(
-            *(self._viable(kinds, at) if len(kinds) > _FEW else kinds[at].variants for at in range(len(kinds)))
+            *(
+                self._viable_options(groups, at) if len(groups) > _MAX_COMBINED_GROUPS else groups[at].options
+                for at in range(len(groups))
+            )
         )
-        cheap = [variants for variants in every if self._least_cost(variants) < below]
-        if not cheap or not self._may_fit(kinds):
+        cheap = [variants for variants in every if self._time_cost_floor(variants) < cost_limit]
+        if not cheap or not self._may_fit(groups):
             return None
-        best: tuple[float, float, Variants] | None = None
+        best: tuple[float, float, OptionSet] | None = None
         for variants in cheap:
-            if best is not None and round(self._least_cost(variants), 4) > best[0]:
+            if best is not None and round(self._time_cost_floor(variants), 4) > best[0]:
                 continue
-            size, cost = self._size(variants), self._cost(variants)
+            size, cost = self._total_bytes(variants), self._time_cost(variants)
             price = (round(cost, 4), size)
-            better = size <= self._capacity and cost < below and (best is None or price < best[:2])
+            better = size <= self._capacity and cost < cost_limit and (best is None or price < best[:2])
             if better and self._allowed(variants):
                 best = (*price, variants)
-        return None if best is None else self._change(best[2])
+        return None if best is None else self._suggested_change(best[2])
 
-    def _may_fit(self, kinds: Sequence[Kind]) -> bool:
+    def _may_fit(self, groups: Sequence[OptionGroup]) -> bool:
         """Whether the variants that free most would fit together, allowed or not."""
-        return any(self._size(variants) <= self._capacity for variants in product(*(kind.strongest for kind in kinds)))
+        return any(
+            self._total_bytes(variants) <= self._capacity
+            for variants in product(*(kind.most_saving for kind in groups))
+        )
 
-    def _viable(self, kinds: Sequence[Kind], at: int) -> list[Variant]:
+    def _viable_options(self, groups: Sequence[OptionGroup], at: int) -> list[MemoryOption]:
         """Variants of one kind with which the others' may be enough."""
-        before, behind = kinds[:at], kinds[at + 1 :]
-        return [one for one in kinds[at].variants if self._may_fit([*before, Kind([one], [one]), *behind])]
+        before, behind = groups[:at], groups[at + 1 :]
+        return [one for one in groups[at].options if self._may_fit([*before, OptionGroup([one], [one]), *behind])]
 
-    def _size(self, variants: Variants) -> float:
+    def _total_bytes(self, options: OptionSet) -> float:
         """Bytes of the heaviest rank; infinite if what it holds from step to step is too much already."""
-        state = self._state_of(variants)
-        passes = self._passes_of(variants) if max(state.sizes) <= self._capacity else _IMPOSSIBLE
-        return max((a + b for a, b in zip(passes.sizes, state.sizes)), default=math.inf)
+        state = self._state_cost(options)
+        passes = self._pass_cost(options) if max(state.rank_bytes) <= self._capacity else _IMPOSSIBLE
+        return max((a + b for a, b in zip(passes.rank_bytes, state.rank_bytes)), default=math.inf)
 
-    def _cost(self, variants: Variants) -> float:
-        return (self._passes_of(variants).seconds + self._state_of(variants).seconds) / self._before.seconds - 1.0
+    def _time_cost(self, options: OptionSet) -> float:
+        return (self._pass_cost(options).seconds + self._state_cost(options).seconds) / self._baseline.seconds - 1.0
 
-    def _least_cost(self, variants: Variants) -> float:
+    def _time_cost_floor(self, options: OptionSet) -> float:
         """What a candidate costs at least, as far as is known without working out its passes."""
-        floor = self._floor(_touching(variants, "passes"))
-        return (floor + self._state_of(variants).seconds) / self._before.seconds - 1.0
+        floor = self._pass_time_floor(_affecting(options, "passes"))
+        return (floor + self._state_cost(options).seconds) / self._baseline.seconds - 1.0
 
-    def _floor(self, variants: Variants) -> float:
-        known = self._passes.get(variants)
+    def _pass_time_floor(self, options: OptionSet) -> float:
+        known = self._pass_costs.get(options)
         if known is not None:
             return known.seconds
-        if variants not in self._floors:
-            fewer = (variants[:at] + variants[at + 1 :] for at, one in enumerate(variants) if one.only_slows)
-            self._floors[variants] = max((self._floor(rest) for rest in fewer), default=0.0)
-        return self._floors[variants]
+        if options not in self._pass_time_floors:
+            fewer = (options[:at] + options[at + 1 :] for at, one in enumerate(options) if one.only_slows)
+            self._pass_time_floors[options] = max((self._pass_time_floor(rest) for rest in fewer), default=0.0)
+        return self._pass_time_floors[options]
 
-    def _passes_of(self, variants: Variants) -> _Half:
-        key = _touching(variants, "passes")
-        if key not in self._passes:
-            run = _edited(self._run, key)
+    def _pass_cost(self, options: OptionSet) -> _PartialCost:
+        key = _affecting(options, "passes")
+        if key not in self._pass_costs:
+            run = _apply_options(self._run, key)
             try:
-                plans = memory_plans(run, device=self._device)
+                plans = recompute_plans(run, device=self._device)
             except ConfigError:
-                self._passes[key] = _IMPOSSIBLE
+                self._pass_costs[key] = _IMPOSSIBLE
             else:
-                sizes = [peak for peak, _ in peaks(run, plans, device=self._device)]
-                self._passes[key] = _Half(sizes, passes_time(run, plans, device=self._device))
-        return self._passes[key]
+                sizes = [peak for peak, _ in activation_peaks(run, plans, device=self._device)]
+                self._pass_costs[key] = _PartialCost(sizes, forward_backward_time(run, plans, device=self._device))
+        return self._pass_costs[key]
 
-    def _state_of(self, variants: Variants) -> _Half:
-        key = _touching(variants, "state")
-        if key not in self._states:
-            run = _edited(self._run, key)
-            self._states[key] = _Half([state.total for state in states(run)], visits_time(run))
-        return self._states[key]
+    def _state_cost(self, options: OptionSet) -> _PartialCost:
+        key = _affecting(options, "state")
+        if key not in self._state_costs:
+            run = _apply_options(self._run, key)
+            self._state_costs[key] = _PartialCost(
+                [state.total for state in state_bytes_per_rank(run)], optimizer_offload_time(run)
+            )
+        return self._state_costs[key]
 
-    def _allowed(self, variants: Variants) -> bool:
+    def _allowed(self, options: OptionSet) -> bool:
         """Whether the validator has nothing against these variants that it has not against the run as it is.
 
         Two that do not go together are in many sets, and are refused by name.
         """
-        if len(variants) > 2 and not all(self._allowed(pair) for pair in combinations(variants, 2)):
+        if len(options) > 2 and not all(self._allowed(pair) for pair in combinations(options, 2)):
             return False
-        if variants not in self._verdicts:
-            found = check(_edited(self._run, variants), require_training=False)
-            self._verdicts[variants] = all(str(problem) in self._known for problem in found)
-        return self._verdicts[variants]
+        if options not in self._allowed_cache:
+            found = check_config(_apply_options(self._run, options), require_training=False)
+            self._allowed_cache[options] = all(str(problem) in self._existing_problems for problem in found)
+        return self._allowed_cache[options]
 
-    def _change(self, variants: Variants) -> Change:
-        every, total = [*self._given, *variants], int(self._size(variants))
-        return Change(
+    def _suggested_change(self, options: OptionSet) -> SuggestedChange:
+        every, total = [*self._common_options, *options], int(self._total_bytes(options))
+        return SuggestedChange(
             flags=" ".join(variant.flags for variant in every),
             total_bytes=total,
-            saved_bytes=self._before.total_bytes - total,
-            cost=self._cost(variants),
+            saved_bytes=self._baseline.total_bytes - total,
+            time_cost=self._time_cost(options),
             remark="; ".join(variant.remark for variant in every if variant.remark),
         )
 
 
-def _touching(variants: Variants, side: str) -> Variants:
-    return tuple([variant for variant in variants if variant.side in (side, "both")])
+def _affecting(options: OptionSet, side: str) -> OptionSet:
+    return tuple([variant for variant in options if variant.affects in (side, "both")])
 
 
-def _edited(run: RunConfig, variants: Sequence[Variant]) -> RunConfig:
-    for variant in variants:
+def _apply_options(run: RunConfig, options: Sequence[MemoryOption]) -> RunConfig:
+    for variant in options:
         run = variant.edit(run)
     return run

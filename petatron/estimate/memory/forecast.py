@@ -16,14 +16,14 @@ from typing import Literal
 
 from petatron.base.errors import Problem
 from petatron.config import RunConfig
-from petatron.config.pipeline_stages import Stage, stages
-from petatron.estimate.activation_bytes import ActivationShape, ends_bytes
+from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
+from petatron.estimate.activation_bytes import ActivationShape, embedding_and_head_bytes
 from petatron.estimate.offload_plan import freed_bytes
 from petatron.estimate.recompute_plan import BudgetError, RecomputePlan, plan_recompute
 from petatron.estimate.state_bytes import StateBytes, state_bytes
-from petatron.schedule.pipeline_plan import pipeline_plan, steps_micro_batches
+from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 
-Device = Literal["cpu", "cuda"]
+DeviceKind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class MemoryForecast:
     def total(self) -> int:
         return self.state.total + self.activations + self.logits
 
-    def kinds(self) -> dict[str, int]:
+    def bytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind, for people."""
         return {
             "weights": self.state.weights,
@@ -50,30 +50,30 @@ class MemoryForecast:
         }
 
     def describe(self) -> str:
-        kinds = ", ".join(f"{name} {as_gigabytes(size)}" for name, size in self.kinds().items())
-        return f"{as_gigabytes(self.total)} GB ({kinds})"
+        kinds = ", ".join(f"{name} {format_gigabytes(size)}" for name, size in self.bytes_by_kind().items())
+        return f"{format_gigabytes(self.total)} GB ({kinds})"
 
 
-def as_gigabytes(size: float) -> str:
+def format_gigabytes(size: float) -> str:
     """Three digits or so.
 
-    >>> as_gigabytes(134_217_728_000), as_gigabytes(1_500_000), as_gigabytes(0)
+    >>> format_gigabytes(134_217_728_000), format_gigabytes(1_500_000), format_gigabytes(0)
     ('134.2', '0.0015', '0')
     """
     gigabytes = size / 1e9
     return f"{gigabytes:.1f}" if gigabytes >= 10 else f"{gigabytes:.2f}" if gigabytes >= 1 else f"{gigabytes:.2g}"
 
 
-def memory_plans(run: RunConfig, *, device: Device) -> list[RecomputePlan]:
+def recompute_plans(run: RunConfig, *, device: DeviceKind) -> list[RecomputePlan]:
     """The plan of every stage in model order; a budget that some stage cannot keep is refused with what the largest needs."""
-    shape = ActivationShape.of(run, device=device)
+    shape = ActivationShape.from_config(run, device=device)
     pipeline = pipeline_plan(run)
-    in_flight = pipeline.in_flight(steps_micro_batches(run))
+    in_flight = pipeline.in_flight(num_micro_batches(run))
     plans: list[RecomputePlan] = []
     refused: list[BudgetError] = []
-    for stage, held in zip(stages(run), in_flight, strict=True):
+    for stage, held in zip(pipeline_stages(run), in_flight, strict=True):
         try:
-            plans.append(plan_recompute(run.memory, shape, stage, in_flight=held, stages_here=pipeline.virtual))
+            plans.append(plan_recompute(run.memory, shape, stage, in_flight=held, num_local_stages=pipeline.virtual))
         except BudgetError as error:
             refused.append(error)
     if refused:
@@ -81,63 +81,63 @@ def memory_plans(run: RunConfig, *, device: Device) -> list[RecomputePlan]:
     return plans
 
 
-def forecasts(run: RunConfig, *, device: Device) -> list[MemoryForecast]:
+def forecast_memory(run: RunConfig, *, device: DeviceKind) -> list[MemoryForecast]:
     """What every pipeline rank will hold at most; ranks that differ in other ways hold the same."""
-    plans = memory_plans(run, device=device)
+    plans = recompute_plans(run, device=device)
     return [
         MemoryForecast(pipeline_rank=rank, state=state, activations=peak - logits, logits=logits)
-        for rank, (state, (peak, logits)) in enumerate(zip(states(run), peaks(run, plans, device=device), strict=True))
+        for rank, (state, (peak, logits)) in enumerate(
+            zip(state_bytes_per_rank(run), activation_peaks(run, plans, device=device), strict=True)
+        )
     ]
 
 
-def states(run: RunConfig) -> list[StateBytes]:
+def state_bytes_per_rank(run: RunConfig) -> list[StateBytes]:
     """What every pipeline rank holds from step to step."""
-    every = stages(run)
-    return [state_bytes(run, [every[number] for number in own]) for own in _stages_of_ranks(run)]
+    every = pipeline_stages(run)
+    return [state_bytes(run, [every[number] for number in own]) for own in _stages_per_rank(run)]
 
 
-def peaks(run: RunConfig, plans: Sequence[RecomputePlan], *, device: Device) -> list[tuple[int, int]]:
+def activation_peaks(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> list[tuple[int, int]]:
     """What every pipeline rank keeps beside that at its worst moment, and how much of it lies outside layers."""
-    shape, every = ActivationShape.of(run, device=device), stages(run)
+    shape, every = ActivationShape.from_config(run, device=device), pipeline_stages(run)
     return [
         (
-            sum(_peak(run, plans[number], shape, every[number]) for number in own),
-            sum(plans[number].in_flight * ends_bytes(shape, every[number]) for number in own),
+            sum(_stage_peak_bytes(run, plans[number], shape, every[number]) for number in own),
+            sum(plans[number].in_flight * embedding_and_head_bytes(shape, every[number]) for number in own),
         )
-        for own in _stages_of_ranks(run)
+        for own in _stages_per_rank(run)
     ]
 
 
-def _stages_of_ranks(run: RunConfig) -> list[list[int]]:
-    pipeline, count = pipeline_plan(run), len(stages(run))
+def _stages_per_rank(run: RunConfig) -> list[list[int]]:
+    pipeline, count = pipeline_plan(run), len(pipeline_stages(run))
     return [[number for number in range(count) if pipeline.rank_of(number) == rank] for rank in range(pipeline.ranks)]
 
 
-def heaviest(run: RunConfig, *, device: Device) -> MemoryForecast:
+def largest_forecast(run: RunConfig, *, device: DeviceKind) -> MemoryForecast:
     """The forecast of the pipeline rank that needs most."""
-    return max(forecasts(run, device=device), key=lambda forecast: forecast.total)
+    return max(forecast_memory(run, device=device), key=lambda forecast: forecast.total)
 
 
 def shared_device_problem(run: RunConfig, *, memory_bytes: int) -> Problem | None:
     """Why a device cannot hold the ranks that are to share it (`--ranks-per-device`); None if it can, as far as is predicted."""
-    ranks, each = run.launch.ranks_per_device, heaviest(run, device="cuda").total
+    ranks, each = run.launch.ranks_per_device, largest_forecast(run, device="cuda").total
     if ranks == 1 or ranks * each <= memory_bytes:
         return None
-    rule = (
-        f"ranks of up to {as_gigabytes(each)} GB each do not fit into the {as_gigabytes(memory_bytes)} GB of one device"
-    )
+    rule = f"ranks of up to {format_gigabytes(each)} GB each do not fit into the {format_gigabytes(memory_bytes)} GB of one device"
     most = memory_bytes // each
     fix = f"Use {most} or fewer" if most > 1 else "Use a smaller model or micro-batch"
     return Problem("--ranks-per-device", str(ranks), rule, f"{fix}.")
 
 
-def _peak(run: RunConfig, plan: RecomputePlan, shape: ActivationShape, stage: Stage) -> int:
-    mixed = tuple(shape.mixed[layer] for layer in stage.layers)
+def _stage_peak_bytes(run: RunConfig, plan: RecomputePlan, shape: ActivationShape, stage: PipelineStage) -> int:
+    mixed = tuple(shape.moe_layer_mask[layer] for layer in stage.layer_indices)
     return plan.peak_bytes - freed_bytes(plan, shape, mixed, run.memory.cpu_offloading_num_layers)
 
 
-def memory_line(run: RunConfig, *, device: Device, pipeline_rank: int, measured_bytes: int) -> str:
+def memory_log_line(run: RunConfig, *, device: DeviceKind, pipeline_rank: int, measured_bytes: int) -> str:
     """Prediction and measurement side by side, for the log."""
-    predicted = forecasts(run, device=device)[pipeline_rank].describe()
+    predicted = forecast_memory(run, device=device)[pipeline_rank].describe()
     what = "measured peak" if device == "cuda" else "resident peak of the process"
-    return f"memory: predicted {predicted}, {what} {as_gigabytes(measured_bytes)} GB"
+    return f"memory: predicted {predicted}, {what} {format_gigabytes(measured_bytes)} GB"

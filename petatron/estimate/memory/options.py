@@ -10,67 +10,72 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from petatron.config import RunConfig
-from petatron.config.pipeline_stages import largest_stage
-from petatron.estimate.memory.time_cost import computes_wide
+from petatron.config.pipeline_stages import max_layers_per_stage
+from petatron.estimate.memory.time_cost import computes_in_fp32
 
-_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
-_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_OFFLOAD_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+_SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
-Edit = Callable[[RunConfig], RunConfig]
-Side = Literal["passes", "state", "both"]
+ConfigEdit = Callable[[RunConfig], RunConfig]
+AffectedPart = Literal["passes", "state", "both"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Variant:
+class MemoryOption:
     """One setting: the flags that say it, how it changes a config, and what it means beyond memory and time.
 
-    side: what it touches, the passes of a step or what is held from step to step.
+    affects: what it touches, the passes of a step or what is held from step to step.
     only_slows: no passes get faster by it, whatever it goes with.
     """
 
     flags: str
-    edit: Edit
-    side: Side
+    edit: ConfigEdit
+    affects: AffectedPart
     remark: str = ""
     only_slows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Settings of which a run can have one. `strongest` are those of them that may free most, whatever they go with."""
+class OptionGroup:
+    """Settings of which a run can have one. `most_saving` are those of them that may free most, whatever they go with."""
 
-    variants: Sequence[Variant]
-    strongest: Sequence[Variant]
+    options: Sequence[MemoryOption]
+    most_saving: Sequence[MemoryOption]
 
     @classmethod
-    def rising(cls, variants: Sequence[Variant]) -> Kind:
+    def increasing(cls, variants: Sequence[MemoryOption]) -> OptionGroup:
         """Each frees more than the one before."""
         return cls(variants, variants[-1:])
 
     @classmethod
-    def closed(cls) -> Kind:
+    def empty(cls) -> OptionGroup:
         """The run has made its choice, or has none."""
         return cls((), ())
 
 
-def kinds_of(run: RunConfig) -> Iterator[Kind]:
+def option_groups(run: RunConfig) -> Iterator[OptionGroup]:
     """Every kind of change that this run leaves open."""
-    passes = (_micro_batches(run), _recompute(run), _offloaded_activations(run))
-    state = (_sharing(run), _moments(run), _gradients(run), _offloaded_optimizer(run))
-    for kind in (*passes, *state, _sequence(run), _context(run)):
-        if kind.variants:
+    passes = (_micro_batch_options(run), _recompute_options(run), _activation_offload_options(run))
+    state = (
+        _sharding_options(run),
+        _moment_dtype_options(run),
+        _gradient_dtype_options(run),
+        _optimizer_offload_options(run),
+    )
+    for kind in (*passes, *state, _sequence_parallel_options(run), _context_parallel_options(run)):
+        if kind.options:
             yield kind
 
 
-def narrower(run: RunConfig) -> list[Variant]:
+def bf16_options(run: RunConfig) -> list[MemoryOption]:
     """bf16 for a run in fp32; one in float64 wants to be exact."""
-    if run.precision.fp64 or not computes_wide(run):
+    if run.precision.fp64 or not computes_in_fp32(run):
         return []
     remark = "computes in bfloat16, master weights stay in fp32"
-    return [Variant("--bf16", _section("precision", bf16=True), "both", remark)]
+    return [MemoryOption("--bf16", _edit_section("precision", bf16=True), "both", remark)]
 
 
-def _section(name: str, **values: Any) -> Edit:
+def _edit_section(name: str, **values: Any) -> ConfigEdit:
     """Sets fields of one section of a config."""
 
     def edit(run: RunConfig) -> RunConfig:
@@ -79,15 +84,15 @@ def _section(name: str, **values: Any) -> Edit:
     return edit
 
 
-def _micro_batches(run: RunConfig) -> Kind:
+def _micro_batch_options(run: RunConfig) -> OptionGroup:
     """Smaller ones, of which a step has more. The global batch stays, which must be said if it was derived before."""
     size, batch = run.train.micro_batch_size, run.train.global_batch_size
     smaller = [number for number in range(size - 1, 0, -1) if size % number == 0]
-    return Kind.rising(
+    return OptionGroup.increasing(
         [
-            Variant(
+            MemoryOption(
                 f"--micro-batch-size {number} --global-batch-size {batch}",
-                _section("train", micro_batch_size=number),
+                _edit_section("train", micro_batch_size=number),
                 "passes",
                 only_slows=True,
             )
@@ -96,40 +101,42 @@ def _micro_batches(run: RunConfig) -> Kind:
     )
 
 
-def _recompute(run: RunConfig) -> Kind:
-    memory, layers = run.memory, largest_stage(run)
+def _recompute_options(run: RunConfig) -> OptionGroup:
+    memory, layers = run.memory, max_layers_per_stage(run)
     if memory.recompute_granularity == "full" or memory.recompute_memory_budget_gb is not None or layers is None:
-        return Kind.closed()
+        return OptionGroup.empty()
     branches = ("moe", "mlp") if run.moe.num_experts is not None else ("mlp",)
     asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    parts: list[Variant] = []
+    parts: list[MemoryOption] = []
     for more in (branches, (*branches, "attention")):
         modules = tuple(dict.fromkeys((*asked, *more)))
-        edit = _section("memory", recompute_granularity="selective", recompute_modules=modules)
+        edit = _edit_section("memory", recompute_granularity="selective", recompute_modules=modules)
         flags = f"--recompute-granularity selective --recompute-modules {' '.join(modules)}"
-        parts.append(Variant(flags, edit, "passes"))
+        parts.append(MemoryOption(flags, edit, "passes"))
     some = [
-        _whole_layers("block", number)
+        _full_recompute_option("block", number)
         for number in sorted({max(1, layers * part // 8) for part in range(1, 8)} - {layers})
     ]
-    every = _whole_layers("uniform", 1)
-    return Kind([*parts, *some, every], [*parts, every])  # whole layers keep least, but make most again at a time
+    every = _full_recompute_option("uniform", 1)
+    return OptionGroup(
+        [*parts, *some, every], [*parts, every]
+    )  # whole layers keep least, but make most again at a time
 
 
-def _whole_layers(method: str, number: int) -> Variant:
-    edit = _section("memory", recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
+def _full_recompute_option(method: str, number: int) -> MemoryOption:
+    edit = _edit_section("memory", recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
     flags = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {number}"
-    return Variant(flags, edit, "passes")
+    return MemoryOption(flags, edit, "passes")
 
 
-def _offloaded_activations(run: RunConfig) -> Kind:
-    layers, now = largest_stage(run) or 0, run.memory.cpu_offloading_num_layers
+def _activation_offload_options(run: RunConfig) -> OptionGroup:
+    layers, now = max_layers_per_stage(run) or 0, run.memory.cpu_offloading_num_layers
     numbers = sorted({max(1, layers * part // 8) for part in range(1, 7)})
-    return Kind.rising(
+    return OptionGroup.increasing(
         [
-            Variant(
+            MemoryOption(
                 f"--cpu-offloading-num-layers {number}",
-                _section("memory", cpu_offloading_num_layers=number),
+                _edit_section("memory", cpu_offloading_num_layers=number),
                 "passes",
                 only_slows=True,
             )
@@ -139,7 +146,7 @@ def _offloaded_activations(run: RunConfig) -> Kind:
     )
 
 
-def _sharing(run: RunConfig) -> Kind:
+def _sharding_options(run: RunConfig) -> OptionGroup:
     """State spread over the ranks that hold the same weights, more of it than now.
 
     Which frees most depends on the rest: fully sharded, gradients are in fp32 and master weights stay on the device.
@@ -147,73 +154,75 @@ def _sharing(run: RunConfig) -> Kind:
     parallel, now = run.parallel, run.parallel.data_parallel_sharding_strategy
     copies = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
     if copies == 1 or now is None:
-        return Kind.closed()
-    variants: list[Variant] = []
+        return OptionGroup.empty()
+    variants: list[MemoryOption] = []
     if now == "no_shard":
         flags = "--data-parallel-sharding-strategy optim"  # also where someone wrote no_shard
         shared = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim"}
-        overlapped = _section("parallel", **shared, overlap_param_gather=True)
-        variants.append(Variant(f"{flags} --overlap-param-gather", overlapped, "both"))
-        variants.append(Variant(flags, _section("parallel", **shared), "both"))
-    for strategy in _STRATEGIES[max(2, _STRATEGIES.index(now) + 1) :]:
+        overlapped = _edit_section("parallel", **shared, overlap_param_gather=True)
+        variants.append(MemoryOption(f"{flags} --overlap-param-gather", overlapped, "both"))
+        variants.append(MemoryOption(flags, _edit_section("parallel", **shared), "both"))
+    for strategy in _SHARDING_STRATEGIES[max(2, _SHARDING_STRATEGIES.index(now) + 1) :]:
         flags = f"--data-parallel-sharding-strategy {strategy}"
         if run.optim.main_grads_dtype != "fp32":
             flags += " --main-grads-dtype fp32"
-        variants.append(Variant(flags, _fully_sharded(strategy), "both"))
-    return Kind(variants, variants)
+        variants.append(MemoryOption(flags, _fully_sharded_edit(strategy), "both"))
+    return OptionGroup(variants, variants)
 
 
-def _fully_sharded(strategy: str) -> Edit:
-    share = _section("parallel", data_parallel_sharding_strategy=strategy)
-    widen = _section("optim", main_grads_dtype="fp32")
+def _fully_sharded_edit(strategy: str) -> ConfigEdit:
+    share = _edit_section("parallel", data_parallel_sharding_strategy=strategy)
+    widen = _edit_section("optim", main_grads_dtype="fp32")
     return lambda run: widen(share(run))
 
 
-def _moments(run: RunConfig) -> Kind:
+def _moment_dtype_options(run: RunConfig) -> OptionGroup:
     optim = run.optim
     if optim.optimizer != "adam" or (optim.exp_avg_dtype, optim.exp_avg_sq_dtype) != ("fp32", "fp32"):
-        return Kind.closed()
-    edit = _section("optim", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+        return OptionGroup.empty()
+    edit = _edit_section("optim", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     flags = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-    return Kind.rising([Variant(flags, edit, "state", "moments are rounded")])
+    return OptionGroup.increasing([MemoryOption(flags, edit, "state", "moments are rounded")])
 
 
-def _gradients(run: RunConfig) -> Kind:
+def _gradient_dtype_options(run: RunConfig) -> OptionGroup:
     if run.optim.main_grads_dtype == "bf16" or not run.precision.bf16:
-        return Kind.closed()
-    edit = _section("optim", main_grads_dtype="bf16")
-    return Kind.rising([Variant("--main-grads-dtype bf16", edit, "state", "small parts of a gradient's sum are lost")])
+        return OptionGroup.empty()
+    edit = _edit_section("optim", main_grads_dtype="bf16")
+    return OptionGroup.increasing(
+        [MemoryOption("--main-grads-dtype bf16", edit, "state", "small parts of a gradient's sum are lost")]
+    )
 
 
-def _offloaded_optimizer(run: RunConfig) -> Kind:
+def _optimizer_offload_options(run: RunConfig) -> OptionGroup:
     if run.memory.optimizer_cpu_offload:
-        return Kind.closed()
-    return Kind.rising(
+        return OptionGroup.empty()
+    return OptionGroup.increasing(
         [
-            Variant(
+            MemoryOption(
                 f"--optimizer-cpu-offload --optimizer-offload-fraction {fraction:g}",
-                _section("memory", optimizer_cpu_offload=True, optimizer_offload_fraction=fraction),
+                _edit_section("memory", optimizer_cpu_offload=True, optimizer_offload_fraction=fraction),
                 "state",
             )
-            for fraction in _FRACTIONS
+            for fraction in _OFFLOAD_FRACTIONS
         ]
     )
 
 
-def _sequence(run: RunConfig) -> Kind:
+def _sequence_parallel_options(run: RunConfig) -> OptionGroup:
     if run.parallel.tensor_model_parallel_size == 1 or run.parallel.sequence_parallel:
-        return Kind.closed()
-    edit = _section("parallel", sequence_parallel=True)
-    return Kind.rising([Variant("--sequence-parallel", edit, "passes", only_slows=True)])
+        return OptionGroup.empty()
+    edit = _edit_section("parallel", sequence_parallel=True)
+    return OptionGroup.increasing([MemoryOption("--sequence-parallel", edit, "passes", only_slows=True)])
 
 
-def _context(run: RunConfig) -> Kind:
+def _context_parallel_options(run: RunConfig) -> OptionGroup:
     """Data-parallel ranks that share each sequence instead, at the same number of ranks."""
     replicas, size = run.parallel.data_parallel_size or 1, run.parallel.context_parallel_size
-    variants: list[Variant] = []
+    variants: list[MemoryOption] = []
     for factor in (2, 4, 8):
         if replicas % factor == 0:
-            edit = _section("parallel", context_parallel_size=size * factor, data_parallel_size=replicas // factor)
+            edit = _edit_section("parallel", context_parallel_size=size * factor, data_parallel_size=replicas // factor)
             flags = f"--data-parallel-size {replicas // factor} --context-parallel-size {size * factor}"
-            variants.append(Variant(flags, edit, "both", only_slows=True))
-    return Kind.rising(variants)
+            variants.append(MemoryOption(flags, edit, "both", only_slows=True))
+    return OptionGroup.increasing(variants)

@@ -33,99 +33,106 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from petatron.config import RunConfig
-from petatron.config.checks.data_parallel import FSDP
-from petatron.config.pipeline_stages import Stage, stages
+from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.activation_bytes import ActivationShape
-from petatron.estimate.flops import model_flops_per_token, padded_vocabulary
-from petatron.estimate.memory.forecast import Device, memory_plans
+from petatron.estimate.flops import model_flops_per_token, padded_vocab_size
+from petatron.estimate.memory.forecast import DeviceKind, recompute_plans
 from petatron.estimate.offload_plan import offloaded_bytes
 from petatron.estimate.recompute_plan import RecomputePlan, recompute_flops
-from petatron.estimate.state_bytes import Elements, element_bytes, held_elements, state_bytes
+from petatron.estimate.state_bytes import ElementCounts, element_bytes, local_element_counts, state_bytes
 from petatron.mesh.rank_layout import Layout
-from petatron.schedule.pipeline_plan import steps_micro_batches
+from petatron.schedule.pipeline_plan import num_micro_batches
 
-_FLOPS, _FLOPS_WIDE, _COPY = 600e12, 60e12, 4e12
-_HOST_LINK, _DEVICE_LINK, _MACHINE_LINK = 50e9, 150e9, 50e9
-_MACHINE = 8
+_FLOPS, _FLOPS_FP32, _MEMORY_BANDWIDTH = 600e12, 60e12, 4e12
+_HOST_BANDWIDTH, _INTRA_NODE_BANDWIDTH, _INTER_NODE_BANDWIDTH = 50e9, 150e9, 50e9
+_DEVICES_PER_NODE = 8
 
 
-def predicted_time(run: RunConfig, *, device: Device = "cuda") -> float:
+def predicted_step_time(run: RunConfig, *, device: DeviceKind = "cuda") -> float:
     """Seconds of a step on one rank by the rules of thumb above; to be compared with others of its kind only."""
-    return passes_time(run, memory_plans(run, device=device), device=device) + visits_time(run)
+    return forward_backward_time(run, recompute_plans(run, device=device), device=device) + optimizer_offload_time(run)
 
 
-def computes_wide(run: RunConfig) -> bool:
+def computes_in_fp32(run: RunConfig) -> bool:
     """Whether the run computes in fp32, or wider."""
     return not (run.precision.bf16 or run.precision.fp16)
 
 
-def visits_time(run: RunConfig) -> float:
+def optimizer_offload_time(run: RunConfig) -> float:
     """Seconds for which optimizer state is on its way from the host and back: all that an update adds."""
     if not run.memory.optimizer_cpu_offload:
         return 0.0
-    here, first = replace(run, memory=replace(run.memory, optimizer_cpu_offload=False)), stages(run)[:1]
-    return (state_bytes(here, first).optimizer - state_bytes(run, first).optimizer) / _HOST_LINK
+    here, first = replace(run, memory=replace(run.memory, optimizer_cpu_offload=False)), pipeline_stages(run)[:1]
+    return (state_bytes(here, first).optimizer - state_bytes(run, first).optimizer) / _HOST_BANDWIDTH
 
 
-def passes_time(run: RunConfig, plans: Sequence[RecomputePlan], *, device: Device) -> float:
+def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> float:
     """Seconds of a step's forward and backward passes, with what ranks send each other, under the plans of all stages."""
-    parallel, micro_batches = run.parallel, steps_micro_batches(run)
-    speed = _FLOPS_WIDE if computes_wide(run) else _FLOPS
+    parallel, micro_batches = run.parallel, num_micro_batches(run)
+    speed = _FLOPS_FP32 if computes_in_fp32(run) else _FLOPS
     assert run.train.global_batch_size is not None and parallel.world_size is not None
     per_token = model_flops_per_token(
-        run.model, run.moe, experts_in=moe_layers(run), tensor_parallel=parallel.tensor_model_parallel_size
+        run.model, run.moe, moe_layer_mask=moe_layers(run), tp_size=parallel.tensor_model_parallel_size
     )
     tokens = run.train.global_batch_size * run.model.seq_length
     ideal = per_token * tokens / parallel.world_size / speed
-    shape, every = ActivationShape.of(run, device=device), stages(run)
-    elements = held_elements(run, every[:1])
+    shape, every = ActivationShape.from_config(run, device=device), pipeline_stages(run)
+    elements = local_element_counts(run, every[:1])
     held = elements.dense + elements.experts
-    seconds = ideal * (1.0 + 256.0 / shape.gathered) + micro_batches * 12.0 * held / _COPY
-    seconds += _again(every, shape, plans) * micro_batches / speed
-    head = 6 * run.model.hidden_size * padded_vocabulary(run.model, tensor_parallel=parallel.tensor_model_parallel_size)
+    seconds = ideal * (1.0 + 256.0 / shape.gathered_tokens) + micro_batches * 12.0 * held / _MEMORY_BANDWIDTH
+    seconds += _largest_recompute_flops(every, shape, plans) * micro_batches / speed
+    head = 6 * run.model.hidden_size * padded_vocab_size(run.model, tp_size=parallel.tensor_model_parallel_size)
     forward = (1.0 - head / per_token) * ideal / micro_batches / 3.0
-    seconds += _moved(run, shape, plans[0], every[0], forward=forward) * micro_batches
-    seconds += _shared(run, elements, micro_batches, forward=forward)
+    seconds += _activation_offload_wait(run, shape, plans[0], every[0], forward_s=forward) * micro_batches
+    seconds += _data_parallel_wait(run, elements, micro_batches, forward_s=forward)
     others = parallel.context_parallel_size - 1
-    layers = sum(len(stage.layers) for stage in every) / parallel.pipeline_model_parallel_size
-    keys = 2 * shape.keys * shape.gathered * shape.element
-    return seconds + 3.0 * others * keys * layers * micro_batches / _DEVICE_LINK
+    layers = sum(len(stage.layer_indices) for stage in every) / parallel.pipeline_model_parallel_size
+    keys = 2 * shape.kv_dim * shape.gathered_tokens * shape.element_bytes
+    return seconds + 3.0 * others * keys * layers * micro_batches / _INTRA_NODE_BANDWIDTH
 
 
-def _again(every: Sequence[Stage], shape: ActivationShape, plans: Sequence[RecomputePlan]) -> float:
+def _largest_recompute_flops(
+    all_stages: Sequence[PipelineStage], shape: ActivationShape, plans: Sequence[RecomputePlan]
+) -> float:
     """Operations that the busiest stage repeats for one micro-batch."""
     known: dict[tuple[frozenset[str], bool], float] = {}
 
     def repeated(modules: frozenset[str], mixed: bool) -> float:
         if (modules, mixed) not in known:
-            known[modules, mixed] = recompute_flops(shape, modules, mixed=mixed)
+            known[modules, mixed] = recompute_flops(shape, modules, is_moe=mixed)
         return known[modules, mixed]
 
     return max(
-        sum(repeated(modules, shape.mixed[layer]) for layer, modules in zip(stage.layers, plan.modules, strict=True))
-        for stage, plan in zip(every, plans, strict=True)
+        sum(
+            repeated(modules, shape.moe_layer_mask[layer])
+            for layer, modules in zip(stage.layer_indices, plan.modules, strict=True)
+        )
+        for stage, plan in zip(all_stages, plans, strict=True)
     )
 
 
-def _moved(run: RunConfig, shape: ActivationShape, plan: RecomputePlan, stage: Stage, *, forward: float) -> float:
+def _activation_offload_wait(
+    run: RunConfig, shape: ActivationShape, plan: RecomputePlan, stage: PipelineStage, *, forward_s: float
+) -> float:
     """Seconds for which a micro-batch waits for activations that leave or come back."""
     number = run.memory.cpu_offloading_num_layers
     if number == 0:
         return 0.0
-    mixed = tuple(shape.mixed[layer] for layer in stage.layers)
-    seconds = offloaded_bytes(plan, shape, mixed, number) / _HOST_LINK
-    return max(0.0, seconds - forward) + max(0.0, seconds - 2.0 * forward)
+    mixed = tuple(shape.moe_layer_mask[layer] for layer in stage.layer_indices)
+    seconds = offloaded_bytes(plan, shape, mixed, number) / _HOST_BANDWIDTH
+    return max(0.0, seconds - forward_s) + max(0.0, seconds - 2.0 * forward_s)
 
 
-def _shared(run: RunConfig, elements: Elements, micro_batches: int, *, forward: float) -> float:
+def _data_parallel_wait(run: RunConfig, elements: ElementCounts, micro_batches: int, *, forward_s: float) -> float:
     """Seconds for which a step waits for gradients and weights of ranks that hold the same, and for what that adds to do."""
     parallel, layout = run.parallel, Layout.from_config(run.parallel)
     sharded = parallel.data_parallel_sharding_strategy != "no_shard"
     copies = (layout.dp_shard * layout.cp, layout.edp_shard) if sharded else (layout.dp * layout.cp, layout.edp)
     held = elements.dense + elements.experts
     arriving = elements.dense * (1.0 - 1.0 / copies[0]) + elements.experts * (1.0 - 1.0 / copies[1])
-    link = _DEVICE_LINK if copies[0] * layout.tp <= _MACHINE else _MACHINE_LINK
+    link = _INTRA_NODE_BANDWIDTH if copies[0] * layout.tp <= _DEVICES_PER_NODE else _INTER_NODE_BANDWIDTH
     weight = 1 if run.precision.fp8_param_gather else element_bytes(run)
     sent = arriving * (2 if parallel.grad_reduce_in_bf16 else max(element_bytes(run), 4)) / link
     gathered = arriving * weight / link
@@ -133,16 +140,20 @@ def _shared(run: RunConfig, elements: Elements, micro_batches: int, *, forward: 
     def beyond(seconds: float, hidden: float) -> float:
         return max(0.0, seconds - hidden)
 
-    backward = 2.0 * forward
-    if parallel.data_parallel_sharding_strategy in FSDP and layout.world_size > 1:
-        copy = 2.0 * weight * held / _COPY
-        casts = 12.0 * (held - elements.ends) / _COPY if run.precision.fp8_format is not None else 0.0
+    backward = 2.0 * forward_s
+    if parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and layout.world_size > 1:
+        copy = 2.0 * weight * held / _MEMORY_BANDWIDTH
+        casts = (
+            12.0 * (held - elements.embedding_and_head) / _MEMORY_BANDWIDTH
+            if run.precision.fp8_format is not None
+            else 0.0
+        )
         if parallel.data_parallel_sharding_strategy == "optim_grads":
-            return micro_batches * (beyond(sent, backward) + casts) + beyond(gathered, forward) + copy
-        twice = gathered * (1.0 - elements.ends / held)
-        waits = beyond(gathered, forward) + beyond(sent + twice, backward)
+            return micro_batches * (beyond(sent, backward) + casts) + beyond(gathered, forward_s) + copy
+        twice = gathered * (1.0 - elements.embedding_and_head / held)
+        waits = beyond(gathered, forward_s) + beyond(sent + twice, backward)
         return micro_batches * (waits + 2.0 * copy + casts)
     behind = backward if parallel.overlap_grad_reduce else 0.0
     if not sharded:
         return beyond(2.0 * sent, behind)
-    return beyond(sent, behind) + beyond(gathered, forward if parallel.overlap_param_gather else 0.0)
+    return beyond(sent, behind) + beyond(gathered, forward_s if parallel.overlap_param_gather else 0.0)

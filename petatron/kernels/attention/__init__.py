@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from petatron.kernels.attention import cudnn, flash, rows
-from petatron.kernels.attention.blocks import Answered, PartialAttention, block_backward, zero_gradients
+from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
 from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.mask import BlockMask, Bounds
-from petatron.kernels.attention.padded import PaddedKernels, RowMoves, padded_attention
-from petatron.kernels.attention.tiles import Dropout
+from petatron.kernels.attention.mask import AttentionBounds, BlockMask
+from petatron.kernels.attention.padded import PackingKernels, PaddedKernels, padded_attention
+from petatron.kernels.attention.tiles import AttentionDropout
 
 
 def causal_attention(
@@ -39,44 +39,51 @@ def causal_attention(
     window: int | None = None,
     dropout: float = 0.0,
     documents: Documents | None = None,
-    moves: RowMoves = rows,
+    packing_kernels: PackingKernels = rows,
 ) -> Tensor:
     """Softmax attention in which a token sees itself and the tokens of its document before it, `window` of them at most.
 
-    `moves` takes tokens to padded rows and back: `rows` or a faster twin.
+    `packing_kernels` takes tokens to padded rows and back: `rows` or a faster twin.
     """
     length = q_SBHE.shape[0]
     limit = window if window is not None and window < length else None
     if limit is None and documents is None:
-        return _plain(q_SBHE, k_SBKE, v_SBKE, dropout)
-    if documents is not None and limit is None and dropout == 0.0 and cudnn.why_not(q_SBHE, v_SBKE) is None:
-        if documents.equal is not None:
-            return _equal(q_SBHE, k_SBKE, v_SBKE, documents.equal)
-        if documents.rows is not None:
-            return padded_attention(q_SBHE, k_SBKE, v_SBKE, documents.rows, PaddedKernels(moves, cudnn, flash))
-    if flash.serves_packed(q_SBHE, v_SBKE):
-        return flash.packed(q_SBHE, k_SBKE, v_SBKE, window=limit, documents=documents, dropout=dropout)
+        return _dense_attention(q_SBHE, k_SBKE, v_SBKE, dropout)
+    if (
+        documents is not None
+        and limit is None
+        and dropout == 0.0
+        and cudnn.unsupported_tensors_reason(q_SBHE, v_SBKE) is None
+    ):
+        if documents.equal_length is not None:
+            return _equal_length_attention(q_SBHE, k_SBKE, v_SBKE, documents.equal_length)
+        if documents.padded_rows is not None:
+            return padded_attention(
+                q_SBHE, k_SBKE, v_SBKE, documents.padded_rows, PaddedKernels(packing_kernels, cudnn, flash)
+            )
+    if flash.supports_varlen(q_SBHE, v_SBKE):
+        return flash.varlen_attention(q_SBHE, k_SBKE, v_SBKE, window=limit, documents=documents, dropout=dropout)
     starts = None if documents is None else documents.starts_BS
-    bounds = Bounds.build(length, window=window, document_starts_BS=starts, device=q_SBHE.device)
+    bounds = AttentionBounds.build(length, window=window, document_starts_BS=starts, device=q_SBHE.device)
     whole = (range(length),)
     return block_attention(q_SBHE, k_SBKE, v_SBKE, BlockMask(whole, whole, bounds), dropout=dropout)
 
 
 def block_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, mask: BlockMask, *, dropout: float = 0.0) -> Tensor:
     """Attention of any queries over any keys, by the positions that the mask gives them."""
-    return _BlockAttention.apply(q_SBHE, k_SBKE, v_SBKE, mask, Dropout.draw(dropout))  # pyright: ignore[reportReturnType]
+    return _BlockAttention.apply(q_SBHE, k_SBKE, v_SBKE, mask, AttentionDropout.draw(dropout))  # pyright: ignore[reportReturnType]
 
 
-def _equal(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, length: int) -> Tensor:
+def _equal_length_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, length: int) -> Tensor:
     """Documents of one length are a larger batch of shorter sequences; where batches come first in memory, only a view."""
     sequence, batch = q_SBHE.shape[:2]
     q, k, v = (x.transpose(0, 1).reshape(-1, length, *x.shape[2:]).transpose(0, 1) for x in (q_SBHE, k_SBKE, v_SBKE))
-    return _plain(q, k, v, 0.0).transpose(0, 1).reshape(batch, sequence, *q_SBHE.shape[2:]).transpose(0, 1)
+    return _dense_attention(q, k, v, 0.0).transpose(0, 1).reshape(batch, sequence, *q_SBHE.shape[2:]).transpose(0, 1)
 
 
-def _plain(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, dropout: float) -> Tensor:
+def _dense_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, dropout: float) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHE, k_SBKE, v_SBKE))
-    if dropout == 0.0 and q.shape[2] >= cudnn.SHORTEST and cudnn.why_not(q, v) is None:
+    if dropout == 0.0 and q.shape[2] >= cudnn.MIN_SEQUENCE_LENGTH and cudnn.unsupported_tensors_reason(q, v) is None:
         out: Tensor = _CudnnAttention.apply(q, k, v)  # pyright: ignore[reportAssignmentType]
     else:
         out = F.scaled_dot_product_attention(
@@ -103,9 +110,9 @@ class _CudnnAttention(torch.autograd.Function):
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dropout: Dropout | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dropout: AttentionDropout | None) -> Tensor:
         partial = PartialAttention(q, value_width=v.shape[-1])
-        partial.meet(k, v, mask, dropout=dropout)
+        partial.attend_block(k, v, mask, dropout=dropout)
         out = partial.out_SBHE.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, partial.lse_BHS)
         ctx.mask, ctx.dropout = mask, dropout
@@ -115,7 +122,7 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        answered = Answered.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
-        found = zero_gradients(q, k, v)
-        block_backward(answered, k, v, ctx.mask, into=found, dropout=ctx.dropout)
+        answered = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
+        found = zero_qkv_grads(q, k, v)
+        block_backward(answered, k, v, ctx.mask, grads=found, dropout=ctx.dropout)
         return *(grad.to(q.dtype) for grad in found), None, None

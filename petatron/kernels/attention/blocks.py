@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention import flash
-from petatron.kernels.attention.mask import BlockMask, Piece, Tile, pieces, tiles
-from petatron.kernels.attention.tiles import Dropout, tile_backward, tile_forward
-from petatron.kernels.compute_dtype import wide_dtype
+from petatron.kernels.attention.mask import BlockMask, MaskRectangle, MaskTile, mask_rectangles, mask_tiles
+from petatron.kernels.attention.tiles import AttentionDropout, tile_backward, tile_forward
+from petatron.kernels.compute_dtype import compute_dtype
 
 
 class PartialAttention:
@@ -28,25 +28,31 @@ class PartialAttention:
     def __init__(self, q_SBHE: Tensor, *, value_width: int) -> None:
         length, batch, heads, _ = q_SBHE.shape
         self._q_BHSE = _heads_first(q_SBHE)
-        dtype = wide_dtype(q_SBHE.dtype)
+        dtype = compute_dtype(q_SBHE.dtype)
         self.out_SBHE = q_SBHE.new_zeros((length, batch, heads, value_width), dtype=dtype)
         self.lse_BHS = q_SBHE.new_full((batch, heads, length), float("-inf"), dtype=dtype)
 
-    def meet(self, k_SBKE: Tensor, v_SBKE: Tensor, mask: BlockMask, *, dropout: Dropout | None = None) -> None:
+    def attend_block(
+        self, k_SBKE: Tensor, v_SBKE: Tensor, mask: BlockMask, *, dropout: AttentionDropout | None = None
+    ) -> None:
         """Take a block of keys and values into account; `mask` says at which positions they and the queries stand."""
         k, v = _heads_first(k_SBKE), _heads_first(v_SBKE)
-        for piece, tile, key in _work(mask, self._q_BHSE, v, dropout):
+        for piece, tile, key in _pieces_of_work(mask, self._q_BHSE, v, dropout):
             part = tile or piece
-            q_part, k_part, v_part = _rows(self._q_BHSE, part.rows), _rows(k, part.columns), _rows(v, part.columns)
+            q_part, k_part, v_part = (
+                _slice_rows(self._q_BHSE, part.rows),
+                _slice_rows(k, part.columns),
+                _slice_rows(v, part.columns),
+            )
             if tile is None:
                 out, lse = flash.forward(q_part, k_part, v_part, causal=piece.kind == "causal")
             else:
                 keyed = None if dropout is None else (dropout, key)
-                out, lse = tile_forward(q_part, k_part, v_part, hidden=tile.hidden, dropout=keyed)
+                out, lse = tile_forward(q_part, k_part, v_part, masked_out=tile.masked_out, dropout=keyed)
             self._merge(part.rows, out, lse)
 
     def _merge(self, rows: range, out_BHQE: Tensor, lse_BHQ: Tensor) -> None:
-        out, lse = _rows(_heads_first(self.out_SBHE), rows), self.lse_BHS[:, :, rows.start : rows.stop]
+        out, lse = _slice_rows(_heads_first(self.out_SBHE), rows), self.lse_BHS[:, :, rows.start : rows.stop]
         both = torch.logaddexp(lse, lse_BHQ)
         finite = both.clamp(min=torch.finfo(both.dtype).min)  # -inf - -inf where nothing has been seen yet
         out.mul_((lse - finite).exp_().unsqueeze(-1))
@@ -55,7 +61,7 @@ class PartialAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AttentionBackwardInputs:
     """Queries with their final answer over all keys, and the gradient of that answer."""
 
     q_SBHE: Tensor
@@ -65,65 +71,76 @@ class Answered:
     delta_BHS: Tensor
 
     @classmethod
-    def of(cls, q_SBHE: Tensor, *, out_SBHE: Tensor, lse_BHS: Tensor, grad_SBHE: Tensor) -> Answered:
+    def of(cls, q_SBHE: Tensor, *, out_SBHE: Tensor, lse_BHS: Tensor, grad_SBHE: Tensor) -> AttentionBackwardInputs:
         dtype = lse_BHS.dtype
         delta = (grad_SBHE.to(dtype) * out_SBHE.to(dtype)).sum(dim=-1).permute(1, 2, 0)
         # The kernels want a dense last dimension; autograd may hand over an expanded gradient.
         return cls(q_SBHE, out_SBHE, lse_BHS, grad_SBHE.contiguous(), delta.contiguous())
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+QKVGrads = tuple[Tensor, Tensor, Tensor]
 """Of queries, keys and values, shaped as they are."""
 
 
-def zero_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+def zero_qkv_grads(q: Tensor, k: Tensor, v: Tensor) -> QKVGrads:
     """In at least float32, to be added to."""
-    dtype = wide_dtype(q.dtype)
+    dtype = compute_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     return dq, dk, dv
 
 
 def block_backward(
-    answered: Answered,
+    inputs: AttentionBackwardInputs,
     k_SBKE: Tensor,
     v_SBKE: Tensor,
     mask: BlockMask,
     *,
-    into: Gradients,
-    dropout: Dropout | None = None,
+    grads: QKVGrads,
+    dropout: AttentionDropout | None = None,
 ) -> None:
-    """Add to `into` what this block of keys has to do with the gradients."""
-    q, out, grad = (_heads_first(x) for x in (answered.q_SBHE, answered.out_SBHE, answered.grad_SBHE))
+    """Add to `grads` what this block of keys has to do with the gradients."""
+    q, out, grad = (_heads_first(x) for x in (inputs.q_SBHE, inputs.out_SBHE, inputs.grad_SBHE))
     k, v = _heads_first(k_SBKE), _heads_first(v_SBKE)
-    dq, dk, dv = (_heads_first(x) for x in into)
-    for piece, tile, key in _work(mask, q, v, dropout):
+    dq, dk, dv = (_heads_first(x) for x in grads)
+    for piece, tile, key in _pieces_of_work(mask, q, v, dropout):
         part = tile or piece
         rows, columns = part.rows, part.columns
-        lse = answered.lse_BHS[:, :, rows.start : rows.stop]
-        q_part, grad_part = _rows(q, rows), _rows(grad, rows)
-        k_part, v_part = _rows(k, columns), _rows(v, columns)
+        lse = inputs.lse_BHS[:, :, rows.start : rows.stop]
+        q_part, grad_part = _slice_rows(q, rows), _slice_rows(grad, rows)
+        k_part, v_part = _slice_rows(k, columns), _slice_rows(v, columns)
         if tile is None:
             causal = piece.kind == "causal"
-            found = flash.backward(grad_part, q_part, k_part, v_part, out=_rows(out, rows), lse=lse, causal=causal)
+            found = flash.backward(
+                grad_part, q_part, k_part, v_part, out=_slice_rows(out, rows), lse=lse, causal=causal
+            )
         else:
-            delta = answered.delta_BHS[:, :, rows.start : rows.stop]
+            delta = inputs.delta_BHS[:, :, rows.start : rows.stop]
             keyed = None if dropout is None else (dropout, key)
             found = tile_backward(
-                grad_part, q_part, k_part, v_part, lse_BHQ=lse, delta_BHQ=delta, hidden=tile.hidden, dropout=keyed
+                grad_part,
+                q_part,
+                k_part,
+                v_part,
+                lse_BHQ=lse,
+                delta_BHQ=delta,
+                masked_out=tile.masked_out,
+                dropout=keyed,
             )
         for total, where, more in zip((dq, dk, dv), (rows, columns, columns), found):
-            _rows(total, where).add_(more)
+            _slice_rows(total, where).add_(more)
 
 
-def _work(mask: BlockMask, q: Tensor, v: Tensor, dropout: Dropout | None) -> Iterator[tuple[Piece, Tile | None, int]]:
+def _pieces_of_work(
+    mask: BlockMask, q: Tensor, v: Tensor, dropout: AttentionDropout | None
+) -> Iterator[tuple[MaskRectangle, MaskTile | None, int]]:
     """Pieces that a kernel takes whole (no tile), and the tiles of the others, each with a key of its own for dropout."""
-    fast = dropout is None and flash.serves(q, v)
+    fast = dropout is None and flash.supports(q, v)
     number = mask.keys[0].start << 24 if mask.keys else 0
-    for piece in pieces(mask):
+    for piece in mask_rectangles(mask):
         if fast and piece.kind != "bounded":
             yield piece, None, number
             continue
-        for tile in tiles(piece, mask, q.device):
+        for tile in mask_tiles(piece, mask, q.device):
             number += 1
             yield piece, tile, number
 
@@ -132,5 +149,5 @@ def _heads_first(x_SBHE: Tensor) -> Tensor:
     return x_SBHE.permute(1, 2, 0, 3)
 
 
-def _rows(x_BHSE: Tensor, rows: range) -> Tensor:
+def _slice_rows(x_BHSE: Tensor, rows: range) -> Tensor:
     return x_BHSE[:, :, rows.start : rows.stop]

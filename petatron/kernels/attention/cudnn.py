@@ -16,23 +16,23 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 _HOPPER = (9, 0)
-_OLDEST = 91500
+_MIN_VERSION = 91500
 """cuDNN 9.15: from here on PyTorch itself prefers it on Hopper."""
 
-SHORTEST = 64
+MIN_SEQUENCE_LENGTH = 64
 """Tokens of the shortest sequence that is worth a plan; generation, a token at a time, is none of its business."""
 
 
-def why_not(q: Tensor, v: Tensor) -> str | None:
+def unsupported_tensors_reason(q: Tensor, v: Tensor) -> str | None:
     """Why these tensors cannot be given to cuDNN, or should not be; None when they should."""
     width = q.shape[-1]
     if width != v.shape[-1] or width % 8 != 0 or width > 128:
         return f"heads of {width} and {v.shape[-1]} values; equal multiples of 8 up to 128 are served"
     cuda = q.device.type == "cuda"
-    return lacks(q.device.type, torch.cuda.get_device_capability(q.device) if cuda else (0, 0), q.dtype)
+    return unsupported_reason(q.device.type, torch.cuda.get_device_capability(q.device) if cuda else (0, 0), q.dtype)
 
 
-def lacks(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
     """What a kind of device lacks for it, whatever the shapes; None: nothing."""
     if device != "cuda" or torch.version.cuda is None:
         return "the device is no NVIDIA GPU"
@@ -41,7 +41,7 @@ def lacks(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str |
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{dtype} is not half precision"
     version = torch.backends.cudnn.version()
-    if version is None or version < _OLDEST:
+    if version is None or version < _MIN_VERSION:
         return f"cuDNN {version} is older than 9.15"
     if torch.are_deterministic_algorithms_enabled():
         return "its backward pass is not deterministic, which was asked for"
@@ -58,7 +58,7 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    grad = _laid_out_as(out, grad)
+    grad = _with_strides_of(out, grad)
     # The random state is not read without dropout; bias and lengths are None for a dense batch without a mask.
     unread = torch.empty((), dtype=torch.int64, device=q.device)
     return _aten._scaled_dot_product_cudnn_attention_backward(
@@ -66,7 +66,7 @@ def backward(
     )
 
 
-def _laid_out_as(out: Tensor, grad: Tensor) -> Tensor:
+def _with_strides_of(out: Tensor, grad: Tensor) -> Tensor:
     if grad.stride() == out.stride():
         return grad
     if all(one == two or size == 1 for one, two, size in zip(grad.stride(), out.stride(), out.shape)):

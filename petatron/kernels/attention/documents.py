@@ -22,15 +22,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-LONG = 1024
+MIN_PADDED_DOCUMENT = 1024
 """Tokens from which on the arithmetic of a document is worth a call of its own."""
 
-STEPS = 16
+PADDED_LENGTHS_PER_OCTAVE = 16
 """Padded lengths in an octave: more of them waste less arithmetic, and meet more shapes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DocumentGroup:
     """`count` documents of one padded `length`: rows first_row ... first_row + count * length - 1."""
 
     first_row: int
@@ -39,20 +39,20 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PaddedRows:
     """How the tokens of a batch with long documents are laid out.
 
-    source: for every row the number of its token, or -1 for padding; int32.
+    token_index: for every row the number of its token, or -1 for padding; int32.
     groups: of long documents, from the first row on without gaps.
-    short_ends: row of each short document's first token, and of the one behind the last, counted from the first short row;
+    short_cu_seqlens: row of each short document's first token, and of the one behind the last, counted from the first short row;
         int32.
-    longest_short: tokens of the longest of them, 0 when there is none.
+    short_max_seqlen: tokens of the longest of them, 0 when there is none.
     """
 
-    source: Tensor
-    groups: tuple[Group, ...]
-    short_ends: Tensor
-    longest_short: int
+    token_index: Tensor
+    groups: tuple[DocumentGroup, ...]
+    short_cu_seqlens: Tensor
+    short_max_seqlen: int
 
     @property
     def first_short_row(self) -> int:
@@ -65,17 +65,17 @@ class Documents:
     """The documents of a [B, S] batch; a token's number is row * S + position.
 
     starts_BS: the first position of each token's document.
-    ends: number of each document's first token, and of the one behind the last; int32.
-    longest: tokens of the longest document.
-    equal: tokens of every document, where they are all as long, and as long as a padded document: they need no other layout.
-    rows: the layout for kernels that want equal lengths; None when there is no long document.
+    cu_seqlens: number of each document's first token, and of the one behind the last; int32.
+    max_seqlen: tokens of the longest document.
+    equal_length: tokens of every document, where they are all as long, and as long as a padded document: they need no other layout.
+    padded_rows: the layout for kernels that want equal lengths; None when there is no long document.
     """
 
     starts_BS: Tensor
-    ends: Tensor
-    longest: int
-    equal: int | None
-    rows: Rows | None
+    cu_seqlens: Tensor
+    max_seqlen: int
+    equal_length: int | None
+    padded_rows: PaddedRows | None
 
     @classmethod
     def build(cls, starts_BS: NDArray[np.int64]) -> Documents:
@@ -90,7 +90,7 @@ class Documents:
             torch.from_numpy(ends.astype(np.int32)),
             longest,
             longest if (padded == longest).all() and (lengths == longest).all() else None,
-            _lay_out(begins, lengths, padded) if longest >= LONG else None,
+            _build_padded_rows(begins, lengths, padded) if longest >= MIN_PADDED_DOCUMENT else None,
         )
 
     @classmethod
@@ -101,20 +101,24 @@ class Documents:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything of it that lies on a device."""
-        return (self.starts_BS, self.ends, *(() if self.rows is None else (self.rows.source, self.rows.short_ends)))
+        return (
+            self.starts_BS,
+            self.cu_seqlens,
+            *(() if self.padded_rows is None else (self.padded_rows.token_index, self.padded_rows.short_cu_seqlens)),
+        )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Documents:
-        return self._with([x.to(device, non_blocking=non_blocking) for x in self.tensors])
+        return self._with_tensors([x.to(device, non_blocking=non_blocking) for x in self.tensors])
 
     def pin_memory(self) -> Documents:
         """In memory from which a copy to a device does not wait."""
-        return self._with([x.pin_memory() for x in self.tensors])
+        return self._with_tensors([x.pin_memory() for x in self.tensors])
 
-    def _with(self, tensors: list[Tensor]) -> Documents:
-        rows = self.rows
+    def _with_tensors(self, tensors: list[Tensor]) -> Documents:
+        rows = self.padded_rows
         if rows is not None:
-            rows = replace(rows, source=tensors[2], short_ends=tensors[3])
-        return replace(self, starts_BS=tensors[0], ends=tensors[1], rows=rows)
+            rows = replace(rows, token_index=tensors[2], short_cu_seqlens=tensors[3])
+        return replace(self, starts_BS=tensors[0], cu_seqlens=tensors[1], padded_rows=rows)
 
 
 def padded_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -124,26 +128,26 @@ def padded_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     [1024, 1024, 1152, 2048, 2304, 5120]
     """
     octave = 2 ** np.ceil(np.log2(lengths)).astype(np.int64)
-    step = np.maximum(octave, LONG) // STEPS
+    step = np.maximum(octave, MIN_PADDED_DOCUMENT) // PADDED_LENGTHS_PER_OCTAVE
     return -(-lengths // step) * step
 
 
-def _lay_out(begins: NDArray[np.int64], lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> Rows:
+def _build_padded_rows(begins: NDArray[np.int64], lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> PaddedRows:
     sources, groups, first = [], [], 0
-    for length in np.unique(padded[lengths >= LONG])[::-1].tolist():
-        chosen = (padded == length) & (lengths >= LONG)
+    for length in np.unique(padded[lengths >= MIN_PADDED_DOCUMENT])[::-1].tolist():
+        chosen = (padded == length) & (lengths >= MIN_PADDED_DOCUMENT)
         inside = np.arange(length)
         sources.append(np.where(inside < lengths[chosen, None], begins[chosen, None] + inside, -1).reshape(-1))
         left = int(chosen.sum())
         while left:
             count = 1 << (left.bit_length() - 1)
-            groups.append(Group(first, count, length))
+            groups.append(DocumentGroup(first, count, length))
             first += count * length
             left -= count
-    short = lengths < LONG
+    short = lengths < MIN_PADDED_DOCUMENT
     sources += [np.arange(begin, begin + length) for begin, length in zip(begins[short], lengths[short])]
     short_ends = np.concatenate(([0], np.cumsum(lengths[short]))).astype(np.int32)
-    return Rows(
+    return PaddedRows(
         torch.from_numpy(np.concatenate(sources).astype(np.int32)),
         tuple(groups),
         torch.from_numpy(short_ends),

@@ -1,6 +1,6 @@
 """The attention kernels of PyTorch that give the log-sum-exp with the output, behind one form.
 
-`serves` says whether the device has one for these tensors; where it has none, tiles do the work. All take [B, H, S, E],
+`supports` says whether the device has one for these tensors; where it has none, tiles do the work. All take [B, H, S, E],
 with as few key/value heads as there are, and a log-sum-exp of [B, H, S] in at least float32. The backward kernels use the
 output and the log-sum-exp they are given, so those over the keys of all blocks make the gradients of one block right.
 """
@@ -15,19 +15,19 @@ from petatron.kernels.attention.documents import Documents
 _aten = torch.ops.aten
 
 
-def serves(q_BHSE: Tensor, v_BKSE: Tensor) -> bool:
+def supports(q_BHSE: Tensor, v_BKSE: Tensor) -> bool:
     """Whether there is a kernel for full and causal blocks of such tensors."""
     if q_BHSE.shape[-1] != v_BKSE.shape[-1]:
         return False
-    return q_BHSE.device.type == "cpu" or _on_cuda(q_BHSE)
+    return q_BHSE.device.type == "cpu" or _supported_on_cuda(q_BHSE)
 
 
-def serves_packed(q: Tensor, v: Tensor) -> bool:
+def supports_varlen(q: Tensor, v: Tensor) -> bool:
     """Whether there is a kernel that knows windows and documents."""
-    return q.shape[-1] == v.shape[-1] and _on_cuda(q)
+    return q.shape[-1] == v.shape[-1] and _supported_on_cuda(q)
 
 
-def lacks(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
     """What a kind of device lacks for windows and documents, whatever the shapes; None: nothing."""
     if device != "cuda" or torch.version.cuda is None:
         return "the device is no NVIDIA GPU"
@@ -36,10 +36,10 @@ def lacks(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str |
     return None if dtype in (torch.float16, torch.bfloat16) else f"{dtype} is not half precision"
 
 
-def _on_cuda(q: Tensor) -> bool:
+def _supported_on_cuda(q: Tensor) -> bool:
     if q.device.type != "cuda" or q.shape[-1] % 8 != 0 or q.shape[-1] > 256:
         return False
-    return lacks("cuda", torch.cuda.get_device_capability(q.device), q.dtype) is None
+    return unsupported_reason("cuda", torch.cuda.get_device_capability(q.device), q.dtype) is None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -65,25 +65,35 @@ def backward(
     )
 
 
-def ragged_forward(q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, longest: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, max_seqlen: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Causal attention of documents one behind the other, [R, H, E]: output, and what else the backward pass wants."""
     out, lse, random, unused, _ = _aten._flash_attention_forward(
-        q, k, v, ends, ends, longest, longest, 0.0, True, False
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, False
     )
     return out, (lse, random, unused)
 
 
-def ragged_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, kept: tuple[Tensor, ...], ends: Tensor, longest: int
+def varlen_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    out: Tensor,
+    saved: tuple[Tensor, ...],
+    cu_seqlens: Tensor,
+    max_seqlen: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    lse, random, unused = kept
+    lse, random, unused = saved
     return _aten._flash_attention_backward(
-        grad, q, k, v, out, lse, ends, ends, longest, longest, 0.0, True, random, unused
+        grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, random, unused
     )
 
 
-def packed(
+def varlen_attention(
     q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, *, window: int | None, documents: Documents | None, dropout: float
 ) -> Tensor:
     """Causal attention with windows and documents in one differentiable call."""
@@ -91,15 +101,30 @@ def packed(
     q, k, v = (x.transpose(0, 1).contiguous() for x in (q_SBHE, k_SBKE, v_SBKE))
     left = -1 if window is None else window - 1
     if documents is None:
-        out = _flash(q, k, v, None, length, dropout, left)
+        out = _flash_forward(q, k, v, None, length, dropout, left)
     else:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        out = _flash(q, k, v, documents.ends, documents.longest, dropout, left).unflatten(0, (batch, length))
+        out = _flash_forward(q, k, v, documents.cu_seqlens, documents.max_seqlen, dropout, left).unflatten(
+            0, (batch, length)
+        )
     return out.transpose(0, 1)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, longest: int, dropout: float, left: int) -> Tensor:
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, dropout: float, window_size_left: int
+) -> Tensor:
     out, *_ = _aten._flash_attention_forward(
-        q, k, v, ends, ends, longest, longest, dropout, True, False, window_size_left=left, window_size_right=0
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout,
+        True,
+        False,
+        window_size_left=window_size_left,
+        window_size_right=0,
     )
     return out

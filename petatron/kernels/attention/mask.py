@@ -5,7 +5,7 @@ i - w + 1, and packed documents make it at least the first position of i's docum
 that follows rests on it.
 
 A block is some queries against some keys, each a list of runs of consecutive positions (a context-parallel rank holds two
-runs). `pieces` cuts it into rectangles of three kinds, and leaves out what nobody sees:
+runs). `mask_rectangles` cuts it into rectangles of three kinds, and leaves out what nobody sees:
 
     full      every query sees every key                          any attention kernel
     causal    square; query i sees keys 0 ... i of the square     any causal attention kernel
@@ -29,25 +29,25 @@ from torch import Tensor
 TILE = 512
 """Rows and columns of a tile: large enough to keep matrix units busy, small enough that a few fit in any memory."""
 
-Kind = Literal["full", "causal", "bounded"]
+RectangleKind = Literal["full", "causal", "bounded"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bounds:
+class AttentionBounds:
     """first(i) for every position of a whole sequence.
 
     first_BS is on the device of the tensors, with one row if all sequences agree. lowest and highest are its minimum and
     maximum over the batch on the host, where the pieces are decided.
     """
 
-    first_BS: Tensor
-    lowest: np.ndarray
-    highest: np.ndarray
+    first_visible_BS: Tensor
+    min_first_visible: np.ndarray
+    max_first_visible: np.ndarray
 
     @classmethod
     def build(
         cls, length: int, *, window: int | None, document_starts_BS: Tensor | None, device: torch.device
-    ) -> Bounds | None:
+    ) -> AttentionBounds | None:
         """None if a token sees all before it. Documents on an accelerator cost one copy of 2 x length numbers to the host."""
         slides = window is not None and window < length
         if not slides and document_starts_BS is None:
@@ -69,18 +69,18 @@ class BlockMask:
 
     queries: tuple[range, ...]
     keys: tuple[range, ...]
-    bounds: Bounds | None = None
-    tile: int = TILE
+    bounds: AttentionBounds | None = None
+    tile_size: int = TILE
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MaskRectangle:
     """A rectangle of a block: rows and columns of the block, and the positions of the first row and column.
 
     The positions run on from there in bounded pieces; in causal ones only their being equal counts.
     """
 
-    kind: Kind
+    kind: RectangleKind
     rows: range
     columns: range
     row_position: int
@@ -88,73 +88,73 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """A part of a piece that is computed at once; `hidden` is what is masked, or None, to be broadcast over [B, Q, T]."""
+class MaskTile:
+    """A part of a piece that is computed at once; `masked_out` is what is masked, or None, to be broadcast over [B, Q, T]."""
 
     rows: range
     columns: range
-    hidden: Tensor | None
+    masked_out: Tensor | None
 
 
-def pieces(mask: BlockMask) -> list[Piece]:
+def mask_rectangles(mask: BlockMask) -> list[MaskRectangle]:
     """The rectangles of a block in which something is seen."""
     starts = [run.start for run in mask.queries]
     if mask.bounds is None and mask.queries == mask.keys and starts == sorted(starts):
         whole = range(sum(len(run) for run in mask.queries))
-        return [Piece("causal", whole, whole, 0, 0)]
-    found: list[Piece] = []
-    for first_row, queries in _numbered(mask.queries):
-        for first_column, keys in _numbered(mask.keys):
-            for kind, q, k in _between(queries, keys, mask):
-                rows = _moved(q, first_row - queries.start)
-                columns = _moved(k, first_column - keys.start)
-                found.append(Piece(kind, rows, columns, q.start, k.start))
-                _join_last_two(found)
+        return [MaskRectangle("causal", whole, whole, 0, 0)]
+    found: list[MaskRectangle] = []
+    for first_row, queries in _with_first_row(mask.queries):
+        for first_column, keys in _with_first_row(mask.keys):
+            for kind, q, k in _rectangles_between(queries, keys, mask):
+                rows = _shifted(q, first_row - queries.start)
+                columns = _shifted(k, first_column - keys.start)
+                found.append(MaskRectangle(kind, rows, columns, q.start, k.start))
+                _merge_last_two(found)
     return found
 
 
-def tiles(piece: Piece, mask: BlockMask, device: torch.device) -> Iterator[Tile]:
+def mask_tiles(rectangle: MaskRectangle, mask: BlockMask, device: torch.device) -> Iterator[MaskTile]:
     """The tiles of a piece in which something is seen, in an order that is always the same."""
-    bounds = mask.bounds if piece.kind == "bounded" else None
-    for top in range(0, len(piece.rows), mask.tile):
-        for left in range(0, len(piece.columns), mask.tile):
-            rows, columns = piece.rows[top : top + mask.tile], piece.columns[left : left + mask.tile]
-            q = _moved(rows, piece.row_position - piece.rows.start)
-            k = _moved(columns, piece.column_position - piece.columns.start)
-            if piece.kind != "full" and k.start >= q.stop:
+    bounds = mask.bounds if rectangle.kind == "bounded" else None
+    for top in range(0, len(rectangle.rows), mask.tile_size):
+        for left in range(0, len(rectangle.columns), mask.tile_size):
+            rows, columns = rectangle.rows[top : top + mask.tile_size], rectangle.columns[left : left + mask.tile_size]
+            q = _shifted(rows, rectangle.row_position - rectangle.rows.start)
+            k = _shifted(columns, rectangle.column_position - rectangle.columns.start)
+            if rectangle.kind != "full" and k.start >= q.stop:
                 continue
-            if bounds is not None and k.stop <= bounds.lowest[q.start]:
+            if bounds is not None and k.stop <= bounds.min_first_visible[q.start]:
                 continue
-            yield Tile(rows, columns, None if piece.kind == "full" else _hidden(q, k, bounds, device))
+            yield MaskTile(rows, columns, None if rectangle.kind == "full" else _masked_out(q, k, bounds, device))
 
 
-def _hidden(q: range, k: range, bounds: Bounds | None, device: torch.device) -> Tensor | None:
+def _masked_out(q: range, k: range, bounds: AttentionBounds | None, device: torch.device) -> Tensor | None:
     keys = torch.arange(k.start, k.stop, device=device)
     hidden = None
     if k.stop - 1 > q.start:
         hidden = keys > torch.arange(q.start, q.stop, device=device).unsqueeze(-1)
-    if bounds is not None and bounds.highest[q.stop - 1] > k.start:
-        behind = keys < bounds.first_BS[:, q.start : q.stop].unsqueeze(-1)
+    if bounds is not None and bounds.max_first_visible[q.stop - 1] > k.start:
+        behind = keys < bounds.first_visible_BS[:, q.start : q.stop].unsqueeze(-1)
         hidden = behind if hidden is None else hidden | behind
     return hidden
 
 
-def _between(queries: range, keys: range, mask: BlockMask) -> Iterator[tuple[Kind, range, range]]:
+def _rectangles_between(queries: range, keys: range, mask: BlockMask) -> Iterator[tuple[RectangleKind, range, range]]:
     """The rectangles of one run of queries against one run of keys, in positions."""
     bounds = mask.bounds
-    if bounds is None or bounds.highest[queries.stop - 1] <= keys.start:
-        yield from _causal(queries, keys)
+    if bounds is None or bounds.max_first_visible[queries.stop - 1] <= keys.start:
+        yield from _causal_rectangles(queries, keys)
         return
-    for start in range(queries.start, queries.stop, mask.tile):
-        rows = range(start, min(start + mask.tile, queries.stop))
-        lowest, highest = int(bounds.lowest[rows.start]), int(bounds.highest[rows.stop - 1])
+    for start in range(queries.start, queries.stop, mask.tile_size):
+        rows = range(start, min(start + mask.tile_size, queries.stop))
+        lowest, highest = int(bounds.min_first_visible[rows.start]), int(bounds.max_first_visible[rows.stop - 1])
         cut = range(max(keys.start, lowest), min(keys.stop, highest))
         if cut:
             yield "bounded", range(max(rows.start, cut.start), rows.stop), cut
-        yield from _causal(rows, range(max(keys.start, highest), keys.stop))
+        yield from _causal_rectangles(rows, range(max(keys.start, highest), keys.stop))
 
 
-def _causal(queries: range, keys: range) -> Iterator[tuple[Kind, range, range]]:
+def _causal_rectangles(queries: range, keys: range) -> Iterator[tuple[RectangleKind, range, range]]:
     """Keys before the queries are seen by all; then comes a square on the diagonal, and what is below it."""
     queries = range(max(queries.start, keys.start), queries.stop)
     before = range(keys.start, min(keys.stop, queries.start))
@@ -168,7 +168,7 @@ def _causal(queries: range, keys: range) -> Iterator[tuple[Kind, range, range]]:
         yield "full", below, square
 
 
-def _join_last_two(found: list[Piece]) -> None:
+def _merge_last_two(found: list[MaskRectangle]) -> None:
     """Two full pieces side by side in the block are one, whatever the positions: one call of a kernel instead of two."""
     if len(found) < 2 or not found[-1].kind == found[-2].kind == "full":
         return
@@ -180,10 +180,10 @@ def _join_last_two(found: list[Piece]) -> None:
         columns = range(columns.start, two.columns.stop)
     else:
         return
-    found[-2:] = [Piece("full", rows, columns, one.row_position, one.column_position)]
+    found[-2:] = [MaskRectangle("full", rows, columns, one.row_position, one.column_position)]
 
 
-def _numbered(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
+def _with_first_row(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
     """Each run with the row at which it begins."""
     row = 0
     for run in runs:
@@ -191,5 +191,5 @@ def _numbered(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
         row += len(run)
 
 
-def _moved(positions: range, by: int) -> range:
+def _shifted(positions: range, by: int) -> range:
     return range(positions.start + by, positions.stop + by)

@@ -21,18 +21,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels.attention.documents import Group, Rows
+from petatron.kernels.attention.documents import DocumentGroup, PaddedRows
 
-Kept = tuple[Tensor, ...]
+SavedTensors = tuple[Tensor, ...]
 """What a kernel's forward pass leaves for its backward pass, besides its inputs and its output."""
 
 
-class RowMoves(Protocol):
+class PackingKernels(Protocol):
     """`rows.py` or a faster twin."""
 
-    def gather_rows(self, tensors_SBHE: Sequence[Tensor], source_R: Tensor) -> list[Tensor]: ...
+    def gather_rows(self, tensors_SBHE: Sequence[Tensor], token_index_R: Tensor) -> list[Tensor]: ...
 
-    def scatter_rows(self, rows_RHE: Sequence[Tensor], source_R: Tensor, *, into_SBHE: Sequence[Tensor]) -> None: ...
+    def scatter_rows(
+        self, rows_RHE: Sequence[Tensor], token_index_R: Tensor, *, into_SBHE: Sequence[Tensor]
+    ) -> None: ...
 
 
 class DenseAttention(Protocol):
@@ -45,13 +47,24 @@ class DenseAttention(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-class RaggedAttention(Protocol):
+class VarlenAttention(Protocol):
     """`flash.py`: causal attention of documents one behind the other, [R, H, E]."""
 
-    def ragged_forward(self, q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, longest: int) -> tuple[Tensor, Kept]: ...
+    def varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, max_seqlen: int
+    ) -> tuple[Tensor, SavedTensors]: ...
 
-    def ragged_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, kept: Kept, ends: Tensor, longest: int
+    def varlen_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out: Tensor,
+        saved: SavedTensors,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -59,71 +72,73 @@ class RaggedAttention(Protocol):
 class PaddedKernels:
     """What the work is done with."""
 
-    moves: RowMoves
+    packing: PackingKernels
     dense: DenseAttention
-    ragged: RaggedAttention
+    varlen: VarlenAttention
 
 
-def padded_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, rows: Rows, kernels: PaddedKernels) -> Tensor:
+def padded_attention(
+    q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, rows: PaddedRows, kernels: PaddedKernels
+) -> Tensor:
     """Causal attention inside documents. The output has the memory order of q."""
     return _PaddedAttention.apply(q_SBHE, k_SBKE, v_SBKE, rows, kernels)  # pyright: ignore[reportReturnType]
 
 
 class _PaddedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, kernels: PaddedKernels) -> Tensor:
-        moved = kernels.moves.gather_rows((q, k, v), rows.source)
-        ctx.orders = [_Order.of(x) for x in (q, k, v)]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: PaddedRows, kernels: PaddedKernels) -> Tensor:
+        moved = kernels.packing.gather_rows((q, k, v), rows.token_index)
+        ctx.orders = [_MemoryOrder.of(x) for x in (q, k, v)]
         out = ctx.orders[0].empty(q)
         kept: list[Tensor] = []
         for group in rows.groups:
             found, lse = kernels.dense.forward(*(_heads_first(x, group) for x in moved), causal=True)
-            kernels.moves.scatter_rows((_flat(found),), _part(rows.source, group), into_SBHE=(out,))
+            kernels.packing.scatter_rows((_flat(found),), _group_rows(rows.token_index, group), into_SBHE=(out,))
             kept.append(lse)
-        if rows.longest_short:
+        if rows.short_max_seqlen:
             first = rows.first_short_row
-            short, more = kernels.ragged.ragged_forward(
-                *(x[first:] for x in moved), ends=rows.short_ends, longest=rows.longest_short
+            short, more = kernels.varlen.varlen_forward(
+                *(x[first:] for x in moved), cu_seqlens=rows.short_cu_seqlens, max_seqlen=rows.short_max_seqlen
             )
-            kernels.moves.scatter_rows((short,), rows.source[first:], into_SBHE=(out,))
+            kernels.packing.scatter_rows((short,), rows.token_index[first:], into_SBHE=(out,))
             kept += more
-        ctx.save_for_backward(*moved, out, rows.source, rows.short_ends, *kept)
-        ctx.groups, ctx.longest_short, ctx.kernels = rows.groups, rows.longest_short, kernels
+        ctx.save_for_backward(*moved, out, rows.token_index, rows.short_cu_seqlens, *kept)
+        ctx.groups, ctx.short_max_seqlen, ctx.kernels = rows.groups, rows.short_max_seqlen, kernels
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # asked for once: in a recomputed region asking makes the region run
-        *moved, out, source, short_ends = saved[:6]
+        *moved, out, source, short_cu_seqlens = saved[:6]
         kept = saved[6:]
-        rows, kernels = Rows(source, ctx.groups, short_ends, ctx.longest_short), ctx.kernels
-        moved += kernels.moves.gather_rows((grads[0], out), source)
+        rows, kernels = PaddedRows(source, ctx.groups, short_cu_seqlens, ctx.short_max_seqlen), ctx.kernels
+        moved += kernels.packing.gather_rows((grads[0], out), source)
         into = [order.empty(out) for order in ctx.orders]
         for group, lse in zip(rows.groups, kept):
             q, k, v, grad, answer = (_heads_first(x, group) for x in moved)
             found = kernels.dense.backward(grad, q, k, v, out=answer, lse=lse, causal=True)
-            kernels.moves.scatter_rows([_flat(x) for x in found], _part(source, group), into_SBHE=into)
-        if rows.longest_short:
+            kernels.packing.scatter_rows([_flat(x) for x in found], _group_rows(source, group), into_SBHE=into)
+        if rows.short_max_seqlen:
             first = rows.first_short_row
             q, k, v, grad, answer = (x[first:] for x in moved)
-            more, longest = kept[len(rows.groups) :], rows.longest_short
-            found = kernels.ragged.ragged_backward(
-                grad, q, k, v, out=answer, kept=more, ends=short_ends, longest=longest
+            more, longest = kept[len(rows.groups) :], rows.short_max_seqlen
+            found = kernels.varlen.varlen_backward(
+                grad, q, k, v, out=answer, saved=more, cu_seqlens=short_cu_seqlens, max_seqlen=longest
             )
-            kernels.moves.scatter_rows(found, source[first:], into_SBHE=into)
+            kernels.packing.scatter_rows(found, source[first:], into_SBHE=into)
         return *into, None, None
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _MemoryOrder:
     """Shape and memory order of a tensor that is not kept."""
 
     shape: torch.Size
     batch_first: bool
 
     @classmethod
-    def of(cls, x_SBHE: Tensor) -> _Order:
+    def of(cls, x_SBHE: Tensor) -> _MemoryOrder:
         return cls(x_SBHE.shape, x_SBHE.stride(1) > x_SBHE.stride(0))
 
     def empty(self, like: Tensor) -> Tensor:
@@ -133,13 +148,13 @@ class _Order:
         return like.new_empty(self.shape)
 
 
-def _part(x_R: Tensor, group: Group) -> Tensor:
+def _group_rows(x_R: Tensor, group: DocumentGroup) -> Tensor:
     return x_R[group.first_row : group.first_row + group.count * group.length]
 
 
-def _heads_first(rows_RHE: Tensor, group: Group) -> Tensor:
+def _heads_first(rows_RHE: Tensor, group: DocumentGroup) -> Tensor:
     """[N, H, L, E] of one group."""
-    return _part(rows_RHE, group).unflatten(0, (group.count, group.length)).transpose(1, 2)
+    return _group_rows(rows_RHE, group).unflatten(0, (group.count, group.length)).transpose(1, 2)
 
 
 def _flat(x_NHLE: Tensor) -> Tensor:

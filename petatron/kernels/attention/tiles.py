@@ -19,31 +19,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petatron.kernels.compute_dtype import wide_dtype
+from petatron.kernels.compute_dtype import compute_dtype
 
 _BITS = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Dropout:
+class AttentionDropout:
     """Which weights are dropped is a function of the seed and the tile, so that the backward pass drops the same."""
 
     rate: float
     seed: int
 
     @classmethod
-    def draw(cls, rate: float) -> Dropout | None:
+    def draw(cls, rate: float) -> AttentionDropout | None:
         """A new seed from the default stream of the host, which is restored when a layer is computed again."""
         return cls(rate, int(torch.randint(1 << 62, ()).item())) if rate > 0.0 else None
 
-    def keep(self, key: int, shape: torch.Size, like: Tensor) -> Tensor:
+    def keep_mask(self, key: int, shape: torch.Size, like: Tensor) -> Tensor:
         """0 for what is dropped, else 1 / (1 - rate)."""
-        generator = torch.Generator(like.device).manual_seed(_mixed(_mixed(self.seed) ^ key))
+        generator = torch.Generator(like.device).manual_seed(_mix_seed(_mix_seed(self.seed) ^ key))
         kept = torch.rand(shape, generator=generator, device=like.device) >= self.rate
         return kept.to(like.dtype).div_(1.0 - self.rate)
 
 
-def _mixed(x: int) -> int:
+def _mix_seed(x: int) -> int:
     """A bijection of 64-bit numbers under which neighbours look unrelated (the finaliser of splitmix64), as 32 bits."""
     x = (x + 0x9E3779B97F4A7C15) & _BITS
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
@@ -52,14 +52,19 @@ def _mixed(x: int) -> int:
 
 
 def tile_forward(
-    q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, hidden: Tensor | None, dropout: tuple[Dropout, int] | None = None
+    q_BHQE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    *,
+    masked_out: Tensor | None,
+    dropout: tuple[AttentionDropout, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, Q, E] and log-sum-exp [B, H, Q]; 0 and -inf for a row that sees nothing. `dropout` comes with a key."""
-    scores = _scores(q_BHQE, k_BKTE, hidden)
+    scores = _scores(q_BHQE, k_BKTE, masked_out)
     lse = scores.logsumexp(dim=-1)
     weights = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
     if dropout is not None:
-        weights *= dropout[0].keep(dropout[1], weights.shape, weights)
+        weights *= dropout[0].keep_mask(dropout[1], weights.shape, weights)
     out = weights.flatten(2, 3) @ v_BKTE.to(weights.dtype)
     return out.view(*q_BHQE.shape[:3], -1), lse.flatten(1, 2)
 
@@ -72,21 +77,24 @@ def tile_backward(
     *,
     lse_BHQ: Tensor,
     delta_BHQ: Tensor,
-    hidden: Tensor | None,
-    dropout: tuple[Dropout, int] | None = None,
+    masked_out: Tensor | None,
+    dropout: tuple[AttentionDropout, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `lse` and `delta`, the row sums of gradient times output, are those over all keys."""
-    scores = _scores(q_BHQE, k_BKTE, hidden)
+    scores = _scores(q_BHQE, k_BKTE, masked_out)
     grouped = scores.shape[:4]
     weights = scores.sub_(lse_BHQ.view(grouped).unsqueeze(-1)).exp_()
-    if hidden is not None:  # a row that sees nothing at all has log-sum-exp -inf
-        weights = weights.masked_fill_(_over_heads(hidden), 0.0)
-    q, grad = _grouped(q_BHQE, k_BKTE.shape[1], weights.dtype), _grouped(grad_BHQE, k_BKTE.shape[1], weights.dtype)
+    if masked_out is not None:  # a row that sees nothing at all has log-sum-exp -inf
+        weights = weights.masked_fill_(_over_heads(masked_out), 0.0)
+    q, grad = (
+        _group_query_heads(q_BHQE, k_BKTE.shape[1], weights.dtype),
+        _group_query_heads(grad_BHQE, k_BKTE.shape[1], weights.dtype),
+    )
     k, v = k_BKTE.to(weights.dtype), v_BKTE.to(weights.dtype)
     grad_weights = (grad @ v.mT).view(weights.shape)
     kept = weights
     if dropout is not None:
-        keep = dropout[0].keep(dropout[1], weights.shape, weights)
+        keep = dropout[0].keep_mask(dropout[1], weights.shape, weights)
         grad_weights, kept = grad_weights.mul_(keep), weights * keep
     grad_v = kept.flatten(2, 3).mT @ grad
     grad_scores = grad_weights.sub_(delta_BHQ.view(grouped).unsqueeze(-1)).mul_(weights).flatten(2, 3)
@@ -94,21 +102,21 @@ def tile_backward(
     return (grad_scores @ k).view(q_BHQE.shape), grad_scores.mT @ q, grad_v
 
 
-def _scores(q_BHQE: Tensor, k_BKTE: Tensor, hidden: Tensor | None) -> Tensor:
+def _scores(q_BHQE: Tensor, k_BKTE: Tensor, masked_out: Tensor | None) -> Tensor:
     """Scaled and masked scores [B, K, H/K, Q, T]."""
-    dtype = wide_dtype(q_BHQE.dtype)
+    dtype = compute_dtype(q_BHQE.dtype)
     batch, heads, rows, width = q_BHQE.shape
     groups = k_BKTE.shape[1]
-    q = _grouped(q_BHQE, groups, dtype) * width**-0.5
+    q = _group_query_heads(q_BHQE, groups, dtype) * width**-0.5
     scores = (q @ k_BKTE.to(dtype).mT).view(batch, groups, heads // groups, rows, -1)
-    return scores if hidden is None else scores.masked_fill_(_over_heads(hidden), float("-inf"))
+    return scores if masked_out is None else scores.masked_fill_(_over_heads(masked_out), float("-inf"))
 
 
-def _grouped(x_BHQE: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+def _group_query_heads(x_BHQE: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """[B, K, H/K * Q, E]: the query heads of a key/value head as more rows."""
     return x_BHQE.to(dtype).reshape(x_BHQE.shape[0], groups, -1, x_BHQE.shape[-1])
 
 
-def _over_heads(hidden: Tensor) -> Tensor:
+def _over_heads(masked_out: Tensor) -> Tensor:
     """[Q, T] or [B, Q, T] to be broadcast over [B, K, H/K, Q, T]."""
-    return hidden if hidden.dim() == 2 else hidden[:, None, None]
+    return masked_out if masked_out.dim() == 2 else masked_out[:, None, None]

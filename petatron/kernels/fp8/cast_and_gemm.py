@@ -36,18 +36,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.alignment import begins_aligned
+from petatron.kernels.alignment import is_aligned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
-SQUARES_MULTIPLE = 4
+BLOCK_SCALE_MULTIPLE = 4
 _EXPONENT_LIMIT = 126
 
 Scaling = Literal["tensor", "rows", "blocks", "squares"]
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class Fp8Operand:
     """A matrix [rows, length] in eight bits, contiguous, `length` being what a product sums over, and its scale."""
 
     values: Tensor
@@ -56,20 +56,20 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Fp8Matrix:
     """A matrix in both orientations: as it is, and transposed."""
 
-    rows: Operand
-    columns: Operand
+    rows: Fp8Operand
+    columns: Fp8Operand
 
 
-class CastNow(Protocol):
+class CastKernel(Protocol):
     """A cast whose scale comes from the numbers themselves."""
 
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype) -> Cast: ...
+    def __call__(self, x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix: ...
 
 
-class NextScale(Protocol):
+class UpdateScaleKernel(Protocol):
     def __call__(
         self, history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
     ) -> None:
@@ -81,27 +81,29 @@ class NextScale(Protocol):
         ...
 
 
-class CastTensor(Protocol):
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Cast:
+class CastTensorKernel(Protocol):
+    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Fp8Matrix:
         """`amax` [1] float32 is the largest magnitude, where whoever made the tensor knows it."""
         ...
 
 
-class CastDelayed(Protocol):
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Cast:
+class CastDelayedKernel(Protocol):
+    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
         """With a scale [1] that is given; `amax` [1] is raised to the largest magnitude met."""
         ...
 
 
-class Product(Protocol):
-    def __call__(self, a: Operand, b: Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
+class Fp8GemmKernel(Protocol):
+    def __call__(
+        self, a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None
+    ) -> Tensor:
         """a b^T. `fast` sums in fewer bits on devices that have a choice; `out` has the dtype and gets the result."""
         ...
 
 
-class GroupedProduct(Protocol):
+class Fp8GroupedGemmKernel(Protocol):
     def __call__(
-        self, x_RD: Tensor, row_scale: Tensor, weight: Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
+        self, x_RD: Tensor, row_scale: Tensor, weight: Fp8Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
     ) -> Tensor:
         """Each expert's rows times its own matrix: `weight` is [E, O, D] with scales [E, O]; `counts` [E] are rows."""
         ...
@@ -111,104 +113,104 @@ class GroupedProduct(Protocol):
 class Fp8Kernels:
     """One implementation of each operation."""
 
-    raise_largest: Callable[[Tensor, Tensor], None]
-    next_scale: NextScale
-    cast_tensor: CastTensor
-    cast_delayed: CastDelayed
-    cast_rows: CastNow
-    cast_blocks: CastNow
-    cast_squares: CastNow
-    cast_rows_only: Callable[[Tensor, torch.dtype], Operand]
-    product: Product
-    grouped_product: GroupedProduct
+    update_amax: Callable[[Tensor, Tensor], None]
+    update_scale: UpdateScaleKernel
+    cast_tensor: CastTensorKernel
+    cast_delayed: CastDelayedKernel
+    cast_rows: CastKernel
+    cast_blocks: CastKernel
+    cast_blocks_2d: CastKernel
+    cast_rows_only: Callable[[Tensor, torch.dtype], Fp8Operand]
+    gemm: Fp8GemmKernel
+    grouped_gemm: Fp8GroupedGemmKernel
 
 
-def top_exponent(dtype: torch.dtype) -> int:
+def max_exponent(dtype: torch.dtype) -> int:
     """The largest number of a format is 1.75 x 2^this."""
     return 8 if dtype == E4M3 else 15
 
 
-def power_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The smallest power of two under which magnitudes up to `amax` fit into a format; 1 for zero, infinity and NaN."""
     bits = amax.to(torch.float32).view(torch.int32)
-    exponent = ((bits + 0x1FFFFF) >> 23) - 127 - top_exponent(dtype)
+    exponent = ((bits + 0x1FFFFF) >> 23) - 127 - max_exponent(dtype)
     exponent = exponent.clamp(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
     ordinary = (bits > 0) & (bits < 0x7F800000)
     return torch.where(ordinary, ((exponent + 127) << 23), 127 << 23).to(torch.int32).view(torch.float32)
 
 
-def to_eight_bits(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x / scale, rounded to nearest even; too large becomes the largest, not finite becomes NaN."""
     wide = x.to(torch.float32)
     limit = torch.finfo(dtype).max
     return ((wide * scale.reciprocal()).clamp(-limit, limit) + (wide - wide)).to(dtype)
 
 
-def raise_largest(x_RC: Tensor, amax: Tensor) -> None:
+def update_amax(x_RC: Tensor, amax: Tensor) -> None:
     """Raise `amax` [1] float32 to the largest magnitude of a tensor."""
-    amax.copy_(torch.maximum(amax, _largest(x_RC)))
+    amax.copy_(torch.maximum(amax, _amax(x_RC)))
 
 
-def next_scale(
+def update_scale(
     history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
 ) -> None:
     history_L.nan_to_num_(nan=0.0, posinf=0.0)
     seen = history_L[latest : latest + 1] if most_recent else history_L.amax().reshape(1)
-    scale.copy_(power_scale(seen, dtype))
+    scale.copy_(power_of_two_scale(seen, dtype))
     history_L[cleared] = 0
 
 
-def cast_tensor(x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Cast:
-    scale = power_scale(_largest(x_RC) if amax is None else amax, dtype).reshape(1)
-    return _cast_whole(x_RC, dtype, scale)
+def cast_tensor(x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Fp8Matrix:
+    scale = power_of_two_scale(_amax(x_RC) if amax is None else amax, dtype).reshape(1)
+    return _cast_with_scale(x_RC, dtype, scale)
 
 
-def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Cast:
-    raise_largest(x_RC, amax)
-    return _cast_whole(x_RC, dtype, scale)
+def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
+    update_amax(x_RC, amax)
+    return _cast_with_scale(x_RC, dtype, scale)
 
 
-def cast_rows(x_RC: Tensor, dtype: torch.dtype) -> Cast:
-    return Cast(cast_rows_only(x_RC, dtype), cast_rows_only(x_RC.t(), dtype))
+def cast_rows(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
+    return Fp8Matrix(cast_rows_only(x_RC, dtype), cast_rows_only(x_RC.t(), dtype))
 
 
-def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Operand:
+def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     """One orientation, for products whose other operand is grouped."""
-    scale = power_scale(x_RC.abs().amax(dim=1, keepdim=True), dtype)
-    return Operand(to_eight_bits(x_RC, scale, dtype).contiguous(), scale, "rows")
+    scale = power_of_two_scale(x_RC.abs().amax(dim=1, keepdim=True), dtype)
+    return Fp8Operand(quantise(x_RC, scale, dtype).contiguous(), scale, "rows")
 
 
-def cast_blocks(x_RC: Tensor, dtype: torch.dtype) -> Cast:
-    return Cast(_in_blocks(x_RC, dtype), _in_blocks(x_RC.t(), dtype))
+def cast_blocks(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
+    return Fp8Matrix(_cast_blocks_only(x_RC, dtype), _cast_blocks_only(x_RC.t(), dtype))
 
 
-def cast_squares(x_RC: Tensor, dtype: torch.dtype) -> Cast:
-    tiles = _padded(x_RC, BLOCK, BLOCK).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale = power_scale(tiles.abs().amax(dim=(1, 3)), dtype)
-    values = to_eight_bits(x_RC, _spread(scale, x_RC.shape, BLOCK), dtype)
-    columns = Operand(values.t().contiguous(), _padded_squares(scale.t()), "squares")
-    return Cast(Operand(values.contiguous(), _padded_squares(scale), "squares"), columns)
+def cast_blocks_2d(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
+    tiles = _pad_to_multiples(x_RC, BLOCK, BLOCK).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = power_of_two_scale(tiles.abs().amax(dim=(1, 3)), dtype)
+    values = quantise(x_RC, _expand_block_scales(scale, x_RC.shape, BLOCK), dtype)
+    columns = Fp8Operand(values.t().contiguous(), _pad_block_scales(scale.t()), "squares")
+    return Fp8Matrix(Fp8Operand(values.contiguous(), _pad_block_scales(scale), "squares"), columns)
 
 
-def emulated_product(a: Operand, b: Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
+def emulated_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
     """The same product in wide numbers: what the hardware does, up to the order and precision of its sums."""
     wide = torch.promote_types(dtype, torch.float32)
-    result = (widen(a).to(wide) @ widen(b).to(wide).t()).to(dtype)
+    result = (dequantise(a).to(wide) @ dequantise(b).to(wide).t()).to(dtype)
     return result if out is None else out.copy_(result)
 
 
-def widen(operand: Operand) -> Tensor:
+def dequantise(operand: Fp8Operand) -> Tensor:
     """The numbers that an operand stands for, in float32."""
     values, scale = operand.values.to(torch.float32), operand.scale
     if operand.scaling == "blocks":
         scale = scale.repeat_interleave(BLOCK, dim=1)[:, : values.shape[1]]
     if operand.scaling == "squares":
-        scale = _spread(scale, values.shape, BLOCK)
+        scale = _expand_block_scales(scale, values.shape, BLOCK)
     return values * scale
 
 
-def emulated_grouped_product(
-    x_RD: Tensor, row_scale: Tensor, weight: Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
+def emulated_grouped_gemm(
+    x_RD: Tensor, row_scale: Tensor, weight: Fp8Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     rows = (x_RD.to(torch.float32) * row_scale.reshape(-1, 1)).to(wide)
@@ -219,7 +221,7 @@ def emulated_grouped_product(
     return F.pad(torch.cat(products), (0, 0, 0, x_RD.shape[0] - sum(sizes))).to(dtype)
 
 
-def hardware_product(a: Operand, b: Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
+def hardware_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
     """cuBLAS's product, for CUDA devices of capability 9.0. Sizes are multiples of 16; blocks and squares are of e4m3.
 
     Squares are laid out for the second form of torch's operation, everything else for the first, which writes to `out`. What
@@ -246,11 +248,11 @@ def hardware_product(a: Operand, b: Operand, *, dtype: torch.dtype, fast: bool, 
 
 def _is_writable(out: Tensor) -> bool:
     """Whether cuBLAS may write there: rows one after the other, from a multiple of 16 bytes on."""
-    return out.is_contiguous() and begins_aligned(out)
+    return out.is_contiguous() and is_aligned(out)
 
 
-def hardware_grouped_product(
-    x_RD: Tensor, row_scale: Tensor, weight: Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
+def hardware_grouped_gemm(
+    x_RD: Tensor, row_scale: Tensor, weight: Fp8Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """Torch's grouped product for e4m3 operands with a scale per row; its result is bfloat16."""
     ends = counts.cumsum(0).to(torch.int32)
@@ -267,46 +269,48 @@ def hardware_grouped_product(
     return result.to(dtype)
 
 
-def _largest(x: Tensor) -> Tensor:
+def _amax(x: Tensor) -> Tensor:
     return x.abs().amax().to(torch.float32).reshape(1)
 
 
-def _cast_whole(x_RC: Tensor, dtype: torch.dtype, scale: Tensor) -> Cast:
-    values = to_eight_bits(x_RC, scale, dtype)
-    return Cast(Operand(values.contiguous(), scale, "tensor"), Operand(values.t().contiguous(), scale, "tensor"))
+def _cast_with_scale(x_RC: Tensor, dtype: torch.dtype, scale: Tensor) -> Fp8Matrix:
+    values = quantise(x_RC, scale, dtype)
+    return Fp8Matrix(
+        Fp8Operand(values.contiguous(), scale, "tensor"), Fp8Operand(values.t().contiguous(), scale, "tensor")
+    )
 
 
-def _in_blocks(x_RC: Tensor, dtype: torch.dtype) -> Operand:
-    runs = _padded(x_RC, 1, BLOCK).unflatten(1, (-1, BLOCK))
-    scale = power_scale(runs.abs().amax(dim=2), dtype)
+def _cast_blocks_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
+    runs = _pad_to_multiples(x_RC, 1, BLOCK).unflatten(1, (-1, BLOCK))
+    scale = power_of_two_scale(runs.abs().amax(dim=2), dtype)
     spread = scale.repeat_interleave(BLOCK, dim=1)[:, : x_RC.shape[1]]
-    return Operand(to_eight_bits(x_RC, spread, dtype).contiguous(), scale.t().contiguous().t(), "blocks")
+    return Fp8Operand(quantise(x_RC, spread, dtype).contiguous(), scale.t().contiguous().t(), "blocks")
 
 
-def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+def _pad_to_multiples(x: Tensor, rows: int, columns: int) -> Tensor:
     """With zeros up to multiples of both."""
     return F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
 
 
-def _padded_squares(scale: Tensor) -> Tensor:
-    return F.pad(scale, (0, -scale.shape[1] % SQUARES_MULTIPLE), value=1.0).contiguous()
+def _pad_block_scales(scale: Tensor) -> Tensor:
+    return F.pad(scale, (0, -scale.shape[1] % BLOCK_SCALE_MULTIPLE), value=1.0).contiguous()
 
 
-def _spread(scale: Tensor, shape: torch.Size, size: int) -> Tensor:
+def _expand_block_scales(scale: Tensor, shape: torch.Size, size: int) -> Tensor:
     """A number per square as a number per element of a shape."""
     return scale.repeat_interleave(size, dim=0)[: shape[0]].repeat_interleave(size, dim=1)[:, : shape[1]]
 
 
 REFERENCE = Fp8Kernels(
-    raise_largest=raise_largest,
-    next_scale=next_scale,
+    update_amax=update_amax,
+    update_scale=update_scale,
     cast_tensor=cast_tensor,
     cast_delayed=cast_delayed,
     cast_rows=cast_rows,
     cast_blocks=cast_blocks,
-    cast_squares=cast_squares,
+    cast_blocks_2d=cast_blocks_2d,
     cast_rows_only=cast_rows_only,
-    product=emulated_product,
-    grouped_product=emulated_grouped_product,
+    gemm=emulated_gemm,
+    grouped_gemm=emulated_grouped_gemm,
 )
 """Plain torch on any device."""

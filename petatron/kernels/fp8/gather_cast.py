@@ -33,77 +33,79 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, to_eight_bits
+from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, quantise
 
-RUN = 64
+RUN_LENGTH = 64
 
 
-class RaiseLargest(Protocol):
+class UpdateShardAmaxKernel(Protocol):
     def __call__(self, x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
         """Raise largest magnitudes (float32) to those of elements `begin` onwards of a matrix."""
         ...
 
 
-class Narrow(Protocol):
+class QuantiseShardKernel(Protocol):
     def __call__(self, x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
         """Cast elements `begin` onwards of a matrix into `out_N`, e4m3, with the scales of all of it."""
         ...
 
 
-class Restore(Protocol):
+class DequantiseShardsKernel(Protocol):
     def __call__(self, values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
         """Widen all parts of a matrix; those of a rank are adjacent, the ranks' may lie apart."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class WireKernels:
+class GatherCastKernels:
     """One implementation of each operation."""
 
-    raise_largest: RaiseLargest
-    narrow: Narrow
-    restore: Restore
+    update_shard_amax: UpdateShardAmaxKernel
+    quantise_shard: QuantiseShardKernel
+    dequantise_shards: DequantiseShardsKernel
 
 
-def raise_largest(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
+def update_shard_amax(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
     if not x_N.numel():
         return
     # Without its sign, a number's bits order as it does, with NaN above all, which no maximum of floats promises.
-    runs = x_N.view(1, -1) if columns is None else x_N.view(-1, RUN)
+    runs = x_N.view(1, -1) if columns is None else x_N.view(-1, RUN_LENGTH)
     bits = runs.abs().amax(dim=1).to(torch.float32).abs().view(torch.int32)
-    at = _scales_of_runs(bits, amax_T.numel(), begin=begin, columns=columns)
+    at = _scale_index_of_each_run(bits, amax_T.numel(), begin=begin, columns=columns)
     amax_T.view(torch.int32).scatter_reduce_(0, at, bits, "amax")
 
 
-def narrow(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
-    x, out = (x_N, out_N) if columns is None else (x_N.view(-1, RUN), out_N.view(-1, RUN))
-    out.copy_(to_eight_bits(x, _spread(x, scale_T, begin=begin, columns=columns), E4M3))
+def quantise_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
+    x, out = (x_N, out_N) if columns is None else (x_N.view(-1, RUN_LENGTH), out_N.view(-1, RUN_LENGTH))
+    out.copy_(quantise(x, _scale_of_each_run(x, scale_T, begin=begin, columns=columns), E4M3))
 
 
-def restore(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
-    runs = values_PN.reshape(-1, RUN) if columns is not None else values_PN
-    wide = runs.to(torch.float32) * _spread(runs, scale_T, begin=0, columns=columns)
+def dequantise_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
+    runs = values_PN.reshape(-1, RUN_LENGTH) if columns is not None else values_PN
+    wide = runs.to(torch.float32) * _scale_of_each_run(runs, scale_T, begin=0, columns=columns)
     limit = torch.finfo(out_PN.dtype).max
     out_PN.copy_(wide.clamp(-limit, limit).view(out_PN.shape))
 
 
-def _spread(runs: Tensor, scale_T: Tensor, *, begin: int, columns: int | None) -> Tensor:
+def _scale_of_each_run(runs: Tensor, scale_T: Tensor, *, begin: int, columns: int | None) -> Tensor:
     """The scales of whole runs, one per row; or the one that all have."""
     if columns is None:
         return scale_T
-    return scale_T[_scales_of_runs(runs[:, 0], scale_T.numel(), begin=begin, columns=columns)].unsqueeze(1)
+    return scale_T[_scale_index_of_each_run(runs[:, 0], scale_T.numel(), begin=begin, columns=columns)].unsqueeze(1)
 
 
-def _scales_of_runs(firsts: Tensor, scales: int, *, begin: int, columns: int | None) -> Tensor:
+def _scale_index_of_each_run(firsts: Tensor, scales: int, *, begin: int, columns: int | None) -> Tensor:
     """Which scale each run has, given something of each."""
     runs = torch.arange(firsts.numel(), device=firsts.device)
     if columns is None:
         return runs * 0
-    assert begin % RUN == 0 and columns % BLOCK == 0, f"{begin} elements into rows of {columns}"
-    at = begin + runs * RUN
+    assert begin % RUN_LENGTH == 0 and columns % BLOCK == 0, f"{begin} elements into rows of {columns}"
+    at = begin + runs * RUN_LENGTH
     square = at // columns // BLOCK * (columns // BLOCK) + at % columns // BLOCK
     return square.clamp(max=scales - 1)
 
 
-REFERENCE = WireKernels(raise_largest=raise_largest, narrow=narrow, restore=restore)
+REFERENCE = GatherCastKernels(
+    update_shard_amax=update_shard_amax, quantise_shard=quantise_shard, dequantise_shards=dequantise_shards
+)
 """Plain torch on any device."""

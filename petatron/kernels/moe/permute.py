@@ -1,7 +1,7 @@
 """Tokens in the order of their experts, and back; the products of the experts themselves are in `grouped_gemm.py`.
 
 T tokens make K choices each; every choice that reaches an expert becomes a row, and the rows of one expert lie together. Going
-there (`take`) is a copy of each token to its rows, coming back (`combine`) a sum over each token's rows. An `Arrangement` keeps
+there (`permute`) is a copy of each token to its rows, coming back (`unpermute`) a sum over each token's rows. An `Permutation` keeps
 both directions, the choice of every row and the row of every choice, so that the backward of each is again a copy or a sum:
 no gradient is scattered with atomic adds, and results do not depend on the order in which a device runs.
 
@@ -16,7 +16,7 @@ comes back from the token,
 
 so the weight may go in with the activation (`weighted_activation`), whose backward pass has W^T g and a at hand anyway: the
 weight's gradient costs no extra read, the last product's output is not kept, and the way back is a plain sum. Applied in
-`combine`, it costs one more read of all rows [R, D] in the backward pass, and keeps them until then.
+`unpermute`, it costs one more read of all rows [R, D] in the backward pass, and keeps them until then.
 
 Bytes of an expert layer, forward and backward, in units of elements of 2 bytes (D width, F inner width, N weights of all experts):
 
@@ -40,47 +40,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.kernels.activation import GATED, gated, gated_backward, plain, plain_backward
-from petatron.kernels.compute_dtype import widened
-from petatron.kernels.moe.grouped_gemm import Counts
+from petatron.kernels.activation import (
+    GATE_ACTIVATIONS,
+    activation,
+    activation_backward,
+    gated_activation,
+    gated_activation_backward,
+)
+from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.moe.grouped_gemm import ExpertCounts
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
+class Permutation:
     """Where every choice lies among the rows, and the other way round.
 
     choice_R: for each row the choice (token x K + place) it holds; anything where the row is padding. Rows beyond the counts
         hold choices without an expert.
     row_TK: for each choice its row; where the choice has none, a row that no expert has.
     counts: rows of each expert, padding included.
-    real_R: whether the row is no padding; None when all are.
+    valid_R: whether the row is no padding; None when all are.
     kept_TK: whether the choice has a row of an expert; None when all have.
     """
 
     choice_R: Tensor
     row_TK: Tensor
-    counts: Counts
-    real_R: Tensor | None = None
+    counts: ExpertCounts
+    valid_R: Tensor | None = None
     kept_TK: Tensor | None = None
 
     @property
     def token_R(self) -> Tensor:
         return self.choice_R // self.row_TK.shape[1]
 
-    def cut(self, rows: int) -> Arrangement:
+    def truncate(self, rows: int) -> Permutation:
         """Without rows beyond a number that is enough."""
         return replace(self, choice_R=self.choice_R[:rows])
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class SortedChoices:
     """All choices by expert: `order` of the flat choices, where each one went, and where each expert begins.
 
     The last beginning, of expert number E, is that of the choices that go nowhere.
     """
 
     order: Tensor
-    at_TK: Tensor
+    sorted_position_TK: Tensor
     experts_TK: Tensor
     starts: Tensor
 
@@ -89,104 +95,104 @@ class Sorted:
         return self.starts.diff()
 
     @property
-    def place_TK(self) -> Tensor:
+    def position_in_expert_TK(self) -> Tensor:
         """How many choices of the same expert come before each one."""
-        return self.at_TK - self.starts[self.experts_TK]
+        return self.sorted_position_TK - self.starts[self.experts_TK]
 
 
-def sort_by_expert(experts_TK: Tensor, num_experts: int, *, preference: Tensor | None = None) -> Sorted:
+def sort_by_expert(experts_TK: Tensor, num_experts: int, *, priority: Tensor | None = None) -> SortedChoices:
     """Sort choices by expert; the expert `num_experts` stands for nowhere, and comes last.
 
-    Within an expert they stay in token order, or come by falling `preference` (one number per choice).
+    Within an expert they stay in token order, or come by falling `priority` (one number per choice).
     """
     # A device sorts by digits of a few bits, one pass each: of a small type there are one or two, of int64 eight or more.
     assert num_experts < 2**15
     key = experts_TK.flatten().to(torch.uint8 if num_experts < 2**8 else torch.int16)
-    if preference is None:
+    if priority is None:
         key, order = key.sort(stable=True)
     else:
-        liked = preference.flatten().argsort(stable=True, descending=True)
+        liked = priority.flatten().argsort(stable=True, descending=True)
         key, order = key[liked].sort(stable=True)
         order = liked[order]
     # Where each expert begins among the sorted; counting with atomic adds is slow when few experts take many choices.
     starts = torch.searchsorted(key, torch.arange(num_experts + 1, dtype=key.dtype, device=key.device))
-    return Sorted(order, inverse(order).view_as(experts_TK), experts_TK, starts)
+    return SortedChoices(order, inverse_permutation(order).view_as(experts_TK), experts_TK, starts)
 
 
-def inverse(order: Tensor) -> Tensor:
+def inverse_permutation(order: Tensor) -> Tensor:
     """The permutation that undoes a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
-def arrange(
+def build_permutation(
     experts_TK: Tensor,
     num_experts: int,
     *,
-    incomplete: bool = False,
+    may_drop: bool = False,
     capacity: int | None = None,
-    room: int | None = None,
-) -> Arrangement:
+    max_rows: int | None = None,
+) -> Permutation:
     """Rows in the order of their experts, within an expert in token order.
 
-    `incomplete` says that some choices may be `num_experts`, which stands for nowhere; how many has then to be read back
-    from the device, unless there is `room` for that many rows in any case: the counts may not reach to the last of them.
+    `may_drop` says that some choices may be `num_experts`, which stands for nowhere; how many has then to be read back
+    from the device, unless there is `max_rows` for that many rows in any case: the counts may not reach to the last of them.
     With a `capacity` every expert gets that many rows and nothing is read back; no expert may be chosen more often.
     """
     by_expert = sort_by_expert(experts_TK, num_experts)
     order = by_expert.order
-    kept = experts_TK < num_experts if incomplete else None
+    kept = experts_TK < num_experts if may_drop else None
     if capacity is None:
         counts = by_expert.counts_E
-        if incomplete and room is None:
-            room = int(counts.sum())
-        return Arrangement(order[:room], by_expert.at_TK, counts, None, kept)
+        if may_drop and max_rows is None:
+            max_rows = int(counts.sum())
+        return Permutation(order[:max_rows], by_expert.sorted_position_TK, counts, None, kept)
     rows = num_experts * capacity
     # What goes nowhere lands in one row too many, which is cut off.
-    row_TK = torch.where(experts_TK < num_experts, experts_TK * capacity + by_expert.place_TK, rows)
+    row_TK = torch.where(experts_TK < num_experts, experts_TK * capacity + by_expert.position_in_expert_TK, rows)
     choice = torch.zeros(rows + 1, dtype=torch.long, device=order.device)
     choice.scatter_(0, row_TK.flatten(), torch.arange(order.numel(), device=order.device))
     real = torch.zeros(rows + 1, dtype=torch.bool, device=order.device).index_fill_(0, row_TK.flatten(), True)
-    return Arrangement(choice[:rows], row_TK, capacity, real[:rows], kept)
+    return Permutation(choice[:rows], row_TK, capacity, real[:rows], kept)
 
 
-def take_rows(x_TD: Tensor, arrangement: Arrangement) -> Tensor:
+def permute_rows(x_TD: Tensor, permutation: Permutation) -> Tensor:
     """The token of every row; zeros in padding."""
-    return _pick(x_TD, arrangement.token_R, arrangement.real_R)
+    return _select_rows(x_TD, permutation.token_R, permutation.valid_R)
 
 
-def _pick(source: Tensor, at_R: Tensor, real_R: Tensor | None) -> Tensor:
+def _select_rows(source: Tensor, at_R: Tensor, valid_R: Tensor | None) -> Tensor:
     """What every row has of a source; zeros in padding, for which `at_R` is anything: without tokens there is nothing at it."""
     if not source.shape[0]:
         return source.new_zeros((at_R.shape[0], *source.shape[1:]))
     rows = source.index_select(0, at_R)
-    return rows if real_R is None else rows.masked_fill(~real_R.view(-1, *[1] * (rows.dim() - 1)), 0)
+    return rows if valid_R is None else rows.masked_fill(~valid_R.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
-def sum_rows(rows_RD: Tensor, arrangement: Arrangement, *, weights_TK: Tensor | None = None) -> Tensor:
+def unpermute_rows(rows_RD: Tensor, permutation: Permutation, *, weights_TK: Tensor | None = None) -> Tensor:
     """For every token the sum of its rows, each times its choice's weight, in at least float32; [T, K, D] is never made."""
     wide = torch.promote_types(rows_RD.dtype, torch.float32)
-    total = rows_RD.new_zeros((arrangement.row_TK.shape[0], rows_RD.shape[1]), dtype=wide)
-    for k, part in enumerate(_parts(rows_RD, arrangement)):
+    total = rows_RD.new_zeros((permutation.row_TK.shape[0], rows_RD.shape[1]), dtype=wide)
+    for k, part in enumerate(_rows_by_choice(rows_RD, permutation)):
         total += part if weights_TK is None else part * weights_TK[:, k, None]
     return total.to(rows_RD.dtype)
 
 
-def combine_backward(
-    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, arrangement: Arrangement
+def unpermute_backward(
+    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, permutation: Permutation
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a weighted sum: of the rows (zeros in padding), and of the weights."""
-    weight_R = rows_of_choices(weights_TK, arrangement)
-    grad_RD = (take_rows(grad_TD, arrangement) * weight_R[:, None]).to(rows_RD.dtype)
+    weight_R = choices_to_rows(weights_TK, permutation)
+    grad_RD = (permute_rows(grad_TD, permutation) * weight_R[:, None]).to(rows_RD.dtype)
     wide = torch.promote_types(grad_TD.dtype, torch.float32)
     grad_weights = torch.zeros_like(weights_TK)
-    for k, part in enumerate(_parts(rows_RD, arrangement)):
+    for k, part in enumerate(_rows_by_choice(rows_RD, permutation)):
         grad_weights[:, k] = (part * grad_TD.to(wide)).sum(-1)
     return grad_RD, grad_weights
 
 
-def _parts(rows_RD: Tensor, arrangement: Arrangement) -> Iterator[Tensor]:
+def _rows_by_choice(rows_RD: Tensor, permutation: Permutation) -> Iterator[Tensor]:
     """For each of the K places every token's row; zeros where it has none. Nothing at all if there are no rows."""
-    row_TK, kept_TK, rows = arrangement.row_TK, arrangement.kept_TK, rows_RD.shape[0]
+    row_TK, kept_TK, rows = permutation.row_TK, permutation.kept_TK, rows_RD.shape[0]
     for k in range(row_TK.shape[1] if rows else 0):
         if kept_TK is None:
             yield rows_RD.index_select(0, row_TK[:, k])
@@ -194,14 +200,14 @@ def _parts(rows_RD: Tensor, arrangement: Arrangement) -> Iterator[Tensor]:
             yield rows_RD.index_select(0, row_TK[:, k].clamp(max=rows - 1)).masked_fill(~kept_TK[:, k, None], 0)
 
 
-def rows_of_choices(of_TK: Tensor, arrangement: Arrangement) -> Tensor:
+def choices_to_rows(of_TK: Tensor, permutation: Permutation) -> Tensor:
     """For every row what its choice has, [R]; zeros in padding."""
-    return _pick(of_TK.flatten(), arrangement.choice_R, arrangement.real_R)
+    return _select_rows(of_TK.flatten(), permutation.choice_R, permutation.valid_R)
 
 
-def choices_of_rows(of_R: Tensor, arrangement: Arrangement) -> Tensor:
+def rows_to_choices(of_R: Tensor, permutation: Permutation) -> Tensor:
     """For every choice what its row has, [T, K]; zeros where it has none."""
-    row_TK, kept_TK, rows = arrangement.row_TK, arrangement.kept_TK, of_R.shape[0]
+    row_TK, kept_TK, rows = permutation.row_TK, permutation.kept_TK, of_R.shape[0]
     if kept_TK is None:
         return of_R[row_TK]
     return of_R[row_TK.clamp(max=rows - 1)].masked_fill(~kept_TK, 0) if rows else of_R.new_zeros(row_TK.shape)
@@ -209,103 +215,105 @@ def choices_of_rows(of_R: Tensor, arrangement: Arrangement) -> Tensor:
 
 def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str) -> Tensor:
     """The activation, plain or gated, times the weight of each row, rounded once, [R, F]."""
-    inner = widened(inner_RG)
-    active = gated(inner, name) if name in GATED else plain(inner, name)
+    inner = to_compute_dtype(inner_RG)
+    active = gated_activation(inner, name) if name in GATE_ACTIVATIONS else activation(inner, name)
     return (active * weight_R[:, None]).to(inner_RG.dtype)
 
 
 def weighted_activation_backward(
-    grad_RF: Tensor, inner_RG: Tensor, weight_R: Tensor, name: str, *, again: bool
+    grad_RF: Tensor, inner_RG: Tensor, weight_R: Tensor, name: str, *, recompute_output: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of what went in and of the weights, and the weighted activation if it is wanted again."""
-    inner, grad = widened(inner_RG), widened(grad_RF)
-    backward = gated_backward if name in GATED else plain_backward
-    grad_inner, active = backward(grad * weight_R[:, None], inner, name, again=True)
+    inner, grad = to_compute_dtype(inner_RG), to_compute_dtype(grad_RF)
+    backward = gated_activation_backward if name in GATE_ACTIVATIONS else activation_backward
+    grad_inner, active = backward(grad * weight_R[:, None], inner, name, recompute_output=True)
     assert active is not None
-    made = (active * weight_R[:, None]).to(inner_RG.dtype) if again else None
+    made = (active * weight_R[:, None]).to(inner_RG.dtype) if recompute_output else None
     return grad_inner.to(inner_RG.dtype), (active * grad).sum(-1).to(weight_R.dtype), made
 
 
 @dataclass(frozen=True, slots=True)
-class RowKernels:
+class MoEKernels:
     """One implementation of everything here that runs over rows; the functions of this file are the reference."""
 
-    take_rows: Callable[[Tensor, Arrangement], Tensor]
-    sum_rows: Callable[..., Tensor]
-    combine_backward: Callable[[Tensor, Tensor, Tensor, Arrangement], tuple[Tensor, Tensor]]
+    permute_rows: Callable[[Tensor, Permutation], Tensor]
+    unpermute_rows: Callable[..., Tensor]
+    unpermute_backward: Callable[[Tensor, Tensor, Tensor, Permutation], tuple[Tensor, Tensor]]
     weighted_activation: Callable[[Tensor, Tensor, str], Tensor]
     weighted_activation_backward: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
 
-REFERENCE = RowKernels(take_rows, sum_rows, combine_backward, weighted_activation, weighted_activation_backward)
+REFERENCE = MoEKernels(
+    permute_rows, unpermute_rows, unpermute_backward, weighted_activation, weighted_activation_backward
+)
 
 
-class _Take(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, arrangement: Arrangement, kernels: RowKernels) -> Tensor:
-        ctx.arrangement, ctx.kernels = arrangement, kernels
-        return kernels.take_rows(x_TD, arrangement)
+    def forward(ctx: Any, x_TD: Tensor, permutation: Permutation, kernels: MoEKernels) -> Tensor:
+        ctx.permutation, ctx.kernels = permutation, kernels
+        return kernels.permute_rows(x_TD, permutation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.kernels.sum_rows(grads[0], ctx.arrangement), None, None
+        return ctx.kernels.unpermute_rows(grads[0], ctx.permutation), None, None
 
 
-def take(x_TD: Tensor, arrangement: Arrangement, *, kernels: RowKernels) -> Tensor:
+def permute(x_TD: Tensor, permutation: Permutation, *, kernels: MoEKernels) -> Tensor:
     """The tokens of all rows [R, D]; zeros in padding."""
-    return _Take.apply(x_TD, arrangement, kernels)  # pyright: ignore[reportReturnType]
+    return _Permute.apply(x_TD, permutation, kernels)  # pyright: ignore[reportReturnType]
 
 
-class _Combine(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, weights_TK: Tensor | None, arrangement: Arrangement, kernels: RowKernels
+        ctx: Any, rows_RD: Tensor, weights_TK: Tensor | None, permutation: Permutation, kernels: MoEKernels
     ) -> Tensor:
-        ctx.arrangement, ctx.kernels = arrangement, kernels
+        ctx.permutation, ctx.kernels = permutation, kernels
         ctx.save_for_backward(*(() if weights_TK is None else (rows_RD, weights_TK)))
-        return kernels.sum_rows(rows_RD, arrangement, weights_TK=weights_TK)
+        return kernels.unpermute_rows(rows_RD, permutation, weights_TK=weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         saved = ctx.saved_tensors  # asked for once: where this is recomputed, every time is a run
         if not saved:
-            return ctx.kernels.take_rows(grads[0], ctx.arrangement), None, None, None
+            return ctx.kernels.permute_rows(grads[0], ctx.permutation), None, None, None
         rows_RD, weights_TK = saved
-        return *ctx.kernels.combine_backward(grads[0], rows_RD, weights_TK, ctx.arrangement), None, None
+        return *ctx.kernels.unpermute_backward(grads[0], rows_RD, weights_TK, ctx.permutation), None, None
 
 
-def combine(rows_RD: Tensor, weights_TK: Tensor | None, arrangement: Arrangement, *, kernels: RowKernels) -> Tensor:
+def unpermute(rows_RD: Tensor, weights_TK: Tensor | None, permutation: Permutation, *, kernels: MoEKernels) -> Tensor:
     """For every token the sum of its rows, each times the weight of its choice if not yet applied, [T, D]."""
-    return _Combine.apply(rows_RD, weights_TK, arrangement, kernels)  # pyright: ignore[reportReturnType]
+    return _Unpermute.apply(rows_RD, weights_TK, permutation, kernels)  # pyright: ignore[reportReturnType]
 
 
-class _WeightOfRows(torch.autograd.Function):
+class _PermuteRouterWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights_TK: Tensor, arrangement: Arrangement) -> Tensor:
-        ctx.arrangement = arrangement
-        return rows_of_choices(weights_TK, arrangement)
+    def forward(ctx: Any, weights_TK: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return choices_to_rows(weights_TK, permutation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return choices_of_rows(grads[0], ctx.arrangement), None
+        return rows_to_choices(grads[0], ctx.permutation), None
 
 
-def weight_of_rows(weights_TK: Tensor, arrangement: Arrangement) -> Tensor:
+def permute_router_weights(weights_TK: Tensor, permutation: Permutation) -> Tensor:
     """The router's weight of every row [R], to be applied with the activation; zeros in padding."""
-    return _WeightOfRows.apply(weights_TK, arrangement)  # pyright: ignore[reportReturnType]
+    return _PermuteRouterWeights.apply(weights_TK, permutation)  # pyright: ignore[reportReturnType]
 
 
 class _Reorder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.order, ctx.back = order, back
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse_order: Tensor) -> Tensor:
+        ctx.order, ctx.inverse_order = order, inverse_order
         return rows.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.back), None, None
+        return grads[0].index_select(0, ctx.inverse_order), None, None
 
 
-def reorder(rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """Rows in another order; `back` is the inverse of the permutation `order`."""
-    return _Reorder.apply(rows, order, back)  # pyright: ignore[reportReturnType]
+def reorder(rows: Tensor, order: Tensor, inverse_order: Tensor) -> Tensor:
+    """Rows in another order; `inverse_order` is the inverse of the permutation `order`."""
+    return _Reorder.apply(rows, order, inverse_order)  # pyright: ignore[reportReturnType]

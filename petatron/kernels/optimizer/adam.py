@@ -49,7 +49,7 @@ class AdamState:
     exp_avg_sq: Tensor
     weight: Tensor | None = None
 
-    def part(self, begin: int, end: int) -> AdamState:
+    def slice_range(self, begin: int, end: int) -> AdamState:
         weight = None if self.weight is None else self.weight[begin:end]
         return AdamState(self.master[begin:end], self.exp_avg[begin:end], self.exp_avg_sq[begin:end], weight)
 
@@ -82,7 +82,7 @@ def adam_scalars(step: Tensor, factor: Tensor, skipped: Tensor, *, beta1: float,
 def adamw(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamRates, start: int = 0) -> None:
     """The formula as it stands above, in the precision of the master weights."""
     for begin, end in _chunks(grad):
-        _adamw_chunk(grad[begin:end], state.part(begin, end), scalars, rates=rates, start=start + begin)
+        _adamw_chunk(grad[begin:end], state.slice_range(begin, end), scalars, rates=rates, start=start + begin)
 
 
 def _adamw_chunk(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamRates, start: int) -> None:
@@ -94,11 +94,11 @@ def _adamw_chunk(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: Adam
     exp_avg_sq = exp_avg_sq + (1.0 - rates.beta2) * (scaled * scaled - exp_avg_sq)
     change = rates.lr * correction1 * exp_avg / (exp_avg_sq.sqrt() * correction2 + rates.eps)
     master = state.master - rates.lr * rates.weight_decay * state.master - change
-    low, high = _noise(grad.numel(), start, step) if _narrow(state) else (None, None)
+    low, high = _rounding_bits(grad.numel(), start, step) if _has_bf16_moments(state) else (None, None)
     updated = [
         (state.master, master),
-        (state.exp_avg, _rounded(exp_avg, state.exp_avg.dtype, low)),
-        (state.exp_avg_sq, _rounded(exp_avg_sq, state.exp_avg_sq.dtype, high)),
+        (state.exp_avg, _stochastic_round(exp_avg, state.exp_avg.dtype, low)),
+        (state.exp_avg_sq, _stochastic_round(exp_avg_sq, state.exp_avg_sq.dtype, high)),
     ]
     if state.weight is not None:
         updated.append((state.weight, master.to(state.weight.dtype)))
@@ -116,7 +116,7 @@ def adamw_fused(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamR
     factor = scalars[0].to(grad.dtype) if grad.dtype == wide else scalars[0]
     skipped, step = scalars[1].float(), scalars[4].float()
     for begin, end in _chunks(grad):
-        part = state.part(begin, end)
+        part = state.slice_range(begin, end)
         torch._fused_adamw_(
             [part.master],
             [grad[begin:end].to(wide) * factor],
@@ -154,21 +154,21 @@ def _chunks(flat: Tensor) -> Iterator[tuple[int, int]]:
         yield begin, min(size, begin + length)
 
 
-def _narrow(state: AdamState) -> bool:
+def _has_bf16_moments(state: AdamState) -> bool:
     return torch.bfloat16 in (state.exp_avg.dtype, state.exp_avg_sq.dtype)
 
 
-def _rounded(value: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
+def _stochastic_round(value: Tensor, dtype: torch.dtype, random_bits: Tensor | None) -> Tensor:
     """To another dtype; to bfloat16 up or down at random: 16 random bits are added to the 16 that are cut off."""
     if dtype != torch.bfloat16:
         return value.to(dtype)
-    assert noise is not None and value.dtype == torch.float32
-    bits = (value.contiguous().view(torch.int32).to(torch.int64) + noise) & ~0xFFFF
+    assert random_bits is not None and value.dtype == torch.float32
+    bits = (value.contiguous().view(torch.int32).to(torch.int64) + random_bits) & ~0xFFFF
     # The carry may run into the sign bit of a NaN only, which is never written.
     return bits.to(torch.int32).view(torch.float32).to(torch.bfloat16)
 
 
-def _noise(length: int, start: int, step: Tensor) -> tuple[Tensor, Tensor]:
+def _rounding_bits(length: int, start: int, step: Tensor) -> tuple[Tensor, Tensor]:
     """16 random bits per element, twice: both halves of a hash of the element's place and the update's number."""
     places = torch.arange(start, start + length, dtype=torch.int64, device=step.device)
     bits = _hash((places + _hash(step.to(torch.int64))) & 0xFFFFFFFF)

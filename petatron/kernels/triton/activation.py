@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.strides import rows_whole
+from petatron.kernels.strides import contiguous_rows
 
 NAMES = ("swiglu", "geglu", "geglu_tanh", "reglu")
 _TILE = 2048
@@ -44,7 +44,7 @@ _WARPS = 4  # 16 elements per thread: of bf16 two loads of 16 bytes from every t
 
 
 @triton.jit
-def activate(gate, NAME: tl.constexpr):
+def activation_and_slope(gate, NAME: tl.constexpr):
     """f and f' of the gate."""
     if NAME == "swiglu":
         share = tl.sigmoid(gate)
@@ -63,7 +63,7 @@ def activate(gate, NAME: tl.constexpr):
 
 
 @triton.jit
-def _place(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _tile_offsets(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows (as 64-bit numbers), columns and mask of this program's tile."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
@@ -73,7 +73,7 @@ def _place(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 
 
 @triton.jit
-def _forward(
+def _gated_activation_forward(
     gate_up_RG,
     act_RF,
     rows,
@@ -83,16 +83,16 @@ def _forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row, column, mask = _place(rows, WIDTH, ROWS, COLUMNS)
+    row, column, mask = _tile_offsets(rows, WIDTH, ROWS, COLUMNS)
     at = gate_up_RG + row * stride + column
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    value, _ = activate(gate, NAME)
+    value, _ = activation_and_slope(gate, NAME)
     tl.store(act_RF + row * WIDTH + column, (value * up).to(act_RF.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _backward(
+def _gated_activation_backward(
     grad_RF,
     gate_up_RG,
     grad_gate_up_RG,
@@ -104,31 +104,31 @@ def _backward(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    AGAIN: tl.constexpr,
+    RECOMPUTE_OUTPUT: tl.constexpr,
 ):
-    row, column, mask = _place(rows, WIDTH, ROWS, COLUMNS)
+    row, column, mask = _tile_offsets(rows, WIDTH, ROWS, COLUMNS)
     at = gate_up_RG + row * stride + column
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_RF + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = grad_gate_up_RG.dtype.element_ty
-    value, slope = activate(gate, NAME)
+    value, slope = activation_and_slope(gate, NAME)
     into = grad_gate_up_RG + row * (2 * WIDTH) + column
     tl.store(into, (grad * up * slope).to(dtype), mask=mask)
     tl.store(into + WIDTH, (grad * value).to(dtype), mask=mask)
-    if AGAIN:
+    if RECOMPUTE_OUTPUT:
         tl.store(act_RF + row * WIDTH + column, (value * up).to(dtype), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _ActivationTile:
     """Columns that divide the width, if a warp still reads 512 bytes in a row, and rows to fill the tile."""
 
     rows: int
     columns: int
 
     @classmethod
-    def of(cls, width: int) -> _Tile:
+    def of(cls, width: int) -> _ActivationTile:
         dividing = width & -width
         columns = min(dividing if dividing >= 256 else triton.next_power_of_2(width), _TILE)
         return cls(rows=_TILE // columns, columns=columns)
@@ -137,13 +137,13 @@ class _Tile:
         return triton.cdiv(rows, self.rows) * triton.cdiv(width, self.columns)
 
 
-def gated(gate_up_RG: Tensor, name: str) -> Tensor:
+def gated_activation(gate_up_RG: Tensor, name: str) -> Tensor:
     """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half."""
     assert name in NAMES, name
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
-    tile, source = _Tile.of(width), rows_whole(gate_up_RG)
+    tile, source = _ActivationTile.of(width), contiguous_rows(gate_up_RG)
     act = torch.empty((rows, width), dtype=source.dtype, device=source.device)
-    _forward[(tile.programs(rows, width),)](
+    _gated_activation_forward[(tile.programs(rows, width),)](
         source,
         act,
         rows,
@@ -157,14 +157,16 @@ def gated(gate_up_RG: Tensor, name: str) -> Tensor:
     return act
 
 
-def gated_backward(grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, again: bool) -> tuple[Tensor, Tensor | None]:
-    """The gradient of gate and up side by side, and the output done `again`."""
+def gated_activation_backward(
+    grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, recompute_output: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of gate and up side by side, and the output done `recompute_output`."""
     assert name in NAMES, name
     rows, width = grad_RF.shape
-    tile, grad, source = _Tile.of(width), rows_whole(grad_RF), rows_whole(gate_up_RG)
+    tile, grad, source = _ActivationTile.of(width), contiguous_rows(grad_RF), contiguous_rows(gate_up_RG)
     grad_gate_up = torch.empty((rows, 2 * width), dtype=source.dtype, device=source.device)
-    act = torch.empty((rows, width), dtype=source.dtype, device=source.device) if again else grad_gate_up
-    _backward[(tile.programs(rows, width),)](
+    act = torch.empty((rows, width), dtype=source.dtype, device=source.device) if recompute_output else grad_gate_up
+    _gated_activation_backward[(tile.programs(rows, width),)](
         grad,
         source,
         grad_gate_up,
@@ -176,7 +178,7 @@ def gated_backward(grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, again: boo
         WIDTH=width,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        AGAIN=again,
+        RECOMPUTE_OUTPUT=recompute_output,
         num_warps=_WARPS,
     )
-    return grad_gate_up, act if again else None
+    return grad_gate_up, act if recompute_output else None

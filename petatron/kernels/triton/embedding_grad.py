@@ -39,7 +39,7 @@ def _add_row(out, token, columns, mask, values, row_size, ACCUMULATE: tl.constex
 
 
 @triton.jit
-def _pieces_kernel(
+def _embedding_grad_pieces(
     ids,
     order,
     grad,
@@ -83,7 +83,7 @@ def _pieces_kernel(
 
 
 @triton.jit
-def _segments_kernel(
+def _embedding_grad_segments(
     ids,
     heads,
     tails,
@@ -129,7 +129,7 @@ def embedding_grad(ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate
     if not accumulate:
         out_VD.zero_()
     rows, block = out_VD.shape[0], min(triton.next_power_of_2(size), 1024)
-    _pieces_kernel[(tokens, triton.cdiv(size, block))](
+    _embedding_grad_pieces[(tokens, triton.cdiv(size, block))](
         sorted_ids,
         order,
         grad_TD,
@@ -146,7 +146,7 @@ def embedding_grad(ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate
         num_warps=4,
     )
     block = min(block, 256)
-    _segments_kernel[(windows, triton.cdiv(size, block))](
+    _embedding_grad_segments[(windows, triton.cdiv(size, block))](
         sorted_ids,
         heads,
         tails,

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.linear_cross_entropy import SoftmaxKernels
+from petatron.kernels.linear_cross_entropy import CrossEntropyKernels
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)  # finite: minus infinity below itself is not a number
@@ -37,26 +37,26 @@ _GROUPS_PER_WARP = 256
 
 
 @triton.jit
-def _load_tile(row, columns, ROWS: tl.constexpr, PADDED: tl.constexpr, policy: tl.constexpr):
+def _load_tile(row, columns, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr, policy: tl.constexpr):
     """Logits in float32, minus infinity outside the real columns.
 
     The mask of the load is the padded width, a multiple of 8 where the number of real columns may be odd: only then is it
     aligned with groups of 8 columns, and a group one load.
     """
     logits = tl.load(row + columns, mask=columns < PADDED, other=float("-inf"), eviction_policy=policy).to(tl.float32)
-    if ROWS < PADDED:
-        logits = tl.where(columns < ROWS, logits, float("-inf"))
+    if NUM_COLUMNS < PADDED:
+        logits = tl.where(columns < NUM_COLUMNS, logits, float("-inf"))
     return logits
 
 
 @triton.jit
-def _statistics_of_row(row, ROWS: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+def _statistics_of_row(row, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
     """Maximum and sum of exponentials below it."""
     offsets = tl.arange(0, GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     peak = tl.full((GROUPS,), _LOWEST, tl.float32)
     total = tl.zeros((GROUPS,), tl.float32)
-    for start in range(0, ROWS, GROUPS * WIDTH):
-        logits = _load_tile(row, start + offsets, ROWS, PADDED, "evict_last")
+    for start in range(0, NUM_COLUMNS, GROUPS * WIDTH):
+        logits = _load_tile(row, start + offsets, NUM_COLUMNS, PADDED, "evict_last")
         higher = tl.maximum(peak, tl.max(logits, axis=1))
         exponentials = tl.exp2((logits - higher[:, None]) * _LOG2_E)
         total = total * tl.exp2((peak - higher) * _LOG2_E) + tl.sum(exponentials, axis=1)
@@ -71,7 +71,7 @@ def _gradient_of_row(
     target,
     weight,
     log_total,
-    ROWS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -82,17 +82,17 @@ def _gradient_of_row(
     LAST: tl.constexpr = (PADDED - 1) // (GROUPS * WIDTH) * (GROUPS * WIDTH)
     for start in range(0, PADDED, GROUPS * WIDTH):
         columns = LAST - start + offsets
-        logits = _load_tile(row, columns, ROWS, PADDED, "evict_first")
+        logits = _load_tile(row, columns, NUM_COLUMNS, PADDED, "evict_first")
         grad = tl.exp2(logits * _LOG2_E - log2_total)
         grad = tl.where(columns == target, grad - 1.0, grad) * weight
         tl.store(row + columns, grad.to(row.dtype.element_ty), mask=columns < PADDED, eviction_policy="evict_first")
 
 
 @triton.jit
-def _target_of_row(targets, index, ROWS: tl.constexpr):
+def _target_of_row(targets, index, NUM_COLUMNS: tl.constexpr):
     """Column of the target, -1 where it is none of this row's."""
     target = tl.load(targets + index).to(tl.int32)
-    return tl.where((target >= 0) & (target < ROWS), target, -1)
+    return tl.where((target >= 0) & (target < NUM_COLUMNS), target, -1)
 
 
 @triton.jit
@@ -103,17 +103,17 @@ def _statistics_kernel(
     totals,
     picks,
     row_stride,
-    ROWS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * row_stride
-    target = _target_of_row(targets, index, ROWS)
+    target = _target_of_row(targets, index, NUM_COLUMNS)
     picked = tl.load(row + target, mask=target >= 0, other=0.0).to(tl.float32)
-    peak, total = _statistics_of_row(row, ROWS, PADDED, GROUPS, WIDTH)
-    tl.store(peaks + index, peak if ROWS else float("-inf"))
+    peak, total = _statistics_of_row(row, NUM_COLUMNS, PADDED, GROUPS, WIDTH)
+    tl.store(peaks + index, peak if NUM_COLUMNS else float("-inf"))
     tl.store(totals + index, total)
     tl.store(picks + index, tl.where(target >= 0, picked - peak, 0.0))
 
@@ -125,17 +125,17 @@ def _gradient_kernel(
     weights,
     log_totals,
     row_stride,
-    ROWS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * row_stride
-    target = _target_of_row(targets, index, ROWS)
+    target = _target_of_row(targets, index, NUM_COLUMNS)
     weight = tl.load(weights + index).to(tl.float32)
     log_total = tl.load(log_totals + index)
-    _gradient_of_row(row, target, weight, log_total, ROWS, PADDED, GROUPS, WIDTH)
+    _gradient_of_row(row, target, weight, log_total, NUM_COLUMNS, PADDED, GROUPS, WIDTH)
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def _losses_and_gradient_kernel(
     weights,
     losses,
     row_stride,
-    ROWS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -153,41 +153,43 @@ def _losses_and_gradient_kernel(
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * row_stride
     # Before the first reduction, which every thread waits for: later on another thread may have overwritten the logit.
-    target = _target_of_row(targets, index, ROWS)
+    target = _target_of_row(targets, index, NUM_COLUMNS)
     picked = tl.load(row + target, mask=target >= 0, other=0.0).to(tl.float32)
     weight = tl.load(weights + index).to(tl.float32)
-    peak, total = _statistics_of_row(row, ROWS, PADDED, GROUPS, WIDTH)
+    peak, total = _statistics_of_row(row, NUM_COLUMNS, PADDED, GROUPS, WIDTH)
     log = tl.log(total)
     tl.store(losses + index, log - tl.where(target >= 0, picked - peak, 0.0))
-    _gradient_of_row(row, target, weight, peak + log, ROWS, PADDED, GROUPS, WIDTH)
+    _gradient_of_row(row, target, weight, peak + log, NUM_COLUMNS, PADDED, GROUPS, WIDTH)
 
 
-def _shape(logits_CV: Tensor, rows: int) -> dict[str, int]:
+def _launch_options(logits_CV: Tensor, num_columns: int) -> dict[str, int]:
     """Columns of a row and of a tile, as groups x width, and warps: eight groups per thread."""
     assert logits_CV.stride(1) == 1 and logits_CV.dtype != torch.float64
     padded = logits_CV.shape[1]
     groups = min(max(triton.next_power_of_2(triton.cdiv(padded, _WIDTH)), 32), _MAX_GROUPS)
     warps = max(groups // _GROUPS_PER_WARP, 1)
-    return {"ROWS": rows, "PADDED": padded, "GROUPS": groups, "WIDTH": _WIDTH, "num_warps": warps}
+    return {"NUM_COLUMNS": num_columns, "PADDED": padded, "GROUPS": groups, "WIDTH": _WIDTH, "num_warps": warps}
 
 
-def statistics(logits_CV: Tensor, targets_C: Tensor, rows: int) -> Tensor:
+def statistics(logits_CV: Tensor, targets_C: Tensor, num_columns: int) -> Tensor:
     out = torch.empty(3, logits_CV.shape[0], dtype=torch.float32, device=logits_CV.device)
-    grid, shape = (logits_CV.shape[0],), _shape(logits_CV, rows)
+    grid, shape = (logits_CV.shape[0],), _launch_options(logits_CV, num_columns)
     _statistics_kernel[grid](logits_CV, targets_C, *out, logits_CV.stride(0), **shape)
     return out
 
 
-def gradient_(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, log_total_C: Tensor, rows: int) -> None:
-    grid, shape = (logits_CV.shape[0],), _shape(logits_CV, rows)
-    _gradient_kernel[grid](logits_CV, targets_C, weights_C, log_total_C, logits_CV.stride(0), **shape)
+def gradient_(
+    logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, log_total_C: Tensor, num_columns: int
+) -> None:
+    grid, shape = (logits_CV.shape[0],), _launch_options(logits_CV, num_columns)
+    _gradient_kernel[grid](logits_CV, targets_C, loss_weights_C, log_total_C, logits_CV.stride(0), **shape)
 
 
-def losses_and_gradient_(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, rows: int) -> Tensor:
+def losses_and_gradient_(logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, num_columns: int) -> Tensor:
     losses_C = torch.empty(logits_CV.shape[0], dtype=torch.float32, device=logits_CV.device)
-    grid, shape = (logits_CV.shape[0],), _shape(logits_CV, rows)
-    _losses_and_gradient_kernel[grid](logits_CV, targets_C, weights_C, losses_C, logits_CV.stride(0), **shape)
+    grid, shape = (logits_CV.shape[0],), _launch_options(logits_CV, num_columns)
+    _losses_and_gradient_kernel[grid](logits_CV, targets_C, loss_weights_C, losses_C, logits_CV.stride(0), **shape)
     return losses_C
 
 
-TRITON = SoftmaxKernels(statistics, gradient_, losses_and_gradient_)
+TRITON = CrossEntropyKernels(statistics, gradient_, losses_and_gradient_)

@@ -39,14 +39,14 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels import norm as reference
-from petatron.kernels.strides import rows_whole
+from petatron.kernels.strides import contiguous_rows
 
-WIDEST = 16384
+MAX_ROW_WIDTH = 16384
 """The widest row that stays in registers; the reference does wider ones."""
 
 
 @triton.jit
-def _forward(
+def _rms_norm_forward(
     x_RD,
     branch_RD,
     weight_D,
@@ -60,7 +60,7 @@ def _forward(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FROM_ONE: tl.constexpr,
+    ZERO_CENTERED_GAMMA: tl.constexpr,
     ADD: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -79,22 +79,22 @@ def _forward(
 
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / WIDTH + eps)
     tl.store(rstd_R + row, rstd, mask=row < rows)
-    weight = _weight(weight_D, column, WIDTH, ROWS)
-    normal = _weighted(wide * rstd[:, None], weight, dtype, FROM_ONE)
+    weight = _load_weight(weight_D, column, WIDTH, ROWS)
+    normal = _apply_weight(wide * rstd[:, None], weight, dtype, ZERO_CENTERED_GAMMA)
     tl.store(normal_RD + long_row * WIDTH + column[None, :], normal, mask=mask)
 
 
 @triton.jit
-def _weight(weight_D, column, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _load_weight(weight_D, column, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Once for every row of the tile: each thread reads what it multiplies with, and none has to hand it to another."""
     place = column[None, :] + tl.zeros((ROWS, 1), dtype=tl.int32)
     return tl.load(weight_D + place, mask=place < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _weighted(unit, weight, dtype: tl.constexpr, FROM_ONE: tl.constexpr):
+def _apply_weight(unit, weight, dtype: tl.constexpr, ZERO_CENTERED_GAMMA: tl.constexpr):
     """The same roundings in both directions, so that what is done again has the same bits."""
-    if FROM_ONE:
+    if ZERO_CENTERED_GAMMA:
         normal = unit * (1.0 + weight)
     else:
         normal = unit.to(dtype).to(tl.float32) * weight
@@ -102,7 +102,7 @@ def _weighted(unit, weight, dtype: tl.constexpr, FROM_ONE: tl.constexpr):
 
 
 @triton.jit
-def _backward(
+def _rms_norm_backward(
     grad_RD,
     total_RD,
     rstd_R,
@@ -118,10 +118,10 @@ def _backward(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FROM_ONE: tl.constexpr,
+    ZERO_CENTERED_GAMMA: tl.constexpr,
     ADD: tl.constexpr,
-    AGAIN: tl.constexpr,
-    AHEAD: tl.constexpr,
+    RECOMPUTE_OUTPUT: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     program = tl.program_id(0)
     step = tl.num_programs(0) * ROWS
@@ -129,7 +129,7 @@ def _backward(
     dtype: tl.constexpr = grad_x_RD.dtype.element_ty
     sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     row = program * ROWS + tl.arange(0, ROWS)
-    grad, total, rstd = _read(grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH)
+    grad, total, rstd = _load_rows(grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH)
     first = program * ROWS
     while first < rows:
         this, this_rstd = row.to(tl.int64)[:, None], rstd[:, None]
@@ -138,35 +138,37 @@ def _backward(
         joining_at = grad_total_RD + this * grad_total_stride + column[None, :]
         row += step
         first += step
-        if AHEAD:
+        if PREFETCH:
             if ADD:
                 joining = tl.load(joining_at, mask=mask, other=0.0)
-            after, total_after, rstd_after = _read(
+            after, total_after, rstd_after = _load_rows(
                 grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH
             )
         # From the nearest cache; held over the loop it would cost the registers that the next row needs.
-        weight = _weight(weight_D, column, WIDTH, ROWS)
+        weight = _load_weight(weight_D, column, WIDTH, ROWS)
         wide, unit = grad.to(tl.float32), total.to(tl.float32) * this_rstd
         sums += wide * unit
-        if AGAIN:
-            tl.store(normal_RD + at, _weighted(unit, weight, dtype, FROM_ONE), mask=mask)
-        weighted = wide * (1.0 + weight) if FROM_ONE else wide * weight
+        if RECOMPUTE_OUTPUT:
+            tl.store(normal_RD + at, _apply_weight(unit, weight, dtype, ZERO_CENTERED_GAMMA), mask=mask)
+        weighted = wide * (1.0 + weight) if ZERO_CENTERED_GAMMA else wide * weight
         along = tl.sum(weighted * unit, axis=1) / WIDTH
         grad_x = (weighted - unit * along[:, None]) * this_rstd
         if ADD:
-            if not AHEAD:
+            if not PREFETCH:
                 joining = tl.load(joining_at, mask=mask, other=0.0)
             grad_x += joining.to(tl.float32)
         tl.store(grad_x_RD + at, grad_x.to(dtype), mask=mask)
-        if AHEAD:
+        if PREFETCH:
             grad, total, rstd = after, total_after, rstd_after
         else:
-            grad, total, rstd = _read(grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH)
+            grad, total, rstd = _load_rows(
+                grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH
+            )
     tl.store(sums_PD + program.to(tl.int64) * WIDTH + column, tl.sum(sums, axis=0), mask=column < WIDTH)
 
 
 @triton.jit
-def _read(grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH: tl.constexpr):
+def _load_rows(grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH: tl.constexpr):
     there, this = row < rows, row.to(tl.int64)[:, None]
     mask = there[:, None] & (column < WIDTH)[None, :]
     grad = tl.load(grad_RD + this * grad_stride + column[None, :], mask=mask, other=0.0)
@@ -175,7 +177,7 @@ def _read(grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, colum
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _NormTile:
     """What a program holds at once: several narrow rows, or a wide one; 16 elements per thread if that is enough."""
 
     rows: int
@@ -183,31 +185,31 @@ class _Tile:
     warps: int
 
     @property
-    def ahead(self) -> bool:
+    def prefetches(self) -> bool:
         """Whether there are registers for the next row."""
         return self.rows * self.block <= 512 * self.warps
 
     @classmethod
-    def of(cls, width: int) -> _Tile:
+    def of(cls, width: int) -> _NormTile:
         block = triton.next_power_of_2(width)
         elements = max(block, 2048)
         return cls(rows=elements // block, block=block, warps=min(elements // 512, 16))
 
 
 def rms_norm(
-    x_RD: Tensor, weight_D: Tensor, *, eps: float, from_one: bool, branch: Tensor | None = None
+    x_RD: Tensor, weight_D: Tensor, *, eps: float, zero_centered_gamma: bool, branch: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum with `branch` (x itself without one), its norm, and 1 / rms of every row in float32."""
     rows, width = x_RD.shape
-    if width > WIDEST:
-        return reference.rms_norm(x_RD, weight_D, eps=eps, from_one=from_one, branch=branch)
-    tile = _Tile.of(width)
-    x = rows_whole(x_RD)
-    added = x if branch is None else rows_whole(branch)
+    if width > MAX_ROW_WIDTH:
+        return reference.rms_norm(x_RD, weight_D, eps=eps, zero_centered_gamma=zero_centered_gamma, branch=branch)
+    tile = _NormTile.of(width)
+    x = contiguous_rows(x_RD)
+    added = x if branch is None else contiguous_rows(branch)
     normal = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     total = normal if branch is None else torch.empty_like(normal)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _forward[(triton.cdiv(rows, tile.rows),)](
+    _rms_norm_forward[(triton.cdiv(rows, tile.rows),)](
         x,
         added,
         weight_D.contiguous(),
@@ -221,7 +223,7 @@ def rms_norm(
         WIDTH=width,
         ROWS=tile.rows,
         BLOCK=tile.block,
-        FROM_ONE=from_one,
+        ZERO_CENTERED_GAMMA=zero_centered_gamma,
         ADD=branch is not None,
         num_warps=tile.warps,
     )
@@ -234,24 +236,30 @@ def rms_norm_backward(
     rstd_R: Tensor,
     weight_D: Tensor,
     *,
-    from_one: bool,
+    zero_centered_gamma: bool,
     grad_total: Tensor | None = None,
-    again: bool = True,
+    recompute_output: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the sum (with `grad_total` joined) and, in float32, of the weight; and the norm done `again`."""
+    """Gradients of the sum (with `grad_total` joined) and, in float32, of the weight; and the norm done `recompute_output`."""
     rows, width = total_RD.shape
-    if width > WIDEST:
+    if width > MAX_ROW_WIDTH:
         return reference.rms_norm_backward(
-            grad_RD, total_RD, rstd_R, weight_D, from_one=from_one, grad_total=grad_total, again=again
+            grad_RD,
+            total_RD,
+            rstd_R,
+            weight_D,
+            zero_centered_gamma=zero_centered_gamma,
+            grad_total=grad_total,
+            recompute_output=recompute_output,
         )
-    tile = _Tile.of(width)
-    grad, total = rows_whole(grad_RD), rows_whole(total_RD)
-    joining = grad if grad_total is None else rows_whole(grad_total)
+    tile = _NormTile.of(width)
+    grad, total = contiguous_rows(grad_RD), contiguous_rows(total_RD)
+    joining = grad if grad_total is None else contiguous_rows(grad_total)
     grad_x = torch.empty((rows, width), dtype=total.dtype, device=total.device)
-    normal = torch.empty_like(grad_x) if again else grad_x
-    programs = min(triton.cdiv(rows, tile.rows), _resident(total.device, tile))
+    normal = torch.empty_like(grad_x) if recompute_output else grad_x
+    programs = min(triton.cdiv(rows, tile.rows), _resident_programs(total.device, tile))
     sums_PD = torch.empty((programs, width), dtype=torch.float32, device=total.device)
-    _backward[(programs,)](
+    _rms_norm_backward[(programs,)](
         grad,
         total,
         rstd_R,
@@ -267,13 +275,13 @@ def rms_norm_backward(
         WIDTH=width,
         ROWS=tile.rows,
         BLOCK=tile.block,
-        FROM_ONE=from_one,
+        ZERO_CENTERED_GAMMA=zero_centered_gamma,
         ADD=grad_total is not None,
-        AGAIN=again,
-        AHEAD=tile.ahead,
+        RECOMPUTE_OUTPUT=recompute_output,
+        PREFETCH=tile.prefetches,
         num_warps=tile.warps,
     )
-    return grad_x, _add_up(sums_PD), normal if again else None
+    return grad_x, _sum_columns(sums_PD), normal if recompute_output else None
 
 
 @triton.jit
@@ -290,7 +298,7 @@ def _column_sums(sums_PD, total_D, programs, WIDTH: tl.constexpr, ROWS: tl.const
     tl.store(total_D + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
-def _add_up(sums_PD: Tensor) -> Tensor:
+def _sum_columns(sums_PD: Tensor) -> Tensor:
     """The sum of all programs' sums; torch's own takes three times as long for so few, so wide rows."""
     programs, width = sums_PD.shape
     total_D = torch.empty(width, dtype=torch.float32, device=sums_PD.device)
@@ -298,7 +306,7 @@ def _add_up(sums_PD: Tensor) -> Tensor:
     return total_D
 
 
-def _resident(device: torch.device, tile: _Tile) -> int:
+def _resident_programs(device: torch.device, tile: _NormTile) -> int:
     """Programs that run at once: 16 warps per multiprocessor, which may then use 128 registers per thread."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return processors * max(16 // tile.warps, 1)

@@ -39,8 +39,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.qk_norm_rope import HeadNorm, Pair, Three
-from petatron.kernels.strides import angles_alike, rows_whole
+from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
+from petatron.kernels.strides import align_cos_sin, contiguous_rows
 
 _WARPS = 4
 _ELEMENTS = 512 * _WARPS
@@ -51,7 +51,7 @@ _PROGRAMS = 4096
 
 
 @triton.jit
-def _forward(
+def _qk_norm_rope_forward(
     q_from,
     k_from,
     q_to,
@@ -67,63 +67,65 @@ def _forward(
     from_b,
     cos_s,
     cos_b,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FROM_ONE: tl.constexpr,
-    BATCH_MAJOR: tl.constexpr,
+    ZERO_CENTERED_GAMMA: tl.constexpr,
+    BATCH_FIRST: tl.constexpr,
 ):
     """Programs of queries come first, then those of keys."""
     tile = tl.program_id(0)
-    queries = tl.cdiv(length * batch * HEADS, ROWS)
-    columns, size = _columns(WIDTH, TURNED, COLUMNS), (length, batch, eps)
+    queries = tl.cdiv(length * batch * NUM_HEADS, ROWS)
+    columns, size = _pair_columns(WIDTH, ROTARY_DIM, COLUMNS), (length, batch, eps)
     strides, rotation = (from_s, from_b, WIDTH), (cos, sin, cos_s, cos_b)
     if tile < queries:
         tensors = (q_from, strides, q_to, q_weight, rotation)
-        _norm_turn(tensors, tile, size, columns, HEADS, WIDTH, ROWS, FROM_ONE, BATCH_MAJOR)
+        _norm_rope_tile(tensors, tile, size, columns, NUM_HEADS, WIDTH, ROWS, ZERO_CENTERED_GAMMA, BATCH_FIRST)
     else:
         tensors = (k_from, strides, k_to, k_weight, rotation)
-        _norm_turn(tensors, tile - queries, size, columns, GROUPS, WIDTH, ROWS, FROM_ONE, BATCH_MAJOR)
+        _norm_rope_tile(
+            tensors, tile - queries, size, columns, NUM_KV_HEADS, WIDTH, ROWS, ZERO_CENTERED_GAMMA, BATCH_FIRST
+        )
 
 
 @triton.jit
-def _norm_turn(
+def _norm_rope_tile(
     tensors,
     tile,
     size,
     columns,
-    HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    FROM_ONE: tl.constexpr,
-    BATCH_MAJOR: tl.constexpr,
+    ZERO_CENTERED_GAMMA: tl.constexpr,
+    BATCH_FIRST: tl.constexpr,
 ):
     x, strides, to, weight, rotation = tensors
     length, batch, eps = size
     dtype: tl.constexpr = to.dtype.element_ty
     row = tile * ROWS + tl.arange(0, ROWS)
-    at, there = _places(row, length, batch, HEADS, BATCH_MAJOR)
-    first, second = _load(_rows(x, at, strides), columns, there)
-    cosine, sine = _angles(rotation, at, columns, there)
+    at, there = _row_positions(row, length, batch, NUM_HEADS, BATCH_FIRST)
+    first, second = _load_pairs(_row_pointers(x, at, strides), columns, there)
+    cosine, sine = _load_cos_sin(rotation, at, columns, there)
     first, second = first.to(tl.float32), second.to(tl.float32)
     rstd = _rstd(tl.sum(first * first + second * second, axis=1)[:, None], there, eps, WIDTH)
-    first_weight, second_weight = _weights(weight, columns, ROWS, FROM_ONE)
+    first_weight, second_weight = _load_weights(weight, columns, ROWS, ZERO_CENTERED_GAMMA)
     first, second = first * rstd * first_weight, second * rstd * second_weight
     one, two = first * cosine - second * sine, second * cosine + first * sine
-    _store(to + row.to(tl.int64)[:, None] * WIDTH, one.to(dtype), two.to(dtype), columns, there)
+    _store_pairs(to + row.to(tl.int64)[:, None] * WIDTH, one.to(dtype), two.to(dtype), columns, there)
 
 
 @triton.jit
-def _columns(WIDTH: tl.constexpr, TURNED: tl.constexpr, COLUMNS: tl.constexpr):
+def _pair_columns(WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr, COLUMNS: tl.constexpr):
     """Pairs: the places in a row of their first and second elements, whether there are such, and whether they are turned."""
-    half: tl.constexpr = TURNED // 2
-    rest: tl.constexpr = (WIDTH - TURNED + 1) // 2
+    half: tl.constexpr = ROTARY_DIM // 2
+    rest: tl.constexpr = (WIDTH - ROTARY_DIM + 1) // 2
     pair = tl.arange(0, COLUMNS)[None, :]
     first, second, inside, both = pair, pair + half, pair < half + rest, pair < half + rest
-    if TURNED < WIDTH:
+    if ROTARY_DIM < WIDTH:
         first = tl.where(pair < half, pair, pair + half)
         second = first + tl.where(pair < half, half, rest)
         both = inside & (second < WIDTH)
@@ -131,35 +133,35 @@ def _columns(WIDTH: tl.constexpr, TURNED: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _places(row, length, batch, HEADS: tl.constexpr, BATCH_MAJOR: tl.constexpr):
+def _row_positions(row, length, batch, NUM_HEADS: tl.constexpr, BATCH_FIRST: tl.constexpr):
     """Where rows lie: in the sequence, the batch and among the heads, each as a column; and whether there are such rows."""
-    token, head = row // HEADS, row % HEADS
-    s = token % length if BATCH_MAJOR else token // batch
-    b = token // length if BATCH_MAJOR else token % batch
+    token, head = row // NUM_HEADS, row % NUM_HEADS
+    s = token % length if BATCH_FIRST else token // batch
+    b = token // length if BATCH_FIRST else token % batch
     at = (s.to(tl.int64)[:, None], b.to(tl.int64)[:, None], head.to(tl.int64)[:, None])
-    return at, (row < length * batch * HEADS)[:, None]
+    return at, (row < length * batch * NUM_HEADS)[:, None]
 
 
 @triton.jit
-def _rows(tensor, at, strides):
+def _row_pointers(tensor, at, strides):
     """Where each row begins."""
     return tensor + at[0] * strides[0] + at[1] * strides[1] + at[2] * strides[2]
 
 
 @triton.jit
-def _load(rows, columns, there):
+def _load_pairs(rows, columns, there):
     first = tl.load(rows + columns[0], mask=there & columns[2], other=0.0)
     return first, tl.load(rows + columns[1], mask=there & columns[3], other=0.0)
 
 
 @triton.jit
-def _store(rows, first, second, columns, there):
+def _store_pairs(rows, first, second, columns, there):
     tl.store(rows + columns[0], first, mask=there & columns[2])
     tl.store(rows + columns[1], second, mask=there & columns[3])
 
 
 @triton.jit
-def _angles(rotation, at, columns, there):
+def _load_cos_sin(rotation, at, columns, there):
     """What is not turned is turned by nothing."""
     cos, sin, stride_s, stride_b = rotation
     place, mask = at[0] * stride_s + at[1] * stride_b + columns[0], there & columns[4]
@@ -168,12 +170,12 @@ def _angles(rotation, at, columns, there):
 
 
 @triton.jit
-def _weights(weight, columns, ROWS: tl.constexpr, FROM_ONE: tl.constexpr):
+def _load_weights(weight, columns, ROWS: tl.constexpr, ZERO_CENTERED_GAMMA: tl.constexpr):
     """Once for every row of the tile: each thread reads what it multiplies with, and none has to hand it to another."""
     every = tl.zeros((ROWS, 1), dtype=tl.int32)
-    first, second = _load(weight + every, columns, every == 0)
+    first, second = _load_pairs(weight + every, columns, every == 0)
     first, second = first.to(tl.float32), second.to(tl.float32)
-    if FROM_ONE:
+    if ZERO_CENTERED_GAMMA:
         first, second = 1.0 + first, 1.0 + second
     return first, second
 
@@ -185,7 +187,7 @@ def _rstd(squares, there, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _backward(
+def _qk_norm_rope_backward(
     q_grad,
     k_grad,
     v_grad,
@@ -215,50 +217,64 @@ def _backward(
     row_b,
     cos_s,
     cos_b,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
-    FROM_ONE: tl.constexpr,
-    BATCH_MAJOR: tl.constexpr,
+    ZERO_CENTERED_GAMMA: tl.constexpr,
+    BATCH_FIRST: tl.constexpr,
 ):
     """Programs of queries come first, then those of keys, then those of values."""
     program = tl.program_id(0)
-    queries = tl.cdiv(length * batch * HEADS, ROWS * STEPS)
-    keys = tl.cdiv(length * batch * GROUPS, ROWS * STEPS)
+    queries = tl.cdiv(length * batch * NUM_HEADS, ROWS * STEPS)
+    keys = tl.cdiv(length * batch * NUM_KV_HEADS, ROWS * STEPS)
     sums, strides = sums_PE + program.to(tl.int64) * WIDTH, (row_s, row_b, WIDTH)
-    rotation, columns, size = (cos, sin, cos_s, cos_b), _columns(WIDTH, TURNED, COLUMNS), (length, batch, eps)
+    rotation, columns, size = (cos, sin, cos_s, cos_b), _pair_columns(WIDTH, ROTARY_DIM, COLUMNS), (length, batch, eps)
     if program < queries:
         tensors = (q_grad, (q_s, q_b, q_h), q_from, q_to, strides, q_weight, rotation, sums)
-        _walk(tensors, program, size, columns, HEADS, WIDTH, ROWS, COLUMNS, STEPS, FROM_ONE, BATCH_MAJOR)
+        _norm_rope_backward_tiles(
+            tensors, program, size, columns, NUM_HEADS, WIDTH, ROWS, COLUMNS, STEPS, ZERO_CENTERED_GAMMA, BATCH_FIRST
+        )
     elif program < queries + keys:
         tensors = (k_grad, (k_s, k_b, k_h), k_from, k_to, strides, k_weight, rotation, sums)
-        _walk(tensors, program - queries, size, columns, GROUPS, WIDTH, ROWS, COLUMNS, STEPS, FROM_ONE, BATCH_MAJOR)
+        _norm_rope_backward_tiles(
+            tensors,
+            program - queries,
+            size,
+            columns,
+            NUM_KV_HEADS,
+            WIDTH,
+            ROWS,
+            COLUMNS,
+            STEPS,
+            ZERO_CENTERED_GAMMA,
+            BATCH_FIRST,
+        )
     else:
         row = (program - queries - keys) * STEPS * ROWS + tl.arange(0, ROWS)
         for _ in range(STEPS):
-            at, there = _places(row, length, batch, GROUPS, BATCH_MAJOR)
-            first, second = _load(_rows(v_grad, at, (v_s, v_b, v_h)), columns, there)
-            _store(_rows(v_to, at, strides), first, second, columns, there)
+            at, there = _row_positions(row, length, batch, NUM_KV_HEADS, BATCH_FIRST)
+            first, second = _load_pairs(_row_pointers(v_grad, at, (v_s, v_b, v_h)), columns, there)
+            _store_pairs(_row_pointers(v_to, at, strides), first, second, columns, there)
             row += ROWS
 
 
 @triton.jit
-def _walk(
+def _norm_rope_backward_tiles(
     tensors,
     program,
     size,
     columns,
-    HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
-    FROM_ONE: tl.constexpr,
-    BATCH_MAJOR: tl.constexpr,
+    ZERO_CENTERED_GAMMA: tl.constexpr,
+    BATCH_FIRST: tl.constexpr,
 ):
     """The tiles of a program, one after the other: gradients of rows, and their part of the weight's."""
     grad, grad_strides, x, to, strides, weight, rotation, sums = tensors
@@ -266,19 +282,19 @@ def _walk(
     dtype: tl.constexpr = to.dtype.element_ty
     first_sum, second_sum = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     row = program * STEPS * ROWS + tl.arange(0, ROWS)
-    at, there = _places(row, length, batch, HEADS, BATCH_MAJOR)
-    grad_first, grad_second = _load(_rows(grad, at, grad_strides), columns, there)
-    x_first, x_second = _load(_rows(x, at, strides), columns, there)
+    at, there = _row_positions(row, length, batch, NUM_HEADS, BATCH_FIRST)
+    grad_first, grad_second = _load_pairs(_row_pointers(grad, at, grad_strides), columns, there)
+    x_first, x_second = _load_pairs(_row_pointers(x, at, strides), columns, there)
     for step in range(STEPS):
-        at, there = _places(row, length, batch, HEADS, BATCH_MAJOR)
-        write = _rows(to, at, strides)
-        cosine, sine = _angles(rotation, at, columns, there)
-        first_weight, second_weight = _weights(weight, columns, ROWS, FROM_ONE)
+        at, there = _row_positions(row, length, batch, NUM_HEADS, BATCH_FIRST)
+        write = _row_pointers(to, at, strides)
+        cosine, sine = _load_cos_sin(rotation, at, columns, there)
+        first_weight, second_weight = _load_weights(weight, columns, ROWS, ZERO_CENTERED_GAMMA)
         row += ROWS
-        after, more = _places(row, length, batch, HEADS, BATCH_MAJOR)
+        after, more = _row_positions(row, length, batch, NUM_HEADS, BATCH_FIRST)
         more = more & (step + 1 < STEPS)  # what comes then is another program's
-        grad_first_after, grad_second_after = _load(_rows(grad, after, grad_strides), columns, more)
-        x_first_after, x_second_after = _load(_rows(x, after, strides), columns, more)
+        grad_first_after, grad_second_after = _load_pairs(_row_pointers(grad, after, grad_strides), columns, more)
+        x_first_after, x_second_after = _load_pairs(_row_pointers(x, after, strides), columns, more)
 
         one, two = grad_first.to(tl.float32), grad_second.to(tl.float32)
         one, two = one * cosine + two * sine, two * cosine - one * sine
@@ -292,26 +308,26 @@ def _walk(
         first_sum += one * first
         second_sum += two * second
         inner_first, inner_second = (inner_first - first * along) * rstd, (inner_second - second * along) * rstd
-        _store(write, inner_first.to(dtype), inner_second.to(dtype), columns, there)
+        _store_pairs(write, inner_first.to(dtype), inner_second.to(dtype), columns, there)
         grad_first, grad_second, x_first, x_second = grad_first_after, grad_second_after, x_first_after, x_second_after
     first_sum, second_sum = tl.sum(first_sum, axis=0)[None, :], tl.sum(second_sum, axis=0)[None, :]
-    _store(sums, first_sum, second_sum, columns, columns[2])
+    _store_pairs(sums, first_sum, second_sum, columns, columns[2])
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _LaunchPlan:
     """The tiles of both kinds of heads, and what both kernels are told of the shapes."""
 
     length: int
     batch: int
-    norm: HeadNorm
+    norm: QKNormSpec
     width: int
-    turned: int
+    rotary_dim: int
 
     @property
     def columns(self) -> int:
         """Pairs of a row, those that are not turned too."""
-        return triton.next_power_of_2(self.turned // 2 + (self.width - self.turned + 1) // 2)
+        return triton.next_power_of_2(self.rotary_dim // 2 + (self.width - self.rotary_dim + 1) // 2)
 
     @property
     def rows(self) -> int:
@@ -320,29 +336,31 @@ class _Plan:
     def tiles(self, heads: int, steps: int = 1) -> int:
         return triton.cdiv(self.length * self.batch * heads, self.rows * steps)
 
-    def constants(self, *, batch_major: bool) -> dict[str, int]:
+    def constants(self, *, batch_first: bool) -> dict[str, int]:
         return {
-            "HEADS": self.norm.heads,
-            "GROUPS": self.norm.groups,
+            "NUM_HEADS": self.norm.num_heads,
+            "NUM_KV_HEADS": self.norm.num_kv_heads,
             "WIDTH": self.width,
-            "TURNED": self.turned,
+            "ROTARY_DIM": self.rotary_dim,
             "ROWS": self.rows,
             "COLUMNS": self.columns,
-            "FROM_ONE": self.norm.from_one,
-            "BATCH_MAJOR": batch_major,
+            "ZERO_CENTERED_GAMMA": self.norm.zero_centered_gamma,
+            "BATCH_FIRST": batch_first,
             "num_warps": _WARPS,
         }
 
 
-def split_norm_rotate(qkv: Tensor, weights: Pair, rotation: Pair, norm: HeadNorm, *, batch_major: bool) -> Three:
+def split_qkv_norm_rope(
+    qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, batch_first: bool
+) -> TensorTriple:
     """q [S, B, H, E] and k [S, B, K, E] in memory of their own, v a view; cos and sin are [S, 1 or B, 1, n]."""
-    rows = rows_whole(qkv)
+    rows = contiguous_rows(qkv)
     q_from, k_from, v = norm.split(rows)
-    plan = _Plan(*qkv.shape[:2], norm, v.shape[-1], rotation[0].shape[-1])
-    order = (plan.batch, plan.length) if batch_major else (plan.length, plan.batch)
+    plan = _LaunchPlan(*qkv.shape[:2], norm, v.shape[-1], rope_cos_sin[0].shape[-1])
+    order = (plan.batch, plan.length) if batch_first else (plan.length, plan.batch)
     q, k = (torch.empty((*order, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in (q_from, k_from))
-    cos, sin, cos_s, cos_b = angles_alike(*rotation)
-    _forward[(plan.tiles(norm.heads) + plan.tiles(norm.groups),)](
+    cos, sin, cos_s, cos_b = align_cos_sin(*rope_cos_sin)
+    _qk_norm_rope_forward[(plan.tiles(norm.num_heads) + plan.tiles(norm.num_kv_heads),)](
         q_from,
         k_from,
         q,
@@ -356,23 +374,23 @@ def split_norm_rotate(qkv: Tensor, weights: Pair, rotation: Pair, norm: HeadNorm
         *rows.stride()[:2],
         cos_s,
         cos_b,
-        **plan.constants(batch_major=batch_major),
+        **plan.constants(batch_first=batch_first),
     )
-    return (q.transpose(0, 1), k.transpose(0, 1), v) if batch_major else (q, k, v)
+    return (q.transpose(0, 1), k.transpose(0, 1), v) if batch_first else (q, k, v)
 
 
-def split_norm_rotate_backward(
-    grads: Three, qkv: Tensor, weights: Pair, rotation: Pair, norm: HeadNorm, *, out: Tensor
-) -> Pair:
+def split_qkv_norm_rope_backward(
+    grads: TensorTriple, qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, out: Tensor
+) -> TensorPair:
     """Write the gradient of qkv to `out`, which lies in memory as qkv does; returns those of the weights, in float32."""
     assert out.stride() == qkv.stride() and out.stride(-1) == 1, "the heads of a token lie side by side, in both alike"
-    sources = [rows_whole(grad) for grad in grads]
-    plan = _Plan(*qkv.shape[:2], norm, sources[0].shape[-1], rotation[0].shape[-1])
-    steps = triton.next_power_of_2(max(triton.cdiv(plan.tiles(norm.heads), _PROGRAMS), 1))  # few to compile for
-    queries, keys = plan.tiles(norm.heads, steps), plan.tiles(norm.groups, steps)
+    sources = [contiguous_rows(grad) for grad in grads]
+    plan = _LaunchPlan(*qkv.shape[:2], norm, sources[0].shape[-1], rope_cos_sin[0].shape[-1])
+    steps = triton.next_power_of_2(max(triton.cdiv(plan.tiles(norm.num_heads), _PROGRAMS), 1))  # few to compile for
+    queries, keys = plan.tiles(norm.num_heads, steps), plan.tiles(norm.num_kv_heads, steps)
     sums_PE = torch.empty((queries + keys, plan.width), dtype=torch.float32, device=qkv.device)
-    cos, sin, cos_s, cos_b = angles_alike(*rotation)
-    _backward[(queries + 2 * keys,)](
+    cos, sin, cos_s, cos_b = align_cos_sin(*rope_cos_sin)
+    _qk_norm_rope_backward[(queries + 2 * keys,)](
         *sources,
         *norm.split(qkv)[:2],
         *norm.split(out),
@@ -388,6 +406,6 @@ def split_norm_rotate_backward(
         cos_s,
         cos_b,
         STEPS=steps,
-        **plan.constants(batch_major=sources[0].stride(1) > sources[0].stride(0)),
+        **plan.constants(batch_first=sources[0].stride(1) > sources[0].stride(0)),
     )
     return sums_PE[:queries].sum(0), sums_PE[queries:].sum(0)

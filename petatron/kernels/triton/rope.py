@@ -33,12 +33,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.rope import split_heads
-from petatron.kernels.strides import angles_alike, rows_whole
+from petatron.kernels.rope import split_qkv
+from petatron.kernels.strides import align_cos_sin, contiguous_rows
 
 
 @triton.jit
-def _move(
+def _split_qkv_rope(
     q_from,
     k_from,
     v_from,
@@ -69,17 +69,17 @@ def _move(
     v_to_h,
     cos_s,
     cos_b,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     TILE: tl.constexpr,
-    BATCH_MAJOR: tl.constexpr,
-    BACK: tl.constexpr,
+    BATCH_FIRST: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):
     token = tl.program_id(0)  # in the order in which heads lie in memory
-    s = (token % length if BATCH_MAJOR else token // batch).to(tl.int64)
-    b = (token // length if BATCH_MAJOR else token % batch).to(tl.int64)
+    s = (token % length if BATCH_FIRST else token // batch).to(tl.int64)
+    b = (token // length if BATCH_FIRST else token % batch).to(tl.int64)
     cos += s * cos_s + b * cos_b
     sin += s * cos_s + b * cos_b
     q_from += s * q_from_s + b * q_from_b
@@ -88,41 +88,41 @@ def _move(
     q_to += s * q_to_s + b * q_to_b
     k_to += s * k_to_s + b * k_to_b
     v_to += s * v_to_s + b * v_to_b
-    _turn(q_from, q_from_h, q_to, q_to_h, cos, sin, HEADS, TURNED, TILE, BACK)
-    _turn(k_from, k_from_h, k_to, k_to_h, cos, sin, GROUPS, TURNED, TILE, BACK)
-    if TURNED < WIDTH:
-        _copy(q_from, q_from_h, q_to, q_to_h, HEADS, TURNED, WIDTH, TILE)
-        _copy(k_from, k_from_h, k_to, k_to_h, GROUPS, TURNED, WIDTH, TILE)
-    _copy(v_from, v_from_h, v_to, v_to_h, GROUPS, 0, WIDTH, TILE)
+    _rope_heads(q_from, q_from_h, q_to, q_to_h, cos, sin, NUM_HEADS, ROTARY_DIM, TILE, BACKWARD)
+    _rope_heads(k_from, k_from_h, k_to, k_to_h, cos, sin, NUM_KV_HEADS, ROTARY_DIM, TILE, BACKWARD)
+    if ROTARY_DIM < WIDTH:
+        _copy_heads(q_from, q_from_h, q_to, q_to_h, NUM_HEADS, ROTARY_DIM, WIDTH, TILE)
+        _copy_heads(k_from, k_from_h, k_to, k_to_h, NUM_KV_HEADS, ROTARY_DIM, WIDTH, TILE)
+    _copy_heads(v_from, v_from_h, v_to, v_to_h, NUM_KV_HEADS, 0, WIDTH, TILE)
 
 
 @triton.jit
-def _turn(
+def _rope_heads(
     source,
     source_stride,
     target,
     target_stride,
     cos,
     sin,
-    HEADS: tl.constexpr,
-    TURNED: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     TILE: tl.constexpr,
-    BACK: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):
     """Rotate the pairs of all heads of a token, several heads at once."""
-    half: tl.constexpr = TURNED // 2
+    half: tl.constexpr = ROTARY_DIM // 2
     columns: tl.constexpr = triton.next_power_of_2(half)
-    at_once: tl.constexpr = min(triton.next_power_of_2(HEADS), max(TILE // (2 * columns), 1))
+    at_once: tl.constexpr = min(triton.next_power_of_2(NUM_HEADS), max(TILE // (2 * columns), 1))
     pair = tl.arange(0, columns)
     inside = pair < half
     cosine = tl.load(cos + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(sin + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if BACK:
+    if BACKWARD:
         sine = -sine
     dtype: tl.constexpr = target.dtype.element_ty
-    for start in tl.static_range(0, HEADS, at_once):
+    for start in tl.static_range(0, NUM_HEADS, at_once):
         head = start + tl.arange(0, at_once)
-        mask = (head < HEADS)[:, None] & inside[None, :]
+        mask = (head < NUM_HEADS)[:, None] & inside[None, :]
         this = head.to(tl.int64)[:, None]  # gradients may come with their heads outermost
         read = source + this * source_stride + pair[None, :]
         write = target + this * target_stride + pair[None, :]
@@ -133,35 +133,35 @@ def _turn(
 
 
 @triton.jit
-def _copy(
+def _copy_heads(
     source,
     source_stride,
     target,
     target_stride,
-    HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Elements from FIRST on, of all heads of a token."""
     columns: tl.constexpr = triton.next_power_of_2(WIDTH - FIRST)
-    at_once: tl.constexpr = min(triton.next_power_of_2(HEADS), max(TILE // columns, 1))
+    at_once: tl.constexpr = min(triton.next_power_of_2(NUM_HEADS), max(TILE // columns, 1))
     element = FIRST + tl.arange(0, columns)
-    for start in tl.static_range(0, HEADS, at_once):
+    for start in tl.static_range(0, NUM_HEADS, at_once):
         head = start + tl.arange(0, at_once)
-        mask = (head < HEADS)[:, None] & (element < WIDTH)[None, :]
+        mask = (head < NUM_HEADS)[:, None] & (element < WIDTH)[None, :]
         this = head.to(tl.int64)[:, None]
         values = tl.load(source + this * source_stride + element[None, :], mask=mask, other=0.0)
         tl.store(target + this * target_stride + element[None, :], values, mask=mask)
 
 
-def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin: Tensor, *, back: bool) -> None:
+def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin: Tensor, *, backward: bool) -> None:
     """Move q, k and v, each logically [S, B, heads, E]; order programs by where the heads lie, not the slices."""
     length, batch, heads, width = sources[0].shape
-    cos, sin, cos_s, cos_b = angles_alike(cos, sin)
-    by_head = sources[0] if back else targets[0]
+    cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
+    by_head = sources[0] if backward else targets[0]
     warps = 4 if heads * width <= 4096 else 8
-    _move[(length * batch,)](
+    _split_qkv_rope[(length * batch,)](
         *sources,
         *targets,
         cos,
@@ -171,38 +171,38 @@ def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, s
         *(stride for tensor in (*sources, *targets) for stride in tensor.stride()[:3]),
         cos_s,
         cos_b,
-        HEADS=heads,
-        GROUPS=sources[1].shape[2],
+        NUM_HEADS=heads,
+        NUM_KV_HEADS=sources[1].shape[2],
         WIDTH=width,
-        TURNED=cos.shape[-1],
+        ROTARY_DIM=cos.shape[-1],
         TILE=512 * warps,
-        BATCH_MAJOR=by_head.stride(1) > by_head.stride(0),
-        BACK=back,
+        BATCH_FIRST=by_head.stride(1) > by_head.stride(0),
+        BACKWARD=backward,
         num_warps=warps,
     )
 
 
-def split_rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, *, heads: int, groups: int, batch_major: bool
+def split_qkv_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated q [S, B, H, E] and k [S, B, K, E], and v, from [S, B, (H + 2K) E]; in memory [B, S, ...] if `batch_major`."""
-    sources = split_heads(rows_whole(qkv), heads=heads, groups=groups)
-    targets = [_heads_like(part, batch_major=batch_major) for part in sources]
-    _launch(sources, targets, cos, sin, back=False)
+    """Rotated q [S, B, H, E] and k [S, B, K, E], and v, from [S, B, (H + 2K) E]; in memory [B, S, ...] if `is_batch_first`."""
+    sources = split_qkv(contiguous_rows(qkv), num_heads=num_heads, num_kv_heads=num_kv_heads)
+    targets = [_empty_heads(part, batch_first=batch_first) for part in sources]
+    _launch(sources, targets, cos, sin, backward=False)
     q, k, v = targets
     return q, k, v
 
 
-def _heads_like(part: Tensor, *, batch_major: bool) -> Tensor:
+def _empty_heads(part: Tensor, *, batch_first: bool) -> Tensor:
     length, batch, heads, width = part.shape
-    shape = (batch, length, heads, width) if batch_major else (length, batch, heads, width)
+    shape = (batch, length, heads, width) if batch_first else (length, batch, heads, width)
     memory = torch.empty(shape, dtype=part.dtype, device=part.device)
-    return memory.transpose(0, 1) if batch_major else memory
+    return memory.transpose(0, 1) if batch_first else memory
 
 
-def split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
+def split_qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
     """Write the gradient of qkv to `out`, which lies in memory as qkv did, and return it."""
     assert out.stride(-1) == 1, "the heads of a token lie side by side"
-    sources = [rows_whole(grad) for grad in (dq, dk, dv)]
-    _launch(sources, split_heads(out, heads=dq.shape[2], groups=dk.shape[2]), cos, sin, back=True)
+    sources = [contiguous_rows(grad) for grad in (dq, dk, dv)]
+    _launch(sources, split_qkv(out, num_heads=dq.shape[2], num_kv_heads=dk.shape[2]), cos, sin, backward=True)
     return out

@@ -17,33 +17,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig, MoEConfig
-from petatron.kernels.gemm import Multiplication
-from petatron.kernels.moe.grouped_gemm import Counts, GroupedMultiplication
-from petatron.kernels.moe.permute import REFERENCE, RowKernels
+from petatron.kernels.gemm import Gemm
+from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm
+from petatron.kernels.moe.permute import REFERENCE, MoEKernels
 from petatron.layers.mlp import Activation
-from petatron.layers.ops.linear_op import Multiply, TakesWeightGrads
-from petatron.layers.ops.recompute_output import MaybeTensors, Remade, Tensors, make, remade
+from petatron.layers.ops.linear_op import GemmOp, WeightGradSink
+from petatron.layers.ops.recompute_output import (
+    MaybeTensors,
+    Recomputable,
+    Tensors,
+    apply_recomputable,
+    as_recomputable,
+)
 
 
 class GroupedLinear(nn.Module):
-    """x W^T + b with a W and b per expert; `multiplication` and `weight_grads` are slots.
+    """x W^T + b with a W and b per expert; `grouped_gemm` and `weight_grad_sink` are slots.
 
-    `bias_share` is what the bias is multiplied by: 0 on all but one of the ranks whose outputs are summands of one result.
+    `bias_scale` is what the bias is multiplied by: 0 on all but one of the ranks whose outputs are summands of one result.
     """
 
-    def __init__(self, experts: int, in_features: int, out_features: int, *, bias: bool) -> None:
+    def __init__(self, num_experts: int, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(experts, out_features)) if bias else None
-        self.bias_share = 1.0
-        self.multiplication: Callable[[Counts], Multiplication] = GroupedMultiplication
-        self.weight_grads: TakesWeightGrads | None = None
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if bias else None
+        self.bias_scale = 1.0
+        self.grouped_gemm: Callable[[ExpertCounts], Gemm] = GroupedGemm
+        self.weight_grad_sink: WeightGradSink | None = None
 
-    def forward(self, x_RD: Tensor | Remade, counts: Counts) -> Tensor:
-        y_RO = Multiply(self.multiplication(counts), self.weight_grads)(remade(x_RD), self.weight)
+    def forward(self, x_RD: Tensor | Recomputable, counts: ExpertCounts) -> Tensor:
+        y_RO = GemmOp(self.grouped_gemm(counts), self.weight_grad_sink)(as_recomputable(x_RD), self.weight)
         if self.bias is None:
             return y_RO
-        bias = self.bias if self.bias_share == 1.0 else self.bias * self.bias_share
+        bias = self.bias if self.bias_scale == 1.0 else self.bias * self.bias_scale
         if isinstance(counts, int):
             return (y_RO.unflatten(0, (-1, counts)) + bias[:, None]).flatten(0, 1)
         rows = y_RO.shape[0]
@@ -53,27 +59,29 @@ class GroupedLinear(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class _MakeWeighted:
+class _RecomputableWeightedActivation:
     """(inner, weight of each row) to the weighted activation."""
 
-    kernels: RowKernels
+    kernels: MoEKernels
     name: str
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         inner, weight = inputs
         assert inner is not None and weight is not None
-        return (self.again((inner, weight)),), (inner, weight)
+        return (self.recompute((inner, weight)),), (inner, weight)
 
-    def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
-        (inner, weight), (grad,) = kept, grads
+    def backward(
+        self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
+    ) -> tuple[MaybeTensors, Tensor | None]:
+        (inner, weight), (grad,) = saved, grads
         assert grad is not None
         inner_grad, weight_grad, made = self.kernels.weighted_activation_backward(
-            grad.contiguous(), inner, weight, self.name, again=again
+            grad.contiguous(), inner, weight, self.name, recompute_output=recompute_output
         )
         return (inner_grad, weight_grad), made
 
-    def again(self, kept: Tensors) -> Tensor:
-        inner, weight = kept
+    def recompute(self, saved: Tensors) -> Tensor:
+        inner, weight = saved
         return self.kernels.weighted_activation(inner, weight, self.name)
 
 
@@ -88,23 +96,25 @@ class RoutedExperts(nn.Module):
         experts, inner, bias = moe.num_experts, moe.moe_ffn_hidden_size, config.add_bias_linear
         assert experts is not None and inner is not None, "the config is not derived"
         self.act = Activation(config.activation)
-        self.kernels: RowKernels = REFERENCE
+        self.kernels: MoEKernels = REFERENCE
         gated = config.activation in GATED_ACTIVATIONS
-        self.first = "gate_up" if gated else "up"
-        self.add_module(self.first, GroupedLinear(experts, width, 2 * inner if gated else inner, bias=bias))
+        self.first_linear_name = "gate_up" if gated else "up"
+        self.add_module(self.first_linear_name, GroupedLinear(experts, width, 2 * inner if gated else inner, bias=bias))
         self.down = GroupedLinear(experts, inner, width, bias=bias)
         if not moe.moe_grouped_gemm:
-            for product in (self.get_submodule(self.first), self.down):
-                product.multiplication = partial(GroupedMultiplication, looped=True)
+            for product in (self.get_submodule(self.first_linear_name), self.down):
+                product.grouped_gemm = partial(GroupedGemm, looped=True)
 
     @property
-    def takes_weights(self) -> bool:
+    def applies_router_weights(self) -> bool:
         """Whether the weight of a row may be applied inside; a bias of the last product would escape it."""
         return self.down.bias is None
 
-    def forward(self, x_RD: Tensor, counts: Counts, weight_R: Tensor | None = None) -> Tensor:
-        inner = self.get_submodule(self.first)(x_RD, counts)
+    def forward(self, x_RD: Tensor, counts: ExpertCounts, weight_R: Tensor | None = None) -> Tensor:
+        inner = self.get_submodule(self.first_linear_name)(x_RD, counts)
         if weight_R is None:
             return self.down(self.act(inner), counts)
-        (value,), source = make(_MakeWeighted(self.kernels, self.act.name), inner, weight_R)
-        return self.down(Remade(value, source), counts)
+        (value,), source = apply_recomputable(
+            _RecomputableWeightedActivation(self.kernels, self.act.name), inner, weight_R
+        )
+        return self.down(Recomputable(value, source), counts)

@@ -25,31 +25,36 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.model import MoEConfig
-from petatron.layers.seam import Seam, same
+from petatron.layers.seam import Seam, identity
 
 _SINKHORN_TOLERANCE = 1e-4
-_SINKHORN_ROUNDS = 100
+_SINKHORN_ITERATIONS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class ReductionGroup:
     """Ranks whose tokens are looked at together: how many there are, and how a small tensor is summed over them, in place."""
 
-    ranks: int = 1
-    sum: Seam = same
+    num_ranks: int = 1
+    all_reduce: Seam = identity
 
 
-ALONE = Together()
+SINGLE_RANK = ReductionGroup()
 
 
-def choices_BE(chosen_SBK: Tensor, *, num_experts: int) -> Tensor:
+def count_choices_BE(chosen_SBK: Tensor, *, num_experts: int) -> Tensor:
     """How often each sequence chose each expert."""
     chosen_SBE = torch.zeros(*chosen_SBK.shape[:2], num_experts, dtype=torch.bool, device=chosen_SBK.device)
     return chosen_SBE.scatter_(2, chosen_SBK, True).sum(0)
 
 
-def balance_loss(
-    moe: MoEConfig, scores_SBE: Tensor, counts_BE: Tensor, *, sequence: Together, stage: Together
+def load_balancing_loss(
+    moe: MoEConfig,
+    scores_SBE: Tensor,
+    counts_BE: Tensor,
+    *,
+    sequence_group: ReductionGroup,
+    stage_group: ReductionGroup,
 ) -> Tensor | None:
     """This rank's share of the balancing loss of a micro-batch, coefficient included; None when there is none."""
     kind = moe.moe_router_load_balancing_type
@@ -61,22 +66,24 @@ def balance_loss(
     if kind != "seq_aux_loss":
         sums_GE, counts_GE = sums_GE.sum(0, keepdim=True), counts_BE.sum(0, keepdim=True)
     groups = counts_GE.shape[0]
-    counted = stage if kind == "global_aux_loss" else sequence
+    counted = stage_group if kind == "global_aux_loss" else sequence_group
     share_GE = (
-        counted.sum(counts_GE.clone()).to(scores_SBE.dtype) * groups / (tokens * counted.ranks * moe.moe_router_topk)
+        counted.all_reduce(counts_GE.clone()).to(scores_SBE.dtype)
+        * groups
+        / (tokens * counted.num_ranks * moe.moe_router_topk)
     )
-    mean_GE = sums_GE * groups / (tokens * sequence.ranks)
+    mean_GE = sums_GE * groups / (tokens * sequence_group.num_ranks)
     return moe.moe_aux_loss_coeff * experts * (share_GE * mean_GE).sum() / groups
 
 
-def z_loss(moe: MoEConfig, z_T: Tensor, *, sequence: Together) -> Tensor | None:
+def z_loss(moe: MoEConfig, z_T: Tensor, *, sequence_group: ReductionGroup) -> Tensor | None:
     """This rank's share of the z-loss of a micro-batch; `z_T` is the log-sum-exp of every token's logits."""
     if not moe.moe_z_loss_coeff:
         return None
-    return moe.moe_z_loss_coeff * z_T.square().sum() / (z_T.numel() * sequence.ranks)
+    return moe.moe_z_loss_coeff * z_T.square().sum() / (z_T.numel() * sequence_group.num_ranks)
 
 
-class _Attach(torch.autograd.Function):
+class _AttachAuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         ctx.loss = (loss.dtype, loss.device)
@@ -88,13 +95,13 @@ class _Attach(torch.autograd.Function):
         return grads[0], torch.ones((), dtype=dtype, device=device)
 
 
-def attach(x: Tensor, loss: Tensor) -> Tensor:
+def attach_aux_loss(x: Tensor, loss: Tensor) -> Tensor:
     """`x` itself; when its gradient is computed, so is that of the scalar `loss`, as if it were added to the final one."""
-    return _Attach.apply(x, loss)  # pyright: ignore[reportReturnType]
+    return _AttachAuxLoss.apply(x, loss)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
-def sinkhorn(logits_TE: Tensor, sequence: Together) -> Tensor:
+def sinkhorn(logits_TE: Tensor, sequence_group: ReductionGroup) -> Tensor:
     """exp(logits) with rows and columns scaled in turn until every token has the same weight, and so has every expert.
 
     Only the sums over tokens cross ranks. The number of rounds depends on them alone, so that it is equal on all ranks.
@@ -103,9 +110,9 @@ def sinkhorn(logits_TE: Tensor, sequence: Together) -> Tensor:
     cost = (logits_TE - logits_TE.amax(dim=1, keepdim=True)).exp()  # a factor per row is taken out again by `row`
     column = torch.ones(experts, dtype=cost.dtype, device=cost.device)
     row = torch.ones(tokens, 1, dtype=cost.dtype, device=cost.device)
-    for _ in range(_SINKHORN_ROUNDS):
-        row = 1.0 / ((cost * column).sum(1, keepdim=True) * tokens * sequence.ranks)
-        before, column = column, 1.0 / (sequence.sum((cost * row).sum(0)) * experts)
+    for _ in range(_SINKHORN_ITERATIONS):
+        row = 1.0 / ((cost * column).sum(1, keepdim=True) * tokens * sequence_group.num_ranks)
+        before, column = column, 1.0 / (sequence_group.all_reduce((cost * row).sum(0)) * experts)
         if float((before - column).abs().mean()) <= _SINKHORN_TOLERANCE:
             break
     return row * cost * column
@@ -120,35 +127,35 @@ def expert_bias_update(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
     return bias_E + rate * (counts.mean() - counts).sign().to(bias_E.dtype)
 
 
-_EXTRAS = ("dropped", "entropy", "z", "extra_loss", "tokens", "micro_batches")
+_STATISTIC_NAMES = ("dropped", "entropy", "z", "extra_loss", "tokens", "micro_batches")
 
 
 @torch.no_grad()
-def router_report(
-    scores_TE: Tensor, z_T: Tensor, counts_E: Tensor, *, dropped: Tensor, extra_loss: Tensor | None, ranks: int
+def router_statistics(
+    scores_TE: Tensor, z_T: Tensor, counts_E: Tensor, *, dropped: Tensor, aux_loss: Tensor | None, num_ranks: int
 ) -> Tensor:
     """What a router did with its tokens, as a float64 vector of sums: reports of micro-batches and ranks may be added.
 
     First how often each expert was chosen; then dropped choices, the sums of the scores' entropy and of z^2, this rank's
-    share of the extra loss, tokens, and which share of a micro-batch they are (one of `ranks`).
+    share of the extra loss, tokens, and which share of a micro-batch they are (one of `num_ranks`).
     """
     wide = scores_TE.to(torch.float64)
     entropy = -(wide * wide.clamp(min=1e-30).log()).sum()
     zero = torch.zeros((), dtype=torch.float64, device=wide.device)
-    loss = zero if extra_loss is None else extra_loss.detach().to(torch.float64)
+    loss = zero if aux_loss is None else aux_loss.detach().to(torch.float64)
     extras = [dropped.to(torch.float64), entropy, z_T.to(torch.float64).square().sum(), loss]
-    extras += [zero + scores_TE.shape[0], zero + 1.0 / ranks]
+    extras += [zero + scores_TE.shape[0], zero + 1.0 / num_ranks]
     return torch.cat([counts_E.to(torch.float64), torch.stack(extras)])
 
 
-def report_length(num_experts: int) -> int:
+def statistics_length(num_experts: int) -> int:
     """Numbers in a report."""
-    return num_experts + len(_EXTRAS)
+    return num_experts + len(_STATISTIC_NAMES)
 
 
-def expert_counts(report: Tensor) -> Tensor:
+def expert_counts(statistics: Tensor) -> Tensor:
     """How often each expert was chosen, of a report or a sum of reports."""
-    return report[: -len(_EXTRAS)]
+    return statistics[: -len(_STATISTIC_NAMES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +176,10 @@ class RouterHealth:
     extra_loss: float
 
 
-def router_health(report: Tensor) -> RouterHealth:
+def router_health(statistics: Tensor) -> RouterHealth:
     """The facts in a sum of reports; reads them back from the device."""
-    counts = expert_counts(report).tolist()
-    dropped, entropy, z, loss, tokens, micro_batches = report[-len(_EXTRAS) :].tolist()
+    counts = expert_counts(statistics).tolist()
+    dropped, entropy, z, loss, tokens, micro_batches = statistics[-len(_STATISTIC_NAMES) :].tolist()
     chosen = max(sum(counts), 1.0)
     return RouterHealth(
         load_max_over_mean=max(counts) * len(counts) / chosen,

@@ -17,34 +17,34 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.kernels.moe.grouped_gemm import Counts
-from petatron.kernels.moe.permute import RowKernels, combine, take, weight_of_rows
-from petatron.layers.forward_context import Pass
+from petatron.kernels.moe.grouped_gemm import ExpertCounts
+from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
+from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.mlp import MLP, GatedMLP, build_mlp
 from petatron.layers.moe.experts import RoutedExperts
-from petatron.layers.moe.load_balancing import attach
+from petatron.layers.moe.load_balancing import attach_aux_loss
 from petatron.layers.moe.router import Router, Routing
-from petatron.layers.ops.recompute_output import Remade, remade
-from petatron.layers.token_layout import batch_first, from_rows, to_rows
+from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 
 
-class RunExperts(Protocol):
+class ExpertsFunction(Protocol):
     """Rows in the order of the experts held here, and how many each has, to what the experts make of them.
 
-    Where it `takes_weights`, the router's weight of each row may be given too. Rows are made and summed with its `kernels`.
+    Where it `applies_router_weights`, the router's weight of each row may be given too. Rows are made and summed with its `kernels`.
     """
 
     @property
-    def kernels(self) -> RowKernels: ...
+    def kernels(self) -> MoEKernels: ...
 
     @property
-    def takes_weights(self) -> bool: ...
+    def applies_router_weights(self) -> bool: ...
 
-    def __call__(self, x_RD: Tensor, counts: Counts, weight_R: Tensor | None = None, /) -> Tensor: ...
+    def __call__(self, x_RD: Tensor, counts: ExpertCounts, weight_R: Tensor | None = None, /) -> Tensor: ...
 
 
-class SharedHalves(Protocol):
+class SharedExpertHalves(Protocol):
     """The shared expert in two halves, which a dispatcher may run while it communicates: in this order, each once."""
 
     def first_half(self) -> None: ...
@@ -52,50 +52,52 @@ class SharedHalves(Protocol):
     def second_half(self) -> None: ...
 
 
-class Dispatcher(Protocol):
+class TokenDispatcher(Protocol):
     """Take tokens [T, D] to their experts, and bring back the weighted sum of what each token's experts make of it.
 
     `shared` is what may be computed meanwhile; what a dispatcher leaves of it is computed afterwards.
     """
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None, /
+        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None, /
     ) -> Tensor: ...
 
 
-def dispatch_here(x_TD: Tensor, routing: Routing, experts: RunExperts, shared: SharedHalves | None = None) -> Tensor:
+def dispatch_locally(
+    x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
+) -> Tensor:
     """All experts are on this device: sort, compute, put back."""
-    arrangement, kernels = routing.arranged(), experts.kernels
-    rows = take(x_TD, arrangement, kernels=kernels)
-    if not experts.takes_weights:
-        return combine(experts(rows, arrangement.counts), routing.weights_TK, arrangement, kernels=kernels)
-    weight_R = weight_of_rows(routing.weights_TK, arrangement)
-    return combine(experts(rows, arrangement.counts, weight_R), None, arrangement, kernels=kernels)
+    arrangement, kernels = routing.permutation(), experts.kernels
+    rows = permute(x_TD, arrangement, kernels=kernels)
+    if not experts.applies_router_weights:
+        return unpermute(experts(rows, arrangement.counts), routing.weights_TK, arrangement, kernels=kernels)
+    weight_R = permute_router_weights(routing.weights_TK, arrangement)
+    return unpermute(experts(rows, arrangement.counts, weight_R), None, arrangement, kernels=kernels)
 
 
-class _SharedRun:
+class _SharedExpertRun:
     """One forward pass of the shared expert, a half at a time: the first GEMM and activation, then the second and the gate."""
 
-    __slots__ = ("_expert", "_inner", "_layer", "_output", "_x")
+    __slots__ = ("_expert", "_intermediate", "_layer", "_output", "_x")
 
-    def __init__(self, layer: MoE, expert: MLP | GatedMLP, x: Remade) -> None:
+    def __init__(self, layer: MoELayer, expert: MLP | GatedMLP, x: Recomputable) -> None:
         self._layer, self._expert, self._x = layer, expert, x
-        self._inner: Tensor | Remade | None = None
+        self._intermediate: Tensor | Recomputable | None = None
         self._output: Tensor | None = None
 
     def first_half(self) -> None:
-        assert self._inner is None
-        self._inner = (self._expert.inner if self._layer.shared_in_halves else self._expert)(self._x)
+        assert self._intermediate is None
+        self._intermediate = (self._expert.intermediate if self._layer.shared_runs_in_halves else self._expert)(self._x)
 
     def second_half(self) -> None:
-        assert self._inner is not None and self._output is None
-        y = self._inner if isinstance(self._inner, Tensor) else self._expert.down(self._inner)
+        assert self._intermediate is not None and self._output is None
+        y = self._intermediate if isinstance(self._intermediate, Tensor) else self._expert.down(self._intermediate)
         gate = self._layer.shared_gate
         self._output = y if gate is None else gate(self._x).sigmoid() * y
 
     def output(self) -> Tensor:
         """The shared expert's output; computes what has not run yet."""
-        if self._inner is None:
+        if self._intermediate is None:
             self.first_half()
         if self._output is None:
             self.second_half()
@@ -103,37 +105,37 @@ class _SharedRun:
         return self._output
 
 
-class MoE(nn.Module):
-    """Routed experts, and a shared one that every token passes. `number` is the layer's, for its reports."""
+class MoELayer(nn.Module):
+    """Routed experts, and a shared one that every token passes. `layer_index` is the layer's, for its reports."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, *, number: int) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, *, layer_index: int) -> None:
         super().__init__()
         hidden, latent, shared = config.hidden_size, moe.moe_latent_size, moe.moe_shared_expert_intermediate_size
-        self.number = number
+        self.layer_index = layer_index
         self.router = Router(hidden, moe)
         self.experts = RoutedExperts(config, moe, latent or hidden)
         self.latent_down = Linear(hidden, (latent,), bias=config.add_bias_linear) if latent else None
         self.latent_up = Linear(latent, (hidden,), bias=config.add_bias_linear) if latent else None
         self.shared = build_mlp(config, shared) if shared else None
         self.shared_gate = Linear(hidden, (1,), bias=False) if shared and moe.moe_shared_expert_gate else None
-        self.shared_in_halves = True
+        self.shared_runs_in_halves = True
         """False where the shared expert can only run as a whole, in its first half: it is recomputed as one region."""
-        self.dispatcher: Dispatcher = dispatch_here
+        self.dispatcher: TokenDispatcher = dispatch_locally
 
-    def forward(self, x: Tensor | Remade, passing: Pass) -> Tensor:
-        normal = remade(x)
+    def forward(self, x: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+        normal = as_recomputable(x)
         x_SBD = normal.value
-        routing, extra_loss, report = self.router(x_SBD, with_loss=passing.extra_loss_scale is not None)
-        passing.reports[self.number] = report
+        routing, extra_loss, report = self.router(x_SBD, with_loss=context.aux_loss_scale is not None)
+        context.router_statistics[self.layer_index] = report
         inner = x_SBD if self.latent_down is None else self.latent_down(normal)
-        by_batch = batch_first(x_SBD)
-        shared = None if self.shared is None else _SharedRun(self, self.shared, normal)
-        y_TD = self.dispatcher(to_rows(inner, by_batch=by_batch), routing, self.experts, shared)
-        y_SBD = from_rows(y_TD, x_SBD, by_batch=by_batch)
+        batch_first = is_batch_first(x_SBD)
+        shared = None if self.shared is None else _SharedExpertRun(self, self.shared, normal)
+        y_TD = self.dispatcher(to_rows(inner, batch_first=batch_first), routing, self.experts, shared)
+        y_SBD = from_rows(y_TD, x_SBD, batch_first=batch_first)
         if self.latent_up is not None:
             y_SBD = self.latent_up(y_SBD)
         if shared is not None:
             y_SBD = y_SBD + shared.output()
-        if extra_loss is None or passing.extra_loss_scale is None:
+        if extra_loss is None or context.aux_loss_scale is None:
             return y_SBD
-        return attach(y_SBD, extra_loss * passing.extra_loss_scale.to(extra_loss.dtype))
+        return attach_aux_loss(y_SBD, extra_loss * context.aux_loss_scale.to(extra_loss.dtype))

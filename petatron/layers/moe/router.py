@@ -30,17 +30,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
-from petatron.kernels.moe.permute import Arrangement, arrange, sort_by_expert
+from petatron.kernels.moe.permute import Permutation, build_permutation, sort_by_expert
 from petatron.layers.moe.load_balancing import (
-    ALONE,
-    Together,
-    balance_loss,
-    choices_BE,
-    router_report,
+    SINGLE_RANK,
+    ReductionGroup,
+    count_choices_BE,
+    load_balancing_loss,
+    router_statistics,
     sinkhorn,
     z_loss,
 )
-from petatron.layers.token_layout import batch_first, from_rows, to_rows
+from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -51,32 +51,32 @@ class Routing:
 
     experts_TK: the experts of each token; `num_experts` stands for nowhere, where a choice was dropped.
     weights_TK: what their outputs are multiplied by.
-    incomplete: whether choices may have been dropped.
+    may_drop: whether choices may have been dropped.
     capacity: how many of these tokens an expert takes at most; None means all.
-    padded: whether every expert's input is padded to the capacity.
+    pad_to_capacity: whether every expert's input is padded to the capacity.
     """
 
     experts_TK: Tensor
     weights_TK: Tensor
     num_experts: int
-    incomplete: bool = False
+    may_drop: bool = False
     capacity: int | None = None
-    padded: bool = False
+    pad_to_capacity: bool = False
 
-    def arranged(self) -> Arrangement:
+    def permutation(self) -> Permutation:
         """The choices in the order of the experts. Where some may be missing, only a capacity spares looking how many there are."""
         room = None if self.capacity is None else self.num_experts * self.capacity
-        return arrange(
+        return build_permutation(
             self.experts_TK,
             self.num_experts,
-            incomplete=self.incomplete,
-            capacity=self.capacity if self.padded else None,
-            room=room,
+            may_drop=self.may_drop,
+            capacity=self.capacity if self.pad_to_capacity else None,
+            max_rows=room,
         )
 
 
 class Router(nn.Module):
-    """Chooses experts, and knows its own losses. `sequence` and `stage` are the ranks that it must be balanced with."""
+    """Chooses experts, and knows its own losses. `sequence_group` and `stage_group` are the ranks that it must be balanced with."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class Router(nn.Module):
         self.expert_bias: Tensor | None
         bias = torch.zeros(moe.num_experts, dtype=torch.float32) if moe.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
-        self.sequence: Together = ALONE
-        self.stage: Together = ALONE
+        self.sequence_group: ReductionGroup = SINGLE_RANK
+        self.stage_group: ReductionGroup = SINGLE_RANK
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """The bias stays in float32, where small steps add up, and is zero when it first gets memory."""
@@ -101,28 +101,32 @@ class Router(nn.Module):
     def forward(self, x_SBD: Tensor, *, with_loss: bool) -> tuple[Routing, Tensor | None, Tensor]:
         """The routing, this rank's share of the router's losses if wanted, and the report of `balance.router_report`."""
         moe, experts = self.moe, self.weight.shape[0]
-        by_batch = batch_first(x_SBD)
-        logits_TE = self._logits(to_rows(x_SBD, by_batch=by_batch))
+        batch_first = is_batch_first(x_SBD)
+        logits_TE = self._logits(to_rows(x_SBD, batch_first=batch_first))
         scores_TE = self._scores(logits_TE)
-        chosen_TK, weights_TK = self._choose(logits_TE, scores_TE)
+        chosen_TK, weights_TK = self._select_experts(logits_TE, scores_TE)
         z_T = logits_TE.logsumexp(dim=-1)
-        counts_BE = choices_BE(from_rows(chosen_TK, x_SBD, by_batch=by_batch), num_experts=experts)
+        counts_BE = count_choices_BE(from_rows(chosen_TK, x_SBD, batch_first=batch_first), num_experts=experts)
         routing = Routing(chosen_TK, weights_TK, experts)
         if moe.moe_expert_capacity_factor is not None:
-            routing = self._limit(routing, moe.moe_expert_capacity_factor, x_SBD)
+            routing = self._apply_capacity(routing, moe.moe_expert_capacity_factor, x_SBD)
         loss = None
         if with_loss:
-            scores_SBE = from_rows(scores_TE, x_SBD, by_batch=by_batch)
-            balance = balance_loss(moe, scores_SBE, counts_BE, sequence=self.sequence, stage=self.stage)
-            parts = [part for part in (balance, z_loss(moe, z_T, sequence=self.sequence)) if part is not None]
+            scores_SBE = from_rows(scores_TE, x_SBD, batch_first=batch_first)
+            balance = load_balancing_loss(
+                moe, scores_SBE, counts_BE, sequence_group=self.sequence_group, stage_group=self.stage_group
+            )
+            parts = [
+                part for part in (balance, z_loss(moe, z_T, sequence_group=self.sequence_group)) if part is not None
+            ]
             loss = torch.stack(parts).sum() if parts else None
-        report = router_report(
+        report = router_statistics(
             scores_TE,
             z_T,
             counts_BE.sum(0),
             dropped=(routing.experts_TK == experts).sum(),
-            extra_loss=loss,
-            ranks=self.sequence.ranks,
+            aux_loss=loss,
+            num_ranks=self.sequence_group.num_ranks,
         )
         return routing, loss, report
 
@@ -148,29 +152,29 @@ class Router(nn.Module):
         sigmoid = logits_TE.sigmoid()
         return sigmoid / (sigmoid.sum(dim=-1, keepdim=True) + 1e-20)
 
-    def _choose(self, logits_TE: Tensor, softmax_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def _select_experts(self, logits_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Chosen experts [T, K] and the weights of their outputs."""
         moe, k = self.moe, self.moe.moe_router_topk
         if moe.moe_router_load_balancing_type == "sinkhorn":
             every = logits_TE.sigmoid() if k == 1 else logits_TE.softmax(dim=-1)
-            chosen = (sinkhorn(logits_TE, self.sequence) if self.training else every).topk(k, dim=-1).indices
+            chosen = (sinkhorn(logits_TE, self.sequence_group) if self.training else every).topk(k, dim=-1).indices
             weights = every.gather(1, chosen)
         elif moe.moe_router_score_function == "sigmoid":
             every = logits_TE.sigmoid()
-            chosen = self._best(every)
+            chosen = self._topk_experts(every)
             weights = every.gather(1, chosen)
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if k > 1 else weights
         elif moe.moe_router_pre_softmax:
-            chosen = self._best(softmax_TE)
-            weights = softmax_TE.gather(1, chosen)
+            chosen = self._topk_experts(scores_TE)
+            weights = scores_TE.gather(1, chosen)
         else:
-            chosen = self._best(logits_TE)
+            chosen = self._topk_experts(logits_TE)
             weights = logits_TE.gather(1, chosen).softmax(dim=-1)
         factor = moe.moe_router_topk_scaling_factor
         return chosen, weights if factor is None else weights * factor
 
     @torch.no_grad()
-    def _best(self, ranking_TE: Tensor) -> Tensor:
+    def _topk_experts(self, ranking_TE: Tensor) -> Tensor:
         """The K best experts of each token, bias included, among its best groups where there are groups."""
         moe, k = self.moe, self.moe.moe_router_topk
         if self.expert_bias is not None:
@@ -184,27 +188,27 @@ class Router(nn.Module):
             ranking_TE = groups_TGE.masked_fill(~open_TG[..., None], float("-inf")).flatten(1)
         return ranking_TE.topk(k, dim=-1).indices
 
-    def _limit(self, routing: Routing, factor: float, x_SBD: Tensor) -> Routing:
+    def _apply_capacity(self, routing: Routing, capacity_factor: float, x_SBD: Tensor) -> Routing:
         """Drop what an expert has no room for: the choices with the lowest weights, or the last ones.
 
         Who comes first must not depend on how tokens lie in memory, so the few numbers that decide it are put in order.
         """
-        moe, experts, by_batch = self.moe, routing.num_experts, batch_first(x_SBD)
+        moe, experts, batch_first = self.moe, routing.num_experts, is_batch_first(x_SBD)
         tokens, k = routing.experts_TK.shape
         # No token chooses an expert twice, so more room than there are tokens is never used.
-        capacity = min(tokens, max(1, math.ceil(tokens * k * factor / experts)))
+        capacity = min(tokens, max(1, math.ceil(tokens * k * capacity_factor / experts)))
 
         def in_order(of_TK: Tensor) -> Tensor:
-            return to_rows(from_rows(of_TK, x_SBD, by_batch=by_batch), by_batch=False)
+            return to_rows(from_rows(of_TK, x_SBD, batch_first=batch_first), batch_first=False)
 
         liked = in_order(routing.weights_TK.detach()) if moe.moe_token_drop_policy == "probs" else None
-        late = sort_by_expert(in_order(routing.experts_TK), experts, preference=liked).place_TK >= capacity
-        late_TK = to_rows(from_rows(late, x_SBD, by_batch=False), by_batch=by_batch)
+        late = sort_by_expert(in_order(routing.experts_TK), experts, priority=liked).position_in_expert_TK >= capacity
+        late_TK = to_rows(from_rows(late, x_SBD, batch_first=False), batch_first=batch_first)
         return Routing(
             routing.experts_TK.masked_fill(late_TK, experts),
             routing.weights_TK,
             experts,
-            incomplete=True,
+            may_drop=True,
             capacity=capacity,
-            padded=moe.moe_pad_expert_input_to_capacity,
+            pad_to_capacity=moe.moe_pad_expert_input_to_capacity,
         )

@@ -38,27 +38,27 @@ from torch import Tensor
 
 from petatron.base.log import get_logger
 from petatron.config.schema.parallel import PrecisionConfig
-from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, E5M2, Cast, Fp8Kernels, Operand, Scaling
-from petatron.kernels.gemm import PLAIN, Multiplication, Tensors, WeightGrad
-from petatron.kernels.moe.grouped_gemm import Counts, GroupedMultiplication, GroupedWeightGrad
+from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Scaling
+from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
+from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad
 
 _log = get_logger(__name__)
 
 _SCALINGS: dict[str, Scaling] = {"tensorwise": "tensor", "delayed": "tensor", "rowwise": "rows", "blockwise": "blocks"}
 
 
-def layer_in_eight_bits(config: PrecisionConfig, layer: int, *, num_layers: int) -> bool:
+def is_fp8_layer(config: PrecisionConfig, layer_index: int, *, num_layers: int) -> bool:
     """Whether the products of a layer (counted from 0 over the whole model) are done in eight bits."""
     if config.fp8_format is None or not config.first_last_layers_bf16:
         return config.fp8_format is not None
     start, end = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
-    return start <= layer < num_layers - end
+    return start <= layer_index < num_layers - end
 
 
 class Quantiser(Protocol):
     """A cast with whatever it remembers."""
 
-    def __call__(self, x_RC: Tensor) -> Cast: ...
+    def __call__(self, x_RC: Tensor) -> Fp8Matrix: ...
 
     def new_step(self) -> None: ...
 
@@ -67,9 +67,9 @@ class Quantiser(Protocol):
 class CurrentScaling:
     """Scales come from the tensor itself."""
 
-    cast: Callable[[Tensor], Cast]
+    cast: Callable[[Tensor], Fp8Matrix]
 
-    def __call__(self, x_RC: Tensor) -> Cast:
+    def __call__(self, x_RC: Tensor) -> Fp8Matrix:
         return self.cast(x_RC)
 
     def new_step(self) -> None:
@@ -87,18 +87,18 @@ class DelayedScaling:
         self._length, self._most_recent = length, most_recent
         self._history: Tensor | None = None
         self._scale: Tensor | None = None
-        self._at = 0
+        self._position = 0
         self._used = False
         self._paused = False
 
-    def __call__(self, x_RC: Tensor) -> Cast:
-        largest = self._largest(x_RC.device)
+    def __call__(self, x_RC: Tensor) -> Fp8Matrix:
+        largest = self._current_amax(x_RC.device)
         if self._scale is not None:
             return self._kernels.cast_delayed(x_RC, self._dtype, scale=self._scale, amax=largest)
-        self._kernels.raise_largest(x_RC, largest)
+        self._kernels.update_amax(x_RC, largest)
         return self._kernels.cast_tensor(x_RC, self._dtype, amax=largest)
 
-    def _largest(self, device: torch.device) -> Tensor:
+    def _current_amax(self, device: torch.device) -> Tensor:
         """Where this step's largest magnitude is kept."""
         if self._paused:
             return torch.zeros(1, dtype=torch.float32, device=device)
@@ -106,7 +106,7 @@ class DelayedScaling:
         if history is None:
             history = self._history = torch.zeros(self._length, dtype=torch.float32, device=device)
         self._used = True
-        return history[self._at : self._at + 1]
+        return history[self._position : self._position + 1]
 
     def pause(self) -> None:
         self._paused = True
@@ -118,16 +118,16 @@ class DelayedScaling:
         assert self._history is not None
         # A new tensor: what the last step cast refers to its scale.
         self._scale = torch.empty(1, dtype=torch.float32, device=self._history.device)
-        following = (self._at + 1) % self._length
-        self._kernels.next_scale(
+        following = (self._position + 1) % self._length
+        self._kernels.update_scale(
             self._history,
             self._scale,
             self._dtype,
-            latest=self._at,
+            latest=self._position,
             cleared=following,
             most_recent=self._most_recent,
         )
-        self._at, self._used = following, False
+        self._position, self._used = following, False
 
     @property
     def kind(self) -> str:
@@ -137,7 +137,7 @@ class DelayedScaling:
     def state(self) -> Tensor:
         """[2 + length] on the host: the scale (0: none yet), whether the history has news (1 or 0), and the history, from
         its current entry on."""
-        history = torch.zeros(self._length) if self._history is None else self._history.cpu().roll(-self._at)
+        history = torch.zeros(self._length) if self._history is None else self._history.cpu().roll(-self._position)
         scale = torch.zeros(1) if self._scale is None else self._scale.cpu()
         return torch.cat([scale, torch.tensor([float(self._used)]), history])
 
@@ -145,60 +145,60 @@ class DelayedScaling:
         scale, used = state[:2].tolist()
         self._scale = state[:1].to(device, copy=True) if scale else None
         self._history = state[2:].to(device, copy=True)
-        self._at, self._used = 0, bool(used)
+        self._position, self._used = 0, bool(used)
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class Fp8Recipe:
     """What the flags say about products in eight bits."""
 
     scaling: Scaling
-    gradient: torch.dtype
+    grad_dtype: torch.dtype
     delayed: bool = False
-    history: int = 1
+    amax_history_len: int = 1
     most_recent: bool = True
 
     @classmethod
-    def of(cls, config: PrecisionConfig) -> Recipe:
+    def from_config(cls, config: PrecisionConfig) -> Fp8Recipe:
         return cls(
             scaling=_SCALINGS[config.fp8_recipe],
-            gradient=E5M2 if config.fp8_format == "hybrid" and config.fp8_recipe != "blockwise" else E4M3,
+            grad_dtype=E5M2 if config.fp8_format == "hybrid" and config.fp8_recipe != "blockwise" else E4M3,
             delayed=config.fp8_recipe == "delayed",
-            history=config.fp8_amax_history_len,
+            amax_history_len=config.fp8_amax_history_len,
             most_recent=config.fp8_amax_compute_algo == "most_recent",
         )
 
     @property
-    def multiple(self) -> int:
+    def size_multiple(self) -> int:
         """What all sizes of a product are multiples of."""
         return BLOCK if self.scaling == "blocks" else 16
 
     def quantiser(self, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
         """For activations or gradients."""
         if self.delayed:
-            return DelayedScaling(kernels, dtype, length=self.history, most_recent=self.most_recent)
+            return DelayedScaling(kernels, dtype, length=self.amax_history_len, most_recent=self.most_recent)
         casts = {"tensor": kernels.cast_tensor, "rows": kernels.cast_rows, "blocks": kernels.cast_blocks}
         return CurrentScaling(partial(casts[self.scaling], dtype=dtype))
 
-    def weight_cast(self, kernels: Fp8Kernels) -> Callable[[Tensor], Cast]:
-        casts = {"tensor": kernels.cast_tensor, "rows": kernels.cast_rows, "blocks": kernels.cast_squares}
+    def weight_quantiser(self, kernels: Fp8Kernels) -> Callable[[Tensor], Fp8Matrix]:
+        casts = {"tensor": kernels.cast_tensor, "rows": kernels.cast_rows, "blocks": kernels.cast_blocks_2d}
         return partial(casts[self.scaling], dtype=E4M3)
 
-    def one_cast(self, shape: torch.Size) -> Scaling | None:
+    def fp8_gather_scaling(self, shape: torch.Size) -> Scaling | None:
         """How a weight is scaled, if both its orientations hold the same numbers; None if not, or if it is not cast at all."""
-        if self.scaling == "rows" or not _fits(shape, self.multiple):
+        if self.scaling == "rows" or not _sizes_fit(shape, self.size_multiple):
             return None
         return "squares" if self.scaling == "blocks" else "tensor"
 
 
-class _CastWeight:
+class _Fp8WeightCache:
     """A weight in eight bits, good for one step; not kept where gathered weights are let go between uses."""
 
-    def __init__(self, cast: Callable[[Tensor], Cast], *, keep: bool) -> None:
+    def __init__(self, cast: Callable[[Tensor], Fp8Matrix], *, keep: bool) -> None:
         self._cast, self._keep = cast, keep
-        self._kept: Cast | None = None
+        self._kept: Fp8Matrix | None = None
 
-    def of(self, weight: Tensor) -> Cast:
+    def get(self, weight: Tensor) -> Fp8Matrix:
         if self._kept is not None:
             return self._kept
         made = self._cast(weight.detach())
@@ -214,77 +214,77 @@ class _CastWeight:
 class Fp8WeightGrad:
     """dw = g8 transposed . x8 transposed."""
 
-    grad: Operand
-    x: Operand
+    grad: Fp8Operand
+    x: Fp8Operand
     kernels: Fp8Kernels
     needs_input: bool = False
 
     def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
         if accumulate:
-            out.add_(self.kernels.product(self.grad, self.x, dtype=out.dtype, fast=False))
+            out.add_(self.kernels.gemm(self.grad, self.x, dtype=out.dtype, fast=False))
         else:
-            self.kernels.product(self.grad, self.x, dtype=out.dtype, fast=False, out=out)
+            self.kernels.gemm(self.grad, self.x, dtype=out.dtype, fast=False, out=out)
 
 
-class Fp8Multiplication:
+class Fp8Gemm:
     """The products of one weight in eight bits; call `new_step` whenever the weight has changed."""
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: Fp8Recipe,
         kernels: Fp8Kernels,
         *,
-        keep_weights: bool = True,
-        plain: Multiplication = PLAIN,
+        cache_weights: bool = True,
+        fallback: Gemm = PLAIN_GEMM,
         report: Callable[[str], None] = _log.info,
     ) -> None:
-        self._recipe, self._kernels, self._plain, self._report = recipe, kernels, plain, report
-        self._x = recipe.quantiser(kernels, E4M3)
-        self._grad = recipe.quantiser(kernels, recipe.gradient)
-        self._weight = _CastWeight(recipe.weight_cast(kernels), keep=keep_weights)
+        self._recipe, self._kernels, self._fallback, self._report = recipe, kernels, fallback, report
+        self._input_quantiser = recipe.quantiser(kernels, E4M3)
+        self._grad_quantiser = recipe.quantiser(kernels, recipe.grad_dtype)
+        self._weight_cache = _Fp8WeightCache(recipe.weight_quantiser(kernels), keep=cache_weights)
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        if not _fits((x_RD.shape[0], *weight.shape), self._recipe.multiple):
-            self._report(_stays(x_RD.shape[0], weight.shape, self._recipe.multiple))
-            return self._plain.forward(x_RD, weight)
-        x = self._x(x_RD)
-        y = self._kernels.product(x.rows, self._weight.of(weight).rows, dtype=x_RD.dtype, fast=True)
+        if not _sizes_fit((x_RD.shape[0], *weight.shape), self._recipe.size_multiple):
+            self._report(_fallback_message(x_RD.shape[0], weight.shape, self._recipe.size_multiple))
+            return self._fallback.forward(x_RD, weight)
+        x = self._input_quantiser(x_RD)
+        y = self._kernels.gemm(x.rows, self._weight_cache.get(weight).rows, dtype=x_RD.dtype, fast=True)
         return y, (x.columns.values, x.columns.scale)
 
-    def backward(self, grad_RO: Tensor, weight: Tensor, kept: Tensors) -> tuple[Tensor, WeightGrad]:
-        if not kept:
-            return self._plain.backward(grad_RO, weight, kept)
-        values, scale = kept
-        grad = self._grad(grad_RO)
-        x_grad = self._kernels.product(grad.rows, self._weight.of(weight).columns, dtype=grad_RO.dtype, fast=False)
-        return x_grad, Fp8WeightGrad(grad.columns, Operand(values, scale, self._recipe.scaling), self._kernels)
+    def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+        if not saved:
+            return self._fallback.backward(grad_RO, weight, saved)
+        values, scale = saved
+        grad = self._grad_quantiser(grad_RO)
+        x_grad = self._kernels.gemm(grad.rows, self._weight_cache.get(weight).columns, dtype=grad_RO.dtype, fast=False)
+        return x_grad, Fp8WeightGrad(grad.columns, Fp8Operand(values, scale, self._recipe.scaling), self._kernels)
 
     def new_step(self) -> None:
         """The weight has changed, and the past is one step longer."""
-        for part in (self._x, self._grad, self._weight):
+        for part in (self._input_quantiser, self._grad_quantiser, self._weight_cache):
             part.new_step()
 
     def weight_changed(self) -> None:
         """The weight has changed, but no step has passed; until one begins, nothing is remembered of what is cast."""
-        self._weight.new_step()
-        for history in self.histories().values():
+        self._weight_cache.new_step()
+        for history in self.amax_histories().values():
             history.pause()
 
-    def histories(self) -> dict[str, DelayedScaling]:
+    def amax_histories(self) -> dict[str, DelayedScaling]:
         """What a resumed run needs to go on bit for bit, of activations and of gradients; empty but for delayed scaling."""
-        parts = {"x": self._x, "grad": self._grad}
+        parts = {"x": self._input_quantiser, "grad": self._grad_quantiser}
         return {name: part for name, part in parts.items() if isinstance(part, DelayedScaling)}
 
 
-def fp8_multiplication(
-    config: PrecisionConfig, *, kernels: Fp8Kernels, keep_weights: bool = True
-) -> Callable[[], Fp8Multiplication]:
+def fp8_gemm_factory(
+    config: PrecisionConfig, *, kernels: Fp8Kernels, cache_weights: bool = True
+) -> Callable[[], Fp8Gemm]:
     """Makes the multiplication of each weight; what they all would say is said once."""
-    recipe, report = Recipe.of(config), Once()
-    return lambda: Fp8Multiplication(recipe, kernels, keep_weights=keep_weights, report=report)
+    recipe, report = Fp8Recipe.from_config(config), LogOnce()
+    return lambda: Fp8Gemm(recipe, kernels, cache_weights=cache_weights, report=report)
 
 
-class Fp8Experts:
+class Fp8ExpertGemms:
     """The products of one layer's experts, a weight [E, O, D], with a scale per row; torch's grouped kernel takes only e4m3.
 
     The weights' gradients stay in the precision of the tensors: experts have as many rows as they get, and a product that
@@ -292,71 +292,71 @@ class Fp8Experts:
     is cast transposed but the weight, once per step.
     """
 
-    def __init__(self, kernels: Fp8Kernels, *, keep_weights: bool = True) -> None:
+    def __init__(self, kernels: Fp8Kernels, *, cache_weights: bool = True) -> None:
         self._kernels = kernels
-        self._weight = _CastWeight(self._cast_weight, keep=keep_weights)
+        self._weight_cache = _Fp8WeightCache(self._cast_weight, keep=cache_weights)
 
-    def __call__(self, counts: Counts) -> Multiplication:
+    def __call__(self, counts: ExpertCounts) -> Gemm:
         """For rows that are sorted by expert, so many for each."""
-        return _Fp8Grouped(self, counts)
+        return _Fp8GroupedGemm(self, counts)
 
     def new_step(self) -> None:
-        self._weight.new_step()
+        self._weight_cache.new_step()
 
     weight_changed = new_step
 
-    def multiply(self, x_RD: Tensor, weight_EOD: Tensor, counts: Counts, *, transposed: bool) -> Tensor:
-        made = self._weight.of(weight_EOD)
+    def grouped_gemm(self, x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts, *, transposed: bool) -> Tensor:
+        made = self._weight_cache.get(weight_EOD)
         x = self._kernels.cast_rows_only(x_RD, E4M3)
         if isinstance(counts, int):
             counts = torch.full(weight_EOD.shape[:1], counts, device=x_RD.device)
         matrices = made.columns if transposed else made.rows
-        return self._kernels.grouped_product(x.values, x.scale, matrices, counts, dtype=x_RD.dtype, fast=not transposed)
+        return self._kernels.grouped_gemm(x.values, x.scale, matrices, counts, dtype=x_RD.dtype, fast=not transposed)
 
-    def _cast_weight(self, weight_EOD: Tensor) -> Cast:
-        return Cast(self._rows(weight_EOD), self._rows(weight_EOD.transpose(1, 2)))
+    def _cast_weight(self, weight_EOD: Tensor) -> Fp8Matrix:
+        return Fp8Matrix(self._cast_rows(weight_EOD), self._cast_rows(weight_EOD.transpose(1, 2)))
 
-    def _rows(self, weight: Tensor) -> Operand:
+    def _cast_rows(self, weight: Tensor) -> Fp8Operand:
         cast = self._kernels.cast_rows_only(weight.contiguous().flatten(0, 1), E4M3)
-        return Operand(cast.values.view(weight.shape), cast.scale.view(weight.shape[:2]), "rows")
+        return Fp8Operand(cast.values.view(weight.shape), cast.scale.view(weight.shape[:2]), "rows")
 
 
 @dataclass(frozen=True, slots=True)
-class _Fp8Grouped:
-    experts: Fp8Experts
-    counts: Counts
+class _Fp8GroupedGemm:
+    experts: Fp8ExpertGemms
+    counts: ExpertCounts
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        if not self._fits(x_RD, weight):
-            return GroupedMultiplication(self.counts).forward(x_RD, weight)
-        return self.experts.multiply(x_RD, weight, self.counts, transposed=False), ()
+        if not self._supports(x_RD, weight):
+            return GroupedGemm(self.counts).forward(x_RD, weight)
+        return self.experts.grouped_gemm(x_RD, weight, self.counts, transposed=False), ()
 
-    def backward(self, grad_RO: Tensor, weight: Tensor, kept: Tensors) -> tuple[Tensor, WeightGrad]:
-        if not self._fits(grad_RO, weight):
-            return GroupedMultiplication(self.counts).backward(grad_RO, weight, kept)
-        x_grad = self.experts.multiply(grad_RO, weight, self.counts, transposed=True)
+    def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+        if not self._supports(grad_RO, weight):
+            return GroupedGemm(self.counts).backward(grad_RO, weight, saved)
+        x_grad = self.experts.grouped_gemm(grad_RO, weight, self.counts, transposed=True)
         return x_grad, GroupedWeightGrad(grad_RO.contiguous(), self.counts)
 
-    def _fits(self, rows: Tensor, weight: Tensor) -> bool:
-        return rows.shape[0] > 0 and _fits(weight.shape[1:], 16)
+    def _supports(self, rows: Tensor, weight: Tensor) -> bool:
+        return rows.shape[0] > 0 and _sizes_fit(weight.shape[1:], 16)
 
 
-class Once:
+class LogOnce:
     """Logs each text the first time."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def __call__(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             _log.info(text)
 
 
-def _fits(sizes: tuple[int, ...] | torch.Size, multiple: int) -> bool:
+def _sizes_fit(sizes: tuple[int, ...] | torch.Size, multiple: int) -> bool:
     return all(size > 0 and size % multiple == 0 for size in sizes)
 
 
-def _stays(rows: int, shape: torch.Size, multiple: int) -> str:
+def _fallback_message(rows: int, shape: torch.Size, multiple: int) -> str:
     sizes = f"{rows} rows times a weight of {shape[0]} x {shape[1]}"
     return f"a product of {sizes} is not done in FP8, which takes multiples of {multiple}"

@@ -2,10 +2,10 @@
 
 Autograd would make a weight's gradient in the weight's precision, and a second pass would add it to the wide buffer in which
 a step's micro-batches are summed. Here the product that makes the gradient writes or adds to that buffer itself. What is
-multiplied how is a `Multiplication` (plain here, FP8 in `fp8_gemm.py`, experts in `kernels/moe/grouped_gemm.py`); where the operand comes
+multiplied how is a `Gemm` (plain here, FP8 in `fp8_gemm.py`, experts in `kernels/moe/grouped_gemm.py`); where the operand comes
 from a second time is the business of `recompute_output.py`; who takes gradients is a slot. Without a taker autograd gets them.
 
-A product may have an `Entrance`: what it multiplies is gathered from the ranks that share a sequence, or is the same on all of
+A product may have an `InputComm`: what it multiplies is gathered from the ranks that share a sequence, or is the same on all of
 them. Then only a rank's own part of the operand is had again, and gathered once more. The gradient of that part is wanted at
 once by what lies before, the weight's by nobody; so with m the maker of the operand, communication runs beside both products of
 the backward pass:
@@ -19,7 +19,7 @@ rank's own, one to three hundredths of the time of one of the products. A taker 
 schedules) changes that: then the part is made in passing in the backward pass of m, waits with g, and is gathered while the
 weight's gradient before it is computed.
 
-The forward pass of a GEMM is a `Forward`. `AtOnce` gathers the whole input, then multiplies it. Tensor parallelism may put
+The forward pass of a GEMM is a `GemmForward`. `GatherThenGemm` gathers the whole input, then multiplies it. Tensor parallelism may put
 another in its place that overlaps communication with the GEMM chunk by chunk (`parallel/tensor_parallel.py`); the backward pass is the
 same.
 
@@ -37,70 +37,72 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels.gemm import PLAIN, Multiplication, Tensors, WeightGrad
-from petatron.layers.ops.recompute_output import Remade, Source, remade
-from petatron.layers.token_layout import batch_first, from_rows, to_rows
+from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
+from petatron.layers.ops.recompute_output import Recomputable, RecomputeHandle, as_recomputable
+from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 
-Write = Callable[[Tensor, bool], None]
+WriteWeightGrad = Callable[[Tensor, bool], None]
 """(out, accumulate): write a gradient to a tensor, or add to it."""
-Arrival = Callable[[], Tensor]
+PendingTensor = Callable[[], Tensor]
 """Waits for what is on its way."""
 
 
-class TakesWeightGrads(Protocol):
+class WeightGradSink(Protocol):
     """Where weights' gradients go."""
 
     @property
-    def postpones(self) -> bool:
+    def defers(self) -> bool:
         """Whether what is given now is written later."""
         ...
 
-    def take(self, weight: Tensor, write: Write, *, now: bool = False, begin: Callable[[], None] | None = None) -> None:
+    def submit(
+        self, weight: Tensor, write: WriteWeightGrad, *, now: bool = False, start_comm: Callable[[], None] | None = None
+    ) -> None:
         """Call `write` with the memory of the weight's gradient, at once or when there is time for it.
 
-        `begin` starts communication that `write` waits for; it may be called before, or left out.
+        `start_comm` starts communication that `write` waits for; it may be called before, or left out.
         """
         ...
 
 
-class Entrance(Protocol):
+class InputComm(Protocol):
     """Communication before a product: from a rank's own part of the operand to the whole, and with gradients back."""
 
-    def enter(self, x: Tensor) -> Tensor:
+    def gather_input(self, x: Tensor) -> Tensor:
         """The whole operand."""
         ...
 
-    def start_enter(self, x: Tensor) -> Arrival:
+    def start_gather_input(self, x: Tensor) -> PendingTensor:
         """The same, begun."""
         ...
 
-    def start_leave(self, grad: Tensor) -> Arrival:
+    def start_reduce_input_grad(self, grad: Tensor) -> PendingTensor:
         """Begin to sum gradients of the whole operand over the ranks, and to give each its part."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Multiplied:
+class GemmResult:
     """The result of a forward pass.
 
-    rows: the input of the whole GEMM, in the form that `Forward.input_rows` takes; saved for backward where it is needed there.
-    saved: what the multiplication saves instead of it, if anything. by_batch: the order of the rows.
+    gemm_input: the input of the whole GEMM, in the form that `GemmForward.input_rows` takes; saved for backward where it is needed there.
+    saved: what the multiplication saves instead of it, if anything. batch_first: the order of the rows.
     """
 
     y: Tensor
-    rows: Tensors
+    gemm_input: Tensors
     saved: Tensors = ()
-    by_batch: bool = False
+    batch_first: bool = False
 
 
-class Forward(Protocol):
+class GemmForward(Protocol):
     """The forward pass of a GEMM together with the communication it needs."""
 
-    def forward(self, x: Tensor, weight: Tensor, multiplication: Multiplication) -> Multiplied:
+    def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
         """Multiply; `x` is the input before communication, the output is the one after communication."""
         ...
 
-    def input_rows(self, rows: Tensors) -> Tensor:
+    def input_rows(self, gemm_input: Tensors) -> Tensor:
         """The input of the whole GEMM, [R, D]."""
         ...
 
@@ -110,163 +112,180 @@ class Forward(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AtOnce:
+class GatherThenGemm:
     """All input communication, then one GEMM; it has no output communication."""
 
-    entrance: Entrance | None = None
+    input_comm: InputComm | None = None
 
-    def forward(self, x: Tensor, weight: Tensor, multiplication: Multiplication) -> Multiplied:
-        x = x if self.entrance is None else self.entrance.enter(x)
-        by_batch = batch_first(x)
-        rows = to_rows(x, by_batch=by_batch)
-        y, saved = multiplication.forward(rows, weight)
-        return Multiplied(from_rows(y, x, by_batch=by_batch), (rows,), saved, by_batch)
+    def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
+        x = x if self.input_comm is None else self.input_comm.gather_input(x)
+        batch_first = is_batch_first(x)
+        rows = to_rows(x, batch_first=batch_first)
+        y, saved = gemm.forward(rows, weight)
+        return GemmResult(from_rows(y, x, batch_first=batch_first), (rows,), saved, batch_first)
 
-    def input_rows(self, rows: Tensors) -> Tensor:
-        return rows[0]
+    def input_rows(self, gemm_input: Tensors) -> Tensor:
+        return gemm_input[0]
 
     def output_grad(self, grad: Tensor) -> Tensor:
         return grad
 
 
 @dataclass(frozen=True, slots=True)
-class Multiply:
-    """A multiplication as autograd sees it; `weight_grads` None leaves weight gradients to autograd."""
+class GemmOp:
+    """A multiplication as autograd sees it; `weight_grad_sink` None leaves weight gradients to autograd."""
 
-    multiplication: Multiplication = PLAIN
-    weight_grads: TakesWeightGrads | None = None
+    gemm: Gemm = PLAIN_GEMM
+    weight_grad_sink: WeightGradSink | None = None
 
     def __call__(
-        self, x: Remade, weight: Tensor, *, entrance: Entrance | None = None, forward: Forward | None = None
+        self,
+        x: Recomputable,
+        weight: Tensor,
+        *,
+        input_comm: InputComm | None = None,
+        gemm_forward: GemmForward | None = None,
     ) -> Tensor:
-        """`x` is what stands before the entrance, if there is one; `forward` None means `AtOnce`."""
-        forward = AtOnce(entrance) if forward is None else forward
-        return _Multiply.apply(x.value, weight, self, x.source, entrance, forward)  # pyright: ignore[reportReturnType]
+        """`x` is what stands before the entrance, if there is one; `gemm_forward` None means `GatherThenGemm`."""
+        gemm_forward = GatherThenGemm(input_comm) if gemm_forward is None else gemm_forward
+        return _GemmFunction.apply(x.value, weight, self, x.handle, input_comm, gemm_forward)  # pyright: ignore[reportReturnType]
 
 
-class _Multiply(torch.autograd.Function):
+class _GemmFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        how: Multiply,
-        source: Source | None,
-        entrance: Entrance | None,
-        forward: Forward,
+        op: GemmOp,
+        handle: RecomputeHandle | None,
+        input_comm: InputComm | None,
+        gemm_forward: GemmForward,
     ) -> Tensor:
-        done = forward.forward(x, weight, how.multiplication)
-        ctx.keeps_rows = source is None and not done.saved
-        ctx.save_for_backward(*(done.rows if ctx.keeps_rows else done.saved))
-        ctx.weight, ctx.how, ctx.source, ctx.entrance, ctx.by_batch = weight, how, source, entrance, done.by_batch
-        ctx.forward_pass = forward
+        done = gemm_forward.forward(x, weight, op.gemm)
+        ctx.saves_input = handle is None and not done.saved
+        ctx.save_for_backward(*(done.gemm_input if ctx.saves_input else done.saved))
+        ctx.weight, ctx.op, ctx.handle, ctx.input_comm, ctx.batch_first = (
+            weight,
+            op,
+            handle,
+            input_comm,
+            done.batch_first,
+        )
+        ctx.gemm_forward = gemm_forward
         return done.y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        how, weight, entrance = ctx.how, ctx.weight, ctx.entrance
-        grad = ctx.forward_pass.output_grad(grads[0])
+        op, weight, input_comm = ctx.op, ctx.weight, ctx.input_comm
+        grad = ctx.gemm_forward.output_grad(grads[0])
         kept, rows = ctx.saved_tensors, None
         x_wanted, weight_wanted, *_ = ctx.needs_input_grad
-        if ctx.keeps_rows:
-            rows, kept = ctx.forward_pass.input_rows(kept), ()
-        operand = _Operand(rows, ctx.source, entrance, ctx.by_batch)
+        if ctx.saves_input:
+            rows, kept = ctx.gemm_forward.input_rows(kept), ()
+        operand = _GemmInput(rows, ctx.handle, input_comm, ctx.batch_first)
         if weight_wanted and not kept:
-            operand.begin(how.weight_grads)
-        grad_rows = to_rows(grad, by_batch=ctx.by_batch)
-        x_grad, job = how.multiplication.backward(grad_rows, weight, kept)
-        x_grad = from_rows(x_grad, grad, by_batch=ctx.by_batch)
-        leaving = entrance.start_leave(x_grad) if x_wanted and entrance is not None else None
-        weight_grad = _give(job, weight, how.weight_grads, operand) if weight_wanted else None
+            operand.start_gather(op.weight_grad_sink)
+        grad_rows = to_rows(grad, batch_first=ctx.batch_first)
+        x_grad, job = op.gemm.backward(grad_rows, weight, kept)
+        x_grad = from_rows(x_grad, grad, batch_first=ctx.batch_first)
+        leaving = input_comm.start_reduce_input_grad(x_grad) if x_wanted and input_comm is not None else None
+        weight_grad = _submit_weight_grad(job, weight, op.weight_grad_sink, operand) if weight_wanted else None
         return x_grad if leaving is None else leaving(), weight_grad, None, None, None, None
 
 
-class _Entering:
+class _InputGather:
     """A value on its way to the rows that were multiplied."""
 
-    __slots__ = ("_arrival", "_by_batch", "_entrance", "_value")
+    __slots__ = ("_batch_first", "_input_comm", "_pending", "_value")
 
-    def __init__(self, value: Tensor, entrance: Entrance, *, by_batch: bool) -> None:
+    def __init__(self, value: Tensor, input_comm: InputComm, *, batch_first: bool) -> None:
         self._value: Tensor | None = value
-        self._entrance, self._by_batch = entrance, by_batch
-        self._arrival: Arrival | None = None
+        self._input_comm, self._batch_first = input_comm, batch_first
+        self._pending: PendingTensor | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Beginning twice is beginning once."""
         if self._value is not None:
-            self._arrival, self._value = self._entrance.start_enter(self._value), None
+            self._pending, self._value = self._input_comm.start_gather_input(self._value), None
 
     def rows(self) -> Tensor:
-        self.begin()
-        assert self._arrival is not None
-        return to_rows(self._arrival(), by_batch=self._by_batch)
+        self.start()
+        assert self._pending is not None
+        return to_rows(self._pending(), batch_first=self._batch_first)
 
 
 @dataclass(slots=True)
-class _Operand:
+class _GemmInput:
     """The rows that were multiplied: kept, on their way, or to be had from their source."""
 
-    kept: Tensor | None
-    source: Source | None
-    entrance: Entrance | None
-    by_batch: bool
-    entering: _Entering | None = None
+    saved: Tensor | None
+    handle: RecomputeHandle | None
+    input_comm: InputComm | None
+    batch_first: bool
+    gather: _InputGather | None = None
 
-    def begin(self, taker: TakesWeightGrads | None) -> None:
+    def start_gather(self, sink: WeightGradSink | None) -> None:
         """Send what must be gathered on its way, if it will be used in this backward pass."""
-        if self.kept is None and self.entrance is not None and not (taker is not None and taker.postpones):
-            assert self.source is not None
-            self.entering = _Entering(self.source.again(), self.entrance, by_batch=self.by_batch)
-            self.entering.begin()
+        if self.saved is None and self.input_comm is not None and not (sink is not None and sink.defers):
+            assert self.handle is not None
+            self.gather = _InputGather(self.handle.recompute(), self.input_comm, batch_first=self.batch_first)
+            self.gather.start()
 
-    def now(self) -> Tensor:
-        if self.kept is not None:
-            return self.kept
-        if self.entering is not None:
-            return self.entering.rows()
-        assert self.source is not None
-        return to_rows(self.source.again(), by_batch=self.by_batch)
+    def rows(self) -> Tensor:
+        if self.saved is not None:
+            return self.saved
+        if self.gather is not None:
+            return self.gather.rows()
+        assert self.handle is not None
+        return to_rows(self.handle.recompute(), batch_first=self.batch_first)
 
 
-def _give(job: WeightGrad, weight: Tensor, taker: TakesWeightGrads | None, operand: _Operand) -> Tensor | None:
+def _submit_weight_grad(
+    weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink | None, gemm_input: _GemmInput
+) -> Tensor | None:
     """Hand a weight's gradient to its taker, once the operand is there; without a taker, to autograd."""
-    if taker is None:
+    if sink is None:
         out = torch.empty_like(weight)
-        job.write(operand.now() if job.needs_input else None, out, accumulate=False)
+        weight_grad.write(gemm_input.rows() if weight_grad.needs_input else None, out, accumulate=False)
         return out
-    if operand.entering is not None:
-        _take_entering(job, weight, taker, operand.entering)
-    elif job.needs_input and operand.kept is None:
-        assert operand.source is not None
-        operand.source.when_made(partial(_take_later, job, weight, taker, operand))
+    if gemm_input.gather is not None:
+        _submit_gathered(weight_grad, weight, sink, gemm_input.gather)
+    elif weight_grad.needs_input and gemm_input.saved is None:
+        assert gemm_input.handle is not None
+        gemm_input.handle.on_recomputed(partial(_submit_recomputed, weight_grad, weight, sink, gemm_input))
     else:
-        _take(job, weight, taker, operand.kept)
+        _submit_rows(weight_grad, weight, sink, gemm_input.saved)
     return None
 
 
-def _take_later(job: WeightGrad, weight: Tensor, taker: TakesWeightGrads, operand: _Operand, value: Tensor) -> None:
-    if operand.entrance is None:
-        _take(job, weight, taker, to_rows(value, by_batch=operand.by_batch))
+def _submit_recomputed(
+    weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink, gemm_input: _GemmInput, value: Tensor
+) -> None:
+    if gemm_input.input_comm is None:
+        _submit_rows(weight_grad, weight, sink, to_rows(value, batch_first=gemm_input.batch_first))
     else:
-        _take_entering(job, weight, taker, _Entering(value, operand.entrance, by_batch=operand.by_batch))
+        _submit_gathered(
+            weight_grad, weight, sink, _InputGather(value, gemm_input.input_comm, batch_first=gemm_input.batch_first)
+        )
 
 
-def _take(job: WeightGrad, weight: Tensor, taker: TakesWeightGrads, rows: Tensor | None) -> None:
-    taker.take(weight, lambda out, accumulate: job.write(rows, out, accumulate=accumulate))
+def _submit_rows(weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink, rows: Tensor | None) -> None:
+    sink.submit(weight, lambda out, accumulate: weight_grad.write(rows, out, accumulate=accumulate))
 
 
-def _take_entering(job: WeightGrad, weight: Tensor, taker: TakesWeightGrads, entering: _Entering) -> None:
+def _submit_gathered(weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink, gather: _InputGather) -> None:
     def write(out: Tensor, accumulate: bool) -> None:
-        job.write(entering.rows(), out, accumulate=accumulate)
+        weight_grad.write(gather.rows(), out, accumulate=accumulate)
 
-    taker.take(weight, write, begin=entering.begin)
+    sink.submit(weight, write, start_comm=gather.start)
 
 
-def multiply_here(x: Tensor | Remade, weight: Tensor) -> Tensor:
+def local_linear(x: Tensor | Recomputable, weight: Tensor) -> Tensor:
     """x W^T on one device, as layers do it before anything fills their slots."""
-    return MULTIPLY(remade(x), weight)
+    return DEFAULT_GEMM_OP(as_recomputable(x), weight)
 
 
-MULTIPLY = Multiply()
+DEFAULT_GEMM_OP = GemmOp()
 """In the precision of the operands, with weight gradients for autograd."""

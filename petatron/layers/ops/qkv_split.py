@@ -8,87 +8,106 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels.qk_norm_rope import HeadNorm, Pair, Three
-from petatron.layers.forward_context import Rotation
-from petatron.layers.norm import RMSNorm, give
-from petatron.layers.token_layout import batch_first
+from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
+from petatron.layers.forward_context import RopeCosSin
+from petatron.layers.norm import RMSNorm, submit_norm_grad
+from petatron.layers.token_layout import is_batch_first
 
-Norms = tuple[RMSNorm, RMSNorm]
+QKNorms = tuple[RMSNorm, RMSNorm]
 """Of queries and of keys."""
 
 
-class RotateKernels(Protocol):
+class RopeKernels(Protocol):
     """`kernels/rope.py` or a faster twin."""
 
-    def split_rotate(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, *, heads: int, groups: int, batch_major: bool
+    def split_qkv_rope(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, batch_first: bool
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def split_rotate_backward(
+    def split_qkv_rope_backward(
         self, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor
     ) -> Tensor: ...
 
 
-class NormedHeadsKernels(Protocol):
+class QKNormRopeKernels(Protocol):
     """`kernels/qk_norm_rope.py` or a faster twin."""
 
-    def split_norm_rotate(
-        self, qkv: Tensor, weights: Pair, rotation: Pair, norm: HeadNorm, *, batch_major: bool
-    ) -> Three: ...
+    def split_qkv_norm_rope(
+        self, qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, batch_first: bool
+    ) -> TensorTriple: ...
 
-    def split_norm_rotate_backward(
-        self, grads: Three, qkv: Tensor, weights: Pair, rotation: Pair, norm: HeadNorm, *, out: Tensor
-    ) -> Pair: ...
+    def split_qkv_norm_rope_backward(
+        self,
+        grads: TensorTriple,
+        qkv: Tensor,
+        weights: TensorPair,
+        rope_cos_sin: TensorPair,
+        norm: QKNormSpec,
+        *,
+        out: Tensor,
+    ) -> TensorPair: ...
 
 
-class _SplitRotate(torch.autograd.Function):
+class _SplitQKVRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, kernels: RotateKernels
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, kernels: RopeKernels
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.kernels, ctx.shape, ctx.stride = kernels, qkv.shape, qkv.stride()
-        return kernels.split_rotate(qkv, cos, sin, heads=heads, groups=groups, batch_major=batch_first(qkv))
+        return kernels.split_qkv_rope(
+            qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, batch_first=is_batch_first(qkv)
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         out = torch.empty_strided(ctx.shape, ctx.stride, dtype=grads[0].dtype, device=grads[0].device)
-        return ctx.kernels.split_rotate_backward(*grads, cos, sin, out=out), None, None, None, None, None
+        return ctx.kernels.split_qkv_rope_backward(*grads, cos, sin, out=out), None, None, None, None, None
 
 
-def split_rotate(
-    qkv: Tensor, rotation: Rotation, *, heads: int, groups: int, kernels: RotateKernels
+def split_qkv_rope(
+    qkv: Tensor, rope_cos_sin: RopeCosSin, *, num_heads: int, num_kv_heads: int, kernels: RopeKernels
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [S, B, H, E], k and v [S, B, K, E] in memory of their own, ordered as `qkv` is; q and k are turned."""
-    return _SplitRotate.apply(qkv, *rotation, heads, groups, kernels)  # pyright: ignore[reportReturnType]
+    return _SplitQKVRope.apply(qkv, *rope_cos_sin, num_heads, num_kv_heads, kernels)  # pyright: ignore[reportReturnType]
 
 
-class _SplitNormRotate(torch.autograd.Function):
+class _SplitQKVNormRope(torch.autograd.Function):
     """Keeps the product, of which the values are a view, and nothing of what is normalised."""
 
     @staticmethod
-    def forward(ctx: Any, norms: Norms, norm: HeadNorm, kernels: NormedHeadsKernels, *tensors: Tensor) -> Three:
+    def forward(
+        ctx: Any, norms: QKNorms, norm: QKNormSpec, kernels: QKNormRopeKernels, *tensors: Tensor
+    ) -> TensorTriple:
         qkv, q_weight, k_weight, cos, sin = tensors
         ctx.save_for_backward(*tensors)
         ctx.norms, ctx.norm, ctx.kernels = norms, norm, kernels
-        return kernels.split_norm_rotate(qkv, (q_weight, k_weight), (cos, sin), norm, batch_major=batch_first(qkv))
+        return kernels.split_qkv_norm_rope(qkv, (q_weight, k_weight), (cos, sin), norm, batch_first=is_batch_first(qkv))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         out = torch.empty_strided(qkv.shape, qkv.stride(), dtype=qkv.dtype, device=qkv.device)
-        found = ctx.kernels.split_norm_rotate_backward(grads, qkv, (q_weight, k_weight), (cos, sin), ctx.norm, out=out)
-        given = (give(norm, norm.weight, grad) for norm, grad in zip(ctx.norms, found, strict=True))
+        found = ctx.kernels.split_qkv_norm_rope_backward(
+            grads, qkv, (q_weight, k_weight), (cos, sin), ctx.norm, out=out
+        )
+        given = (submit_norm_grad(norm, norm.weight, grad) for norm, grad in zip(ctx.norms, found, strict=True))
         return None, None, None, out, *given, None, None
 
 
-def split_norm_rotate(
-    qkv: Tensor, rotation: Rotation, norms: Norms, *, heads: int, groups: int, kernels: NormedHeadsKernels
-) -> Three:
+def split_qkv_norm_rope(
+    qkv: Tensor,
+    rope_cos_sin: RopeCosSin,
+    norms: QKNorms,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    kernels: QKNormRopeKernels,
+) -> TensorTriple:
     """q [S, B, H, E] and k [S, B, K, E], normalised and turned, in memory ordered as `qkv` is; v is a view of it."""
-    norm = HeadNorm(heads, groups, norms[0].eps, norms[0].from_one)
+    norm = QKNormSpec(num_heads, num_kv_heads, norms[0].eps, norms[0].zero_centered_gamma)
     weights = (each.weight for each in norms)
-    return _SplitNormRotate.apply(norms, norm, kernels, qkv, *weights, *rotation)  # pyright: ignore[reportReturnType]
+    return _SplitQKVNormRope.apply(norms, norm, kernels, qkv, *weights, *rope_cos_sin)  # pyright: ignore[reportReturnType]

@@ -27,55 +27,57 @@ Tensors = tuple[Tensor, ...]
 MaybeTensors = tuple[Tensor | None, ...]
 
 
-class Maker(Protocol):
+class RecomputableFunction(Protocol):
     """A function of rows with its derivative. What it keeps for that is enough to compute the value a second time."""
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         """Outputs, the value last, and what to keep."""
         ...
 
-    def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
+    def backward(
+        self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
+    ) -> tuple[MaybeTensors, Tensor | None]:
         """Gradients of the inputs from those of the outputs, and the value if it is wanted again."""
         ...
 
-    def again(self, kept: Tensors) -> Tensor:
+    def recompute(self, saved: Tensors) -> Tensor:
         """The value."""
         ...
 
 
-class Source:
+class RecomputeHandle:
     """One use of a maker: what waits for its value in the backward pass."""
 
-    __slots__ = ("_expected", "_kept", "_left", "_made", "_node", "_waiting", "maker")
+    __slots__ = ("_consumers", "_expected", "_node", "_output", "_saved", "_uses_left", "function")
 
-    def __init__(self, maker: Maker) -> None:
-        self.maker = maker
-        self._node: Callable[[], Any] = _nothing
-        self._waiting: list[Callable[[Tensor], None]] = []
-        self._kept: Tensors | None = None
-        self._made: Tensor | None = None
-        self._expected = self._left = 0
+    def __init__(self, function: RecomputableFunction) -> None:
+        self.function = function
+        self._node: Callable[[], Any] = _no_node
+        self._consumers: list[Callable[[Tensor], None]] = []
+        self._saved: Tensors | None = None
+        self._output: Tensor | None = None
+        self._expected = self._uses_left = 0
 
-    def lives_in(self, node: Any) -> None:
+    def attach_node(self, node: Any) -> None:
         """Remember where the kept tensors are. Weakly: the node holds this object."""
         self._node = weakref.ref(node)
 
-    def when_made(self, use: Callable[[Tensor], None]) -> None:
+    def on_recomputed(self, consumer: Callable[[Tensor], None]) -> None:
         """Have something done with the value in the maker's backward pass."""
-        self._waiting.append(use)
+        self._consumers.append(consumer)
 
-    def again(self) -> Tensor:
+    def recompute(self) -> Tensor:
         """The value now."""
-        return self.maker.again(self._take_kept())
+        return self.function.recompute(self._load_saved())
 
-    def _take_kept(self) -> Tensors:
+    def _load_saved(self) -> Tensors:
         """What the maker kept, asked for once: in a recomputed region asking makes the region run."""
-        if self._kept is None:
+        if self._saved is None:
             node = self._node()
             assert node is not None, "the graph that the value belongs to is gone"
-            self._kept = node.saved_tensors
-        assert self._kept is not None
-        return self._kept
+            self._saved = node.saved_tensors
+        assert self._saved is not None
+        return self._saved
 
     def expect_output(self) -> None:
         """Someone will fetch the value in the backward pass, instead of keeping it."""
@@ -83,45 +85,45 @@ class Source:
 
     def fetch_output(self) -> Tensor:
         """The value, let go with the last of the uses that are expected."""
-        if self._made is None:
-            self._made, self._left = self.again(), self._expected
-        self._left -= 1
-        made = self._made
-        if self._left <= 0:
-            self._made = None
+        if self._output is None:
+            self._output, self._uses_left = self.recompute(), self._expected
+        self._uses_left -= 1
+        made = self._output
+        if self._uses_left <= 0:
+            self._output = None
         return made
 
-    def finish(self, grads: MaybeTensors) -> MaybeTensors:
+    def run_backward(self, grads: MaybeTensors) -> MaybeTensors:
         """The maker's backward pass, and with the value at hand, what waited for it."""
-        waiting, self._waiting = self._waiting, []
-        kept, self._kept = self._take_kept(), None
-        inputs, value = self.maker.backward(kept, grads, again=bool(waiting))
+        waiting, self._consumers = self._consumers, []
+        kept, self._saved = self._load_saved(), None
+        inputs, value = self.function.backward(kept, grads, recompute_output=bool(waiting))
         for use in waiting:
             assert value is not None
             use(value)
         return inputs
 
 
-def _nothing() -> None:
+def _no_node() -> None:
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Remade:
-    """A value, and where it can be had again; `source` None means that whoever needs it must keep it."""
+class Recomputable:
+    """A value, and where it can be had again; `handle` None means that whoever needs it must keep it."""
 
     value: Tensor
-    source: Source | None
+    handle: RecomputeHandle | None
 
 
-class _Make(torch.autograd.Function):
+class _RecomputableOp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Source, *inputs: Tensor | None) -> Tensors:
-        outputs, kept = source.maker.forward(*inputs)
+    def forward(ctx: Any, handle: RecomputeHandle, *inputs: Tensor | None) -> Tensors:
+        outputs, kept = handle.function.forward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept)
-        ctx.source, ctx.inputs = source, len(inputs)
-        source.lives_in(ctx)
+        ctx.handle, ctx.inputs = handle, len(inputs)
+        handle.attach_node(ctx)
         return outputs
 
     @staticmethod
@@ -129,18 +131,20 @@ class _Make(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> MaybeTensors:
         if all(grad is None for grad in grads):
             return (None,) * (1 + ctx.inputs)
-        found = ctx.source.finish(grads)
+        found = ctx.handle.run_backward(grads)
         return None, *(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
 
 
-def make(maker: Maker, *inputs: Tensor | None) -> tuple[Tensors, Source | None]:
+def apply_recomputable(
+    function: RecomputableFunction, *inputs: Tensor | None
+) -> tuple[Tensors, RecomputeHandle | None]:
     """The maker's outputs, the value last; no source where nothing of it is differentiated, since then it has no backward."""
-    source = Source(maker)
-    outputs: Tensors = _Make.apply(source, *inputs)  # pyright: ignore[reportAssignmentType]
+    source = RecomputeHandle(function)
+    outputs: Tensors = _RecomputableOp.apply(source, *inputs)  # pyright: ignore[reportAssignmentType]
     return outputs, source if outputs[-1].requires_grad else None
 
 
-class _Same:
+class _Identity:
     """Makes nothing: the value is the input, which is kept."""
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
@@ -148,23 +152,25 @@ class _Same:
         assert x is not None
         return (x.view_as(x),), (x,)
 
-    def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
-        return grads, kept[0] if again else None
+    def backward(
+        self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
+    ) -> tuple[MaybeTensors, Tensor | None]:
+        return grads, saved[0] if recompute_output else None
 
-    def again(self, kept: Tensors) -> Tensor:
-        return kept[0]
+    def recompute(self, saved: Tensors) -> Tensor:
+        return saved[0]
 
 
-_SAME = _Same()
+_IDENTITY = _Identity()
 
 
-def remade(x: Tensor | Remade) -> Remade:
+def as_recomputable(x: Tensor | Recomputable) -> Recomputable:
     """A tensor as a value that is kept where it was made, before it is used.
 
     Autograd keeps the operands of its own products before it multiplies, so that a region which ends with a product need not
     repeat that; this does the same.
     """
-    if isinstance(x, Remade):
+    if isinstance(x, Recomputable):
         return x
-    (value,), source = make(_SAME, x)
-    return Remade(value, source)
+    (value,), source = apply_recomputable(_IDENTITY, x)
+    return Recomputable(value, source)

@@ -17,13 +17,13 @@ from torch import Tensor
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
 
-_TIMED_S = 0.15
-_MOST_REPEATS = 20
-_WARM_UP = 2
+_TARGET_TIME_S = 0.15
+_MAX_REPEATS = 20
+_WARM_UP_CALLS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class BandwidthResult:
     """One operation over one axis: its full bytes, the time of one call, and the bus bandwidth that makes."""
 
     axis: str
@@ -36,37 +36,37 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _CollectiveTrial:
     op: str
-    links: float
+    bus_factor: float
     """What a call moves over each link, as a part of its full bytes."""
     call: Callable[[], object]
     result: Callable[[], Tensor]
     expected: float | tuple[float, ...]
 
 
-def measure_axis(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.device) -> Iterator[Measured]:
+def measure_axis(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.device) -> Iterator[BandwidthResult]:
     """Every collective over an axis at every size; all its ranks call it."""
     for size in sizes_bytes:
         for trial in _trials(axis, size, device):
             yield _measure(axis, trial, size, device)
 
 
-def _trials(axis: Axis, size: int, device: torch.device) -> Iterator[_Trial]:
+def _trials(axis: Axis, size: int, device: torch.device) -> Iterator[_CollectiveTrial]:
     n = axis.size
     rows = max(1, size // 4 // n) * n
     whole = torch.zeros(rows, dtype=torch.float32, device=device)
     part = torch.full((rows // n,), float(axis.rank + 1), device=device)
     ones = torch.ones_like(whole)
     all_ranks, in_order = float(n), tuple(float(rank + 1) for rank in range(n))
-    yield _Trial(
+    yield _CollectiveTrial(
         "all_reduce",
         2 * (n - 1) / n,
         lambda: collectives.all_reduce(whole.copy_(ones), axis),
         lambda: whole,
         all_ranks,
     )
-    yield _Trial(
+    yield _CollectiveTrial(
         "all_gather",
         (n - 1) / n,
         lambda: collectives.start_all_gather(whole, part, axis).wait(),
@@ -74,7 +74,7 @@ def _trials(axis: Axis, size: int, device: torch.device) -> Iterator[_Trial]:
         in_order,
     )
     scattered = torch.empty_like(part)
-    yield _Trial(
+    yield _CollectiveTrial(
         "reduce_scatter",
         (n - 1) / n,
         lambda: collectives.start_reduce_scatter(scattered, ones, axis).wait(),
@@ -87,18 +87,18 @@ def _trials(axis: Axis, size: int, device: torch.device) -> Iterator[_Trial]:
     def exchange() -> None:
         received["rows"] = collectives.all_to_all(mine, axis, send=each, receive=each)
 
-    yield _Trial("all_to_all", (n - 1) / n, exchange, lambda: received["rows"], in_order)
+    yield _CollectiveTrial("all_to_all", (n - 1) / n, exchange, lambda: received["rows"], in_order)
     came = torch.empty_like(mine)
     behind = float((axis.rank - 1) % n + 1)
 
     def shift() -> None:
-        for handle in collectives.start_shift([came], [mine], axis):
+        for handle in collectives.start_ring_shift([came], [mine], axis):
             handle.wait()
 
-    yield _Trial("shift", 1.0, shift, lambda: came, behind)
+    yield _CollectiveTrial("shift", 1.0, shift, lambda: came, behind)
 
 
-def measure_channels(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.device) -> Iterator[Measured]:
+def measure_send_recv(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.device) -> Iterator[BandwidthResult]:
     """Transfers from each rank of an axis to the next one over their channel, as a pipeline makes them."""
     for size in sizes_bytes:
         x = torch.full((max(1, size // 4),), float(axis.rank + 1), device=device)
@@ -108,26 +108,28 @@ def measure_channels(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.dev
         def send(x: Tensor = x, came: Tensor = came, last: bool = last) -> None:
             sends = [] if last else [(x, axis.rank + 1)]
             receives = [(came, axis.rank - 1)] if axis.rank else []
-            sent, received = collectives.start_transfers(axis, sends=sends, receives=receives)
+            sent, received = collectives.start_send_recv(axis, sends=sends, receives=receives)
             for handle in (*sent, *received):
                 handle.wait()
 
-        trial = _Trial("send", 1.0, send, lambda came=came: came, float(axis.rank))
+        trial = _CollectiveTrial("send", 1.0, send, lambda came=came: came, float(axis.rank))
         yield _measure(axis, trial, size, device)
 
 
-def _measure(axis: Axis, trial: _Trial, size: int, device: torch.device) -> Measured:
-    for _ in range(_WARM_UP):
+def _measure(axis: Axis, trial: _CollectiveTrial, size: int, device: torch.device) -> BandwidthResult:
+    for _ in range(_WARM_UP_CALLS):
         trial.call()
     once = _timed(trial.call, 1, device)
     slowest = float(collectives.all_reduce(torch.tensor([once], device=device), axis, op="max"))
-    repeats = max(2, min(_MOST_REPEATS, int(_TIMED_S / max(slowest, 1e-6))))  # the same on all ranks
+    repeats = max(2, min(_MAX_REPEATS, int(_TARGET_TIME_S / max(slowest, 1e-6))))  # the same on all ranks
     seconds = _timed(trial.call, repeats, device) / repeats
     found = trial.result()
     expected = trial.expected if isinstance(trial.expected, tuple) else (trial.expected,)
     parts = found.view(len(expected), -1)
     right = all(bool((part == value).all()) for part, value in zip(parts, expected))
-    return Measured(axis.name, axis.size, trial.op, size, seconds, trial.links * size / seconds / 1e9, right)
+    return BandwidthResult(
+        axis.name, axis.size, trial.op, size, seconds, trial.bus_factor * size / seconds / 1e9, right
+    )
 
 
 def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:

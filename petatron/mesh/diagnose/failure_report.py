@@ -5,7 +5,7 @@ names a socket at best. The record of communication (`mesh/comm_record.py`) know
 
 - A call that breaks raises `CommunicationError`, which says where this rank was and keeps the backend's words.
 - A rank that hangs says so before the backend's own watchdog ends the process without a word (`watchdog.py`).
-- Whoever launched the ranks puts their reports side by side: who was waiting where, and who is behind (`together`).
+- Whoever launched the ranks puts their reports side by side: who was waiting where, and who is behind (`combine_reports`).
 
 A report is a table of JSON values, since it passes through the error file of a rank. Nothing here imports torch: the launcher
 reads reports.
@@ -21,82 +21,86 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.errors import TrainError
 
 if TYPE_CHECKING:
-    from petatron.mesh.comm_record import Event, Record
+    from petatron.mesh.comm_record import CommEvent, CommRecord
 
-Report = Mapping[str, Any]
-_SHOWN_BEFORE = 5
-_AHEAD = ("idle", "device")
+RankReport = Mapping[str, Any]
+_MAX_PREVIOUS_OPERATIONS = 5
+_STATES_OUTSIDE_CALL = ("idle", "device")
 """States of a rank whose last operation may be over."""
-_SHOWN_PLACES = 8
-REQUEST = "report-now"
+_MAX_PLACES = 8
+REPORT_REQUEST_FILE = "report-now"
 """A file of this name beside the error files of its ranks is how a launcher asks all of them where they are."""
 
 
 class CommunicationError(TrainError):
     """A collective or transfer broke, nearly always because another rank failed or did not arrive."""
 
-    def __init__(self, report: Report, cause: str) -> None:
+    def __init__(self, report: RankReport, cause: str) -> None:
         self.report = report
-        super().__init__("\n".join([f"{sentence(report)} It broke with:", f"  {cause}", *before(report)]))
+        super().__init__("\n".join([f"{describe_rank(report)} It broke with:", f"  {cause}", *last_operations(report)]))
 
 
-def failed(error: BaseException, event: Event, record: Record) -> CommunicationError:
+def communication_error(error: BaseException, event: CommEvent, record: CommRecord) -> CommunicationError:
     """What to raise in the place of a backend's error."""
     cause = next((line for line in str(error).splitlines() if line.strip()), "") or type(error).__name__
-    return CommunicationError(report_of(record, event, state="failed"), cause)
+    return CommunicationError(build_rank_report(record, event, state="failed"), cause)
 
 
-def report_of(record: Record, event: Event | None, *, state: str, at: str | None = None) -> Report:
+def build_rank_report(
+    record: CommRecord, event: CommEvent | None, *, state: str, main_thread_at: str | None = None
+) -> RankReport:
     """Where a rank is. `state` is failed or waiting (in `event`); or `event` is the last that it started, and it is idle or waits for
     its device.
 
-    `at` is where its main thread is.
+    `main_thread_at` is where its main thread is.
     """
     events = record.events()
-    latest = [other for other in events if event is None or other.number < event.number][-_SHOWN_BEFORE:]
-    place = {} if event is None else _place(event, record)
+    latest = [other for other in events if event is None or other.sequence_number < event.sequence_number][
+        -_MAX_PREVIOUS_OPERATIONS:
+    ]
+    place = {} if event is None else _event_fields(event, record)
     return {
         "rank": record.rank,
         "state": state,
-        "at": at,
+        "at": main_thread_at,
         **place,
-        "before": [_place(other, record) for other in latest],
-        "counts": {axis: [list(record.ranks_of(axis)), count] for axis, count in record.collectives().items()},
+        "before": [_event_fields(other, record) for other in latest],
+        "counts": {axis: [list(record.ranks_of(axis)), count] for axis, count in record.collective_counts().items()},
     }
 
 
-def _place(event: Event, record: Record) -> dict[str, Any]:
+def _event_fields(event: CommEvent, record: CommRecord) -> dict[str, Any]:
     return {
-        "number": event.number,
+        "number": event.sequence_number,
         "op": event.op,
         "axis": event.axis,
         "ranks": list(record.ranks_of(event.axis)),
         "caller": event.caller,
         "bytes": event.bytes,
-        "for_s": round(time.monotonic() - event.begun_s, 3),
+        "for_s": round(time.monotonic() - event.started_s, 3),
     }
 
 
-def sentence(report: Report) -> str:
+def describe_rank(report: RankReport) -> str:
     """Where one rank is, in words."""
     who = f"Rank {report['rank']}"
     if "op" not in report:
-        return f"{who} has started no communication yet{_stack(report)}."
-    what = f"{report['op']} over {report['axis']} (ranks {rank_list(report['ranks'])}), called at {report['caller']}"
+        return f"{who} has started no communication yet{_main_thread_location(report)}."
+    what = f"{report['op']} over {report['axis']} (ranks {format_ranks(report['ranks'])}), called at {report['caller']}"
     what = f"{what}, operation {report['number']:,}"
     since = _seconds(report["for_s"])
     if report["state"] == "device":
-        return f"{who} waited {since} for its device, with nothing started since {what}{_stack(report)}."
+        return f"{who} waited {since} for its device, with nothing started since {what}{_main_thread_location(report)}."
     if report["state"] == "idle":
-        return f"{who} has started no communication for {since} since {what}{_stack(report)}."
+        return f"{who} has started no communication for {since} since {what}{_main_thread_location(report)}."
     return f"{who} waited {since} in {what}."
 
 
-def _stack(report: Report) -> str:
+def _main_thread_location(report: RankReport) -> str:
     return f"; its main thread is at {report['at']}" if report.get("at") else ""
 
 
-def before(report: Report) -> list[str]:
+def last_operations(report: RankReport) -> list[str]:
     """The operations before it, as lines."""
     if not report["before"]:
         return []
@@ -108,42 +112,42 @@ def before(report: Report) -> list[str]:
     return ["The last operations before it:", *rows]
 
 
-def together(reports: Sequence[Report], *, failed_rank: int | None = None) -> list[str]:
+def combine_reports(reports: Sequence[RankReport], *, failed_rank: int | None = None) -> list[str]:
     """The story of several ranks: where those that survived were, and who did not arrive at what the others waited for.
 
     `failed_rank` is the rank that is known to have failed first, of which nothing needs to be said.
     """
     others = [report for report in reports if report["rank"] != failed_rank and "op" in report]
-    places: dict[tuple[Any, ...], list[Report]] = {}
+    places: dict[tuple[Any, ...], list[RankReport]] = {}
     for report in others:
         key = (
-            report["state"] in _AHEAD and report["state"],
+            report["state"] in _STATES_OUTSIDE_CALL and report["state"],
             report["op"],
             report["axis"],
             report["caller"],
             report.get("at"),
         )
         places.setdefault(key, []).append(report)
-    lines = [_where(same) for same in places.values()]
-    more = len(lines) - _SHOWN_PLACES
+    lines = [_describe_ranks(same) for same in places.values()]
+    more = len(lines) - _MAX_PLACES
     return [
-        *absent(reports),
-        *lines[:_SHOWN_PLACES],
+        *missing_ranks(reports),
+        *lines[:_MAX_PLACES],
         *([f"Other ranks were at {more} more places."] if more > 0 else []),
     ]
 
 
-def _where(same: Sequence[Report]) -> str:
+def _describe_ranks(same: Sequence[RankReport]) -> str:
     first = same[0]
     ranks = sorted(report["rank"] for report in same)
-    who = f"Rank {ranks[0]} was" if len(ranks) == 1 else f"Ranks {rank_list(ranks)} were"
+    who = f"Rank {ranks[0]} was" if len(ranks) == 1 else f"Ranks {format_ranks(ranks)} were"
     numbers = {report["number"] for report in same}
     number = f", operation {first['number']:,}" if len(numbers) == 1 else ""
     groups = {tuple(report["ranks"]) for report in same}
-    over = f"{first['axis']} (ranks {rank_list(first['ranks'])})" if len(groups) == 1 else first["axis"]
+    over = f"{first['axis']} (ranks {format_ranks(first['ranks'])})" if len(groups) == 1 else first["axis"]
     what = f"{first['op']} over {over} at {first['caller']}{number}"
     longest = _seconds(max(report["for_s"] for report in same))
-    if first["state"] not in _AHEAD:
+    if first["state"] not in _STATES_OUTSIDE_CALL:
         return f"{who} waiting in {what}, for up to {longest}."
     if first["state"] == "device":
         at = f"; the main thread is at {first['at']}" if first.get("at") else ""
@@ -152,7 +156,7 @@ def _where(same: Sequence[Report]) -> str:
     return f"{who} in no communication since {what}{stack}."
 
 
-def absent(reports: Sequence[Report]) -> list[str]:
+def missing_ranks(reports: Sequence[RankReport]) -> list[str]:
     """Who has started fewer collectives over an axis than the ranks that wait there; transfers have no such order.
 
     A rank that waits for its device may wait for any of its axes. Of ranks that all do, none is blamed while another does not: how far
@@ -162,7 +166,7 @@ def absent(reports: Sequence[Report]) -> list[str]:
     by_rank = {report["rank"]: report for report in reports}
     stuck = {report["rank"] for report in reports if report["state"] == "device"}
     for report in reports:
-        for axis, what in _waited_for(report).items():
+        for axis, what in _awaited_collectives(report).items():
             ranks = report["counts"][axis][0]
             started = {
                 rank: by_rank[rank]["counts"].get(axis, [ranks, 0])[1]
@@ -176,13 +180,13 @@ def absent(reports: Sequence[Report]) -> list[str]:
                 there = [rank for rank in started if started[rank] == most]
                 fewest = min(started[rank] for rank in late)
                 lines[
-                    f"{_ranks(late)} did not arrive at {what} over {axis} (ranks {rank_list(ranks)}): {fewest:,} collectives "
-                    f"started there, {most:,} by {_ranks(there).lower()}."
+                    f"{_rank_label(late)} did not arrive at {what} over {axis} (ranks {format_ranks(ranks)}): {fewest:,} collectives "
+                    f"started there, {most:,} by {_rank_label(there).lower()}."
                 ] = None
     return list(lines)
 
 
-def _waited_for(report: Report) -> dict[str, str]:
+def _awaited_collectives(report: RankReport) -> dict[str, str]:
     """Axis -> collective that a rank may be waiting for."""
     if report["state"] == "device":
         return {axis: "a collective" for axis, (ranks, _) in report["counts"].items() if len(ranks) > 1}
@@ -191,19 +195,19 @@ def _waited_for(report: Report) -> dict[str, str]:
     return {report["axis"]: report["op"]}
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {rank_list(ranks)}"
+def _rank_label(ranks: Sequence[int]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {format_ranks(ranks)}"
 
 
-def request(error_file: str | Path) -> Path:
+def report_request_path(error_file: str | Path) -> Path:
     """The file whose presence asks the rank with this error file for a report."""
-    return Path(error_file).parent / REQUEST
+    return Path(error_file).parent / REPORT_REQUEST_FILE
 
 
-def rank_list(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks in few words.
 
-    >>> rank_list([0, 1, 2, 4, 6, 7])
+    >>> format_ranks([0, 1, 2, 4, 6, 7])
     '0-2, 4, 6-7'
     """
     spans: list[list[int]] = []

@@ -12,7 +12,7 @@ batch (group call) of sends and receives. The rules:
 - The host issues ahead and blocks at nothing but calls marked as `blocking` (gloo, or code that reads a result) and, with
   `lazy_connect`, the first use of a communicator, which returns when every member has come to its own first use.
 
-With `one_queue` all communicators of a rank share one stream: a device with room for one communication kernel at a time. What
+With `single_stream` all communicators of a rank share one stream: a device with room for one communication kernel at a time. What
 ends there ends in every other order that NCCL could choose, because a queue of all calls only adds waits.
 
 Every time here is a maximum over times of what came before plus a cost, so a program is a graph, its makespan is the longest
@@ -62,29 +62,29 @@ class Compute:
     cost: float = 1.0
 
 
-Item = Call | Compute
+ProgramItem = Call | Compute
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class NcclProgram:
     """What each rank issues, in order, and the members of each communicator."""
 
-    items: tuple[Sequence[Item], ...]
+    items: tuple[Sequence[ProgramItem], ...]
     communicators: Mapping[Any, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """A call that a rank has begun and never ends: it waits in `operation` (None: in connecting) for `partners`, which never come."""
+class BlockedCall:
+    """A call that a rank has begun and never ends: it waits in `operation` (None: in connecting) for `missing_ranks`, which never come."""
 
     rank: int
     position: int
     call: Call
     operation: Operation | None
-    partners: tuple[int, ...]
+    missing_ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        missing = f"rank{'s' * (len(self.partners) > 1)} {', '.join(map(str, self.partners))}"
+        missing = f"rank{'s' * (len(self.missing_ranks) > 1)} {', '.join(map(str, self.missing_ranks))}"
         doing = (
             f"to connect {self.call.communicator} with"
             if self.operation is None
@@ -94,77 +94,77 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """When everything is done, and nothing in `waits`; or what ranks wait for, for ever."""
+class ProgramResult:
+    """When everything is done, and nothing in `blocked_calls`; or what ranks wait for, for ever."""
 
     makespan: float
-    waits: tuple[Wait, ...] = ()
+    blocked_calls: tuple[BlockedCall, ...] = ()
 
     @property
-    def ends(self) -> bool:
-        return not self.waits
+    def completes(self) -> bool:
+        return not self.blocked_calls
 
 
-def play(program: Program, *, lazy_connect: bool = False, one_queue: bool = False) -> Outcome:
+def simulate_program(program: NcclProgram, *, lazy_connect: bool = False, single_stream: bool = False) -> ProgramResult:
     """What becomes of a program under the rules of this module.
 
     >>> both = lambda peer: Call("cp", (Operation(SEND, peer), Operation(RECEIVE, peer)))
-    >>> play(Program(((both(1),), (both(0),)), {"cp": (0, 1)})).ends
+    >>> simulate_program(NcclProgram(((both(1),), (both(0),)), {"cp": (0, 1)})).completes
     True
     >>> alone = lambda peer: (Call("cp", (Operation(SEND, peer),)), Call("cp", (Operation(RECEIVE, peer),)))
-    >>> str(play(Program((alone(1), alone(0)), {"cp": (0, 1)})).waits[0])
+    >>> str(simulate_program(NcclProgram((alone(1), alone(0)), {"cp": (0, 1)})).blocked_calls[0])
     'rank 0 waits in send to rank 1 on cp for rank 1'
     """
-    graph = _Graph(program, lazy_connect=lazy_connect, one_queue=one_queue)
+    graph = _DependencyGraph(program, lazy_connect=lazy_connect, single_stream=single_stream)
     graph.run()
-    if all(count == 0 for count in graph.before):
-        return Outcome(max(graph.time, default=0.0))
-    return Outcome(float("inf"), tuple(graph.waits()))
+    if all(count == 0 for count in graph.num_pending):
+        return ProgramResult(max(graph.time, default=0.0))
+    return ProgramResult(float("inf"), tuple(graph.blocked_calls()))
 
 
-class _Graph:
-    """Moments, and what each waits for: `before` counts what has not happened yet of it."""
+class _DependencyGraph:
+    """Moments, and what each waits for: `num_pending` counts what has not happened yet of it."""
 
-    def __init__(self, program: Program, *, lazy_connect: bool, one_queue: bool) -> None:
-        self.before: list[int] = []
+    def __init__(self, program: NcclProgram, *, lazy_connect: bool, single_stream: bool) -> None:
+        self.num_pending: list[int] = []
         self.time: list[float] = []
-        self._after: list[list[int]] = []
+        self._successors: list[list[int]] = []
         self._cost: list[float] = []
         self._program = program
-        self._lazy_connect, self._one_queue = lazy_connect, one_queue
-        self._meetings: dict[
+        self._lazy_connect, self._single_stream = lazy_connect, single_stream
+        self._rendezvous_nodes: dict[
             tuple[Hashable, ...], int
         ] = {}  # of a message's ends, of a collective's or a first use's members
-        self._arrived: dict[int, list[tuple[int, int]]] = {}  # of a meeting the ranks that come to it, and when
+        self._arrivals: dict[int, list[tuple[int, int]]] = {}  # of a meeting the ranks that come to it, and when
         # Of each item its moments: a computation's end; a call's coming to it, connection, start and end.
-        self._moments: list[list[tuple[int, ...]]] = []
-        self._met: list[list[tuple[int, ...]]] = []  # of each item the meetings of its operations
+        self._item_nodes: list[list[tuple[int, ...]]] = []
+        self._item_rendezvous: list[list[tuple[int, ...]]] = []  # of each item the meetings of its operations
         for rank, items in enumerate(program.items):
-            self._moments.append([])
-            self._met.append([])
+            self._item_nodes.append([])
+            self._item_rendezvous.append([])
             self._add_rank(rank, items)
 
-    def _node(self, cost: float = 0.0, *after: int, awaits: int = 0) -> int:
+    def _add_node(self, cost: float = 0.0, *predecessors: int, awaits: int = 0) -> int:
         """A moment that comes `cost` after the last of some others, and of `awaits` that are yet to be added."""
-        node = len(self.before)
-        self.before.append(awaits)
+        node = len(self.num_pending)
+        self.num_pending.append(awaits)
         self.time.append(0.0)
-        self._after.append([])
+        self._successors.append([])
         self._cost.append(cost)
-        for other in after:
+        for other in predecessors:
             if other >= 0:
-                self._after[other].append(node)
-                self.before[node] += 1
+                self._successors[other].append(node)
+                self.num_pending[node] += 1
         return node
 
-    def _add_rank(self, rank: int, items: Sequence[Item]) -> None:
+    def _add_rank(self, rank: int, items: Sequence[ProgramItem]) -> None:
         computed = host = -1
         streams: dict[Hashable, int] = {}
         counts: dict[tuple[Hashable, ...], int] = {}
-        moments, met = self._moments[rank], self._met[rank]
+        moments, met = self._item_nodes[rank], self._item_rendezvous[rank]
         for item in items:
             if isinstance(item, Compute):
-                computed = self._node(item.cost, computed, host, *(moments[need][-1] for need in item.needs))
+                computed = self._add_node(item.cost, computed, host, *(moments[need][-1] for need in item.needs))
                 moments.append((computed,))
                 met.append(())
                 continue
@@ -172,20 +172,22 @@ class _Graph:
             issued = connected = host
             if self._lazy_connect and ("connect", communicator) not in counts:
                 counts["connect", communicator] = 1
-                issued = self._node(0.0, host)
-                connected = self._meet(
+                issued = self._add_node(0.0, host)
+                connected = self._join_rendezvous(
                     issued, ("connect", communicator), rank, self._program.communicators[communicator]
                 )
-            stream = None if self._one_queue else communicator
-            start = self._node(0.0, connected, computed, streams.get(stream, -1))
-            meetings = tuple(self._operate(start, item, operation, rank, counts) for operation in item.operations)
-            end = self._node(0.0, start, *meetings)
+            stream = None if self._single_stream else communicator
+            start = self._add_node(0.0, connected, computed, streams.get(stream, -1))
+            meetings = tuple(
+                self._join_operation(start, item, operation, rank, counts) for operation in item.operations
+            )
+            end = self._add_node(0.0, start, *meetings)
             streams[stream] = end
             host = end if item.blocking else connected
             moments.append((issued, connected, start, end))
             met.append(meetings)
 
-    def _operate(
+    def _join_operation(
         self, start: int, call: Call, operation: Operation, rank: int, counts: dict[tuple[Hashable, ...], int]
     ) -> int:
         """Joins the meeting of an operation with its partners, which it answers."""
@@ -198,54 +200,56 @@ class _Graph:
             key, members = (communicator,), self._program.communicators[communicator]
         number = counts[key] = counts.get(key, 0) + 1
         # A collective meets others of its kind only.
-        return self._meet(start, (*key, number, kind) if len(key) == 1 else (*key, number), rank, members, call.cost)
+        return self._join_rendezvous(
+            start, (*key, number, kind) if len(key) == 1 else (*key, number), rank, members, call.cost
+        )
 
-    def _meet(
+    def _join_rendezvous(
         self, node: int, key: tuple[Hashable, ...], rank: int, members: tuple[int, ...], cost: float = 0.0
     ) -> int:
-        meeting = self._meetings.get(key)
+        meeting = self._rendezvous_nodes.get(key)
         if meeting is None:
-            meeting = self._meetings[key] = self._node(cost, awaits=len(members))
-            self._arrived[meeting] = []
-        self._after[node].append(meeting)
-        self._arrived[meeting].append((rank, node))
+            meeting = self._rendezvous_nodes[key] = self._add_node(cost, awaits=len(members))
+            self._arrivals[meeting] = []
+        self._successors[node].append(meeting)
+        self._arrivals[meeting].append((rank, node))
         return meeting
 
     def run(self) -> None:
         """Let everything happen that can."""
-        before, time, cost = self.before, self.time, self._cost
+        before, time, cost = self.num_pending, self.time, self._cost
         ready = [node for node, count in enumerate(before) if count == 0]
         for node in ready:  # grows meanwhile
             now = time[node] = time[node] + cost[node]
-            for other in self._after[node]:
+            for other in self._successors[node]:
                 if now > time[other]:
                     time[other] = now
                 before[other] -= 1
                 if before[other] == 0:
                     ready.append(other)
 
-    def waits(self) -> Iterator[Wait]:
+    def blocked_calls(self) -> Iterator[BlockedCall]:
         """What ranks have begun and do not end. A rank that is not done has begun something, since it does not wait for itself."""
         for rank, items in enumerate(self._program.items):
             for position, item in enumerate(items):
                 if isinstance(item, Call):
-                    yield from self._begun(rank, position, item)
+                    yield from self._blocked_in_call(rank, position, item)
 
-    def _undone(self, node: int) -> bool:
-        return node >= 0 and self.before[node] > 0
+    def _is_pending(self, node: int) -> bool:
+        return node >= 0 and self.num_pending[node] > 0
 
-    def _begun(self, rank: int, position: int, call: Call) -> Iterator[Wait]:
-        issued, connected, start, end = self._moments[rank][position]
+    def _blocked_in_call(self, rank: int, position: int, call: Call) -> Iterator[BlockedCall]:
+        issued, connected, start, end = self._item_nodes[rank][position]
         members = self._program.communicators[call.communicator]
-        if connected != issued and self._undone(connected) and not self._undone(issued):
-            yield Wait(rank, position, call, None, self._absent(connected, members))
-        elif self._undone(end) and not self._undone(start):
-            for operation, meeting in zip(call.operations, self._met[rank][position]):
-                if self._undone(meeting):
+        if connected != issued and self._is_pending(connected) and not self._is_pending(issued):
+            yield BlockedCall(rank, position, call, None, self._missing_members(connected, members))
+        elif self._is_pending(end) and not self._is_pending(start):
+            for operation, meeting in zip(call.operations, self._item_rendezvous[rank][position]):
+                if self._is_pending(meeting):
                     others = members if operation.peer < 0 else (operation.peer,)
-                    yield Wait(rank, position, call, operation, self._absent(meeting, others))
+                    yield BlockedCall(rank, position, call, operation, self._missing_members(meeting, others))
 
-    def _absent(self, meeting: int, members: tuple[int, ...]) -> tuple[int, ...]:
+    def _missing_members(self, meeting: int, members: tuple[int, ...]) -> tuple[int, ...]:
         """The members that have not come to a meeting."""
-        present = {other for other, node in self._arrived[meeting] if not self._undone(node)}
+        present = {other for other, node in self._arrivals[meeting] if not self._is_pending(node)}
         return tuple(member for member in members if member not in present)

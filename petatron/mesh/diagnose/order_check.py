@@ -28,25 +28,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
 
-from petatron.mesh.comm_record import Communicator, Event
-from petatron.mesh.diagnose.nccl_program import RECEIVE, SEND, Call, Operation, Program, Wait, play
+from petatron.mesh.comm_record import CommEvent, Communicator
+from petatron.mesh.diagnose.nccl_program import (
+    RECEIVE,
+    SEND,
+    BlockedCall,
+    Call,
+    NcclProgram,
+    Operation,
+    simulate_program,
+)
 
-CONCURRENT = ("background_control",)
+CONCURRENT_AXES = ("background_control",)
 """Axes that a thread beside training talks over."""
-_EACH_ITS_OWN_SIZE = ("all_to_all",)
+_VARIABLE_SIZE_OPS = ("all_to_all",)
 
 
-def order_findings(records: Sequence[Sequence[Event]]) -> list[str]:
+def order_problems(records: Sequence[Sequence[CommEvent]]) -> list[str]:
     """What NCCL could hang at, from the events of all ranks in the order of issue; empty if it cannot.
 
     Operations without partners come first: while there are any, nothing is said about orders.
     """
-    return list(_mismatches(records)) or list(_circles(records))
+    return list(_mismatches(records)) or list(_deadlock_cycles(records))
 
 
-def _mismatches(records: Sequence[Sequence[Event]]) -> Iterator[str]:
-    collectives: dict[Communicator, dict[int, list[Event]]] = {}
-    messages: dict[tuple[Communicator, int, int], tuple[list[Event], list[Event]]] = {}
+def _mismatches(records: Sequence[Sequence[CommEvent]]) -> Iterator[str]:
+    collectives: dict[Communicator, dict[int, list[CommEvent]]] = {}
+    messages: dict[tuple[Communicator, int, int], tuple[list[CommEvent], list[CommEvent]]] = {}
     for rank, events in enumerate(records):
         for event in events:
             if event.peer is None:
@@ -63,7 +71,9 @@ def _mismatches(records: Sequence[Sequence[Event]]) -> Iterator[str]:
         yield from _first_difference(source, sent, destination, received, "message")
 
 
-def _first_difference(one: int, events: Sequence[Event], two: int, others: Sequence[Event], noun: str) -> Iterator[str]:
+def _first_difference(
+    one: int, events: Sequence[CommEvent], two: int, others: Sequence[CommEvent], noun: str
+) -> Iterator[str]:
     for number, (ours, theirs) in enumerate(zip_longest(events, others), start=1):
         if ours is None or theirs is None or _signature(ours) != _signature(theirs):
             there = (f"on rank {rank} {_quoted(event)}" for rank, event in ((one, ours), (two, theirs)))
@@ -71,21 +81,21 @@ def _first_difference(one: int, events: Sequence[Event], two: int, others: Seque
             return
 
 
-def _signature(event: Event) -> tuple[object, ...]:
+def _signature(event: CommEvent) -> tuple[object, ...]:
     op = "message" if event.peer is not None else event.op
-    return op, event.dtype, -1 if event.op in _EACH_ITS_OWN_SIZE else event.elements
+    return op, event.dtype, -1 if event.op in _VARIABLE_SIZE_OPS else event.elements
 
 
-def _quoted(event: Event | None) -> str:
+def _quoted(event: CommEvent | None) -> str:
     return "missing" if event is None else f'"{event}"'
 
 
-def _circles(records: Sequence[Sequence[Event]]) -> Iterator[str]:
+def _deadlock_cycles(records: Sequence[Sequence[CommEvent]]) -> Iterator[str]:
     batches = [_batches(events) for events in records]
-    calls = tuple([_call(batch) for batch in own] for own in batches)
+    calls = tuple([_as_call(batch) for batch in own] for own in batches)
     communicators = {event.communicator: event.communicator.ranks for own in records for event in own}
-    heads: dict[int, Wait] = {}  # what each rank that waits is at; in one queue that is one call
-    for wait in play(Program(calls, communicators), one_queue=True).waits:
+    heads: dict[int, BlockedCall] = {}  # what each rank that waits is at; in one queue that is one call
+    for wait in simulate_program(NcclProgram(calls, communicators), single_stream=True).blocked_calls:
         heads.setdefault(wait.rank, wait)
     seen: set[int] = set()
     for start in heads:
@@ -94,38 +104,39 @@ def _circles(records: Sequence[Sequence[Event]]) -> Iterator[str]:
         while rank not in seen:
             seen.add(rank)
             path.append(rank)
-            rank = heads[rank].partners[0]
+            rank = heads[rank].missing_ranks[0]
         if rank in path:
             circle = path[path.index(rank) :]
-            yield _described([(rank, _event(batches[rank], heads[rank])) for rank in circle])
+            yield _describe_cycle([(rank, _waiting_event(batches[rank], heads[rank])) for rank in circle])
 
 
-def _described(circle: list[tuple[int, Event]]) -> str:
+def _describe_cycle(cycle: list[tuple[int, CommEvent]]) -> str:
     """Each rank of a circle is at an operation that the next one comes to after its own."""
-    (one, first), (two, second), *others = circle
+    (one, first), (two, second), *others = cycle
     if not others:
         return f'ranks {one} and {two}: "{first}" before "{second}" on rank {one}, after it on rank {two}'
-    waits = (f'rank {rank} is at "{event}"' for rank, event in circle)
-    ranks = ", ".join(str(rank) for rank, _ in circle)
+    waits = (f'rank {rank} is at "{event}"' for rank, event in cycle)
+    ranks = ", ".join(str(rank) for rank, _ in cycle)
     return f"ranks {ranks} wait in a circle, each for the next: {'; '.join(waits)}"
 
 
-def _event(batches: list[list[Event]], wait: Wait) -> Event:
+def _waiting_event(batches: list[list[CommEvent]], wait: BlockedCall) -> CommEvent:
     """The operation that a rank waits in."""
     assert wait.operation is not None
     place = wait.call.operations.index(wait.operation)
     return batches[wait.position][place]
 
 
-def _batches(events: Sequence[Event]) -> list[list[Event]]:
+def _batches(events: Sequence[CommEvent]) -> list[list[CommEvent]]:
     """Collectives alone, and sends and receives that were started together on one communicator; not those of other threads."""
-    ordered = (event for event in events if event.axis not in CONCURRENT)
+    ordered = (event for event in events if event.axis not in CONCURRENT_AXES)
     together = groupby(
-        ordered, key=lambda event: (event.communicator, event.number if event.batch is None else -1 - event.batch)
+        ordered,
+        key=lambda event: (event.communicator, event.sequence_number if event.batch is None else -1 - event.batch),
     )
     return [list(batch) for _, batch in together]
 
 
-def _call(batch: list[Event]) -> Call:
+def _as_call(batch: list[CommEvent]) -> Call:
     operations = tuple(Operation(event.op, -1 if event.peer is None else event.peer) for event in batch)
     return Call(batch[0].communicator, operations)

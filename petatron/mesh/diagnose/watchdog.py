@@ -2,9 +2,9 @@
 
 A collective that some rank never joins ends by the backend's time limit. gloo raises in the waiting call then. NCCL's own watchdog would
 end the process with SIGABRT and pages of C++ frames, and no Python would run any more: so this thread ends the process first, with
-a report, and NCCL's limit is a little longer (`nccl.backstop`). It writes the report a while before the limit. It also does so when the
-launcher has put a file beside the error file, which it does as soon as a rank has failed: then ranks that only wait for a dead one
-have a report too, before they are stopped.
+a report, and NCCL's limit is a little longer (`nccl_options.nccl_timeout`). It writes the report a while before
+the limit. It also does so when the launcher has put a file beside the error file, which it does as soon as a rank has failed:
+then ranks that only wait for a dead one have a report too, before they are stopped.
 
 Under NCCL the host is not inside a collective: it starts operations and goes on until it needs a result. What this thread sees of a
 hang there is a main thread that starts nothing any more while the device has unfinished work (a long compilation or a slow disk leaves
@@ -30,8 +30,14 @@ from typing import Protocol
 
 from petatron.base.errors import LaunchError, PeerFailure
 from petatron.base.log import get_logger
-from petatron.mesh.comm_record import Event, Record, place_of
-from petatron.mesh.diagnose.failure_report import Report, before, report_of, request, sentence
+from petatron.mesh.comm_record import CommEvent, CommRecord, frame_location
+from petatron.mesh.diagnose.failure_report import (
+    RankReport,
+    build_rank_report,
+    describe_rank,
+    last_operations,
+    report_request_path,
+)
 from petatron.mesh.launch.environment import error_file, write_error_file
 
 _log = get_logger(__name__)
@@ -40,14 +46,14 @@ _MARGIN, _MARGIN_S = 0.2, 30.0
 _SHORT_S = 15.0
 
 
-class Peers(Protocol):
+class PeerFailureStore(Protocol):
     """What the watchdog asks the rendezvous of other machines' ranks."""
 
-    def raise_for_failure(self) -> None:
+    def raise_if_peer_failed(self) -> None:
         """Raises what another rank has left, and an error of the store where that is gone."""
 
 
-def _end_process(code: int) -> None:
+def _exit_process(code: int) -> None:
     sys.stderr.flush()
     os._exit(code)
 
@@ -57,23 +63,23 @@ class Watchdog:
 
     def __init__(
         self,
-        record: Record,
+        record: CommRecord,
         *,
         timeout_s: float,
-        path: str | None = None,
-        busy: Callable[[], bool] | None = None,
-        peers: Callable[[], Peers] | None = None,
-        end: Callable[[int], object] = _end_process,
+        error_path: str | None = None,
+        device_busy: Callable[[], bool] | None = None,
+        connect_peers: Callable[[], PeerFailureStore] | None = None,
+        exit_process: Callable[[int], object] = _exit_process,
     ) -> None:
-        """`timeout_s` is how long communication may take; `path` is the error file, else the one that the launcher named.
+        """`timeout_s` is how long communication may take; `error_path` is the error file, else the one that the launcher named.
 
-        `busy` says whether the device has unfinished work, for a backend whose collectives the host does not wait in. `peers` connects
-        to where ranks of other machines leave word; `end` ends the process.
+        `device_busy` says whether the device has unfinished work, for a backend whose collectives the host does not wait in.
+        `connect_peers` connects to where ranks of other machines leave word; `exit_process` ends the process.
         """
         self._record, self._timeout_s = record, timeout_s
-        self._path = path or error_file()
-        self._busy, self._connect, self._end = busy, peers, end
-        self._peers: Peers | None = None
+        self._error_path = error_path or error_file()
+        self._device_busy, self._connect_peers, self._exit_process = device_busy, connect_peers, exit_process
+        self._peers: PeerFailureStore | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._written_at: int | None = None
@@ -88,75 +94,81 @@ class Watchdog:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-            self._withdraw()
+            self._remove_report()
 
     def _watch(self) -> None:
         while not self._stop.wait(min(_POLL_S, self._timeout_s / 20)):
             if self._written_at is not None and self._written_at != self._record.count:
-                self._withdraw()
-            stalled_s, limit_s = self._stalled()
-            if self._written_at is None and (stalled_s > limit_s - min(_MARGIN_S, _MARGIN * limit_s) or self._asked()):
-                self._write()
-            if self._busy is not None and self._waiting() is None and stalled_s > limit_s:
-                self._end(1)  # the host is in no call that would raise
-            self._look_for_failures(stalled_s)
+                self._remove_report()
+            stalled_s, limit_s = self._stalled_and_limit_s()
+            if self._written_at is None and (
+                stalled_s > limit_s - min(_MARGIN_S, _MARGIN * limit_s) or self._report_requested()
+            ):
+                self._write_report()
+            if self._device_busy is not None and self._waiting_event() is None and stalled_s > limit_s:
+                self._exit_process(1)  # the host is in no call that would raise
+            self._check_peers(stalled_s)
 
-    def _asked(self) -> bool:
-        return self._path is not None and request(self._path).exists()
+    def _report_requested(self) -> bool:
+        return self._error_path is not None and report_request_path(self._error_path).exists()
 
-    def _write(self) -> None:
+    def _write_report(self) -> None:
         self._written_at, report = self._record.count, self.report()
-        text = "\n".join([sentence(report), *before(report)])
-        if self._path is None:
+        text = "\n".join([describe_rank(report), *last_operations(report)])
+        if self._error_path is None:
             _log.error("%s", text)
         else:
-            write_error_file(self._path, message=sentence(report), text=text, echo=True, report=report)
+            write_error_file(self._error_path, message=describe_rank(report), text=text, echo=True, report=report)
 
-    def _withdraw(self) -> None:
-        if self._written_at is not None and self._path is not None:
-            Path(self._path).unlink(missing_ok=True)
+    def _remove_report(self) -> None:
+        if self._written_at is not None and self._error_path is not None:
+            Path(self._error_path).unlink(missing_ok=True)
         self._written_at = None
 
-    def _stalled(self) -> tuple[float, float]:
+    def _stalled_and_limit_s(self) -> tuple[float, float]:
         """For how many seconds this rank has waited for others, and how many that may be."""
-        waiting, latest, now = self._waiting(), self._record.latest(), time.monotonic()
+        waiting, latest, now = self._waiting_event(), self._record.latest(), time.monotonic()
         if waiting is not None:
-            return now - waiting.begun_s, self._record.timeout_of(waiting.axis)
-        since_s = 0.0 if latest is None else now - latest.begun_s
-        if self._busy is not None and (since_s < min(_SHORT_S, self._timeout_s / 2) or not self._busy()):
+            return now - waiting.started_s, self._record.timeout_of(waiting.axis)
+        since_s = 0.0 if latest is None else now - latest.started_s
+        if self._device_busy is not None and (since_s < min(_SHORT_S, self._timeout_s / 2) or not self._device_busy()):
             since_s = 0.0  # nothing waits: it computes, compiles, reads
         return since_s, self._timeout_s
 
-    def _waiting(self) -> Event | None:
+    def _waiting_event(self) -> CommEvent | None:
         """The operation that the host is in; of two threads', the one that may take less long."""
-        inside = [event for event in self._record.events() if event.inside]
+        inside = [event for event in self._record.events() if event.host_in_call]
         return min(inside, key=lambda event: self._record.timeout_of(event.axis), default=None)
 
-    def _look_for_failures(self, stalled_s: float) -> None:
-        if self._connect is None:
+    def _check_peers(self, stalled_s: float) -> None:
+        if self._connect_peers is None:
             return
         try:
-            self._peers = self._peers or self._connect()
-            self._peers.raise_for_failure()
+            self._peers = self._peers or self._connect_peers()
+            self._peers.raise_if_peer_failed()
         except PeerFailure as failed:
-            self._give_up(str(failed))
+            self._exit_after_peer_failure(str(failed))
         except (LaunchError, RuntimeError) as gone:  # torch's store errors are RuntimeErrors
             if stalled_s > _SHORT_S:
-                self._give_up(f"The store of rank 0 is gone, and so is rank 0: {str(gone).splitlines()[0]}")
+                self._exit_after_peer_failure(
+                    f"The store of rank 0 is gone, and so is rank 0: {str(gone).splitlines()[0]}"
+                )
 
-    def _give_up(self, text: str) -> None:
+    def _exit_after_peer_failure(self, text: str) -> None:
         """Another rank has failed and nobody else would end this one."""
         report = self.report()
-        if self._path is None or not write_error_file(self._path, message=text, text=text, echo=True, report=report):
+        if self._error_path is None or not write_error_file(
+            self._error_path, message=text, text=text, echo=True, report=report
+        ):
             _log.error("rank %d ends: %s", self._record.rank, text)
-        self._end(1)
+        self._exit_process(1)
 
-    def report(self) -> Report:
+    def report(self) -> RankReport:
         """Where this rank is now."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        at = None if frame is None else place_of(frame)
-        waiting = self._waiting()
+        at = None if frame is None else frame_location(frame)
+        waiting = self._waiting_event()
         if waiting is not None:
-            return report_of(self._record, waiting, state="waiting", at=at)
-        state = "device" if self._busy is not None and self._busy() else "idle"
-        return report_of(self._record, self._record.latest(), state=state, at=at)
+            return build_rank_report(self._record, waiting, state="waiting", main_thread_at=at)
+        state = "device" if self._device_busy is not None and self._device_busy() else "idle"
+        return build_rank_report(self._record, self._record.latest(), state=state, main_thread_at=at)

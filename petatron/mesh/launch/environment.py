@@ -33,13 +33,13 @@ from typing import Literal, NoReturn
 
 from petatron.base.errors import ConfigError, LaunchError, PetatronError
 from petatron.base.log import get_logger
-from petatron.base.safe_files import publish
-from petatron.mesh.launch.shared_secret import VARIABLE as SECRET
+from petatron.base.safe_files import write_atomic
+from petatron.mesh.launch.shared_secret import SECRET_VARIABLE as SECRET
 from petatron.mesh.launch.shared_secret import check_secret
 
 logger = get_logger(__name__)
 
-Origin = Literal["torchrun", "slurm", "single"]
+Launcher = Literal["torchrun", "slurm", "single"]
 Backend = Literal["gloo", "nccl", "fake"]
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -51,7 +51,7 @@ ECHO_DELAY_S = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
+class RankEnvironment:
     """This process's place among all ranks, and where rank 0 can be reached."""
 
     rank: int
@@ -60,23 +60,23 @@ class Environment:
     local_world_size: int
     master_addr: str
     master_port: int
-    origin: Origin
+    launcher: Launcher
     store_file: str | None = None
     """Where ranks meet that our launcher started on one machine, in the place of an address."""
     secret: str | None = field(default=None, repr=False)
     """What ranks of several machines prove by that they belong together (`shared_secret.py`)."""
     secret_name: str | None = None
     """Where nothing passed the secret on: the name under which rank 0 leaves it for the others."""
-    agent_attempt: int | None = None
+    restart_count: int | None = None
     """Where torchrun's agent hosts the store: how often it has started the ranks again."""
 
 
-SINGLE = Environment(
-    rank=0, local_rank=0, world_size=1, local_world_size=1, master_addr="127.0.0.1", master_port=0, origin="single"
+SINGLE_PROCESS = RankEnvironment(
+    rank=0, local_rank=0, world_size=1, local_world_size=1, master_addr="127.0.0.1", master_port=0, launcher="single"
 )
 
 
-def read_environment(env: Mapping[str, str] = os.environ) -> Environment:
+def read_environment(env: Mapping[str, str] = os.environ) -> RankEnvironment:
     """Ask torchrun's variables, then SLURM's; neither means a single process."""
     if "RANK" in env or "LOCAL_RANK" in env:
         found = _from_torchrun(env)
@@ -85,34 +85,34 @@ def read_environment(env: Mapping[str, str] = os.environ) -> Environment:
     elif env.get("WORLD_SIZE", "1") != "1":
         found = _from_torchrun(env)
     else:
-        return SINGLE
-    _check(found)
+        return SINGLE_PROCESS
+    _check_consistent(found)
     return found
 
 
-def _from_torchrun(env: Mapping[str, str]) -> Environment:
+def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
     _require(env, TORCHRUN_VARIABLES, who="torchrun's variables")
-    return Environment(
+    return RankEnvironment(
         rank=_integer(env, "RANK"),
         local_rank=_integer(env, "LOCAL_RANK"),
         world_size=_integer(env, "WORLD_SIZE"),
         local_world_size=_integer(env, "LOCAL_WORLD_SIZE"),
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT"),
-        origin="torchrun",
+        launcher="torchrun",
         store_file=env.get(STORE_FILE),
-        secret=given_secret(env),
+        secret=secret_from_env(env),
         secret_name=env.get(SECRET_NAME),
-        agent_attempt=_agent_attempt(env),
+        restart_count=_restart_count(env),
     )
 
 
-def given_secret(env: Mapping[str, str] = os.environ) -> str | None:
+def secret_from_env(env: Mapping[str, str] = os.environ) -> str | None:
     """The secret of the run, where somebody has passed it on."""
     return check_secret(env[SECRET]) if SECRET in env else None
 
 
-def _agent_attempt(env: Mapping[str, str]) -> int | None:
+def _restart_count(env: Mapping[str, str]) -> int | None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return _integer(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
@@ -123,22 +123,22 @@ def _inside_slurm_step(env: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in env and step.isdecimal() and int(step) < FIRST_RESERVED_SLURM_STEP
 
 
-def _from_slurm(env: Mapping[str, str]) -> Environment:
+def _from_slurm(env: Mapping[str, str]) -> RankEnvironment:
     tasks = _first_present(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     nodes = _first_present(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     _require(env, ("SLURM_PROCID", "SLURM_LOCALID", tasks, nodes, "SLURM_JOB_ID"), who="SLURM's variables")
     hosts = expand_hosts(env[nodes])
     world_size = _integer(env, tasks)
     port = 10_000 + (_integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 20_000
-    return Environment(
+    return RankEnvironment(
         rank=_integer(env, "SLURM_PROCID"),
         local_rank=_integer(env, "SLURM_LOCALID"),
         world_size=world_size,
         local_world_size=_slurm_local_world_size(env, num_nodes=len(hosts), world_size=world_size),
         master_addr=env.get("MASTER_ADDR", hosts[0]),
         master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else port,
-        origin="slurm",
-        secret=given_secret(env),
+        launcher="slurm",
+        secret=secret_from_env(env),
         secret_name=f"slurm-{env['SLURM_JOB_ID']}-{env['SLURM_STEP_ID']}",
     )
 
@@ -213,7 +213,7 @@ def _integer(env: Mapping[str, str], name: str) -> int:
         raise LaunchError(f"{name}={env[name]!r} is not a whole number. Whatever launched this rank set it.") from None
 
 
-def _check(found: Environment) -> None:
+def _check_consistent(found: RankEnvironment) -> None:
     wrong: list[str] = []
     if not 0 <= found.rank < found.world_size:
         wrong.append(f"rank {found.rank} is not below the world size {found.world_size}")
@@ -224,9 +224,9 @@ def _check(found: Environment) -> None:
     if not 0 < found.master_port < 65_536:
         wrong.append(f"port {found.master_port} is not between 1 and 65535")
     if wrong:
-        names = ", ".join(TORCHRUN_VARIABLES) if found.origin == "torchrun" else "SLURM_PROCID, SLURM_NTASKS, ..."
+        names = ", ".join(TORCHRUN_VARIABLES) if found.launcher == "torchrun" else "SLURM_PROCID, SLURM_NTASKS, ..."
         raise LaunchError(
-            f"The {found.origin} variables ({names}) contradict each other: {'; '.join(wrong)}. Left-over exports in "
+            f"The {found.launcher} variables ({names}) contradict each other: {'; '.join(wrong)}. Left-over exports in "
             "the shell are the usual cause; unset them."
         )
 
@@ -241,8 +241,8 @@ def usable_cores() -> int:
         return cores
 
 
-def rank_environment(
-    environment: Environment, *, error_file: str | None = None, base: Mapping[str, str] = os.environ
+def rank_variables(
+    environment: RankEnvironment, *, error_file: str | None = None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """All variables of a rank that we start ourselves; what the user set for threads and interfaces stays."""
     env = dict(base)
@@ -268,13 +268,13 @@ def rank_environment(
     return env
 
 
-def set_variables(wanted: Mapping[str, str]) -> None:
+def set_default_variables(wanted: Mapping[str, str]) -> None:
     """Set variables of libraries that read them later; what the user has set stays."""
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
 
-def guard(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> int:
+def run_rank_main(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> int:
     """Run a rank's main to the end of its process; on failure leave a report for the launcher.
 
     A rank with peers, or with a launcher that reads the error file, ends here without running destructors. After a
@@ -289,37 +289,37 @@ def guard(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> in
     except (KeyboardInterrupt, SystemExit) as stop:
         if alone and not error_file:
             raise
-        _end_now(130 if isinstance(stop, KeyboardInterrupt) else _exit_code(stop))
+        _exit_now(130 if isinstance(stop, KeyboardInterrupt) else _exit_code(stop))
     except Exception as error:
         failed = 2 if isinstance(error, ConfigError) else 1  # as the command line says it without other ranks
         written = error_file is not None and _write_error_file(error, error_file)
         if alone and not written:
             raise
         if not written:
-            logger.error("rank %s failed: %s", env.get("RANK", env.get("SLURM_PROCID", "?")), _text(error))
+            logger.error("rank %s failed: %s", env.get("RANK", env.get("SLURM_PROCID", "?")), _error_text(error))
         if not alone and not is_echo(error):
-            _tell_peers(_text(error), env)
-        _end_now(failed)
+            _notify_peers(_error_text(error), env)
+        _exit_now(failed)
     if not alone:
-        _end_now(code)
+        _exit_now(code)
     return code
 
 
-def _tell_peers(text: str, env: Mapping[str, str]) -> None:
+def _notify_peers(text: str, env: Mapping[str, str]) -> None:
     """Let ranks know that no launcher of this machine would end."""
     try:
         environment = read_environment(env)
     except LaunchError:  # who this rank is may be what is wrong
         return
     if environment.store_file is None:
-        from petatron.mesh.launch.rendezvous import tell_peers
+        from petatron.mesh.launch.rendezvous import notify_peers
 
-        tell_peers(environment, text)
+        notify_peers(environment, text)
 
 
 def _write_error_file(error: Exception, path: str) -> bool:
     message, report = f"{type(error).__name__}: {error}", getattr(error, "report", None)
-    return write_error_file(path, message=message, text=_text(error), echo=is_echo(error), report=report)
+    return write_error_file(path, message=message, text=_error_text(error), echo=is_echo(error), report=report)
 
 
 def write_error_file(
@@ -335,7 +335,7 @@ def write_error_file(
         "communication": report,
     }
     try:
-        publish(Path(path), json.dumps({"message": {"message": message, "extraInfo": details}}))
+        write_atomic(Path(path), json.dumps({"message": {"message": message, "extraInfo": details}}))
     except OSError:
         return False
     return True
@@ -346,7 +346,7 @@ def error_file(env: Mapping[str, str] = os.environ) -> str | None:
     return env.get(ERROR_FILE)
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """What a person needs to see: an error of theirs without our stack, anything else with it."""
     if isinstance(error, PetatronError):
         return str(error)
@@ -372,7 +372,7 @@ def _exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def _end_now(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()

@@ -31,12 +31,12 @@ from pathlib import Path
 from types import FrameType
 
 from petatron.base.errors import LaunchError
-from petatron.base.terminal_escape import escaped_output, unescaped
+from petatron.base.terminal_escape import escaped_output, raw_stream
 from petatron.mesh.diagnose import failure_report
-from petatron.mesh.launch.environment import Environment, given_secret, rank_environment
+from petatron.mesh.launch.environment import RankEnvironment, rank_variables, secret_from_env
 
-POLL_S = 0.05
-TERMINATE_S = 2.0
+POLL_INTERVAL_S = 0.05
+TERMINATE_GRACE_S = 2.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -51,40 +51,40 @@ def run_ranks(
     grace_s: float = 3.0,
 ) -> int:
     """Run `command` once per local rank and return the exit code: 0, the first failure's, or 128 + the signal that ended it."""
-    environments = _local_ranks(
+    environments = _rank_environments(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, master_port=master_port
     )
     with tempfile.TemporaryDirectory(prefix="petatron-ranks-") as folder:  # nobody else may look into it
         if nnodes == 1:
             environments = [replace(one, store_file=str(Path(folder) / "store")) for one in environments]
         else:
-            given = given_secret()
+            given = secret_from_env()
             name = None if given else _secret_name(environments[0])  # rank 0 leaves one there, and the others find it
             environments = [replace(one, secret=given, secret_name=name) for one in environments]
-        ranks: list[Rank] = []
-        with _forwarding(ranks) as received:
+        ranks: list[RankProcess] = []
+        with _forward_signals(ranks) as received:
             try:
                 for environment in environments:
-                    ranks.append(_start(command, environment, Path(folder) / f"rank-{environment.rank}.json"))
-                first = _wait(ranks, grace_s=grace_s)
+                    ranks.append(_start_rank(command, environment, Path(folder) / f"rank-{environment.rank}.json"))
+                first = _wait_for_ranks(ranks, grace_s=grace_s)
             finally:
-                _stop(ranks)
+                _stop_ranks(ranks)
         if nnodes > 1 and first is not None:
-            _tell_other_machines(first, environments)
+            _notify_other_nodes(first, environments)
         with escaped_output():  # what failed ranks report may hold words of others
-            return _conclude(ranks, first, received, world_size=environments[0].world_size)
+            return _report_and_exit_code(ranks, first, received, world_size=environments[0].world_size)
 
 
 @dataclass(slots=True)
-class Rank:
+class RankProcess:
     """One child process and where it reports an error."""
 
-    number: int
+    rank: int
     process: subprocess.Popen[bytes]
     error_file: Path
     ended_at: float | None = None
     """When we first saw that it had ended (unix time)."""
-    stopped: bool = False
+    stopped_by_launcher: bool = False
     """Whether we ended it because another rank failed."""
 
     def running(self) -> bool:
@@ -94,7 +94,7 @@ class Rank:
 
 
 @dataclass(slots=True)
-class Received:
+class ReceivedSignals:
     """Signals this process got while the ranks ran."""
 
     signals: list[signal.Signals] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Received:
         """Whether a second Ctrl-C has killed the ranks."""
         return self.signals.count(signal.SIGINT) > 1
 
-    def ended(self, code: int) -> bool:
+    def caused_exit(self, code: int) -> bool:
         """Whether a rank with this exit code died of what was passed on, which needs no error report.
 
         Ranks die of it in many ways: by the signal itself, as Python ends on Ctrl-C, or because their peers did. Only the
@@ -117,14 +117,14 @@ class Received:
         return code < 0 or code in {128 + number for number in self.signals}
 
     @property
-    def code(self) -> int:
+    def exit_code(self) -> int:
         """What a shell says of a program that such a signal ended: the one that killed, or the one that was passed on."""
         return 128 + (signal.SIGINT if self.killing else self.signals[0])
 
 
-def _local_ranks(
+def _rank_environments(
     *, nproc: int, nnodes: int, node_rank: int, master_addr: str, master_port: int | None
-) -> list[Environment]:
+) -> list[RankEnvironment]:
     if nproc < 1:
         raise LaunchError(f"--nproc-per-node {nproc} starts no rank. Give at least 1.")
     if not 0 <= node_rank < nnodes:
@@ -138,31 +138,31 @@ def _local_ranks(
         )
     port = master_port if master_port is not None else _free_port()
     return [
-        Environment(
+        RankEnvironment(
             rank=node_rank * nproc + local_rank,
             local_rank=local_rank,
             world_size=nnodes * nproc,
             local_world_size=nproc,
             master_addr=master_addr,
             master_port=port,
-            origin="torchrun",
+            launcher="torchrun",
         )
         for local_rank in range(nproc)
     ]
 
 
-def _secret_name(environment: Environment) -> str:
+def _secret_name(environment: RankEnvironment) -> str:
     return f"{environment.master_addr}-{environment.master_port}".replace("/", "_")
 
 
-def _tell_other_machines(first: Rank, environments: Sequence[Environment]) -> None:
+def _notify_other_nodes(first: RankProcess, environments: Sequence[RankEnvironment]) -> None:
     """A rank that was killed could not say so itself; where rank 0 is gone, so is the store, which its peers notice."""
-    place = next(one for one in environments if one.rank == first.number)
-    if first.process.returncode >= 0 or first.number == 0 or place.secret is None:
+    place = next(one for one in environments if one.rank == first.rank)
+    if first.process.returncode >= 0 or first.rank == 0 or place.secret is None:
         return
     from petatron.mesh.launch import rendezvous
 
-    rendezvous.tell_peers(place, f"It was ended by {signal.Signals(-first.process.returncode).name}.")
+    rendezvous.notify_peers(place, f"It was ended by {signal.Signals(-first.process.returncode).name}.")
 
 
 def _free_port() -> int:
@@ -171,18 +171,18 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start(command: Sequence[str], environment: Environment, error_file: Path) -> Rank:
+def _start_rank(command: Sequence[str], environment: RankEnvironment, error_file: Path) -> RankProcess:
     try:
         process = subprocess.Popen(
             list(command),
-            env=rank_environment(environment, error_file=str(error_file)),
+            env=rank_variables(environment, error_file=str(error_file)),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=_die_with_parent(),
         )
     except OSError as error:
         raise LaunchError(f"Cannot start rank {environment.rank} with {command[0]!r}: {error}.") from error
-    return Rank(number=environment.rank, process=process, error_file=error_file)
+    return RankProcess(rank=environment.rank, process=process, error_file=error_file)
 
 
 def _die_with_parent() -> Callable[[], None] | None:
@@ -201,9 +201,9 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 @contextlib.contextmanager
-def _forwarding(ranks: list[Rank]) -> Iterator[Received]:
+def _forward_signals(ranks: list[RankProcess]) -> Iterator[ReceivedSignals]:
     """While open, pass SIGINT, SIGTERM and SIGHUP on to the ranks; the second SIGINT kills them."""
-    received = Received()
+    received = ReceivedSignals()
     if threading.current_thread() is not threading.main_thread():
         yield received  # only the main thread may install handlers
         return
@@ -216,7 +216,7 @@ def _forwarding(ranks: list[Rank]) -> Iterator[Received]:
         elif not already:
             _signal_all(ranks, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_ours(number)]
+    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_not_ignored(number)]
     before = {number: signal.signal(number, handle) for number in wanted}
     try:
         yield received
@@ -225,94 +225,96 @@ def _forwarding(ranks: list[Rank]) -> Iterator[Received]:
             signal.signal(number, handler)
 
 
-def _is_ours(number: signal.Signals) -> bool:
+def _is_not_ignored(number: signal.Signals) -> bool:
     # nohup, and shells that start background jobs, ignore signals on purpose.
     return signal.getsignal(number) is not signal.SIG_IGN
 
 
-def _signal_all(ranks: Sequence[Rank], number: signal.Signals) -> None:
+def _signal_all(ranks: Sequence[RankProcess], number: signal.Signals) -> None:
     for rank in ranks:
         if rank.running():
             rank.process.send_signal(number)
 
 
-def _wait(ranks: Sequence[Rank], *, grace_s: float) -> Rank | None:
+def _wait_for_ranks(ranks: Sequence[RankProcess], *, grace_s: float) -> RankProcess | None:
     """Until all ranks ended well (None), or one failed and the others had `grace_s` to end by themselves."""
-    first: Rank | None = None
+    first: RankProcess | None = None
     deadline = float("inf")
-    while _running(ranks) and time.monotonic() < deadline:
+    while _num_running(ranks) and time.monotonic() < deadline:
         if first is None:
             first = _first_failed(ranks)
             if first is not None:
                 deadline = time.monotonic() + grace_s
-                failure_report.request(first.error_file).touch()
-        time.sleep(POLL_S)
+                failure_report.report_request_path(first.error_file).touch()
+        time.sleep(POLL_INTERVAL_S)
     return first or _first_failed(ranks)
 
 
-def _running(ranks: Sequence[Rank]) -> int:
+def _num_running(ranks: Sequence[RankProcess]) -> int:
     return sum(rank.running() for rank in ranks)  # a sum, not any(): it looks at every rank
 
 
-def _first_failed(ranks: Sequence[Rank]) -> Rank | None:
+def _first_failed(ranks: Sequence[RankProcess]) -> RankProcess | None:
     failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
     return min(failed, key=lambda rank: rank.ended_at or 0.0, default=None)
 
 
-def _stop(ranks: Sequence[Rank]) -> None:
+def _stop_ranks(ranks: Sequence[RankProcess]) -> None:
     """SIGTERM, a moment, SIGKILL, and no zombie; a rank that has ended is left alone."""
     for rank in ranks:
-        rank.stopped = rank.running()
+        rank.stopped_by_launcher = rank.running()
     _signal_all(ranks, signal.SIGTERM)
-    deadline = time.monotonic() + TERMINATE_S
-    while _running(ranks) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    deadline = time.monotonic() + TERMINATE_GRACE_S
+    while _num_running(ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL_S)
     _signal_all(ranks, signal.SIGKILL)
     for rank in ranks:
         rank.process.wait()
 
 
-def _conclude(ranks: Sequence[Rank], first: Rank | None, received: Received, *, world_size: int) -> int:
+def _report_and_exit_code(
+    ranks: Sequence[RankProcess], first: RankProcess | None, received: ReceivedSignals, *, world_size: int
+) -> int:
     """The exit code of the whole, after telling what happened if it was not a success."""
     if first is None:
         return 0
     if sys.stderr.isatty():
-        unescaped(sys.stderr).write("\x1b[?25h")  # a rank that was killed may have left the cursor hidden
-    if received.ended(first.process.returncode):
+        raw_stream(sys.stderr).write("\x1b[?25h")  # a rank that was killed may have left the cursor hidden
+    if received.caused_exit(first.process.returncode):
         names = " and ".join(dict.fromkeys(number.name for number in received.signals))
         _say(f"Stopped by {names} before the run could end by itself.")
-        return received.code
-    culprit, report, gave_up = _first_cause(ranks)
+        return received.exit_code
+    culprit, report, gave_up = _root_cause(ranks)
     if report and all((own := _read_report(rank.error_file)) and own.text == report for rank in ranks):
         _say(report)  # every rank found the same fault: it is the input's, not a rank's
-        return _code(culprit)
-    stopped = sum(rank.stopped for rank in ranks)
-    followed = sum(rank.process.returncode != 0 and not rank.stopped for rank in ranks) - 1
+        return _exit_code(culprit)
+    stopped = sum(rank.stopped_by_launcher for rank in ranks)
+    followed = sum(rank.process.returncode != 0 and not rank.stopped_by_launcher for rank in ranks) - 1
     verb = "gave up" if gave_up else "failed"
-    _say(f"\nRank {culprit.number} of {world_size} {verb} first{_how(culprit)}")
+    _say(f"\nRank {culprit.rank} of {world_size} {verb} first{_exit_description(culprit)}")
     if report:
         _say(f"\n{report}\n")
-    for line in failure_report.together(_communication(ranks), failed_rank=culprit.number):
+    for line in failure_report.combine_reports(_communication_reports(ranks), failed_rank=culprit.rank):
         _say(line)
     others = [f"{stopped} stopped"] * bool(stopped) + [f"{followed} failed after it"] * bool(followed)
     if others:
         _say(f"Other ranks on this machine: {', '.join(others)}.")
-    return _code(culprit)
+    return _exit_code(culprit)
 
 
 def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def _first_cause(ranks: Sequence[Rank]) -> tuple[Rank, str, bool]:
+def _root_cause(ranks: Sequence[RankProcess]) -> tuple[RankProcess, str, bool]:
     """The rank that started it, its text, and whether all that it did was to give up waiting for another.
 
     An error of its own beats a death without report, because NCCL's watchdog aborts ranks whose peer failed; both beat
     a report of a broken connection. Within a class the earliest wins.
     """
-    causes: list[tuple[int, float, Rank, str]] = []
+    causes: list[tuple[int, float, RankProcess, str]] = []
     for rank in ranks:
-        if rank.stopped or rank.process.returncode == 0:
+        if rank.stopped_by_launcher or rank.process.returncode == 0:
             continue
         report = _read_report(rank.error_file)
         if report is None or (report.waiting and rank.process.returncode not in (1, -signal.SIGABRT)):
@@ -323,20 +325,20 @@ def _first_cause(ranks: Sequence[Rank]) -> tuple[Rank, str, bool]:
     return culprit, text, kind == 2
 
 
-def _communication(ranks: Sequence[Rank]) -> list[failure_report.Report]:
+def _communication_reports(ranks: Sequence[RankProcess]) -> list[failure_report.RankReport]:
     """Where each rank of this machine was that could tell."""
     reports = [_read_report(rank.error_file) for rank in ranks]
     return [report.communication for report in reports if report is not None and report.communication is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankErrorReport:
     """What a failed rank wrote, or one that waits for it."""
 
     text: str
     time: float
     echo: bool
-    communication: failure_report.Report | None = None
+    communication: failure_report.RankReport | None = None
 
     @property
     def waiting(self) -> bool:
@@ -344,11 +346,11 @@ class Report:
         return self.communication is not None and self.communication["state"] != "failed"
 
 
-def _read_report(path: Path) -> Report | None:
+def _read_report(path: Path) -> RankErrorReport | None:
     try:
         details = json.loads(path.read_text())["message"]["extraInfo"]
         time_s = float(details.get("time", details["timestamp"]))
-        return Report(
+        return RankErrorReport(
             text=details["py_callstack"],
             time=time_s,
             echo=bool(details.get("echo")),
@@ -358,7 +360,7 @@ def _read_report(path: Path) -> Report | None:
         return None
 
 
-def _how(rank: Rank) -> str:
+def _exit_description(rank: RankProcess) -> str:
     code = rank.process.returncode
     if code >= 0:
         return ":" if rank.error_file.exists() else f", with exit code {code} and no report."
@@ -366,6 +368,6 @@ def _how(rank: Rank) -> str:
     return f": it was ended by {signal.Signals(-code).name}.{hint}"
 
 
-def _code(rank: Rank) -> int:
+def _exit_code(rank: RankProcess) -> int:
     code = rank.process.returncode
     return 128 - code if code < 0 else code

@@ -1,6 +1,6 @@
 """What NCCL and torch's use of it are told: options of a communicator, and environment variables.
 
-`variables` lists every variable this package relies on, with the reason; `environment.py` sets them before the first group exists,
+`env_variables` lists every variable this package relies on, with the reason; `environment.py` sets them before the first group exists,
 where the user has not, and `petatron doctor` shows them.
 """
 
@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from petatron.config.nccl_communicators import CommunicatorOptions, CommunicatorSettings
 
-__all__ = ["CommunicatorOptions", "Variable", "nccl_options", "variables"]
+__all__ = ["CommunicatorOptions", "EnvVariable", "env_variables", "nccl_options"]
 
-_CONFIG = ("cga_cluster_size", "min_ctas", "max_ctas", "net_name")
+_CONFIG_FIELDS = ("cga_cluster_size", "min_ctas", "max_ctas", "net_name")
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class EnvVariable:
     """An environment variable, its value, and why it has it."""
 
     name: str
@@ -29,41 +29,45 @@ class Variable:
     reason: str
 
 
-_ALWAYS = (
-    Variable(
+_ALWAYS_VARIABLES = (
+    EnvVariable(
         "TORCH_GLOO_LAZY_INIT", "1", "gloo connects two ranks when they first communicate, not all with all at start"
     ),
 )
-_NCCL = (
-    Variable(
+_NCCL_VARIABLES = (
+    EnvVariable(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "a failed or late collective ends the process instead of hanging it"
     ),
-    Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", "our own report of the last operations takes the place of a dump"),
-    Variable("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "120", "a rank stuck inside NCCL itself is ended after two minutes"),
+    EnvVariable("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", "our own report of the last operations takes the place of a dump"),
+    EnvVariable(
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "120", "a rank stuck inside NCCL itself is ended after two minutes"
+    ),
 )
-_SHARED_DEVICE = (
-    Variable("NCCL_SOCKET_IFNAME", "lo", "ranks that share a device talk through the loopback interface"),
-    Variable("NCCL_IB_DISABLE", "1", "no InfiniBand between ranks of one machine that pass for several"),
-    Variable("NCCL_NVLS_ENABLE", "0", "no switch multicast within one device"),
+_SHARED_DEVICE_VARIABLES = (
+    EnvVariable("NCCL_SOCKET_IFNAME", "lo", "ranks that share a device talk through the loopback interface"),
+    EnvVariable("NCCL_IB_DISABLE", "1", "no InfiniBand between ranks of one machine that pass for several"),
+    EnvVariable("NCCL_NVLS_ENABLE", "0", "no switch multicast within one device"),
 )
 
 
-def variables(*, nccl: bool, shared_by: int = 1, rank: int = 0) -> tuple[Variable, ...]:
-    """What is set for a rank; `shared_by` is how many ranks use its device on purpose.
+def env_variables(*, nccl: bool, ranks_per_device: int = 1, rank: int = 0) -> tuple[EnvVariable, ...]:
+    """What is set for a rank; `ranks_per_device` is how many ranks use its device on purpose.
 
     NCCL refuses two ranks on one device of one host, so ranks that share one pass for hosts of their own.
 
-    >>> [variable.name for variable in variables(nccl=False)]
+    >>> [variable.name for variable in env_variables(nccl=False)]
     ['TORCH_GLOO_LAZY_INIT']
     """
-    found = (*_ALWAYS, *(_NCCL if nccl else ()))
-    if nccl and shared_by > 1:
-        host = Variable("NCCL_HOSTID", f"rank{rank}", "NCCL takes the ranks of one device for those of several hosts")
-        found += (host, *_SHARED_DEVICE)
+    found = (*_ALWAYS_VARIABLES, *(_NCCL_VARIABLES if nccl else ()))
+    if nccl and ranks_per_device > 1:
+        host = EnvVariable(
+            "NCCL_HOSTID", f"rank{rank}", "NCCL takes the ranks of one device for those of several hosts"
+        )
+        found += (host, *_SHARED_DEVICE_VARIABLES)
     return found
 
 
-def backstop(timeout: timedelta) -> timedelta:
+def nccl_timeout(timeout: timedelta) -> timedelta:
     """NCCL's own time limit: longer than ours, at which our watchdog ends the process with a report."""
     return timeout + min(timeout, timedelta(minutes=1))
 
@@ -73,12 +77,12 @@ def nccl_options(settings: CommunicatorSettings, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.is_high_priority_stream = settings.is_high_priority_stream
-    for name in _CONFIG:
+    for name in _CONFIG_FIELDS:
         value = getattr(settings, name)
         if value is not None:
             setattr(options.config, name, value)
     return options
 
 
-def as_environment(found: tuple[Variable, ...]) -> Mapping[str, str]:
+def as_env_dict(found: tuple[EnvVariable, ...]) -> Mapping[str, str]:
     return {variable.name: variable.value for variable in found}

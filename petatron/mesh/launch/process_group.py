@@ -19,21 +19,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
-from petatron.mesh.launch.environment import Backend, Environment, set_variables
-from petatron.mesh.launch.nccl_options import as_environment, variables
+from petatron.mesh.launch.environment import Backend, RankEnvironment, set_default_variables
+from petatron.mesh.launch.nccl_options import as_env_dict, env_variables
 from petatron.mesh.launch.rendezvous import Rendezvous
 
 _log = get_logger(__name__)
-_DESCRIPTORS = 65_536
+_MAX_OPEN_FILES = 65_536
 """How many open files a rank asks for; sockets count as such."""
 
 
 def start_process_group(
-    environment: Environment,
+    environment: RankEnvironment,
     *,
     backend: Backend | None = None,
     timeout_minutes: float = 10.0,
-    device_kind: Literal["cpu", "cuda"] = "cpu",
+    device_type: Literal["cpu", "cuda"] = "cpu",
     deterministic: bool = False,
     ranks_per_device: int = 1,
 ) -> Backend:
@@ -42,18 +42,18 @@ def start_process_group(
     `fake` pretends to have joined (for planning). `deterministic` lets torch use only deterministic kernels; cuBLAS needs to be
     told before CUDA starts.
     """
-    backend = backend or ("nccl" if device_kind == "cuda" else "gloo")
+    backend = backend or ("nccl" if device_type == "cuda" else "gloo")
     if deterministic:
-        set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+        set_default_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
         torch.use_deterministic_algorithms(True)
-    if backend == "nccl" and (device_kind != "cuda" or not dist.is_nccl_available()):
+    if backend == "nccl" and (device_type != "cuda" or not dist.is_nccl_available()):
         raise LaunchError(
             f"--distributed-backend nccl needs CUDA devices and a torch built with NCCL; here the device is "
-            f"{device_kind} and NCCL is {'' if dist.is_nccl_available() else 'not '}available. Use gloo."
+            f"{device_type} and NCCL is {'' if dist.is_nccl_available() else 'not '}available. Use gloo."
         )
-    wanted = variables(nccl=backend == "nccl", shared_by=ranks_per_device, rank=environment.rank)
-    set_variables(as_environment(wanted))
-    if device_kind == "cuda":
+    wanted = env_variables(nccl=backend == "nccl", ranks_per_device=ranks_per_device, rank=environment.rank)
+    set_default_variables(as_env_dict(wanted))
+    if device_type == "cuda":
         _bind_device(local_device_index(environment.local_rank, torch.cuda.device_count(), ranks_per_device))
     if environment.world_size == 1:
         return backend
@@ -61,19 +61,23 @@ def start_process_group(
         dist.init_process_group("fake", store=FakeStore(), rank=environment.rank, world_size=environment.world_size)
         return backend
     _raise_descriptor_limit(environment)
-    store = _join(environment, timedelta(minutes=timeout_minutes))
+    store = _join_ranks(environment, timedelta(minutes=timeout_minutes))
     if backend == "nccl":
         _claim_device(store, environment, ranks_per_device)
     return backend
 
 
-def _join(environment: Environment, timeout: timedelta) -> dist.Store:
+def _join_ranks(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
     meeting = Rendezvous(environment, timeout=timeout)
-    meeting.roll_call(timeout)
+    meeting.wait_for_all_ranks(timeout)
     # gloo also under NCCL. And no device: one bound to this group would make NCCL split every later group from the world,
     # which all ranks would have to join, while ours are made by their members alone.
     dist.init_process_group(
-        "gloo", store=meeting.groups_store(), rank=environment.rank, world_size=environment.world_size, timeout=timeout
+        "gloo",
+        store=meeting.process_group_store(),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
     )
     return meeting.store
 
@@ -132,7 +136,7 @@ def local_device_index(local_rank: int, num_visible: int, ranks_per_device: int 
     return index
 
 
-def _claim_device(store: dist.Store, environment: Environment, ranks_per_device: int) -> None:
+def _claim_device(store: dist.Store, environment: RankEnvironment, ranks_per_device: int) -> None:
     """Refuse a device that more ranks use than were meant to; NCCL would refuse it with less of a reason, or hang."""
     index = torch.cuda.current_device()
     unique = str(torch.cuda.get_device_properties(index).uuid)
@@ -144,10 +148,10 @@ def _claim_device(store: dist.Store, environment: Environment, ranks_per_device:
         )
 
 
-def _raise_descriptor_limit(environment: Environment) -> None:
+def _raise_descriptor_limit(environment: RankEnvironment) -> None:
     """Every connection is a descriptor, and the usual soft limit of 1,024 is soon reached; raising it needs no privilege."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     # The store of rank 0 has a connection to every rank and to its watchdog; groups and files come on top.

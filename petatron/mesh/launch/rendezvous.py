@@ -1,12 +1,12 @@
 """Where the ranks of a launch find each other: a store that all of them reach, a roll call, and word of a rank that failed.
 
-Ranks that our launcher starts on one machine share a file in its private folder (`Environment.store_file`); others share a TCP store
+Ranks that our launcher starts on one machine share a file in its private folder (`RankEnvironment.store_file`); others share a TCP store
 that rank 0, or torchrun's agent, hosts at the master address. Whoever reaches that address can write into the store, so ranks prove
 by a shared secret (`shared_secret.py`) that they belong to the run, and so does what they tell each other of failures.
 
 The roll call comes before anything else, so that a rank that never starts is named, and a rank that fails before it could join ends
-the others at once instead of leaving them waiting for the time limit. Such a rank leaves a word in the store (`tell_failure`); rank 0, who
-hosts the store, stays until all have read it, or a few seconds. Later on the watchdog of every rank looks for that word.
+the others at once instead of leaving them waiting for the time limit. Such a rank leaves a word in the store (`report_failure`); rank 0,
+who hosts the store, stays until all have read it, or a few seconds. Later on the watchdog of every rank looks for that word.
 """
 
 from __future__ import annotations
@@ -24,70 +24,70 @@ import torch.distributed as dist
 
 from petatron.base.errors import LaunchError, PeerFailure
 from petatron.base.log import get_logger
-from petatron.base.safe_files import is_private
-from petatron.mesh.diagnose.failure_report import rank_list
-from petatron.mesh.launch.environment import SECRET, STORE_FILE, Environment, set_variables
-from petatron.mesh.launch.shared_secret import find_secret, leave_secret, proof, proves, secret_folder
+from petatron.base.safe_files import is_private_folder
+from petatron.mesh.diagnose.failure_report import format_ranks
+from petatron.mesh.launch.environment import SECRET, STORE_FILE, RankEnvironment, set_default_variables
+from petatron.mesh.launch.shared_secret import compute_hmac, secret_folder, verify_hmac, wait_for_secret, write_secret
 
 _log = get_logger(__name__)
-_PATIENCE = timedelta(hours=6)
+_GROUP_TIMEOUT = timedelta(hours=6)
 _LINGER_S = 10.0
 _NOTICE_S = 30.0
 _POLL_S = (0.01, 1.0)
-_LONGEST_TEXT = 4_000
+_MAX_TEXT_CHARS = 4_000
 
 
 class Rendezvous:
     """The store of a launch, seen by one rank. Rank 0 is a member of every group and leaves last."""
 
-    def __init__(self, environment: Environment, *, timeout: timedelta = timedelta(minutes=5)) -> None:
+    def __init__(self, environment: RankEnvironment, *, timeout: timedelta = timedelta(minutes=5)) -> None:
         """`timeout` is how long to wait for whoever hosts the store."""
         self.rank = environment.rank
         self._environment, self._world_size = environment, environment.world_size
-        self._awaited, self._refused = set(range(1, self._world_size)), set[str]()
+        self._missing_ranks, self._refused = set(range(1, self._world_size)), set[str]()
         try:
             self._secret = _secret_of(environment, timeout_s=timeout.total_seconds())
             if self.rank == 0:
-                self._keep_secret()
+                self._export_secret()
             self.store = _open_store(environment, timeout)
         except dist.DistError as error:
             raise LaunchError(
-                f"Rank {self.rank} of {self._world_size} could not join the others at {self._where}: "
+                f"Rank {self.rank} of {self._world_size} could not join the others at {self._address}: "
                 f"{str(error).splitlines()[0]} Check that every rank was started, that the address reaches rank 0's machine "
                 "and that the port is free there."
             ) from error
 
     @property
-    def _where(self) -> str:
+    def _address(self) -> str:
         return self._environment.store_file or f"{self._environment.master_addr}:{self._environment.master_port}"
 
-    def roll_call(self, timeout: timedelta) -> None:
+    def wait_for_all_ranks(self, timeout: timedelta) -> None:
         """Returns when all ranks are here and have proven that they belong to this run; raises when one has failed, or when some have
         not come in time."""
         if self.rank == 0:
             self.store.set("nonce", secrets.token_hex(16))
         started, pause, notice_s = time.monotonic(), _POLL_S[0], _NOTICE_S
         while not (self._all_admitted() if self.rank == 0 else self._admitted()):
-            self.raise_for_failure()
+            self.raise_if_peer_failed()
             waited = time.monotonic() - started
             if waited > timeout.total_seconds():
                 raise LaunchError(
-                    f"Rank {self.rank} of {self._world_size} waited {waited:.0f} s at {self._where} for {self._missing()}. "
+                    f"Rank {self.rank} of {self._world_size} waited {waited:.0f} s at {self._address} for {self._describe_missing()}. "
                     "Check that every rank was started, and how those ended."
                 )
             if self.rank == 0 and waited > notice_s:
-                _log.info("waiting for %s (%.0f s)", self._missing(), waited)
+                _log.info("waiting for %s (%.0f s)", self._describe_missing(), waited)
                 notice_s *= 2
             time.sleep(pause)
             pause = min(_POLL_S[1], 1.5 * pause)
-        self._keep_secret()
+        self._export_secret()
         if self.rank == 0 and self._environment.secret_name is not None:
             (secret_folder() / self._environment.secret_name).unlink(missing_ok=True)
 
-    def _keep_secret(self) -> None:
+    def _export_secret(self) -> None:
         """For whatever else of this process, such as the watchdog, comes to the same store."""
         if self._secret:
-            set_variables({SECRET: self._secret})
+            set_default_variables({SECRET: self._secret})
 
     def _admitted(self) -> bool:
         """On every rank but the first: say that we are here, and see whether rank 0 has admitted all."""
@@ -98,47 +98,47 @@ class Rendezvous:
             LaunchError
         ):  # an earlier run may have left another one; when all are admitted it is gone
             self._secret = _secret_of(self._environment, timeout_s=0.0)
-        own = f"present/{self.rank}", proof(self._secret, nonce, "rank", self.rank, self._world_size)
+        own = f"present/{self.rank}", compute_hmac(self._secret, nonce, "rank", self.rank, self._world_size)
         if not self.store.check([own[0]]) or self._read(own[0]) != own[1]:
             self.store.set(*own)
         said = self._read("admitted") if self.store.check(["admitted"]) else ""
-        return proves(said, self._secret, nonce, "admitted", self._world_size)
+        return verify_hmac(said, self._secret, nonce, "admitted", self._world_size)
 
     def _all_admitted(self) -> bool:
         """On rank 0: whether all others are here; a stranger does not count, and does not keep out whom it poses as."""
         nonce = self._read("nonce")
-        for rank in sorted(self._awaited):
+        for rank in sorted(self._missing_ranks):
             if not self.store.check([f"present/{rank}"]):
                 continue
             said = self._read(f"present/{rank}")
-            if proves(said, self._secret, nonce, "rank", rank, self._world_size):
-                self._awaited.remove(rank)
+            if verify_hmac(said, self._secret, nonce, "rank", rank, self._world_size):
+                self._missing_ranks.remove(rank)
             elif said not in self._refused:
                 self._refused.add(said)
                 _log.warning("somebody without the secret of this run says to be rank %d, and is not admitted", rank)
-        if self._awaited:
+        if self._missing_ranks:
             return False
-        self.store.set("admitted", proof(self._secret, nonce, "admitted", self._world_size))
+        self.store.set("admitted", compute_hmac(self._secret, nonce, "admitted", self._world_size))
         return True
 
     def _read(self, key: str) -> str:
         return self.store.get(key).decode(errors="replace")
 
-    def _missing(self) -> str:
+    def _describe_missing(self) -> str:
         if self.rank:
             absent = [rank for rank in range(1, self._world_size) if not self.store.check([f"present/{rank}"])] or [0]
         else:
-            absent = sorted(self._awaited)
-        return f"{'rank' if len(absent) == 1 else 'ranks'} {rank_list(absent)}"
+            absent = sorted(self._missing_ranks)
+        return f"{'rank' if len(absent) == 1 else 'ranks'} {format_ranks(absent)}"
 
-    def tell_failure(self, text: str) -> None:
+    def report_failure(self, text: str) -> None:
         """Leave word of this rank's failure for the others. Only the first word counts."""
-        text = text[-_LONGEST_TEXT:]
-        told = {"rank": self.rank, "text": text, "proof": proof(self._secret, "failed", self.rank, text)}
+        text = text[-_MAX_TEXT_CHARS:]
+        told = {"rank": self.rank, "text": text, "proof": compute_hmac(self._secret, "failed", self.rank, text)}
         self.store.compare_set("failed", "", json.dumps(told))
         self._acknowledge()
 
-    def failure(self) -> str | None:
+    def first_failure(self) -> str | None:
         """What the first rank that failed has left."""
         if not self.store.check(["failed"]):
             return None
@@ -149,13 +149,13 @@ class Rendezvous:
             return None
         return (
             f"Rank {rank} of {self._world_size} failed:\n{text}"
-            if proves(said, self._secret, "failed", rank, text)
+            if verify_hmac(said, self._secret, "failed", rank, text)
             else None
         )
 
-    def raise_for_failure(self) -> None:
+    def raise_if_peer_failed(self) -> None:
         """If another rank has failed, so does this one."""
-        text = self.failure()
+        text = self.first_failure()
         if text is not None:
             self._acknowledge()
             raise PeerFailure(text)
@@ -167,12 +167,12 @@ class Rendezvous:
             time.sleep(0.05)
             told = self.store.add("told", 0)
 
-    def groups_store(self) -> dist.Store:
+    def process_group_store(self) -> dist.Store:
         """Where process groups find each other, after the roll call: under a name that a stranger does not know."""
-        return dist.PrefixStore(proof(self._secret, self._read("nonce"), "groups"), self.store)
+        return dist.PrefixStore(compute_hmac(self._secret, self._read("nonce"), "groups"), self.store)
 
     @contextmanager
-    def group(self, name: str, world_size: int, *, timeout_minutes: float) -> Iterator[None]:
+    def process_group(self, name: str, world_size: int, *, timeout_minutes: float) -> Iterator[None]:
         """While open, the first `world_size` ranks form a gloo process group of their own; rank 0 leaves it last.
 
         Ranks wait for rank 0 as long as it takes, since it may have work of its own between two groups; once it is
@@ -187,42 +187,42 @@ class Rendezvous:
         if self.rank == 0:
             store.set("open", "")
         else:
-            store.wait(["open"], _PATIENCE)
+            store.wait(["open"], _GROUP_TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=world_size, timeout=timeout)
         yield
-        self._gather(store, "left", world_size, timeout)
+        self._wait_at_first_rank(store, "left", world_size, timeout)
         dist.destroy_process_group()
 
     def close(self) -> None:
         """The host may only go when no rank needs it any more."""
-        self._gather(self.store, "closed", self._world_size, _PATIENCE)
+        self._wait_at_first_rank(self.store, "closed", self._world_size, _GROUP_TIMEOUT)
 
-    def _gather(self, store: dist.Store, word: str, world_size: int, timeout: timedelta) -> None:
+    def _wait_at_first_rank(self, store: dist.Store, key: str, world_size: int, timeout: timedelta) -> None:
         """Every rank says the word; rank 0 waits until all have."""
-        store.set(f"{word}-{self.rank}", "")
+        store.set(f"{key}-{self.rank}", "")
         if self.rank == 0:
-            store.wait([f"{word}-{rank}" for rank in range(world_size)], timeout)
+            store.wait([f"{key}-{rank}" for rank in range(world_size)], timeout)
 
 
-def _secret_of(environment: Environment, *, timeout_s: float) -> str:
+def _secret_of(environment: RankEnvironment, *, timeout_s: float) -> str:
     """Empty where a private file, or torchrun, is all that ranks have in common."""
     if environment.secret is not None or environment.secret_name is None:
         return environment.secret or ""
     if environment.rank == 0:
-        return leave_secret(environment.secret_name, secret_folder())
-    return find_secret(environment.secret_name, secret_folder(), timeout_s=timeout_s)
+        return write_secret(environment.secret_name, secret_folder())
+    return wait_for_secret(environment.secret_name, secret_folder(), timeout_s=timeout_s)
 
 
-def _open_store(environment: Environment, timeout: timedelta) -> dist.Store:
+def _open_store(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
     if environment.store_file is not None:
-        if not is_private(Path(environment.store_file).parent):
+        if not is_private_folder(Path(environment.store_file).parent):
             raise LaunchError(
                 f"The folder of {environment.store_file} ({STORE_FILE}) is open to other users, who could pass for a rank. "
                 "Its mode has to be 0700, and its owner you."
             )
         store: dist.Store = dist.FileStore(environment.store_file)
     else:
-        attempt, address, port = environment.agent_attempt, environment.master_addr, environment.master_port
+        attempt, address, port = environment.restart_count, environment.master_addr, environment.master_port
         hosts = environment.rank == 0 and attempt is None
         # Several stores of one process share a server. Nobody waits here: the roll call does, and can say for whom.
         store = dist.TCPStore(
@@ -234,12 +234,12 @@ def _open_store(environment: Environment, timeout: timedelta) -> dist.Store:
     return store
 
 
-def tell_peers(environment: Environment, text: str) -> None:
+def notify_peers(environment: RankEnvironment, text: str) -> None:
     """Leave word of a failure for ranks that no launcher of this machine would end; a best effort that takes some seconds at most.
 
     On one machine the launcher ends them; across machines, or under srun, nobody might.
     """
     try:
-        Rendezvous(environment, timeout=timedelta(seconds=_LINGER_S)).tell_failure(text)
+        Rendezvous(environment, timeout=timedelta(seconds=_LINGER_S)).report_failure(text)
     except (LaunchError, dist.DistError, OSError, RuntimeError) as error:
         _log.debug("the other ranks could not be told: %s", error)

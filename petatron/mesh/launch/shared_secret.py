@@ -16,11 +16,11 @@ from pathlib import Path
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
 from petatron.base.private_dir import private_folder
-from petatron.base.safe_files import is_private
+from petatron.base.safe_files import is_private_folder
 
 _log = get_logger(__name__)
-VARIABLE = "PETATRON_SECRET"
-_SHORTEST = 16
+SECRET_VARIABLE = "PETATRON_SECRET"
+_MIN_CHARS = 16
 _POLL_S, _NOTICE_S = 0.2, 30.0
 
 
@@ -30,22 +30,22 @@ def secret_folder() -> Path:
     if folder is None:
         raise LaunchError(
             "There is no folder ~/.petatron/rendezvous that only you can open, where ranks would leave their secret. Make it with "
-            f"mode 700, or export {VARIABLE} with one random value for all ranks."
+            f"mode 700, or export {SECRET_VARIABLE} with one random value for all ranks."
         )
     return folder
 
 
 def check_secret(text: str) -> str:
     """The user's own, if it is long enough not to be guessed."""
-    if len(text) < _SHORTEST:
+    if len(text) < _MIN_CHARS:
         raise LaunchError(
-            f"{VARIABLE} has {len(text)} characters; give at least {_SHORTEST} random ones, the same for all ranks, "
+            f"{SECRET_VARIABLE} has {len(text)} characters; give at least {_MIN_CHARS} random ones, the same for all ranks, "
             "for instance from `openssl rand -hex 16`."
         )
     return text
 
 
-def leave_secret(name: str, folder: Path) -> str:
+def write_secret(name: str, folder: Path) -> str:
     """Write a new secret for the others to find, in the place of one that an earlier run left."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder)
@@ -57,15 +57,15 @@ def leave_secret(name: str, folder: Path) -> str:
     return text
 
 
-def find_secret(name: str, folder: Path, *, timeout_s: float) -> str:
-    """Wait for what `leave_secret` writes on another machine."""
+def wait_for_secret(name: str, folder: Path, *, timeout_s: float) -> str:
+    """Wait for what `write_secret` writes on another machine."""
     path, started, noticed = folder / name, time.monotonic(), False
     while not path.is_file():
         waited = time.monotonic() - started
         if waited > timeout_s:
             raise LaunchError(
                 f"There is no secret of this run at {path} after {waited:.0f} s; rank 0 leaves it there. "
-                f"Where machines do not share home folders, export {VARIABLE} with one random value for all."
+                f"Where machines do not share home folders, export {SECRET_VARIABLE} with one random value for all."
             )
         if waited > _NOTICE_S and not noticed:
             noticed = True
@@ -76,19 +76,20 @@ def find_secret(name: str, folder: Path, *, timeout_s: float) -> str:
 
 
 def _check_private(folder: Path) -> None:
-    if not is_private(folder):
+    if not is_private_folder(folder):
         raise LaunchError(f"{folder} holds secrets and is open to other users. Make it yours alone: chmod 700 {folder}")
 
 
-def proof(secret: str, *words: object) -> str:
+def compute_hmac(secret: str, *fields: object) -> str:
     """What only someone with the secret can say of these words.
 
-    >>> proof("s" * 16, "rank", 3) == proof("s" * 16, "rank", 3), proof("t" * 16, "rank", 3) == proof("s" * 16, "rank", 3)
+    >>> own = compute_hmac("s" * 16, "rank", 3)
+    >>> own == compute_hmac("s" * 16, "rank", 3), own == compute_hmac("t" * 16, "rank", 3)
     (True, False)
     """
-    return hmac.new(secret.encode(), "\0".join(map(str, words)).encode(), hashlib.sha256).hexdigest()
+    return hmac.new(secret.encode(), "\0".join(map(str, fields)).encode(), hashlib.sha256).hexdigest()
 
 
-def proves(said: str, secret: str, *words: object) -> bool:
+def verify_hmac(digest: str, secret: str, *fields: object) -> bool:
     """Whether someone with the secret has said it."""
-    return hmac.compare_digest(said, proof(secret, *words))
+    return hmac.compare_digest(digest, compute_hmac(secret, *fields))

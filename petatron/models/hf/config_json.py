@@ -15,15 +15,20 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.models.hf.family import Family
-from petatron.models.hf.find_family import FAMILIES, family_for, family_of
-from petatron.models.hf.moe_config_json import inexpressible_moe, read_moe, unwritable, write_moe
-from petatron.models.hf.rope_config_json import read_rope, write_rope
-from petatron.models.hf.stored_counts import MOST_EXPERTS, MOST_LAYERS
+from petatron.models.hf.find_family import FAMILIES, family_name_for_model, family_name_of_config
+from petatron.models.hf.moe_config_json import (
+    moe_from_hf_config,
+    moe_to_hf_config,
+    unsupported_moe_settings,
+    unsupported_setting,
+)
+from petatron.models.hf.rope_config_json import rope_from_hf_config, rope_to_hf_config
+from petatron.models.hf.stored_counts import MAX_EXPERTS, MAX_LAYERS
 
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
-_MOST = {"num_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS}
+_MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
 _TRAINING_ONLY = ("hidden_dropout",)
-_FOREIGN = "Use another model; the decoder has no such part."
+_UNSUPPORTED_FIX = "Use another model; the decoder has no such part."
 
 
 def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -35,10 +40,10 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     >>> values["num_layers"], values["ffn_hidden_size"], values["activation"]
     (2, 32, 'gelu_tanh')
     """
-    family = FAMILIES[family_of(config)]
+    family = FAMILIES[family_name_of_config(config)]
     asked = {**family.defaults, **config}
     asked |= {key: asked[other] for key, other in family.aliases.items() if key not in asked and other in asked}
-    problems = _missing(family, asked)
+    problems = _missing_keys(family, asked)
     if problems:
         raise ConfigError(problems)
     values: dict[str, Any] = {**family.fixed, **{ours: asked[key] for ours, key in family.keys.items()}}
@@ -48,29 +53,29 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         _read_activation(family, asked),
         _read_window(family, asked, values["num_layers"]),
         _read_biases(family, asked),
-        read_rope(asked, values["max_position_embeddings"]) if "rotary_percent" in family.fixed else ({}, []),
+        rope_from_hf_config(asked, values["max_position_embeddings"]) if "rotary_percent" in family.fixed else ({}, []),
     ):
         values |= part
         problems += found
-    experts, found = read_moe(family, asked, values["num_layers"])
-    problems += found + _single_values(family, asked)
+    experts, found = moe_from_hf_config(family, asked, values["num_layers"])
+    problems += found + _unsupported_values(family, asked)
     if problems:
         raise ConfigError(problems)
     return values, experts
 
 
-def _missing(family: Family, asked: Mapping[str, Any]) -> list[Problem]:
+def _missing_keys(family: Family, hf_config: Mapping[str, Any]) -> list[Problem]:
     problems = []
     for ours, key in (*family.keys.items(), *family.moe_keys.items()):
-        if key not in asked:
+        if key not in hf_config:
             rule = f"is missing, and a {family.name} config.json needs it"
             problems.append(Problem(key, "", rule, "Take config.json from the model's own folder."))
-        elif (ours in _COUNTS or ours in family.moe_keys) and not is_count(asked[key], 1):
-            found = f"{asked[key]!r:.40}"
+        elif (ours in _COUNTS or ours in family.moe_keys) and not is_count(hf_config[key], 1):
+            found = f"{hf_config[key]!r:.40}"
             problems.append(Problem(key, found, "is not a positive whole number", "Correct config.json."))
-        elif ours in _MOST and asked[key] > _MOST[ours]:
-            rule = f"is more than any model has ({_MOST[ours]:,})"
-            problems.append(Problem(key, str(asked[key]), rule, "Correct config.json."))
+        elif ours in _MAX_COUNTS and hf_config[key] > _MAX_COUNTS[ours]:
+            rule = f"is more than any model has ({_MAX_COUNTS[ours]:,})"
+            problems.append(Problem(key, str(hf_config[key]), rule, "Correct config.json."))
     return problems
 
 
@@ -90,65 +95,69 @@ def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
     }, []
 
 
-def _read_activation(family: Family, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    name = asked[family.activation_key]
+def _read_activation(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    name = hf_config[family.activation_key]
     if name in family.activations:
         return {"activation": family.activations[name]}, []
     known = ", ".join(family.activations)
     return {}, [Problem(family.activation_key, f'"{name}"', "is not an activation the decoder has", f"It has {known}.")]
 
 
-def _read_window(family: Family, asked: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], list[Problem]]:
+def _read_window(family: Family, hf_config: Mapping[str, Any], num_layers: int) -> tuple[dict[str, Any], list[Problem]]:
     """Mistral slides in every layer, Qwen in those from `max_window_layers` on or those that `layer_types` names."""
-    window = asked["sliding_window"] if "sliding_window" in family.defaults else None
-    if "use_sliding_window" in family.defaults and not asked["use_sliding_window"]:
+    window = hf_config["sliding_window"] if "sliding_window" in family.defaults else None
+    if "use_sliding_window" in family.defaults and not hf_config["use_sliding_window"]:
         window = None
     counted = "max_window_layers" in family.defaults
-    if window is not None and not counted and "layer_types" in family.defaults and not asked["layer_types"]:
+    if window is not None and not counted and "layer_types" in family.defaults and not hf_config["layer_types"]:
         rule = "is missing, and a sliding window in some layers cannot be told from one in all"
         return {}, [Problem("layer_types", "", rule, "Name the kind of every layer in config.json.")]
-    first = layers if window is None else asked["max_window_layers"] if counted else 0
-    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    kinds = set(asked.get("layer_types") or default)
+    first = num_layers if window is None else hf_config["max_window_layers"] if counted else 0
+    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    kinds = set(hf_config.get("layer_types") or default)
     if kinds == {"full_attention"}:
         return {"window_size": None}, []
     if kinds == {"sliding_attention"} and window is not None:
         return {"window_size": window}, []
     rule = f"with sliding_window {window} is not one kind of attention for all layers, which is what the decoder has"
-    return {}, [Problem("layer_types", " and ".join(sorted(kinds)), rule, _FOREIGN)]
+    return {}, [Problem("layer_types", " and ".join(sorted(kinds)), rule, _UNSUPPORTED_FIX)]
 
 
-def _read_biases(family: Family, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _read_biases(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     if "mlp_bias" not in family.defaults:
         return {}, []
-    if asked["attention_bias"] == asked["mlp_bias"]:
-        return {"add_bias_linear": bool(asked["mlp_bias"])}, []
-    found = f"{asked['attention_bias']} and mlp_bias {asked['mlp_bias']}"
-    return {}, [Problem("attention_bias", found, "differ, and the decoder has one switch for both", _FOREIGN)]
+    if hf_config["attention_bias"] == hf_config["mlp_bias"]:
+        return {"add_bias_linear": bool(hf_config["mlp_bias"])}, []
+    found = f"{hf_config['attention_bias']} and mlp_bias {hf_config['mlp_bias']}"
+    return {}, [Problem("attention_bias", found, "differ, and the decoder has one switch for both", _UNSUPPORTED_FIX)]
 
 
-def _single_values(family: Family, asked: Mapping[str, Any]) -> list[Problem]:
+def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Problem]:
     problems = [
-        Problem(key, str(asked[key]), f"is not {value}, the only value the decoder can express", _FOREIGN)
-        for key, value in family.only.items()
-        if asked[key] != value
+        Problem(key, str(hf_config[key]), f"is not {value}, the only value the decoder can express", _UNSUPPORTED_FIX)
+        for key, value in family.single_values.items()
+        if hf_config[key] != value
     ]
-    if asked.get("embd_pdrop") != asked.get("resid_pdrop"):
-        rule = f"is not resid_pdrop {asked.get('resid_pdrop')}, and the decoder has one dropout for both"
-        problems.append(Problem("embd_pdrop", str(asked.get("embd_pdrop")), rule, "Make them equal in config.json."))
-    if asked.get("quantization_config"):
+    if hf_config.get("embd_pdrop") != hf_config.get("resid_pdrop"):
+        rule = f"is not resid_pdrop {hf_config.get('resid_pdrop')}, and the decoder has one dropout for both"
+        problems.append(
+            Problem("embd_pdrop", str(hf_config.get("embd_pdrop")), rule, "Make them equal in config.json.")
+        )
+    if hf_config.get("quantization_config"):
         rule = "says that the weights are quantized, and only plain ones can be read"
         problems.append(Problem("quantization_config", "", rule, "Use the model's unquantized weights."))
     return problems
 
 
-def family_or_none(model: ModelConfig, moe: MoEConfig | None, experts_in: Sequence[bool]) -> Family | None:
+def matching_family(model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool]) -> Family | None:
     """The family whose names and config.json express the model, if one does."""
-    family, problems = _nearest(model, moe, experts_in)
+    family, problems = _closest_family(model, moe, moe_layer_mask)
     return None if problems else family
 
 
-def to_hf_config(model: ModelConfig, moe: MoEConfig | None = None, experts_in: Sequence[bool] = ()) -> dict[str, Any]:
+def to_hf_config(
+    model: ModelConfig, moe: MoEConfig | None = None, moe_layer_mask: Sequence[bool] = ()
+) -> dict[str, Any]:
     """The content of a config.json for a derived config; token ids are None, the tokenizer's owner fills them in.
 
     `ConfigError` says why no family can express the model.
@@ -158,33 +167,35 @@ def to_hf_config(model: ModelConfig, moe: MoEConfig | None = None, experts_in: S
     >>> to_hf_config(model)["architectures"]
     ['LlamaForCausalLM']
     """
-    family, problems = _nearest(model, moe, experts_in)
+    family, problems = _closest_family(model, moe, moe_layer_mask)
     if problems:
         raise ConfigError(problems)
     content: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
     content |= {key: getattr(model, ours) for ours, key in family.keys.items()}
-    content[family.activation_key] = _written_activations(family)[model.activation]
+    content[family.activation_key] = _activation_names(family)[model.activation]
     content["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-    content |= dict(family.only) | {"bos_token_id": None, "eos_token_id": None}
+    content |= dict(family.single_values) | {"bos_token_id": None, "eos_token_id": None}
     if "embd_pdrop" in family.defaults:
         content["embd_pdrop"] = model.hidden_dropout
     if "mlp_bias" in family.defaults:
         content |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-    content |= _written_window(family, model)
+    content |= _window_keys(family, model)
     if "rotary_percent" in family.fixed:
-        content |= write_rope(model)
-    return content | (write_moe(family, moe, experts_in) if moe is not None and any(experts_in) else {})
+        content |= rope_to_hf_config(model)
+    return content | (moe_to_hf_config(family, moe, moe_layer_mask) if moe is not None and any(moe_layer_mask) else {})
 
 
-def _nearest(model: ModelConfig, moe: MoEConfig | None, experts_in: Sequence[bool]) -> tuple[Family, list[Problem]]:
+def _closest_family(
+    model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool]
+) -> tuple[Family, list[Problem]]:
     """The family a model is nearest to, and what of the model it has no key for."""
-    mixed = moe if any(experts_in) else None
-    family = FAMILIES[family_for(model, mixed)]
-    problems = _inexpressible(model, family)
-    return family, problems if mixed is None else problems + inexpressible_moe(family, mixed, experts_in)
+    mixed = moe if any(moe_layer_mask) else None
+    family = FAMILIES[family_name_for_model(model, mixed)]
+    problems = _unsupported_by_family(model, family)
+    return family, problems if mixed is None else problems + unsupported_moe_settings(family, mixed, moe_layer_mask)
 
 
-def _written_window(family: Family, model: ModelConfig) -> dict[str, Any]:
+def _window_keys(family: Family, model: ModelConfig) -> dict[str, Any]:
     kind = "full_attention" if model.window_size is None else "sliding_attention"
     content = {
         "sliding_window": model.window_size,
@@ -195,23 +206,25 @@ def _written_window(family: Family, model: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key in family.defaults}
 
 
-def _written_activations(family: Family) -> dict[str, str]:
+def _activation_names(family: Family) -> dict[str, str]:
     return {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
 
 
-def _inexpressible(model: ModelConfig, family: Family) -> list[Problem]:
+def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     problems = [
-        unwritable(name, getattr(model, name), family, f"only {value}")
+        unsupported_setting(name, getattr(model, name), family, f"only {value}")
         for name, value in family.fixed.items()
         if name not in _TRAINING_ONLY and getattr(model, name) != value
     ]
     if "rotary_percent" in family.fixed and model.position_embedding_type not in ("rope", "yarn"):
-        problems.append(unwritable("position_embedding_type", model.position_embedding_type, family, "only rotary"))
-    if model.activation not in _written_activations(family):
-        known = ", ".join(_written_activations(family))
-        problems.append(unwritable("activation", model.activation, family, known))
+        problems.append(
+            unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")
+        )
+    if model.activation not in _activation_names(family):
+        known = ", ".join(_activation_names(family))
+        problems.append(unsupported_setting("activation", model.activation, family, known))
     if "num_query_groups" not in family.keys and model.num_query_groups != model.num_attention_heads:
-        problems.append(unwritable("num_query_groups", model.num_query_groups, family, "as many as heads"))
+        problems.append(unsupported_setting("num_query_groups", model.num_query_groups, family, "as many as heads"))
     if "kv_channels" not in family.keys and model.kv_channels != model.hidden_size / model.num_attention_heads:
-        problems.append(unwritable("kv_channels", model.kv_channels, family, "only hidden size / heads"))
+        problems.append(unsupported_setting("kv_channels", model.kv_channels, family, "only hidden size / heads"))
     return problems

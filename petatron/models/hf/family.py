@@ -1,6 +1,6 @@
 """What a family of Hugging Face models is to us: tables, no code.
 
-A `Row` pairs modules of ours with the Hugging Face module that holds their tensors; `*` stands for the layer and `#` for the
+A `ModuleMapping` pairs modules of ours with the Hugging Face module that holds their tensors; `*` stands for the layer and `#` for the
 expert. The other tables of a `Family` speak of config.json. Whether a row's tensors exist at all (biases, per-head norms, an
 untied head, experts in this layer) is not said here: the decoder itself knows, see `entries.logical_shapes`.
 """
@@ -11,51 +11,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from petatron.config.schema.model import Activation
+from petatron.config.schema.model import ActivationName
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """`logical` modules, fused along their output if there are several, and the Hugging Face module of the same tensors.
+class ModuleMapping:
+    """`logical_modules` modules, fused along their output if there are several, and the Hugging Face module of the same tensors.
 
     A `#` in the name says that there is one such module per expert, where ours holds all experts of a layer.
-    `transposed` says that the matrix is stored [in, out] there; `bare` that the name is the weight's own, without `.weight`.
+    `transposed` says that the matrix is stored [in, out] there; `no_weight_suffix` that the name is the weight's own, without `.weight`.
     """
 
-    logical: tuple[str, ...]
-    hf: str
+    logical_modules: tuple[str, ...]
+    hf_module: str
     transposed: bool = False
-    bare: bool = False
+    no_weight_suffix: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family.
 
-    rows_in_memory: the rows of a model that transformers has in memory, where they differ from those of its files.
+    in_memory_mappings: the rows of a model that transformers has in memory, where they differ from those of its files.
     prefix: the part of names that a checkpoint of the bare model, without its head, leaves out.
-    ignored: patterns of tensors that old checkpoints hold although they are no weights.
+    ignored_tensors: patterns of tensors that old checkpoints hold although they are no weights.
     keys: ModelConfig fields whose value stands under a key of config.json as it is.
     defaults: what transformers takes for a key that the file leaves out; a key not listed here must be there.
     fixed: ModelConfig values that every model of the family has.
     aliases: other spellings of keys, read but not written.
     moe_keys, moe_fixed: the same as `keys` and `fixed` for MoEConfig; no keys means that the family has no experts.
-    only: keys for which the decoder can express a single value.
+    single_values: keys for which the decoder can express a single value.
     activations: names of activations there and here; the first of several for one of ours is the one written.
     """
 
     name: str
     architecture: str
     prefix: str
-    rows: tuple[Row, ...]
-    rows_in_memory: tuple[Row, ...] = ()
-    ignored: tuple[str, ...]
+    mappings: tuple[ModuleMapping, ...]
+    in_memory_mappings: tuple[ModuleMapping, ...] = ()
+    ignored_tensors: tuple[str, ...]
     keys: Mapping[str, str]
     activation_key: str
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
-    only: Mapping[str, Any]
-    activations: Mapping[str, Activation]
+    single_values: Mapping[str, Any]
+    activations: Mapping[str, ActivationName]
     aliases: Mapping[str, str] = field(default_factory=dict)
     moe_keys: Mapping[str, str] = field(default_factory=dict)
     moe_fixed: Mapping[str, Any] = field(default_factory=dict)

@@ -12,13 +12,13 @@ from petatron.sharding.shard_spec import Placement
 
 
 @torch.no_grad()
-def fill(module: nn.Module, placements: Mapping[str, Placement], logical: Mapping[str, Tensor]) -> None:
+def fill_model(module: nn.Module, placements: Mapping[str, Placement], logical: Mapping[str, Tensor]) -> None:
     """Overwrite this rank's weights; rows of vocabulary padding become zero.
 
     Tensors of `logical` that this rank holds no part of are left alone. An optimizer with master weights must be built
     after this, since it copies the weights it finds.
     """
-    pieces = [piece for name, _ in module.named_parameters() for piece in placements[name].pieces]
+    pieces = [piece for name, _ in module.named_parameters() for piece in placements[name].tensor_shards]
     problems = sorted({f"{piece.name} is missing" for piece in pieces if piece.name not in logical})
     problems += sorted(
         {
@@ -33,5 +33,5 @@ def fill(module: nn.Module, placements: Mapping[str, Placement], logical: Mappin
         )
     for name, parameter in module.named_parameters():
         parameter.zero_()
-        for piece in placements[name].pieces:
+        for piece in placements[name].tensor_shards:
             parameter[piece.local_slices()].copy_(logical[piece.name][piece.logical_slices()])

@@ -17,28 +17,28 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def family_named(name: str) -> Family:
+def get_family(name: str) -> Family:
     """The tables of a family."""
     if name not in FAMILIES:
-        raise ConfigError([_unknown(name)])
+        raise ConfigError([_unknown_family(name)])
     return FAMILIES[name]
 
 
-def family_of(config: Mapping[str, Any]) -> str:
+def family_name_of_config(config: Mapping[str, Any]) -> str:
     """The family that the content of a config.json names.
 
-    >>> family_of({"model_type": "qwen3"})
+    >>> family_name_of_config({"model_type": "qwen3"})
     'qwen3'
     """
-    return family_named(str(config.get("model_type", ""))).name
+    return get_family(str(config.get("model_type", ""))).name
 
 
-def family_for(model: ModelConfig, moe: MoEConfig | None = None) -> str:
+def family_name_for_model(model: ModelConfig, moe: MoEConfig | None = None) -> str:
     """The family a model is written as: the first one whose details it has. Whether all of it fits is checked later.
 
     `moe` is given if some layers are mixtures of experts.
 
-    >>> family_for(ModelConfig(position_embedding_type="rope", num_attention_heads=4, hidden_size=64, window_size=8))
+    >>> family_name_for_model(ModelConfig(position_embedding_type="rope", num_attention_heads=4, hidden_size=64, window_size=8))
     'mistral'
     """
     if moe is not None:
@@ -59,7 +59,7 @@ def family_for(model: ModelConfig, moe: MoEConfig | None = None) -> str:
     return LLAMA.name
 
 
-def _unknown(name: str) -> Problem:
+def _unknown_family(name: str) -> Problem:
     known = ", ".join(FAMILIES)
     rule = "is not a family this version can read or write" if name else "is missing"
     return Problem("model_type", f'"{name}"' if name else "", rule, f"Families: {known}.")

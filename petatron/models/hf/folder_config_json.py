@@ -15,38 +15,38 @@ import torch
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.config.schema.model_identity import RUN_CHOICES
-from petatron.models.hf.config_json import family_or_none, from_hf_config, to_hf_config
-from petatron.models.hf.moe_config_json import layer_pattern
+from petatron.config.schema.model_identity import RUNTIME_FIELDS
+from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
+from petatron.models.hf.moe_config_json import format_moe_layer_freq
 
-OWN_TYPE = "petatron"
+OWN_MODEL_TYPE = "petatron"
 _OWN_ARCHITECTURE = "PetatronForCausalLM"
 _FIX = "Take config.json from the folder as it was saved, or use a newer Petatron."
 
 
-def model_config_json(
-    model: ModelConfig, moe: MoEConfig | None, experts_in: Sequence[bool], dtype: torch.dtype | str
+def build_config_json(
+    model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool], dtype: torch.dtype | str
 ) -> dict[str, Any]:
     """The content of config.json for a folder of `folder_entries`, whose tensors are of a dtype.
 
     >>> without_positions = ModelConfig(num_attention_heads=1, position_embedding_type="none")
-    >>> model_config_json(without_positions, None, (), "bfloat16")["model_type"]
+    >>> build_config_json(without_positions, None, (), "bfloat16")["model_type"]
     'petatron'
     """
     name = str(dtype).removeprefix("torch.")
     stored = {"dtype": name, "torch_dtype": name}  # the second is how readers older than transformers 5 call it
-    if family_or_none(model, moe, experts_in) is not None:
-        return to_hf_config(model, moe, experts_in) | stored
-    content: dict[str, Any] = {"model_type": OWN_TYPE, "architectures": [_OWN_ARCHITECTURE], **stored}
-    content["model"] = _kept(asdict(model))
-    if moe is not None and any(experts_in):
-        content["moe"] = _kept(asdict(moe)) | {"moe_layer_freq": layer_pattern(experts_in)}
+    if matching_family(model, moe, moe_layer_mask) is not None:
+        return to_hf_config(model, moe, moe_layer_mask) | stored
+    content: dict[str, Any] = {"model_type": OWN_MODEL_TYPE, "architectures": [_OWN_ARCHITECTURE], **stored}
+    content["model"] = _without_run_choices(asdict(model))
+    if moe is not None and any(moe_layer_mask):
+        content["moe"] = _without_run_choices(asdict(moe)) | {"moe_layer_freq": format_moe_layer_freq(moe_layer_mask)}
     return content
 
 
-def read_config_json(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def parse_config_json(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """ModelConfig and MoEConfig values from a config.json of either kind; the second are none for a dense model."""
-    if content.get("model_type") != OWN_TYPE:
+    if content.get("model_type") != OWN_MODEL_TYPE:
         return from_hf_config(content)
     problems = [
         *_own_problems("model", content.get("model"), {field.name for field in fields(ModelConfig)}),
@@ -63,9 +63,9 @@ def _own_problems(section: str, values: Any, known: Collection[str]) -> list[Pro
     return [
         Problem(f"{section}.{name}", str(values[name]), "is not a setting this version has", _FIX)
         for name in values
-        if name not in known or name in RUN_CHOICES
+        if name not in known or name in RUNTIME_FIELDS
     ]
 
 
-def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in RUN_CHOICES}
+def _without_run_choices(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in RUNTIME_FIELDS}

@@ -17,52 +17,52 @@ from dataclasses import dataclass
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import some
+from petatron.base.text import abbreviate_names
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.models.decoder import Decoder, shards
-from petatron.models.hf.config_json import family_or_none
-from petatron.models.hf.family import Family, Row
-from petatron.sharding.shard_spec import Shape, TensorSplit, find, place
+from petatron.models.decoder import Decoder, shard_specs
+from petatron.models.hf.config_json import matching_family
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, compute_placement, find_shard_spec
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """The box (`start`, `shape`) of the logical tensor `name`, which stands at `at` in an entry.
+class EntryRegion:
+    """The box (`start`, `shape`) of the logical tensor `name`, which stands at `start_in_entry` in an entry.
 
-    `at` is in the entry's own dimensions: leading dimensions of size 1 that the entry does not have are dropped (an expert),
+    `start_in_entry` is in the entry's own dimensions: leading dimensions of size 1 that the entry does not have are dropped (an expert),
     and with `transposed` the entry holds the last two dimensions swapped.
     """
 
     name: str
     start: Shape
     shape: Shape
-    at: Shape
+    start_in_entry: Shape
     transposed: bool = False
 
     @property
-    def extent(self) -> Shape:
+    def shape_in_entry(self) -> Shape:
         """The size of the box in the entry's dimensions."""
-        kept = self.shape[len(self.shape) - len(self.at) :]
+        kept = self.shape[len(self.shape) - len(self.start_in_entry) :]
         return (*kept[:-2], kept[-1], kept[-2]) if self.transposed else kept
 
     def logical_slices(self) -> tuple[slice, ...]:
         return tuple(slice(at, at + size) for at, size in zip(self.start, self.shape))
 
     def entry_slices(self) -> tuple[slice, ...]:
-        return tuple(slice(at, at + size) for at, size in zip(self.at, self.extent))
+        return tuple(slice(at, at + size) for at, size in zip(self.start_in_entry, self.shape_in_entry))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FolderEntry:
     """One tensor of a model folder, completely covered by its regions."""
 
     name: str
     shape: Shape
-    regions: tuple[Region, ...]
+    regions: tuple[EntryRegion, ...]
 
 
 def logical_shapes(
-    model: ModelConfig, moe: MoEConfig | None = None, experts_in: Sequence[bool] = ()
+    model: ModelConfig, moe: MoEConfig | None = None, moe_layer_mask: Sequence[bool] = ()
 ) -> dict[str, Shape]:
     """Name and shape of every logical tensor of a decoder.
 
@@ -72,75 +72,83 @@ def logical_shapes(
     >>> shapes["embedding.weight"], shapes["layers.0.attention.q.bias"]
     ((50, 8), (8,))
     """
-    mixed = moe if any(experts_in) else None
+    mixed = moe if any(moe_layer_mask) else None
     with torch.device("meta"):
-        decoder = Decoder(model, mixed, experts_in=experts_in)
-    table = shards(model, mixed)
+        decoder = Decoder(model, mixed, moe_layer_mask=moe_layer_mask)
+    table = shard_specs(model, mixed)
     return {
         piece.name: piece.logical_shape
         for name, parameter in decoder.named_parameters()
-        for piece in place(name, tuple(parameter.shape), find(table, name), TensorSplit()).pieces
+        for piece in compute_placement(
+            name, tuple(parameter.shape), find_shard_spec(table, name), ModelParallelCoordinate()
+        ).tensor_shards
     }
 
 
-def folder_entries(model: ModelConfig, moe: MoEConfig | None, experts_in: Sequence[bool]) -> tuple[Entry, ...]:
+def folder_entries(
+    model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool]
+) -> tuple[FolderEntry, ...]:
     """Every tensor of the model's folder: in the family's names where a family can express the model, else in ours."""
-    shapes = logical_shapes(model, moe, experts_in)
-    family = family_or_none(model, moe, experts_in)
+    shapes = logical_shapes(model, moe, moe_layer_mask)
+    family = matching_family(model, moe, moe_layer_mask)
     if family is None:
         return tuple(
-            Entry(name, shape, (Region(name, (0,) * len(shape), shape, (0,) * len(shape)),))
+            FolderEntry(name, shape, (EntryRegion(name, (0,) * len(shape), shape, (0,) * len(shape)),))
             for name, shape in shapes.items()
         )
-    return family_entries(family, family.rows, shapes)
+    return family_entries(family, family.mappings, shapes)
 
 
-def family_entries(family: Family, rows: Sequence[Row], shapes: Mapping[str, Shape]) -> tuple[Entry, ...]:
+def family_entries(
+    family: Family, mappings: Sequence[ModuleMapping], shapes: Mapping[str, Shape]
+) -> tuple[FolderEntry, ...]:
     """The rows written out for the tensors of a model; `CheckpointError` if one of these has no name in the family."""
     layers = 1 + max((int(name.split(".")[1]) for name in shapes if name.startswith("layers.")), default=-1)
-    entries: list[Entry] = []
-    for row in rows:
-        for layer in range(layers) if "*" in row.hf else range(1):
-            for leaf in ("weight",) if row.bare else ("weight", "bias"):
-                entries += _row_entries(row, layer, leaf, shapes)
+    entries: list[FolderEntry] = []
+    for row in mappings:
+        for layer in range(layers) if "*" in row.hf_module else range(1):
+            for leaf in ("weight",) if row.no_weight_suffix else ("weight", "bias"):
+                entries += _mapping_entries(row, layer, leaf, shapes)
     unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}
     if unnamed:
         raise CheckpointError(
-            f"This model has tensors for which the Hugging Face family {family.name} has no name: {some(unnamed)}. "
+            f"This model has tensors for which the Hugging Face family {family.name} has no name: {abbreviate_names(unnamed)}. "
             "Ask petatron.models.hf.to_hf_config which setting does not fit."
         )
     return tuple(entries)
 
 
-def _row_entries(row: Row, layer: int, leaf: str, shapes: Mapping[str, Shape]) -> list[Entry]:
-    names = [f"{module.replace('*', str(layer))}.{leaf}" for module in row.logical]
+def _mapping_entries(mapping: ModuleMapping, layer: int, leaf: str, shapes: Mapping[str, Shape]) -> list[FolderEntry]:
+    names = [f"{module.replace('*', str(layer))}.{leaf}" for module in mapping.logical_modules]
     if names[0] not in shapes:
         return []
-    hf = row.hf.replace("*", str(layer)) + ("" if row.bare else f".{leaf}")
+    hf = mapping.hf_module.replace("*", str(layer)) + ("" if mapping.no_weight_suffix else f".{leaf}")
     parts = {name: shapes[name] for name in names}
-    transposed = row.transposed and leaf == "weight"
-    if "#" not in row.hf:
-        return [_entry(hf, parts, fused=int(".experts." in names[0]), expert=None, transposed=transposed)]
+    transposed = mapping.transposed and leaf == "weight"
+    if "#" not in mapping.hf_module:
+        return [_fused_entry(hf, parts, fused_dim=int(".experts." in names[0]), expert=None, transposed=transposed)]
     return [
-        _entry(hf.replace("#", str(expert)), parts, fused=1, expert=expert, transposed=transposed)
+        _fused_entry(hf.replace("#", str(expert)), parts, fused_dim=1, expert=expert, transposed=transposed)
         for expert in range(shapes[names[0]][0])
     ]
 
 
-def _entry(name: str, parts: Mapping[str, Shape], *, fused: int, expert: int | None, transposed: bool) -> Entry:
-    """Logical tensors, or one expert of each, one after the other along the logical dimension `fused`."""
+def _fused_entry(
+    name: str, parts: Mapping[str, Shape], *, fused_dim: int, expert: int | None, transposed: bool
+) -> FolderEntry:
+    """Logical tensors, or one expert of each, one after the other along the logical dimension `fused_dim`."""
     regions, done, size = [], 0, ()
     for logical, shape in parts.items():
         start = (expert or 0, *(0 for _ in shape[1:]))
         box = shape if expert is None else (1, *shape[1:])
-        size = tuple(done + rows if dim == fused else rows for dim, rows in enumerate(box))
-        at = tuple(done if dim == fused else 0 for dim in range(len(box)))
+        size = tuple(done + rows if dim == fused_dim else rows for dim, rows in enumerate(box))
+        at = tuple(done if dim == fused_dim else 0 for dim in range(len(box)))
         at, size = (at, size) if expert is None else (at[1:], size[1:])
-        at, size = (_swapped(at), _swapped(size)) if transposed else (at, size)
-        regions.append(Region(logical, start, box, at, transposed))
-        done += shape[fused]
-    return Entry(name, size, tuple(regions))
+        at, size = (_swap_last_dims(at), _swap_last_dims(size)) if transposed else (at, size)
+        regions.append(EntryRegion(logical, start, box, at, transposed))
+        done += shape[fused_dim]
+    return FolderEntry(name, size, tuple(regions))
 
 
-def _swapped(shape: Shape) -> Shape:
+def _swap_last_dims(shape: Shape) -> Shape:
     return (*shape[:-2], shape[-1], shape[-2])

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from petatron.models.hf.family import Family, Row
+from petatron.models.hf.family import Family, ModuleMapping
 
-_ROWS = (
-    Row(("embedding",), "transformer.wte"),
-    Row(("position",), "transformer.wpe"),
-    Row(("layers.*.attention_norm",), "transformer.h.*.ln_1"),
-    Row(
+_GPT2_MAPPINGS = (
+    ModuleMapping(("embedding",), "transformer.wte"),
+    ModuleMapping(("position",), "transformer.wpe"),
+    ModuleMapping(("layers.*.attention_norm",), "transformer.h.*.ln_1"),
+    ModuleMapping(
         ("layers.*.attention.q", "layers.*.attention.k", "layers.*.attention.v"),
         "transformer.h.*.attn.c_attn",
         transposed=True,
     ),
-    Row(("layers.*.attention.out",), "transformer.h.*.attn.c_proj", transposed=True),
-    Row(("layers.*.mlp_norm",), "transformer.h.*.ln_2"),
-    Row(("layers.*.mlp.up",), "transformer.h.*.mlp.c_fc", transposed=True),
-    Row(("layers.*.mlp.down",), "transformer.h.*.mlp.c_proj", transposed=True),
-    Row(("norm",), "transformer.ln_f"),
-    Row(("head",), "lm_head"),
+    ModuleMapping(("layers.*.attention.out",), "transformer.h.*.attn.c_proj", transposed=True),
+    ModuleMapping(("layers.*.mlp_norm",), "transformer.h.*.ln_2"),
+    ModuleMapping(("layers.*.mlp.up",), "transformer.h.*.mlp.c_fc", transposed=True),
+    ModuleMapping(("layers.*.mlp.down",), "transformer.h.*.mlp.c_proj", transposed=True),
+    ModuleMapping(("norm",), "transformer.ln_f"),
+    ModuleMapping(("head",), "lm_head"),
 )
 
 GPT2 = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
-    rows=_ROWS,
-    ignored=("*.attn.bias", "*.attn.masked_bias"),  # the causal mask, as buffers
+    mappings=_GPT2_MAPPINGS,
+    ignored_tensors=("*.attn.bias", "*.attn.masked_bias"),  # the causal mask, as buffers
     keys={
         "num_layers": "n_layer",
         "hidden_size": "n_embd",
@@ -63,7 +63,7 @@ GPT2 = Family(
         "apply_layernorm_1p": False,
         "scale_embeddings": False,
     },
-    only={
+    single_values={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,

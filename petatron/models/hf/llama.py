@@ -10,24 +10,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from petatron.config.schema.model import Activation
-from petatron.models.hf.family import Family, Row
+from petatron.config.schema.model import ActivationName
+from petatron.models.hf.family import Family, ModuleMapping
 
-LLAMA_ROWS = (
-    Row(("embedding",), "model.embed_tokens"),
-    Row(("layers.*.attention_norm",), "model.layers.*.input_layernorm"),
-    Row(("layers.*.attention.q",), "model.layers.*.self_attn.q_proj"),
-    Row(("layers.*.attention.k",), "model.layers.*.self_attn.k_proj"),
-    Row(("layers.*.attention.v",), "model.layers.*.self_attn.v_proj"),
-    Row(("layers.*.attention.q_norm",), "model.layers.*.self_attn.q_norm"),
-    Row(("layers.*.attention.k_norm",), "model.layers.*.self_attn.k_norm"),
-    Row(("layers.*.attention.out",), "model.layers.*.self_attn.o_proj"),
-    Row(("layers.*.mlp_norm",), "model.layers.*.post_attention_layernorm"),
-    Row(("layers.*.mlp.gate",), "model.layers.*.mlp.gate_proj"),
-    Row(("layers.*.mlp.up",), "model.layers.*.mlp.up_proj"),
-    Row(("layers.*.mlp.down",), "model.layers.*.mlp.down_proj"),
-    Row(("norm",), "model.norm"),
-    Row(("head",), "lm_head"),
+LLAMA_MAPPINGS = (
+    ModuleMapping(("embedding",), "model.embed_tokens"),
+    ModuleMapping(("layers.*.attention_norm",), "model.layers.*.input_layernorm"),
+    ModuleMapping(("layers.*.attention.q",), "model.layers.*.self_attn.q_proj"),
+    ModuleMapping(("layers.*.attention.k",), "model.layers.*.self_attn.k_proj"),
+    ModuleMapping(("layers.*.attention.v",), "model.layers.*.self_attn.v_proj"),
+    ModuleMapping(("layers.*.attention.q_norm",), "model.layers.*.self_attn.q_norm"),
+    ModuleMapping(("layers.*.attention.k_norm",), "model.layers.*.self_attn.k_norm"),
+    ModuleMapping(("layers.*.attention.out",), "model.layers.*.self_attn.o_proj"),
+    ModuleMapping(("layers.*.mlp_norm",), "model.layers.*.post_attention_layernorm"),
+    ModuleMapping(("layers.*.mlp.gate",), "model.layers.*.mlp.gate_proj"),
+    ModuleMapping(("layers.*.mlp.up",), "model.layers.*.mlp.up_proj"),
+    ModuleMapping(("layers.*.mlp.down",), "model.layers.*.mlp.down_proj"),
+    ModuleMapping(("norm",), "model.norm"),
+    ModuleMapping(("head",), "lm_head"),
 )
 
 LLAMA_KEYS = {
@@ -61,26 +61,31 @@ LLAMA_FIXED: Mapping[str, Any] = {
     "qk_layernorm": False,
     "hidden_dropout": 0.0,
 }
-_ACTIVATIONS: Mapping[str, Activation] = {
+_ACTIVATIONS: Mapping[str, ActivationName] = {
     "silu": "swiglu",
     "swish": "swiglu",
     "gelu": "geglu",
     "gelu_pytorch_tanh": "geglu_tanh",
     "relu": "reglu",
 }
-WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+SLIDING_WINDOW_DEFAULTS = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
 
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     prefix="model.",
-    rows=LLAMA_ROWS,
-    ignored=("*rotary_emb.inv_freq",),
+    mappings=LLAMA_MAPPINGS,
+    ignored_tensors=("*rotary_emb.inv_freq",),
     keys=LLAMA_KEYS,
     activation_key="hidden_act",
     defaults={**LLAMA_DEFAULTS, "attention_bias": False, "mlp_bias": False},
     fixed=LLAMA_FIXED,
-    only={},
+    single_values={},
     activations=_ACTIVATIONS,
 )
 MISTRAL = replace(
@@ -94,7 +99,7 @@ QWEN2 = replace(
     LLAMA,
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    defaults={**LLAMA_DEFAULTS, **WINDOW, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+    defaults={**LLAMA_DEFAULTS, **SLIDING_WINDOW_DEFAULTS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
     fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": True},
 )
 QWEN3 = replace(
@@ -107,7 +112,7 @@ QWEN3 = replace(
         "attention_bias": False,
     },
     fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True},
-    only={"attention_bias": False},  # it would be a bias on the output projection too, but not on the MLP
+    single_values={"attention_bias": False},  # it would be a bias on the output projection too, but not on the MLP
 )
 GEMMA = replace(
     LLAMA,
@@ -131,7 +136,7 @@ GEMMA = replace(
         "apply_layernorm_1p": True,
         "scale_embeddings": True,
     },
-    only={"attention_bias": False, "use_bidirectional_attention": None},
+    single_values={"attention_bias": False, "use_bidirectional_attention": None},
     # Older files say "gelu" and mean its approximation by tanh, as transformers reads them.
     activations={"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh", "silu": "swiglu", "relu": "reglu"},
 )

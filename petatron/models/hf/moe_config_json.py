@@ -12,45 +12,47 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.fields import flag_of
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import MoEConfig
 from petatron.models.hf.family import Family
 
 
-def read_moe(family: Family, asked: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], list[Problem]]:
+def moe_from_hf_config(
+    family: Family, hf_config: Mapping[str, Any], num_layers: int
+) -> tuple[dict[str, Any], list[Problem]]:
     """MoEConfig values, and what the decoder cannot express."""
     if not family.moe_keys:
         return {}, []
-    values = {**family.moe_fixed, **{ours: asked[key] for ours, key in family.moe_keys.items()}}
+    values = {**family.moe_fixed, **{ours: hf_config[key] for ours, key in family.moe_keys.items()}}
     if "norm_topk_prob" in family.defaults:
-        values["moe_router_pre_softmax"] = not asked["norm_topk_prob"]
-    experts_in = [True] * layers
+        values["moe_router_pre_softmax"] = not hf_config["norm_topk_prob"]
+    moe_layer_mask = [True] * num_layers
     if "decoder_sparse_step" in family.defaults:
-        step, dense = asked["decoder_sparse_step"], set(asked["mlp_only_layers"] or ())
+        step, dense = hf_config["decoder_sparse_step"], set(hf_config["mlp_only_layers"] or ())
         if not is_count(step, 1):
             rule = "is not a positive whole number"
             return {}, [Problem("decoder_sparse_step", f"{step!r:.40}", rule, "Use 1 for experts in every layer.")]
-        experts_in = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
-    if not any(experts_in):
-        rule = f"and mlp_only_layers leave no layer of {layers} for the experts"
-        return {}, [Problem("decoder_sparse_step", str(asked["decoder_sparse_step"]), rule, "Use a dense family.")]
+        moe_layer_mask = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    if not any(moe_layer_mask):
+        rule = f"and mlp_only_layers leave no layer of {num_layers} for the experts"
+        return {}, [Problem("decoder_sparse_step", str(hf_config["decoder_sparse_step"]), rule, "Use a dense family.")]
     if values["moe_router_topk"] > values["num_experts"]:
         rule = f"is more than the {values['num_experts']} experts there are"
         key, found = family.moe_keys["moe_router_topk"], str(values["moe_router_topk"])
         return {}, [Problem(key, found, rule, "Take config.json from the model's own folder.")]
-    return values | {"moe_layer_freq": layer_pattern(experts_in)}, []
+    return values | {"moe_layer_freq": format_moe_layer_freq(moe_layer_mask)}, []
 
 
-def layer_pattern(experts_in: Sequence[bool]) -> str:
+def format_moe_layer_freq(moe_layer_mask: Sequence[bool]) -> str:
     """The value of `moe_layer_freq` for given layers.
 
-    >>> layer_pattern([True, True]), layer_pattern([False, True])
+    >>> format_moe_layer_freq([True, True]), format_moe_layer_freq([False, True])
     ('1', '[0, 1]')
     """
-    return "1" if all(experts_in) else str([int(mixed) for mixed in experts_in])
+    return "1" if all(moe_layer_mask) else str([int(mixed) for mixed in moe_layer_mask])
 
 
-def write_moe(family: Family, moe: MoEConfig, experts_in: Sequence[bool]) -> dict[str, Any]:
+def moe_to_hf_config(family: Family, moe: MoEConfig, moe_layer_mask: Sequence[bool]) -> dict[str, Any]:
     """The experts' keys; transformers adds the balancing loss only where `output_router_logits` is asked for."""
     content = {key: getattr(moe, ours) for ours, key in family.moe_keys.items()}
     content |= {"router_aux_loss_coef": moe.moe_aux_loss_coeff, "output_router_logits": False}
@@ -58,26 +60,30 @@ def write_moe(family: Family, moe: MoEConfig, experts_in: Sequence[bool]) -> dic
         content["norm_topk_prob"] = not moe.moe_router_pre_softmax
     if "decoder_sparse_step" in family.defaults:
         content["decoder_sparse_step"] = 1
-        content["mlp_only_layers"] = [layer for layer, mixed in enumerate(experts_in) if not mixed]
+        content["mlp_only_layers"] = [layer for layer, mixed in enumerate(moe_layer_mask) if not mixed]
     return content
 
 
-def inexpressible_moe(family: Family, moe: MoEConfig, experts_in: Sequence[bool]) -> list[Problem]:
+def unsupported_moe_settings(family: Family, moe: MoEConfig, moe_layer_mask: Sequence[bool]) -> list[Problem]:
     """What of the experts the family has no key for."""
     problems = [
-        unwritable(name, getattr(moe, name), family, f"only {value}")
+        unsupported_setting(name, getattr(moe, name), family, f"only {value}")
         for name, value in family.moe_fixed.items()
         if getattr(moe, name) != value
     ]
-    problems += [unwritable(name, None, family, "always one") for name in family.moe_keys if getattr(moe, name) is None]
+    problems += [
+        unsupported_setting(name, None, family, "always one") for name in family.moe_keys if getattr(moe, name) is None
+    ]
     if moe.moe_router_load_balancing_type == "sinkhorn":
-        problems.append(unwritable("moe_router_load_balancing_type", "sinkhorn", family, "scores of another kind"))
-    if "decoder_sparse_step" not in family.defaults and not all(experts_in):
-        problems.append(unwritable("moe_layer_freq", moe.moe_layer_freq, family, "experts in every layer"))
+        problems.append(
+            unsupported_setting("moe_router_load_balancing_type", "sinkhorn", family, "scores of another kind")
+        )
+    if "decoder_sparse_step" not in family.defaults and not all(moe_layer_mask):
+        problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, "experts in every layer"))
     return problems
 
 
-def unwritable(name: str, value: object, family: Family, allowed: str) -> Problem:
+def unsupported_setting(name: str, value: object, family: Family, allowed: str) -> Problem:
     """A setting that the family has no key for."""
     rule = f"cannot be written as a Hugging Face {family.name} model, which has {allowed}"
-    return Problem(flag_of(name), str(value), rule, "Such a model is saved in Petatron's own names.")
+    return Problem(flag_name(name), str(value), rule, "Such a model is saved in Petatron's own names.")

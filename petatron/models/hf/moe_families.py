@@ -14,35 +14,44 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from petatron.models.hf.family import Family, Row
-from petatron.models.hf.llama import LLAMA, LLAMA_DEFAULTS, LLAMA_FIXED, LLAMA_KEYS, LLAMA_ROWS, WINDOW
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.llama import (
+    LLAMA,
+    LLAMA_DEFAULTS,
+    LLAMA_FIXED,
+    LLAMA_KEYS,
+    LLAMA_MAPPINGS,
+    SLIDING_WINDOW_DEFAULTS,
+)
 
 _EXPERTS = "layers.*.mlp.experts"
-_MEMORY = (
-    *LLAMA_ROWS,
-    Row(("layers.*.mlp.router",), "model.layers.*.mlp.gate"),
-    Row((f"{_EXPERTS}.gate", f"{_EXPERTS}.up"), "model.layers.*.mlp.experts.gate_up_proj", bare=True),
-    Row((f"{_EXPERTS}.down",), "model.layers.*.mlp.experts.down_proj", bare=True),
+_IN_MEMORY_MAPPINGS = (
+    *LLAMA_MAPPINGS,
+    ModuleMapping(("layers.*.mlp.router",), "model.layers.*.mlp.gate"),
+    ModuleMapping(
+        (f"{_EXPERTS}.gate", f"{_EXPERTS}.up"), "model.layers.*.mlp.experts.gate_up_proj", no_weight_suffix=True
+    ),
+    ModuleMapping((f"{_EXPERTS}.down",), "model.layers.*.mlp.experts.down_proj", no_weight_suffix=True),
 )
-_MIXTRAL_ROWS = (
-    *LLAMA_ROWS,
-    Row(("layers.*.mlp.router",), "model.layers.*.block_sparse_moe.gate"),
-    Row((f"{_EXPERTS}.gate",), "model.layers.*.block_sparse_moe.experts.#.w1"),
-    Row((f"{_EXPERTS}.up",), "model.layers.*.block_sparse_moe.experts.#.w3"),
-    Row((f"{_EXPERTS}.down",), "model.layers.*.block_sparse_moe.experts.#.w2"),
+_MIXTRAL_MAPPINGS = (
+    *LLAMA_MAPPINGS,
+    ModuleMapping(("layers.*.mlp.router",), "model.layers.*.block_sparse_moe.gate"),
+    ModuleMapping((f"{_EXPERTS}.gate",), "model.layers.*.block_sparse_moe.experts.#.w1"),
+    ModuleMapping((f"{_EXPERTS}.up",), "model.layers.*.block_sparse_moe.experts.#.w3"),
+    ModuleMapping((f"{_EXPERTS}.down",), "model.layers.*.block_sparse_moe.experts.#.w2"),
 )
-_QWEN_ROWS = (
-    *LLAMA_ROWS,
-    Row(("layers.*.mlp.router",), "model.layers.*.mlp.gate"),
-    Row((f"{_EXPERTS}.gate",), "model.layers.*.mlp.experts.#.gate_proj"),
-    Row((f"{_EXPERTS}.up",), "model.layers.*.mlp.experts.#.up_proj"),
-    Row((f"{_EXPERTS}.down",), "model.layers.*.mlp.experts.#.down_proj"),
+_QWEN_MAPPINGS = (
+    *LLAMA_MAPPINGS,
+    ModuleMapping(("layers.*.mlp.router",), "model.layers.*.mlp.gate"),
+    ModuleMapping((f"{_EXPERTS}.gate",), "model.layers.*.mlp.experts.#.gate_proj"),
+    ModuleMapping((f"{_EXPERTS}.up",), "model.layers.*.mlp.experts.#.up_proj"),
+    ModuleMapping((f"{_EXPERTS}.down",), "model.layers.*.mlp.experts.#.down_proj"),
 )
-_SHARED = (
-    Row(("layers.*.mlp.shared.gate",), "model.layers.*.mlp.shared_expert.gate_proj"),
-    Row(("layers.*.mlp.shared.up",), "model.layers.*.mlp.shared_expert.up_proj"),
-    Row(("layers.*.mlp.shared.down",), "model.layers.*.mlp.shared_expert.down_proj"),
-    Row(("layers.*.mlp.shared_gate",), "model.layers.*.mlp.shared_expert_gate"),
+_SHARED_EXPERT_MAPPINGS = (
+    ModuleMapping(("layers.*.mlp.shared.gate",), "model.layers.*.mlp.shared_expert.gate_proj"),
+    ModuleMapping(("layers.*.mlp.shared.up",), "model.layers.*.mlp.shared_expert.up_proj"),
+    ModuleMapping(("layers.*.mlp.shared.down",), "model.layers.*.mlp.shared_expert.down_proj"),
+    ModuleMapping(("layers.*.mlp.shared_gate",), "model.layers.*.mlp.shared_expert_gate"),
 )
 
 _MOE_FIXED: Mapping[str, Any] = {
@@ -52,7 +61,7 @@ _MOE_FIXED: Mapping[str, Any] = {
     "moe_router_topk_scaling_factor": None,
     "moe_latent_size": None,
 }
-_UNSHARED: Mapping[str, Any] = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
+_NO_SHARED_EXPERT: Mapping[str, Any] = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
 _QWEN_KEYS = {
     "num_experts": "num_experts",
     "moe_router_topk": "num_experts_per_tok",
@@ -64,8 +73,8 @@ MIXTRAL: Family = replace(
     LLAMA,
     name="mixtral",
     architecture="MixtralForCausalLM",
-    rows=_MIXTRAL_ROWS,
-    rows_in_memory=_MEMORY,
+    mappings=_MIXTRAL_MAPPINGS,
+    in_memory_mappings=_IN_MEMORY_MAPPINGS,
     defaults={
         **LLAMA_DEFAULTS,
         "num_key_value_heads": 8,
@@ -76,31 +85,33 @@ MIXTRAL: Family = replace(
         "router_jitter_noise": 0.0,
     },
     fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False},
-    only={"router_jitter_noise": 0.0},  # it would disturb what the experts see, not only the router
+    single_values={"router_jitter_noise": 0.0},  # it would disturb what the experts see, not only the router
     moe_keys={
         "num_experts": "num_local_experts",
         "moe_router_topk": "num_experts_per_tok",
         "moe_ffn_hidden_size": "intermediate_size",
     },
-    moe_fixed={**_MOE_FIXED, **_UNSHARED, "moe_router_pre_softmax": False},
+    moe_fixed={**_MOE_FIXED, **_NO_SHARED_EXPERT, "moe_router_pre_softmax": False},
 )
 QWEN2_MOE: Family = replace(
     MIXTRAL,
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    rows=(*_QWEN_ROWS, *_SHARED),
-    rows_in_memory=(*_MEMORY, *_SHARED),
+    mappings=(*_QWEN_MAPPINGS, *_SHARED_EXPERT_MAPPINGS),
+    in_memory_mappings=(*_IN_MEMORY_MAPPINGS, *_SHARED_EXPERT_MAPPINGS),
     keys={**LLAMA_KEYS, "add_qkv_bias": "qkv_bias"},
     defaults={
         **LLAMA_DEFAULTS,
         **_QWEN_DEFAULTS,
-        **{key: value for key, value in WINDOW.items() if key != "max_window_layers"},  # it means another thing here
+        **{
+            key: value for key, value in SLIDING_WINDOW_DEFAULTS.items() if key != "max_window_layers"
+        },  # it means another thing here
         "num_key_value_heads": 16,
         "max_position_embeddings": 32768,
         "qkv_bias": True,
     },
     fixed={**LLAMA_FIXED, "add_bias_linear": False},
-    only={},
+    single_values={},
     moe_keys={**_QWEN_KEYS, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
     moe_fixed={**_MOE_FIXED, "moe_shared_expert_gate": True},
 )
@@ -108,7 +119,7 @@ QWEN3_MOE: Family = replace(
     MIXTRAL,
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    rows=_QWEN_ROWS,
+    mappings=_QWEN_MAPPINGS,
     defaults={
         **LLAMA_DEFAULTS,
         **_QWEN_DEFAULTS,
@@ -119,8 +130,8 @@ QWEN3_MOE: Family = replace(
         "attention_bias": False,
     },
     fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True},
-    only={"attention_bias": False},
+    single_values={"attention_bias": False},
     aliases={"num_experts": "num_local_experts"},
     moe_keys=_QWEN_KEYS,
-    moe_fixed={**_MOE_FIXED, **_UNSHARED},
+    moe_fixed={**_MOE_FIXED, **_NO_SHARED_EXPERT},
 )

@@ -14,25 +14,27 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.schema.model import ModelConfig
-from petatron.layers.rope import temperature
+from petatron.layers.rope import attention_scaling
 
 _DEFAULT_THETA = 10000.0
 
 
-def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[dict[str, Any], list[Problem]]:
+def rope_from_hf_config(
+    hf_config: Mapping[str, Any], max_position_embeddings: int
+) -> tuple[dict[str, Any], list[Problem]]:
     """ModelConfig values, and what the decoder cannot express."""
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    given: Mapping[str, Any] = config.get(key) or {}
+    key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
+    given: Mapping[str, Any] = hf_config.get(key) or {}
     kind = given.get("rope_type", given.get("type", "default"))
-    theta = given.get("rope_theta", config.get("rope_theta", _DEFAULT_THETA))
+    theta = given.get("rope_theta", hf_config.get("rope_theta", _DEFAULT_THETA))
     values: dict[str, Any] = {"rotary_base": float(theta), "position_embedding_type": "rope"}
-    problems = _unsupported(key, given, config)
+    problems = _unsupported_rope(key, given, hf_config)
     if problems:
         return {}, problems
     if kind == "default":
         return values, []
-    original = given.get("original_max_position_embeddings") or max_positions
-    factor = given.get("factor") or (max_positions / original if kind == "yarn" else None)
+    original = given.get("original_max_position_embeddings") or max_position_embeddings
+    factor = given.get("factor") or (max_position_embeddings / original if kind == "yarn" else None)
     if factor is None or (kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= given.keys()):
         rule = "lacks one of factor, low_freq_factor, high_freq_factor"
         return {}, [Problem(key, f'of type "{kind}"', rule, "Take config.json from the model's own folder.")]
@@ -41,17 +43,17 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[dict[str, 
         values["use_rope_scaling"] = True
         values |= {f"rope_{name}": float(given[name]) for name in ("low_freq_factor", "high_freq_factor")}
         return values, []
-    scales, problems = _read_temperature(key, given, float(factor))
+    scales, problems = _yarn_mscale_from_hf(key, given, float(factor))
     values["position_embedding_type"] = "yarn"
     values["yarn_beta_fast"] = float(given.get("beta_fast") or 32)
     values["yarn_beta_slow"] = float(given.get("beta_slow") or 1)
     return values | scales, problems
 
 
-def _unsupported(key: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> list[Problem]:
-    kind = given.get("rope_type", given.get("type", "default"))
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if any(isinstance(value, Mapping) for value in given.values()):
+def _unsupported_rope(key: str, rope_parameters: Mapping[str, Any], hf_config: Mapping[str, Any]) -> list[Problem]:
+    kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
+    partial = rope_parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
+    if any(isinstance(value, Mapping) for value in rope_parameters.values()):
         return [Problem(key, "", "differs between layers, and the decoder has one rotation", "Use another model.")]
     if kind not in ("default", "llama3", "yarn"):
         rule = "is a rotary scaling the decoder does not have"
@@ -59,14 +61,16 @@ def _unsupported(key: str, given: Mapping[str, Any], config: Mapping[str, Any]) 
     if partial not in (None, 1, 1.0):
         rule = "rotates a part of each head, which these families do not do"
         return [Problem("partial_rotary_factor", str(partial), rule, "Remove it, or use 1.0.")]
-    if kind == "yarn" and given.get("truncate", True) is False:
+    if kind == "yarn" and rope_parameters.get("truncate", True) is False:
         rule = "keeps the bounds of the ramp fractional, and the decoder rounds them"
         return [Problem(f"{key}.truncate", "false", rule, "Use another model.")]
     return []
 
 
-def _read_temperature(key: str, given: Mapping[str, Any], factor: float) -> tuple[dict[str, Any], list[Problem]]:
-    asked, scale, all_dim = (given.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+def _yarn_mscale_from_hf(
+    key: str, rope_parameters: Mapping[str, Any], factor: float
+) -> tuple[dict[str, Any], list[Problem]]:
+    asked, scale, all_dim = (rope_parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if asked is not None and factor > 1.0:
         return {"yarn_mscale": (float(asked) - 1.0) / (0.1 * math.log(factor)), "yarn_mscale_all_dim": 0.0}, []
     if asked is not None and asked != 1.0:
@@ -77,12 +81,12 @@ def _read_temperature(key: str, given: Mapping[str, Any], factor: float) -> tupl
     return {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}, []
 
 
-def write_rope(model: ModelConfig) -> dict[str, Any]:
+def rope_to_hf_config(model: ModelConfig) -> dict[str, Any]:
     """The keys of config.json that say how positions are rotated; in both spellings, for readers of either age."""
     parameters: dict[str, Any] = {"rope_type": "default"}
     if model.position_embedding_type == "yarn":
         parameters = {"rope_type": "yarn", "beta_fast": model.yarn_beta_fast, "beta_slow": model.yarn_beta_slow}
-        parameters |= _write_temperature(model)
+        parameters |= _yarn_mscale_to_hf(model)
     elif model.use_rope_scaling:
         parameters = {"rope_type": "llama3", "low_freq_factor": model.rope_low_freq_factor}
         parameters["high_freq_factor"] = model.rope_high_freq_factor
@@ -98,9 +102,9 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write_temperature(model: ModelConfig) -> dict[str, float]:
+def _yarn_mscale_to_hf(model: ModelConfig) -> dict[str, float]:
     if model.yarn_mscale and model.yarn_mscale_all_dim:
         return {"mscale": model.yarn_mscale, "mscale_all_dim": model.yarn_mscale_all_dim}
     if model.yarn_mscale == 1.0 and not model.yarn_mscale_all_dim:
         return {}
-    return {"attention_factor": temperature(model)}
+    return {"attention_factor": attention_scaling(model)}

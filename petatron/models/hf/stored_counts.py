@@ -12,10 +12,10 @@ from typing import Any
 
 from petatron.base.errors import PetatronError
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.moe_layer_freq import PatternError, parse_pattern
+from petatron.config.schema.moe_layer_freq import MoELayerFreqError, parse_moe_layer_freq
 
-MOST_LAYERS = MOST_EXPERTS = 100_000
-MOST_WIDTH = 1 << 24
+MAX_LAYERS = MAX_EXPERTS = 100_000
+MAX_WIDTH = 1 << 24
 """Far above any model."""
 
 
@@ -26,32 +26,32 @@ def check_counts(
     moe: Mapping[str, Any],
     *,
     num_tensors: int,
-    experts_apart: bool,
+    separate_experts: bool,
 ) -> None:
     """Raises what `refuse` makes if the settings of a file (ModelConfig and MoEConfig values) claim more than is stored.
 
-    experts_apart: whether each expert has tensors of its own.
+    separate_experts: whether each expert has tensors of its own.
     """
     for name in ("hidden_size", "kv_channels"):
         width = model.get(name)
-        if width is not None and (not is_count(width) or width > MOST_WIDTH):
+        if width is not None and (not is_count(width) or width > MAX_WIDTH):
             raise refuse(path, f"says {_shown(width)} for {name}")
     layers, experts = model.get("num_layers", 1), moe.get("num_experts") or 1
     if not is_count(layers) or not is_count(experts):
         raise refuse(path, f"says {_shown(layers)} layers and {_shown(experts)} experts")
-    if layers > min(MOST_LAYERS, num_tensors):
+    if layers > min(MAX_LAYERS, num_tensors):
         raise refuse(path, f"says {_shown(layers)} layers, and {num_tensors:,} tensors are stored")
-    apart = experts * _mixed_layers(moe, layers) if experts_apart and moe else 0
-    if experts > MOST_EXPERTS or apart > num_tensors:
+    apart = experts * _num_moe_layers(moe, layers) if separate_experts and moe else 0
+    if experts > MAX_EXPERTS or apart > num_tensors:
         raise refuse(path, f"says {_shown(experts)} experts, and {num_tensors:,} tensors are stored")
 
 
-def _mixed_layers(moe: Mapping[str, Any], layers: int) -> int:
+def _num_moe_layers(moe: Mapping[str, Any], num_layers: int) -> int:
     try:
-        pattern = parse_pattern(str(moe.get("moe_layer_freq", "1")))
-    except PatternError:  # whoever makes a config of it will say so
+        pattern = parse_moe_layer_freq(str(moe.get("moe_layer_freq", "1")))
+    except MoELayerFreqError:  # whoever makes a config of it will say so
         return 1
-    return -(-layers // max(pattern, 1)) if isinstance(pattern, int) else sum(bit == 1 for bit in pattern)
+    return -(-num_layers // max(pattern, 1)) if isinstance(pattern, int) else sum(bit == 1 for bit in pattern)
 
 
 def _shown(count: object) -> str:

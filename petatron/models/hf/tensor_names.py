@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import some
+from petatron.base.text import abbreviate_names
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.models.hf.family import Family
-from petatron.models.hf.find_family import family_named
-from petatron.models.hf.folder_entries import Entry, Region, family_entries, logical_shapes
+from petatron.models.hf.find_family import get_family
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, logical_shapes
 from petatron.sharding.shard_spec import Shape
 
-_EMBEDDING, _HEAD = "embedding.weight", "head.weight"
+_EMBEDDING, _OUTPUT_HEAD = "embedding.weight", "head.weight"
 
 
 def to_logical(
@@ -28,25 +28,29 @@ def to_logical(
     hf_tensors: Mapping[str, Tensor],
     model: ModelConfig,
     moe: MoEConfig | None = None,
-    experts_in: Sequence[bool] = (),
+    moe_layer_mask: Sequence[bool] = (),
 ) -> dict[str, Tensor]:
     """Logical tensors from those of a Hugging Face checkpoint or of a model in memory.
 
     `CheckpointError` names all that do not fit.
     """
-    table = family_named(family)
-    shapes = logical_shapes(model, moe, experts_in)
-    entries = _entries_of(table, shapes, hf_tensors)
-    stored = full_names(table, hf_tensors, {entry.name for entry in entries})
-    tied_head = stored.pop(head_name(table), None) if _HEAD not in shapes else None
-    problems = _differences(entries, stored)
+    table = get_family(family)
+    shapes = logical_shapes(model, moe, moe_layer_mask)
+    entries = _matching_entries(table, shapes, hf_tensors)
+    stored = stored_names_by_full_name(table, hf_tensors, {entry.name for entry in entries})
+    tied_head = stored.pop(output_head_name(table), None) if _OUTPUT_HEAD not in shapes else None
+    problems = _name_problems(entries, stored)
     problems += [
         f"{stored[entry.name]} is {list(hf_tensors[stored[entry.name]].shape)}, "
         f"but the config makes it {list(entry.shape)}"
         for entry in entries
         if entry.name in stored and tuple(hf_tensors[stored[entry.name]].shape) != entry.shape
     ]
-    logical = {} if problems else _gathered(entries, {full: hf_tensors[name] for full, name in stored.items()}, shapes)
+    logical = (
+        {}
+        if problems
+        else _logical_from_entries(entries, {full: hf_tensors[name] for full, name in stored.items()}, shapes)
+    )
     if tied_head is not None and not problems and not torch.equal(hf_tensors[tied_head], logical[_EMBEDDING]):
         problems.append(f"{tied_head} differs from the embedding, but the config ties them")
     if problems:
@@ -63,12 +67,12 @@ def to_hf(
     logical: Mapping[str, Tensor],
     model: ModelConfig,
     moe: MoEConfig | None = None,
-    experts_in: Sequence[bool] = (),
+    moe_layer_mask: Sequence[bool] = (),
 ) -> dict[str, Tensor]:
     """The tensors of a Hugging Face checkpoint from logical ones; a tied head is left out, as transformers saves it."""
-    table = family_named(family)
-    shapes = logical_shapes(model, moe, experts_in)
-    entries = family_entries(table, table.rows, shapes)
+    table = get_family(family)
+    shapes = logical_shapes(model, moe, moe_layer_mask)
+    entries = family_entries(table, table.mappings, shapes)
     problems = [f"{name} is missing" for name in shapes if name not in logical]
     problems += [f"{name} is not a tensor of this model" for name in logical if name not in shapes]
     problems += [
@@ -77,24 +81,28 @@ def to_hf(
         if name in logical and tuple(logical[name].shape) != shape
     ]
     if problems:
-        raise CheckpointError(f"These tensors are not those of the model: {some(problems)}. Check the model's config.")
-    return {entry.name: _joined(entry, logical) for entry in entries}
+        raise CheckpointError(
+            f"These tensors are not those of the model: {abbreviate_names(problems)}. Check the model's config."
+        )
+    return {entry.name: _entry_from_logical(entry, logical) for entry in entries}
 
 
-def _entries_of(family: Family, shapes: Mapping[str, Shape], found: Mapping[str, Tensor]) -> tuple[Entry, ...]:
+def _matching_entries(
+    family: Family, shapes: Mapping[str, Shape], found: Mapping[str, Tensor]
+) -> tuple[FolderEntry, ...]:
     """The entries of the family's files, or those of a model in memory where more of the names are of that kind."""
-    tables = [family_entries(family, rows, shapes) for rows in (family.rows, family.rows_in_memory) if rows]
+    tables = [family_entries(family, rows, shapes) for rows in (family.mappings, family.in_memory_mappings) if rows]
     return max(tables, key=lambda entries: sum(entry.name in found for entry in entries))
 
 
-def _gathered(
-    entries: Sequence[Entry], tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]
+def _logical_from_entries(
+    entries: Sequence[FolderEntry], tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
     """Logical tensors; one that is a tensor of the checkpoint, or rows of it, shares its memory."""
     logical: dict[str, Tensor] = {}
     for entry in entries:
         for region in entry.regions:
-            part = _box(tensors[entry.name], region)
+            part = _region_values(tensors[entry.name], region)
             if region.shape == shapes[region.name]:
                 logical[region.name] = part.contiguous()
                 continue
@@ -104,43 +112,43 @@ def _gathered(
     return logical
 
 
-def _box(tensor: Tensor, region: Region) -> Tensor:
+def _region_values(tensor: Tensor, region: EntryRegion) -> Tensor:
     """A region of an entry's tensor in the dimensions of the logical tensor."""
     part = tensor[region.entry_slices()]
     part = part.transpose(-2, -1) if region.transposed else part
     return part.reshape(region.shape)
 
 
-def _joined(entry: Entry, logical: Mapping[str, Tensor]) -> Tensor:
+def _entry_from_logical(entry: FolderEntry, logical: Mapping[str, Tensor]) -> Tensor:
     if len(entry.regions) == 1:
-        return _in_entry(entry.regions[0], logical).contiguous()
+        return _region_in_entry(entry.regions[0], logical).contiguous()
     whole = logical[entry.regions[0].name].new_empty(entry.shape)
     for region in entry.regions:
-        whole[region.entry_slices()] = _in_entry(region, logical)
+        whole[region.entry_slices()] = _region_in_entry(region, logical)
     return whole
 
 
-def _in_entry(region: Region, logical: Mapping[str, Tensor]) -> Tensor:
+def _region_in_entry(region: EntryRegion, logical: Mapping[str, Tensor]) -> Tensor:
     part = logical[region.name][region.logical_slices()]
     part = part.transpose(-2, -1) if region.transposed else part
-    return part.reshape(region.extent)
+    return part.reshape(region.shape_in_entry)
 
 
-def head_name(family: Family) -> str:
+def output_head_name(family: Family) -> str:
     """What the family calls the output head's weight; a checkpoint of a tied model may hold it as a copy of the embedding."""
-    return next(row.hf for row in family.rows if row.logical == ("head",)) + ".weight"
+    return next(row.hf_module for row in family.mappings if row.logical_modules == ("head",)) + ".weight"
 
 
-def full_names(family: Family, names: Iterable[str], expected: Container[str]) -> dict[str, str]:
+def stored_names_by_full_name(family: Family, names: Iterable[str], expected: Container[str]) -> dict[str, str]:
     """Full name to the name as stored, without what is no weight; a bare model's names lack the prefix."""
-    kept = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)]
+    kept = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored_tensors)]
     full = [name if name in expected else family.prefix + name for name in kept]
     return {whole if whole in expected else name: name for whole, name in zip(full, kept)}
 
 
-def _differences(entries: Sequence[Entry], stored: Mapping[str, str]) -> list[str]:
+def _name_problems(entries: Sequence[FolderEntry], stored: Mapping[str, str]) -> list[str]:
     expected = {entry.name for entry in entries}
     missing = [entry.name for entry in entries if entry.name not in stored]
     unknown = [name for full, name in stored.items() if full not in expected]
-    problems = [f"missing: {some(missing)}"] if missing else []
-    return problems + ([f"not in this model: {some(unknown)}"] if unknown else [])
+    problems = [f"missing: {abbreviate_names(missing)}"] if missing else []
+    return problems + ([f"not in this model: {abbreviate_names(unknown)}"] if unknown else [])

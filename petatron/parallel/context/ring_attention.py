@@ -19,91 +19,99 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels.attention.blocks import Answered, Gradients, PartialAttention, block_backward, zero_gradients
-from petatron.kernels.attention.mask import BlockMask, Bounds
-from petatron.kernels.attention.tiles import Dropout
+from petatron.kernels.attention.blocks import (
+    AttentionBackwardInputs,
+    PartialAttention,
+    QKVGrads,
+    block_backward,
+    zero_qkv_grads,
+)
+from petatron.kernels.attention.mask import AttentionBounds, BlockMask
+from petatron.kernels.attention.tiles import AttentionDropout
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
-from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank, zigzag
+from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank, zigzag_positions
 
-Pair = tuple[Tensor, Tensor]
-Way = Literal["ring", "gather"]
+KeyValue = tuple[Tensor, Tensor]
+KvExchange = Literal["ring", "gather"]
 """How the keys of other ranks are met, see above."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _AttentionPlan:
     """Who holds which positions of a sequence, and what may be seen."""
 
     axis: Axis
     length: int
-    bounds: Bounds | None
-    dropout: Dropout | None
+    bounds: AttentionBounds | None
+    dropout: AttentionDropout | None
 
-    def held_by(self, rank: int) -> tuple[range, ...]:
-        return zigzag(rank, self.axis.size, self.length)
+    def positions_of(self, rank: int) -> tuple[range, ...]:
+        return zigzag_positions(rank, self.axis.size, self.length)
 
     def mask(self, source: int | None) -> BlockMask:
         """This rank's queries against the keys of a rank, or of all."""
-        keys = (range(self.length),) if source is None else self.held_by(source)
-        return BlockMask(self.held_by(self.axis.rank), keys, self.bounds)
+        keys = (range(self.length),) if source is None else self.positions_of(source)
+        return BlockMask(self.positions_of(self.axis.rank), keys, self.bounds)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _AttentionPlan) -> Tensor:
         partial = PartialAttention(q, value_width=v.shape[-1])
-        for source, (keys, values) in _around(plan.axis, (k, v)):
-            partial.meet(keys, values, plan.mask(source), dropout=plan.dropout)
-        return _remember(ctx, q, k, v, partial, plan)
+        for source, (keys, values) in _ring_steps(plan.axis, (k, v)):
+            partial.attend_block(keys, values, plan.mask(source), dropout=plan.dropout)
+        return _save_for_backward(ctx, q, k, v, partial, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        answered = Answered.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
-        dq, own_dk, own_dv = zero_gradients(q, k, v)
-        behind = _Following(plan.axis)
-        for source, (keys, values) in _around(plan.axis, (k, v)):
+        plan: _AttentionPlan = ctx.plan
+        answered = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
+        dq, own_dk, own_dv = zero_qkv_grads(q, k, v)
+        behind = _GradientRing(plan.axis)
+        for source, (keys, values) in _ring_steps(plan.axis, (k, v)):
             at_home = source == plan.axis.rank
             dk, dv = (own_dk, own_dv) if at_home else (torch.zeros_like(own_dk), torch.zeros_like(own_dv))
-            block_backward(answered, keys, values, plan.mask(source), into=(dq, dk, dv), dropout=plan.dropout)
+            block_backward(answered, keys, values, plan.mask(source), grads=(dq, dk, dv), dropout=plan.dropout)
             if not at_home:
-                behind.add_and_pass_on((dk, dv), k.dtype)
-        behind.arrive((own_dk, own_dv))
+                behind.accumulate_and_send((dk, dv), k.dtype)
+        behind.receive_into((own_dk, own_dv))
         return dq.to(q.dtype), own_dk.to(k.dtype), own_dv.to(v.dtype), None
 
 
-class _GatheredAttention(torch.autograd.Function):
+class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _AttentionPlan) -> Tensor:
         partial = PartialAttention(q, value_width=v.shape[-1])
-        partial.meet(*_gathered(k, v, plan.axis), plan.mask(None), dropout=plan.dropout)
-        return _remember(ctx, q, k, v, partial, plan)
+        partial.attend_block(*_all_gather_kv(k, v, plan.axis), plan.mask(None), dropout=plan.dropout)
+        return _save_for_backward(ctx, q, k, v, partial, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        answered = Answered.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
-        keys, values = _gathered(k, v, plan.axis)
-        found: Gradients = zero_gradients(q, keys, values)
-        block_backward(answered, keys, values, plan.mask(None), into=found, dropout=plan.dropout)
-        whole = sorted_by_rank(_packed(found[1].to(k.dtype), found[2].to(v.dtype)), plan.axis.size)
-        dk, dv = _unpacked(collectives.reduce_scatter(whole, plan.axis), k, v)
+        plan: _AttentionPlan = ctx.plan
+        answered = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
+        keys, values = _all_gather_kv(k, v, plan.axis)
+        found: QKVGrads = zero_qkv_grads(q, keys, values)
+        block_backward(answered, keys, values, plan.mask(None), grads=found, dropout=plan.dropout)
+        whole = sorted_by_rank(_pack_kv(found[1].to(k.dtype), found[2].to(v.dtype)), plan.axis.size)
+        dk, dv = _unpack_kv(collectives.reduce_scatter(whole, plan.axis), k, v)
         return found[0].to(q.dtype), dk, dv, None
 
 
-def _remember(ctx: Any, q: Tensor, k: Tensor, v: Tensor, partial: PartialAttention, plan: _Plan) -> Tensor:
+def _save_for_backward(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, partial: PartialAttention, plan: _AttentionPlan
+) -> Tensor:
     out = partial.out_SBHE.to(q.dtype)
     ctx.save_for_backward(q, k, v, out, partial.lse_BHS)
     ctx.plan = plan
     return out
 
 
-def _around(axis: Axis, held: Pair) -> Iterator[tuple[int, Pair]]:
+def _ring_steps(axis: Axis, held: KeyValue) -> Iterator[tuple[int, KeyValue]]:
     """Every rank's pair of tensors with that rank, this one's first; the next pair travels while one is used."""
     for step in range(axis.size):
         source = (axis.rank - step) % axis.size
@@ -111,73 +119,73 @@ def _around(axis: Axis, held: Pair) -> Iterator[tuple[int, Pair]]:
             yield source, held
             return
         landing = _empty_like(held)
-        handles = collectives.start_shift(landing, held, axis)
+        handles = collectives.start_ring_shift(landing, held, axis)
         yield source, held
         for handle in handles:
             handle.wait()
         held = landing
 
 
-class _Following:
+class _GradientRing:
     """Gradients of travelling keys, one step behind them."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._landing: Pair | None = None
+        self._receive_buffers: KeyValue | None = None
         self._handles: list[collectives.Handle] = []
 
-    def add_and_pass_on(self, ours: Pair, dtype: torch.dtype) -> None:
+    def accumulate_and_send(self, grads: KeyValue, dtype: torch.dtype) -> None:
         """Join this rank's part to what the rank before has passed on, and pass that on."""
-        self.arrive(ours)
-        parcel = ours[0].to(dtype), ours[1].to(dtype)
-        self._landing = _empty_like(parcel)
-        self._handles = collectives.start_shift(self._landing, parcel, self._axis)
+        self.receive_into(grads)
+        parcel = grads[0].to(dtype), grads[1].to(dtype)
+        self._receive_buffers = _empty_like(parcel)
+        self._handles = collectives.start_ring_shift(self._receive_buffers, parcel, self._axis)
 
-    def arrive(self, into: Pair) -> None:
+    def receive_into(self, grads: KeyValue) -> None:
         """Wait for what is on its way here, if anything, and add it."""
         for handle in self._handles:
             handle.wait()
-        if self._landing is not None:
-            for total, more in zip(into, self._landing):
+        if self._receive_buffers is not None:
+            for total, more in zip(grads, self._receive_buffers):
                 total.add_(more)
 
 
-def _empty_like(pair: Pair) -> Pair:
+def _empty_like(pair: KeyValue) -> KeyValue:
     first, second = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in pair)
     return first, second
 
 
-def _gathered(k: Tensor, v: Tensor, axis: Axis) -> Pair:
+def _all_gather_kv(k: Tensor, v: Tensor, axis: Axis) -> KeyValue:
     """Keys and values of the whole sequence, sorted by position, in one gather."""
-    whole = sorted_by_position(collectives.all_gather(_packed(k, v), axis), axis.size)
-    return _unpacked(whole, k, v)
+    whole = sorted_by_position(collectives.all_gather(_pack_kv(k, v), axis), axis.size)
+    return _unpack_kv(whole, k, v)
 
 
-def _packed(k_SBKE: Tensor, v_SBKE: Tensor) -> Tensor:
+def _pack_kv(k_SBKE: Tensor, v_SBKE: Tensor) -> Tensor:
     return torch.cat((k_SBKE.flatten(2), v_SBKE.flatten(2)), dim=-1)
 
 
-def _unpacked(packed: Tensor, k_SBKE: Tensor, v_SBKE: Tensor) -> Pair:
+def _unpack_kv(packed: Tensor, k_SBKE: Tensor, v_SBKE: Tensor) -> KeyValue:
     k, v = packed.split([k_SBKE[0, 0].numel(), v_SBKE[0, 0].numel()], dim=-1)
     return k.unflatten(-1, k_SBKE.shape[2:]), v.unflatten(-1, v_SBKE.shape[2:])
 
 
-_WAYS = {"ring": _RingAttention, "gather": _GatheredAttention}
+_ATTENTION_FUNCTIONS = {"ring": _RingAttention, "gather": _AllGatherAttention}
 
 
-def distributed_attention(
+def context_parallel_attention(
     q_SBHE: Tensor,
     k_SBKE: Tensor,
     v_SBKE: Tensor,
     axis: Axis,
     *,
-    way: Way,
+    kv_exchange: KvExchange,
     window: int | None,
     dropout: float,
     document_starts_BS: Tensor | None,
 ) -> Tensor:
     """Attention of this rank's queries over the keys and values of every rank of the axis."""
     length = q_SBHE.shape[0] * axis.size
-    bounds = Bounds.build(length, window=window, document_starts_BS=document_starts_BS, device=q_SBHE.device)
-    plan = _Plan(axis, length, bounds, Dropout.draw(dropout))
-    return _WAYS[way].apply(q_SBHE, k_SBKE, v_SBKE, plan)  # pyright: ignore[reportReturnType]
+    bounds = AttentionBounds.build(length, window=window, document_starts_BS=document_starts_BS, device=q_SBHE.device)
+    plan = _AttentionPlan(axis, length, bounds, AttentionDropout.draw(dropout))
+    return _ATTENTION_FUNCTIONS[kv_exchange].apply(q_SBHE, k_SBKE, v_SBKE, plan)  # pyright: ignore[reportReturnType]

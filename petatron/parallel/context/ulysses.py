@@ -14,12 +14,14 @@ from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank
 
 
 @dataclass(frozen=True, slots=True)
-class HeadExchange:
+class UlyssesAllToAll:
     """Over one rank, the identity."""
 
     axis: Axis
 
-    def to_sequence(self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def scatter_heads_gather_sequence(
+        self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, heads, E] of some tokens to [ranks x S, B, heads / ranks, E] of all, in one exchange for the three."""
         ranks = self.axis.size
         if ranks == 1:
@@ -27,19 +29,19 @@ class HeadExchange:
         tensors = (q_SBHE, k_SBKE, v_SBKE)
         assert all(x.shape[2] % ranks == 0 for x in tensors), f"{ranks} ranks do not divide the heads they exchange"
         shares = [x.unflatten(2, (ranks, -1)).flatten(3) for x in tensors]
-        rows = self._exchanged(torch.cat(shares, dim=-1).permute(2, 0, 1, 3).flatten(0, 1))
+        rows = self._all_to_all(torch.cat(shares, dim=-1).permute(2, 0, 1, 3).flatten(0, 1))
         parts = sorted_by_position(rows, ranks).split([share.shape[-1] for share in shares], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, x.shape[-1])) for part, x in zip(parts, tensors))
         return q, k, v
 
-    def to_heads(self, out_SBHE: Tensor) -> Tensor:
+    def gather_heads_scatter_sequence(self, out_SBHE: Tensor) -> Tensor:
         """[ranks x S, B, heads / ranks, E] of all tokens to [S, B, heads, E] of this rank's."""
         ranks = self.axis.size
         if ranks == 1:
             return out_SBHE
-        rows = self._exchanged(sorted_by_rank(out_SBHE, ranks))
+        rows = self._all_to_all(sorted_by_rank(out_SBHE, ranks))
         return rows.unflatten(0, (ranks, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
-    def _exchanged(self, rows: Tensor) -> Tensor:
+    def _all_to_all(self, rows: Tensor) -> Tensor:
         each = [rows.shape[0] // self.axis.size] * self.axis.size
-        return collectives.exchange(rows, self.axis, send=each, receive=each)
+        return collectives.differentiable_all_to_all(rows, self.axis, send=each, receive=each)

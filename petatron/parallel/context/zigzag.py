@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-def zigzag(rank: int, size: int, length: int) -> tuple[range, ...]:
+def zigzag_positions(rank: int, size: int, length: int) -> tuple[range, ...]:
     """The positions of a rank's tokens: an early chunk and its mirror image, or all of them if there is one rank.
 
-    >>> zigzag(1, 4, 16)
+    >>> zigzag_positions(1, 4, 16)
     (range(2, 4), range(12, 14))
     """
     if size == 1:

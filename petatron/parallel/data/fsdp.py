@@ -41,18 +41,18 @@ from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.decoder import Decoder
 from petatron.parallel.data.fsdp_collectives import (
-    EightBitAllGather,
+    Fp8AllGather,
+    MessageSegment,
     RecordedAllGather,
     RecordedReduceScatter,
-    Segment,
     device_mesh,
 )
-from petatron.parallel.data.gradient_reduction import sum_inside_replica
-from petatron.sharding.flat_shard import Part, Stretch, share_of
-from petatron.sharding.fp8_gather import EightBitWeights, Matrix
+from petatron.parallel.data.gradient_reduction import all_reduce_partial_grads
+from petatron.sharding.flat_shard import FlatShard, ParamRange, rank_share
+from petatron.sharding.fp8_gather import Fp8Weights, ScaledMatrix
 from petatron.sharding.shard_spec import Placement, Shape
 
-Strategy = Literal["optim_grads", "optim_grads_params"]
+ShardingStrategy = Literal["optim_grads", "optim_grads_params"]
 
 
 def shard_dim(shape: Shape, ranks: int) -> int:
@@ -66,22 +66,22 @@ def shard_dim(shape: Shape, ranks: int) -> int:
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
-def owned_stretch(placement: Placement, axis: Axis, copies: Axis) -> Stretch:
+def owned_flat_shard(placement: Placement, axis: Axis, replica_axis: Axis) -> FlatShard:
     """The part of a parameter that this rank keeps, as it lies in memory."""
     shape, dim = placement.shape, shard_dim(placement.shape, axis.size)
     inner, size = math.prod(shape[dim + 1 :]), shape[dim]
     most = -(-size // axis.size)
     begin, end = (min(at * most, size) * inner for at in (axis.rank, axis.rank + 1))
     parts = tuple(
-        Part(placement, outer * size * inner + begin, outer * size * inner + end, outer * (end - begin))
+        ParamRange(placement, outer * size * inner + begin, outer * size * inner + end, outer * (end - begin))
         for outer in range(math.prod(shape[:dim]))
         if begin < end
     )
     length = sum(part.end - part.begin for part in parts)
-    return Stretch(length, parts, share_of(length, copies))
+    return FlatShard(length, parts, rank_share(length, replica_axis))
 
 
-class ShardedGroup:
+class FsdpParamGroup:
     """Parameters of one stage with one update rule, as far as this rank keeps them; one stretch per parameter.
 
     Gradients lie in one buffer that fully_shard adds to: it is handed out as the parameters' `grad`.
@@ -90,28 +90,28 @@ class ShardedGroup:
     def __init__(
         self,
         parameters: Sequence[DTensor],
-        stretches: Sequence[Stretch],
-        copies: Axis,
+        flat_shards: Sequence[FlatShard],
+        replica_axis: Axis,
         *,
-        decay: bool,
+        takes_weight_decay: bool,
         stage: FSDPModule,
-        wire_dtype: torch.dtype | None,
-        gathers: Sequence[EightBitAllGather] = (),
+        reduce_dtype: torch.dtype | None,
+        fp8_gathers: Sequence[Fp8AllGather] = (),
     ) -> None:
-        self.decay = decay
-        self._gathers = gathers
-        self.stretches = stretches
-        self.copies = copies
+        self.takes_weight_decay = takes_weight_decay
+        self._fp8_gathers = fp8_gathers
+        self.flat_shards = flat_shards
+        self.replica_axis = replica_axis
         self.stage = stage
-        self.wire_dtype = wire_dtype
+        self.reduce_dtype = reduce_dtype
         self._parameters = parameters
         first = parameters[0].to_local()
         wide = torch.promote_types(first.dtype, torch.float32)
-        self.flat_grads = torch.zeros(sum(s.length for s in stretches), dtype=wide, device=first.device)
-        self._grads = [self._handed_out(parameter, grad) for parameter, grad in zip(parameters, self.grads())]
+        self.flat_grads = torch.zeros(sum(s.length for s in flat_shards), dtype=wide, device=first.device)
+        self._grads = [self._as_dtensor(parameter, grad) for parameter, grad in zip(parameters, self.grads())]
 
     @staticmethod
-    def _handed_out(parameter: DTensor, grad: Tensor) -> DTensor:
+    def _as_dtensor(parameter: DTensor, grad: Tensor) -> DTensor:
         local = grad.view(parameter.to_local().shape)
         spec = {"shape": parameter.shape, "stride": parameter.stride()}
         return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **spec)
@@ -121,57 +121,57 @@ class ShardedGroup:
         return [parameter.to_local().detach().view(-1) for parameter in self._parameters]
 
     def grads(self) -> list[Tensor]:
-        return list(self.flat_grads.split([stretch.length for stretch in self.stretches]))
+        return list(self.flat_grads.split([stretch.length for stretch in self.flat_shards]))
 
-    def agree(self) -> None:
+    def sync_fp8_scales(self) -> None:
         """Nothing: scales are agreed on where a block is gathered."""
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         """Let go of gathered parameters, so that the next forward pass gathers the new ones."""
-        for unit in _units(self.stage):
+        for unit in _fsdp_units(self.stage):
             unit.reshard()
-        for gather in self._gathers:
+        for gather in self._fp8_gathers:
             gather.weights_changed()
 
-    def begin(self) -> None:
+    def reset_grads(self) -> None:
         """Gradients start from zero, in this group's buffer."""
         self.flat_grads.zero_()
         for parameter, grad in zip(self._parameters, self._grads):
             parameter.grad = grad
 
 
-class ShardedGradients:
+class FsdpGradientReducer:
     """What is left to do about gradients that fully_shard reduces: the start, the outer sum, the end."""
 
-    def __init__(self, groups: Sequence[ShardedGroup], mesh: ParallelMesh) -> None:
-        self._groups = groups
+    def __init__(self, param_groups: Sequence[FsdpParamGroup], mesh: ParallelMesh) -> None:
+        self._param_groups = param_groups
         self._mesh = mesh
-        self._stages = list(dict.fromkeys(group.stage for group in groups))
+        self._stages = list(dict.fromkeys(group.stage for group in param_groups))
 
-    def begin(self, micro_batches: int) -> None:
+    def start_step(self, micro_batches: int) -> None:
         """Forget the last step's gradients. The number of micro-batches does not matter: each is reduced by itself."""
-        for group in self._groups:
-            group.begin()
+        for group in self._param_groups:
+            group.reset_grads()
         for stage in self._stages:
             stage.set_is_last_backward(False)
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         """Wait for the reductions under way, then add up over the replicas of the shards and inside a replica."""
         for stage in self._stages:
             stage.set_is_last_backward(True)
             # Nothing public waits outside of a backward pass; torch's own pipeline stages call this one too.
             stage._get_fsdp_state()._root_post_backward_final_callback()
         if self._mesh["dp_outer"].size > 1:
-            self._sum_over_replicas()
-        sum_inside_replica(self._groups, self._mesh)
+            self._all_reduce_over_replicas()
+        all_reduce_partial_grads(self._param_groups, self._mesh)
 
-    def _sum_over_replicas(self) -> None:
+    def _all_reduce_over_replicas(self) -> None:
         started = []
-        for group in self._groups:
+        for group in self._param_groups:
             grads = group.flat_grads
-            wire = grads if group.wire_dtype is None else grads.to(group.wire_dtype)
-            started.append((grads, wire, collectives.start_all_reduce(wire, group.copies)))
+            wire = grads if group.reduce_dtype is None else grads.to(group.reduce_dtype)
+            started.append((grads, wire, collectives.start_all_reduce(wire, group.replica_axis)))
         for grads, wire, handle in started:
             handle.wait()
             if wire is not grads:
@@ -179,23 +179,23 @@ class ShardedGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sharing:
+class _FsdpUnitWrapper:
     """The ranks that share units of one kind, and how."""
 
     axis: Axis
-    devices: DeviceMesh
-    precision: MixedPrecisionPolicy
-    strategy: Strategy
+    device_mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    strategy: ShardingStrategy
 
-    def wrap(self, module: nn.Module, *, again: bool = True) -> None:
-        """Make a module a unit. `again`: it is let go after its forward pass, to be gathered for the backward pass."""
+    def wrap(self, module: nn.Module, *, reshard_after_forward: bool = True) -> None:
+        """Make a module a unit. `reshard_after_forward`: it is let go after its forward pass, to be gathered for the backward pass."""
         whole = self.strategy == "optim_grads"
         fully_shard(
             module,
-            mesh=self.devices,
-            reshard_after_forward=again and not whole,
-            shard_placement_fn=partial(_cut, axis=self.axis),
-            mp_policy=self.precision,
+            mesh=self.device_mesh,
+            reshard_after_forward=reshard_after_forward and not whole,
+            shard_placement_fn=partial(_shard_placement, axis=self.axis),
+            mp_policy=self.mp_policy,
         )
         assert isinstance(module, FSDPModule)
         module.set_reshard_after_backward(not whole, recurse=False)
@@ -205,115 +205,134 @@ class _Sharing:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _cut(parameter: nn.Parameter, axis: Axis) -> Shard:
+def _shard_placement(parameter: nn.Parameter, axis: Axis) -> Shard:
     return Shard(shard_dim(tuple(parameter.shape), axis.size))
 
 
-def shard_stages(
+def fully_shard_stages(
     stages: Sequence[Decoder],
     placements: Mapping[str, Placement],
     mesh: ParallelMesh,
-    decays: Callable[[str, nn.Parameter], bool],
+    takes_weight_decay: Callable[[str, nn.Parameter], bool],
     *,
-    strategy: Strategy,
+    strategy: ShardingStrategy,
     compute_dtype: torch.dtype,
-    wire_dtype: torch.dtype | None,
-    eight_bits: EightBitWeights | None = None,
-) -> list[ShardedGroup]:
+    reduce_dtype: torch.dtype | None,
+    fp8_weights: Fp8Weights | None = None,
+) -> list[FsdpParamGroup]:
     """Share the parameters of a rank's stages, and give this rank's part of them memory, all zero.
 
-    The stages are still on the meta device, in at least fp32, with all other kinds of parallelism applied. `wire_dtype` is
-    the precision gradients are reduced in; None means at least fp32. `eight_bits` says which weights may be gathered so.
+    The stages are still on the meta device, in at least fp32, with all other kinds of parallelism applied. `reduce_dtype` is
+    the precision gradients are reduced in; None means at least fp32. `fp8_weights` says which weights may be gathered so.
     """
     wide = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=wire_dtype or wide, cast_forward_inputs=False
+        param_dtype=compute_dtype, reduce_dtype=reduce_dtype or wide, cast_forward_inputs=False
     )
     dense, expert = (
-        _Sharing(mesh[name], device_mesh(mesh[name], mesh), precision, strategy) for name in ("shard", "edp_shard")
+        _FsdpUnitWrapper(mesh[name], device_mesh(mesh[name], mesh), precision, strategy)
+        for name in ("shard", "edp_shard")
     )
-    groups: list[ShardedGroup] = []
+    groups: list[FsdpParamGroup] = []
     every = [parameter for stage in stages for parameter in stage.parameters()]
     assert len(every) == len(set(every)), "a parameter of two stages cannot be fully sharded"
     for stage in stages:
-        decay_of = {name: decays(name, parameter) for name, parameter in stage.named_parameters()}
+        decay_of = {name: takes_weight_decay(name, parameter) for name, parameter in stage.named_parameters()}
         for module in _expert_modules(stage, placements):
             expert.wrap(module)
         for block in stage.layers.values():
             dense.wrap(block)
-        if stage.embedding is not None and not _borrowed(stage):
+        if stage.embedding is not None and not _has_tied_head(stage):
             dense.wrap(stage.embedding)
             assert isinstance(stage.embedding, FSDPModule)
             stage.embedding.set_unshard_in_backward(False)
-        dense.wrap(stage, again=False)
-        _gather_ahead(stage)
+        dense.wrap(stage, reshard_after_forward=False)
+        _set_backward_prefetch(stage)
         register_fsdp_forward_method(stage, "logits")
-        _SameDicts().watch(stage)
-        gathers = _gather_in_eight_bits(stage, placements, dense.axis, eight_bits, compute_dtype)
+        _CallerDicts().register_hooks(stage)
+        gathers = _use_fp8_all_gather(stage, placements, dense.axis, fp8_weights, compute_dtype)
         if mesh.device.type != "meta":
             stage.to_empty(device=mesh.device)
         for decay in (True, False):
             chosen = {name: p for name, p in stage.named_parameters() if decay_of[name] == decay}
             if chosen:
-                group = _group(stage, chosen, placements, mesh, decay=decay, wire_dtype=wire_dtype, gathers=gathers)
+                group = _build_param_group(
+                    stage,
+                    chosen,
+                    placements,
+                    mesh,
+                    takes_weight_decay=decay,
+                    reduce_dtype=reduce_dtype,
+                    fp8_gathers=gathers,
+                )
                 groups.append(group)
     return groups
 
 
-def _gather_in_eight_bits(
+def _use_fp8_all_gather(
     stage: Decoder,
     placements: Mapping[str, Placement],
     axis: Axis,
-    eight_bits: EightBitWeights | None,
+    fp8_weights: Fp8Weights | None,
     dtype: torch.dtype,
-) -> list[EightBitAllGather]:
+) -> list[Fp8AllGather]:
     """Let units that have weights for it send these in eight bits; who does so."""
-    if eight_bits is None or eight_bits.kernels is None or axis.size == 1:
+    if fp8_weights is None or fp8_weights.kernels is None or axis.size == 1:
         return []
     names = {parameter: name for name, parameter in stage.named_parameters()}
     found = []
-    for unit in _units(stage):
+    for unit in _fsdp_units(stage):
         # Nothing public tells the order of parameters in a message.
         inside = unit._get_fsdp_state()._fsdp_param_group
         members = [] if inside is None else [names[member.sharded_param] for member in inside.fsdp_params]
         segments, count = [], 0
         for name in members:
             shape = placements[name].shape
-            dim, scaling = shard_dim(shape, axis.size), eight_bits.scalings.get(name)
+            dim, scaling = shard_dim(shape, axis.size), fp8_weights.scalings.get(name)
             # In parts along another dimension, what a rank has is no stretch of the matrix.
-            matrix = Matrix.of(shape, scaling, first=count) if scaling is not None and dim == 0 else None
-            count += 0 if matrix is None else matrix.scales
-            segments.append(Segment(-(-shape[dim] // axis.size) * (math.prod(shape) // shape[dim]), matrix))
+            matrix = (
+                ScaledMatrix.from_shape(shape, scaling, first_scale=count) if scaling is not None and dim == 0 else None
+            )
+            count += 0 if matrix is None else matrix.num_scales
+            segments.append(MessageSegment(-(-shape[dim] // axis.size) * (math.prod(shape) // shape[dim]), matrix))
         if count:
-            found.append(EightBitAllGather(axis, segments, itemsize=dtype.itemsize, kernels=eight_bits.kernels))
+            found.append(Fp8AllGather(axis, segments, itemsize=dtype.itemsize, kernels=fp8_weights.kernels))
             unit.set_custom_all_gather(found[-1])
     return found
 
 
-def _group(
+def _build_param_group(
     stage: Decoder,
     parameters: Mapping[str, nn.Parameter],
     placements: Mapping[str, Placement],
     mesh: ParallelMesh,
     *,
-    decay: bool,
-    wire_dtype: torch.dtype | None,
-    gathers: Sequence[EightBitAllGather],
-) -> ShardedGroup:
+    takes_weight_decay: bool,
+    reduce_dtype: torch.dtype | None,
+    fp8_gathers: Sequence[Fp8AllGather],
+) -> FsdpParamGroup:
     copies, sharded, stretches = mesh["dp_outer"], [], []
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         axis = mesh["edp_shard" if placements[name].expert else "shard"]
         sharded.append(parameter)
-        stretches.append(owned_stretch(placements[name], axis, copies))
+        stretches.append(owned_flat_shard(placements[name], axis, copies))
     assert isinstance(stage, FSDPModule)
-    group = ShardedGroup(sharded, stretches, copies, decay=decay, stage=stage, wire_dtype=wire_dtype, gathers=gathers)
+    group = FsdpParamGroup(
+        sharded,
+        stretches,
+        copies,
+        takes_weight_decay=takes_weight_decay,
+        stage=stage,
+        reduce_dtype=reduce_dtype,
+        fp8_gathers=fp8_gathers,
+    )
     for weight in group.weights():
         weight.zero_()
     return group
 
 
-def _borrowed(stage: Decoder) -> bool:
+def _has_tied_head(stage: Decoder) -> bool:
     """Whether the head computes with the embedding's weights."""
     return stage.head is not None and stage.head.weight is None
 
@@ -328,26 +347,26 @@ def _expert_modules(module: nn.Module, placements: Mapping[str, Placement], pref
         yield from _expert_modules(child, placements, f"{prefix}.{name}" if prefix else name)
 
 
-def _gather_ahead(stage: Decoder) -> None:
+def _set_backward_prefetch(stage: Decoder) -> None:
     """In the backward pass, every unit begins to gather the one whose turn is next.
 
     By itself fully_shard takes the unit that was left before this one, which is of another micro-batch when it is a
     stage's first; that one would be gathered for nothing. The first unit names itself, which is here already.
     """
     # A module comes behind its own children in every list of modules turned round, as it does in the forward pass.
-    forward = [[] if stage.embedding is None else _units(stage.embedding)]
-    forward += [reversed(list(_units(block))) for block in stage.layers.values()]
+    forward = [[] if stage.embedding is None else _fsdp_units(stage.embedding)]
+    forward += [reversed(list(_fsdp_units(block))) for block in stage.layers.values()]
     forward.append([stage] if isinstance(stage, FSDPModule) else [])
     order = [unit for units in forward for unit in units]
     for unit, following in zip(order, [order[0], *order]):
         unit.set_modules_to_backward_prefetch([following])
 
 
-def _units(stage: nn.Module) -> Iterator[FSDPModule]:
+def _fsdp_units(stage: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in stage.modules() if isinstance(module, FSDPModule))
 
 
-class _SameDicts:
+class _CallerDicts:
     """Gives a stage the caller's own dicts, which layers write their reports into.
 
     fully_shard replaces tensors among the arguments, and in torch 2.11 it hands over copies of the dicts around them.
@@ -356,7 +375,7 @@ class _SameDicts:
     def __init__(self) -> None:
         self._dicts: dict[str, dict[Any, Any]] = {}
 
-    def watch(self, stage: nn.Module) -> None:
+    def register_hooks(self, stage: nn.Module) -> None:
         stage.register_forward_pre_hook(self._remember, prepend=True, with_kwargs=True)
         stage.register_forward_pre_hook(self._restore, with_kwargs=True)
 

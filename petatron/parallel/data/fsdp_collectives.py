@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from petatron.kernels.fp8.gather_cast import WireKernels
+from petatron.kernels.fp8.gather_cast import GatherCastKernels
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.sharding.fp8_gather import Matrix, Owned, agree_on_scales, narrow, restore
+from petatron.sharding.fp8_gather import MatrixShard, ScaledMatrix, all_reduce_scales, dequantise_shards, quantise_shard
 
 _ALIGNMENT = 16
 """Messages are this many bytes, or a multiple: those of the next rank begin where any number may."""
@@ -30,13 +30,13 @@ _ALIGNMENT = 16
 def device_mesh(axis: Axis, mesh: ParallelMesh) -> DeviceMesh:
     """The ranks of an axis as fully_shard wants them; a rank that is alone there gets a group of its own."""
     assert dist.is_initialized(), "fully_shard needs a process group, be it of one rank"
-    group = axis.group or mesh.alone()
+    group = axis.group or mesh.single_rank_group()
     # A mesh on the meta device counts shapes only, which those of any real device are.
     kind = "cpu" if mesh.device.type == "meta" else mesh.device.type
     return DeviceMesh.from_group(group, kind, mesh_dim_names=(axis.name,))
 
 
-class _Memory:
+class _MessageAllocator:
     """Fresh memory for every message."""
 
     def __init__(self, axis: Axis) -> None:
@@ -46,7 +46,7 @@ class _Memory:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class RecordedAllGather(_Memory, AllGather):
+class RecordedAllGather(_MessageAllocator, AllGather):
     """fully_shard calls this on its own stream, where waiting holds up nothing but that stream."""
 
     def __call__(
@@ -56,26 +56,28 @@ class RecordedAllGather(_Memory, AllGather):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class MessageSegment:
     """What a rank has of a parameter: so many elements; of a matrix, if it travels in eight bits."""
 
     length: int
-    matrix: Matrix | None
+    matrix: ScaledMatrix | None
 
 
-class EightBitAllGather(RecordedAllGather):
+class Fp8AllGather(RecordedAllGather):
     """Gathers a unit of which some weights travel in eight bits, and fills in what their bytes stand for.
 
     Scales are found once, and again after `weights_changed`.
     """
 
-    def __init__(self, axis: Axis, segments: Sequence[Segment], *, itemsize: int, kernels: WireKernels) -> None:
+    def __init__(
+        self, axis: Axis, segments: Sequence[MessageSegment], *, itemsize: int, kernels: GatherCastKernels
+    ) -> None:
         """`segments` in the order of a message; `itemsize` is that of its dtype."""
         super().__init__(axis)
         self._segments, self._kernels = segments, kernels
-        self._count = sum(segment.matrix.scales for segment in segments if segment.matrix is not None)
-        self._plain_bytes = itemsize * sum(segment.length for segment in segments if segment.matrix is None)
-        num_bytes = self._plain_bytes + sum(segment.length for segment in segments if segment.matrix is not None)
+        self._num_scales = sum(segment.matrix.num_scales for segment in segments if segment.matrix is not None)
+        self._unquantised_bytes = itemsize * sum(segment.length for segment in segments if segment.matrix is None)
+        num_bytes = self._unquantised_bytes + sum(segment.length for segment in segments if segment.matrix is not None)
         self._num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._scales: Tensor | None = None
 
@@ -86,22 +88,24 @@ class EightBitAllGather(RecordedAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         sent = torch.empty(1, self._num_bytes, dtype=torch.uint8, device=input_tensor.device)
-        for matrix, own, message in self._places(input_tensor.view(1, -1), sent):
+        for matrix, own, message in self._segment_views(input_tensor.view(1, -1), sent):
             if matrix is None:
                 message.view(own.dtype).copy_(own)
             else:
-                narrow(self._owned(matrix, own), self._table(input_tensor), message.view(-1), self._kernels)
+                quantise_shard(
+                    self._matrix_shard(matrix, own), self._global_scales(input_tensor), message.view(-1), self._kernels
+                )
         received = sent.new_empty(self._axis.size, self._num_bytes)
         collectives.start_all_gather(received, sent, self._axis).wait()
-        for matrix, out, message in self._places(output_tensor.view(self._axis.size, -1), received):
+        for matrix, out, message in self._segment_views(output_tensor.view(self._axis.size, -1), received):
             if matrix is None:
                 out.copy_(message.view(out.dtype))
             else:
-                restore(matrix, message, self._table(input_tensor), out, self._kernels)
+                dequantise_shards(matrix, message, self._global_scales(input_tensor), out, self._kernels)
 
-    def _places(self, numbers: Tensor, messages: Tensor) -> Iterator[tuple[Matrix | None, Tensor, Tensor]]:
+    def _segment_views(self, numbers: Tensor, messages: Tensor) -> Iterator[tuple[ScaledMatrix | None, Tensor, Tensor]]:
         """For each segment, its numbers and its bytes, [ranks, ...] both."""
-        at, plain, eight = 0, 0, self._plain_bytes
+        at, plain, eight = 0, 0, self._unquantised_bytes
         for segment in self._segments:
             own = numbers[:, at : at + segment.length]
             at += segment.length
@@ -114,21 +118,21 @@ class EightBitAllGather(RecordedAllGather):
                 eight += segment.length
         assert at == numbers.shape[1], f"a message of {numbers.shape[1]} elements has a place for {at}"
 
-    def _owned(self, matrix: Matrix, own: Tensor) -> Owned:
-        return Owned(matrix, self._axis.rank * own.numel(), own.view(-1))
+    def _matrix_shard(self, matrix: ScaledMatrix, values: Tensor) -> MatrixShard:
+        return MatrixShard(matrix, self._axis.rank * values.numel(), values.view(-1))
 
-    def _table(self, input_tensor: Tensor) -> Tensor:
+    def _global_scales(self, input_tensor: Tensor) -> Tensor:
         if self._scales is None:
             at, parts = 0, []
             for segment in self._segments:
                 if segment.matrix is not None:
-                    parts.append(self._owned(segment.matrix, input_tensor[at : at + segment.length]))
+                    parts.append(self._matrix_shard(segment.matrix, input_tensor[at : at + segment.length]))
                 at += segment.length
-            self._scales = agree_on_scales(parts, self._count, self._axis, self._kernels, input_tensor.device)
+            self._scales = all_reduce_scales(parts, self._num_scales, self._axis, self._kernels, input_tensor.device)
         return self._scales
 
 
-class RecordedReduceScatter(_Memory, ReduceScatter):
+class RecordedReduceScatter(_MessageAllocator, ReduceScatter):
     """Always a sum: losses are divided by the global token count before the backward pass."""
 
     def __call__(

@@ -8,7 +8,7 @@ with sharded optimizer state a reduce-scatter that leaves each rank the part it 
 order on every rank, whatever order gradients arrive in, so ranks can never wait for each other crosswise. Losses are divided
 by the global token count before the backward pass, so the sum is the gradient: nothing is averaged here.
 
-Afterwards, gradients that several ranks of one replica hold as summands (see `Piece.sum_over`) are added up over those ranks.
+Afterwards, gradients that several ranks of one replica hold as summands (see `TensorShard.grad_reduce_axis`) are added up over those ranks.
 """
 
 from __future__ import annotations
@@ -23,65 +23,74 @@ from torch import Tensor, nn
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
-from petatron.sharding.flat_buffer import Bucket, FlatGroup, Slot
-from petatron.sharding.flat_shard import ParameterGroup, group_pieces
+from petatron.sharding.flat_buffer import Bucket, BucketParam, FlatParamGroup
+from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 
 
 @dataclass(slots=True)
-class _Send:
+class _BucketReduction:
     """A bucket, and how many gradients it still waits for in this step."""
 
-    group: FlatGroup
+    group: FlatParamGroup
     bucket: Bucket
-    gradients: int
-    turn: tuple[int, int]
-    waiting: int = 0
+    grads_per_micro_batch: int
+    order: tuple[int, int]
+    num_pending: int = 0
     handles: list[Handle] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Main:
-    """Where a parameter's gradients add up; `fresh` while it holds nothing of this step."""
+class _MainGrad:
+    """Where a parameter's gradients add up; `overwrite_next` while it holds nothing of this step."""
 
-    out: Tensor
-    send: _Send
-    queue: list[_Send]
-    fresh: bool = True
+    main_grad: Tensor
+    reduction: _BucketReduction
+    queue: list[_BucketReduction]
+    overwrite_next: bool = True
 
 
-class GradientSync:
+class GradientReducer:
     """Takes gradients from products and autograd into the flat buffers and over the wire."""
 
     def __init__(
-        self, groups: Sequence[FlatGroup], mesh: ParallelMesh, *, overlap: bool, wire_dtype: torch.dtype | None = None
+        self,
+        param_groups: Sequence[FlatParamGroup],
+        mesh: ParallelMesh,
+        *,
+        overlap: bool,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """`wire_dtype` is the precision gradients are reduced in; None means that of the buffers."""
-        self._groups = groups
+        """`reduce_dtype` is the precision gradients are reduced in; None means that of the buffers."""
+        self._param_groups = param_groups
         self._mesh = mesh
         self._overlap = overlap
-        self._wire_dtype = wire_dtype
-        self._queues: list[list[_Send]] = []
-        self._main: dict[Tensor, _Main] = {}
-        self._make_queues()
+        self._reduce_dtype = reduce_dtype
+        self._queues: list[list[_BucketReduction]] = []
+        self._main_grads: dict[Tensor, _MainGrad] = {}
+        self._build_queues()
 
-    def _make_queues(self) -> None:
+    def _build_queues(self) -> None:
         """One queue of buckets per stage, in the order in which its backward pass completes them."""
-        queues: dict[int, list[_Send]] = {}
-        for group in self._groups:
+        queues: dict[int, list[_BucketReduction]] = {}
+        for group in self._param_groups:
             for bucket in group.buckets:
-                turn = max(slot.arrival for slot in bucket.slots)
-                gradients = sum(slot.uses for slot in bucket.slots)
-                queue = queues.setdefault(group.stage, [])
-                queue.append(_Send(group, bucket, gradients, (turn, len(queue))))
+                turn = max(slot.grad_order for slot in bucket.params)
+                gradients = sum(slot.grads_per_micro_batch for slot in bucket.params)
+                queue = queues.setdefault(group.virtual_stage, [])
+                queue.append(_BucketReduction(group, bucket, gradients, (turn, len(queue))))
         for queue in queues.values():
-            queue.sort(key=lambda send: send.turn)
+            queue.sort(key=lambda send: send.order)
             self._queues.append(queue)
             for send in queue:
-                for slot in send.bucket.slots:
-                    self._watch(slot, send, queue)
+                for slot in send.bucket.params:
+                    self._register_grad_hook(slot, send, queue)
 
-    def _watch(self, slot: Slot, send: _Send, queue: list[_Send]) -> None:
-        self._main[slot.parameter] = _Main(send.group.view(send.group.flat_grads, slot), send, queue)
+    def _register_grad_hook(
+        self, param: BucketParam, reduction: _BucketReduction, queue: list[_BucketReduction]
+    ) -> None:
+        self._main_grads[param.parameter] = _MainGrad(
+            reduction.group.param_view(reduction.group.flat_grads, param), reduction, queue
+        )
 
         # The parameter's hook lies where the garbage collector cannot see it: a strong reference would keep all of this,
         # process groups included, for ever.
@@ -91,66 +100,69 @@ class GradientSync:
             grad, parameter.grad = parameter.grad, None
             owner = sync()
             if owner is not None and grad is not None:
-                owner.add(parameter, grad)
+                owner.add_grad(parameter, grad)
 
-        slot.parameter.register_post_accumulate_grad_hook(arrived)  # pyright: ignore[reportArgumentType]
+        param.parameter.register_post_accumulate_grad_hook(arrived)  # pyright: ignore[reportArgumentType]
 
-    def begin(self, micro_batches: int) -> None:
+    def start_step(self, micro_batches: int) -> None:
         """Forget the last step's gradients; every use of a parameter will bring one per micro-batch."""
-        for main in self._main.values():
-            main.fresh = True
+        for main in self._main_grads.values():
+            main.overwrite_next = True
         for queue in self._queues:
             for send in queue:
-                send.waiting = send.gradients * micro_batches
+                send.num_pending = send.grads_per_micro_batch * micro_batches
 
-    def add(self, parameter: Tensor, grad: Tensor) -> None:
+    def add_grad(self, parameter: Tensor, grad: Tensor) -> None:
         """Take a gradient that exists."""
-        self.write(parameter, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad))
+        self.write_grad(parameter, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad))
 
     @torch.no_grad()
-    def write(self, parameter: Tensor, write: Callable[[Tensor, bool], object]) -> None:
+    def write_grad(self, parameter: Tensor, write: Callable[[Tensor, bool], object]) -> None:
         """Have one gradient of a parameter written where its gradients add up."""
-        main = self._main[parameter]
-        write(main.out, not main.fresh)
-        main.fresh = False
-        send = main.send
-        send.waiting -= 1
-        assert send.waiting >= 0, "a parameter got more gradients than the step has micro-batches"
-        if send.waiting == 0 and self._overlap:
-            self._send_ready(main.queue)
+        main = self._main_grads[parameter]
+        write(main.main_grad, not main.overwrite_next)
+        main.overwrite_next = False
+        send = main.reduction
+        send.num_pending -= 1
+        assert send.num_pending >= 0, "a parameter got more gradients than the step has micro-batches"
+        if send.num_pending == 0 and self._overlap:
+            self._start_ready_reductions(main.queue)
 
-    def written(self) -> frozenset[Tensor]:
+    def params_with_grad(self) -> frozenset[Tensor]:
         """The parameters that have got a gradient in this step."""
-        return frozenset(parameter for parameter, main in self._main.items() if not main.fresh)
+        return frozenset(parameter for parameter, main in self._main_grads.items() if not main.overwrite_next)
 
-    def assume_written(self, parameters: frozenset[Tensor]) -> None:
+    def mark_written(self, parameters: frozenset[Tensor]) -> None:
         """Go on as if all of this step's gradients had just come, and nothing had been sent.
 
         Whoever replays the kernels of an earlier step writes gradients of the same parameters, past this object.
         """
-        for parameter, main in self._main.items():
-            main.fresh = parameter not in parameters
+        for parameter, main in self._main_grads.items():
+            main.overwrite_next = parameter not in parameters
         for queue in self._queues:
             for send in queue:
-                send.waiting, send.handles = 0, []
+                send.num_pending, send.handles = 0, []
 
-    def _send_ready(self, queue: list[_Send]) -> None:
+    def _start_ready_reductions(self, queue: list[_BucketReduction]) -> None:
         for send in queue:
-            if send.waiting > 0:
+            if send.num_pending > 0:
                 return
-            if send.waiting == 0:
-                self._send(send)
+            if send.num_pending == 0:
+                self._start_reduction(send)
 
-    def _send(self, send: _Send) -> None:
-        send.waiting = -1
-        axes, bucket = send.group.axes, send.bucket
-        grads = send.group.flat_grads[bucket.begin : bucket.end]
-        wire = grads if self._wire_dtype is None else grads.to(self._wire_dtype)
+    def _start_reduction(self, reduction: _BucketReduction) -> None:
+        reduction.num_pending = -1
+        axes, bucket = reduction.group.axes, reduction.bucket
+        grads = reduction.group.flat_grads[bucket.begin : bucket.end]
+        wire = grads if self._reduce_dtype is None else grads.to(self._reduce_dtype)
         if not axes.sharded:
-            send.handles = [collectives.start_all_reduce(wire, axes.whole), Handle(after=_copy_back(grads, wire))]
+            reduction.handles = [
+                collectives.start_all_reduce(wire, axes.data_parallel),
+                Handle(on_complete=_copy_back(grads, wire)),
+            ]
             return
-        begin, end = send.group.owned_part(bucket)
-        own = send.group.flat_grads[begin:end]
+        begin, end = reduction.group.owned_range(bucket)
+        own = reduction.group.flat_grads[begin:end]
         part = torch.empty_like(own, dtype=wire.dtype)
         scattered = collectives.start_reduce_scatter(part, wire, axes.shard)
 
@@ -158,38 +170,40 @@ class GradientSync:
             collectives.all_reduce(part, axes.outer)
             own.copy_(part)
 
-        send.handles = [scattered, Handle(keep=wire, after=over_replicas)]
+        reduction.handles = [scattered, Handle(keep_alive=wire, on_complete=over_replicas)]
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         """Send what has not gone yet, wait for all of it, and add up the summands inside a replica."""
-        for main in self._main.values():
-            if main.fresh:  # what got no gradient has one of zero; its bucket cannot have gone
-                main.out.zero_()
+        for main in self._main_grads.values():
+            if main.overwrite_next:  # what got no gradient has one of zero; its bucket cannot have gone
+                main.main_grad.zero_()
         for queue in self._queues:
             for send in queue:
-                if send.waiting >= 0:
-                    self._send(send)
+                if send.num_pending >= 0:
+                    self._start_reduction(send)
         for queue in self._queues:
             for send in queue:
                 for handle in send.handles:
                     handle.wait()
                 send.handles = []
-        sum_inside_replica(self._groups, self._mesh)
+        all_reduce_partial_grads(self._param_groups, self._mesh)
 
 
-def _copy_back(grads: Tensor, wire: Tensor):
-    return None if wire is grads else lambda: grads.copy_(wire)
+def _copy_back(grads: Tensor, reduced: Tensor):
+    return None if reduced is grads else lambda: grads.copy_(reduced)
 
 
 @torch.no_grad()
-def sum_inside_replica(groups: Sequence[ParameterGroup], mesh: ParallelMesh) -> None:
+def all_reduce_partial_grads(param_groups: Sequence[ParameterGroup], mesh: ParallelMesh) -> None:
     """Add up the gradient pieces that ranks of one replica hold as summands, one exchange per axis."""
     views: dict[tuple[str, torch.dtype], list[Tensor]] = {}
-    for group in groups:
-        for piece, view in group_pieces(group, group.grads(), wanted=lambda piece: piece.sum_over is not None):
-            assert piece.sum_over is not None
-            views.setdefault((piece.sum_over, view.dtype), []).append(view)
+    for group in param_groups:
+        for piece, view in group_tensor_shards(
+            group, group.grads(), wanted=lambda piece: piece.grad_reduce_axis is not None
+        ):
+            assert piece.grad_reduce_axis is not None
+            views.setdefault((piece.grad_reduce_axis, view.dtype), []).append(view)
     for (name, _), parts in sorted(views.items(), key=lambda item: item[0][0]):
         flat = torch.cat([part.reshape(-1) for part in parts])
         collectives.all_reduce(flat, mesh.axis(name))

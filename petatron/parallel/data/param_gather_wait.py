@@ -12,26 +12,26 @@ from functools import partial
 from torch import nn
 
 from petatron.models.decoder import Decoder
-from petatron.sharding.flat_buffer import FlatGroup
+from petatron.sharding.flat_buffer import FlatParamGroup
 
 
-def wait_before_use(stages: Sequence[Decoder], groups: Sequence[FlatGroup]) -> None:
+def wait_for_params_before_use(stages: Sequence[Decoder], param_groups: Sequence[FlatParamGroup]) -> None:
     """Make every layer, and what stands before and behind them, wait for the buckets its parameters lie in."""
-    where: dict[nn.Parameter, tuple[FlatGroup, int]] = {}
-    for group in groups:
+    where: dict[nn.Parameter, tuple[FlatParamGroup, int]] = {}
+    for group in param_groups:
         for index, bucket in enumerate(group.buckets):
-            where |= {slot.parameter: (group, index) for slot in bucket.slots}
+            where |= {slot.parameter: (group, index) for slot in bucket.params}
     for stage in stages:
-        for module, parameters in _users(stage):
-            needed: dict[int, tuple[FlatGroup, set[int]]] = {}
+        for module, parameters in _modules_with_params(stage):
+            needed: dict[int, tuple[FlatParamGroup, set[int]]] = {}
             for parameter in parameters:
                 group, index = where[parameter]
                 needed.setdefault(id(group), (group, set()))[1].add(index)
             for group, indices in needed.values():
-                module.register_forward_pre_hook(partial(_wait, group=group, indices=sorted(indices)))
+                module.register_forward_pre_hook(partial(_wait_for_params, group=group, indices=sorted(indices)))
 
 
-def _users(stage: Decoder) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]]]:
+def _modules_with_params(stage: Decoder) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]]]:
     """Modules that are called as such, each with all parameters that are computed with before the next one is called."""
     for module in (stage.embedding, stage.position, *stage.layers.values()):
         if module is not None:
@@ -40,5 +40,5 @@ def _users(stage: Decoder) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]]]
         yield stage.norm, (*stage.norm.parameters(), *stage.head.parameters())
 
 
-def _wait(module: nn.Module, args: object, *, group: FlatGroup, indices: list[int]) -> None:
-    group.wait(indices)
+def _wait_for_params(module: nn.Module, args: object, *, group: FlatParamGroup, indices: list[int]) -> None:
+    group.wait_for_params(indices)

@@ -2,8 +2,9 @@
 
 The all-to-all of experts is in the middle of a layer, and what comes next in the same pass needs its result. Another
 micro-batch's pass does not. So in the steady state of a pipeline the forward of one micro-batch and the backward of another run
-as one action (`schedule/orders.py` says which), and take turns on the host: where one has started an all-to-all and is about
-to wait for it, it hands over to the other, which runs up to its own next wait (`mesh/overlapped_all_to_all.py` calls `hand_over` there).
+as one action (`schedule/gpipe_and_1f1b.py` says which), and take turns on the host: where one has started an all-to-all and is about
+to wait for it, it hands over to the other, which runs up to its own next wait
+(`mesh/overlapped_all_to_all.py` calls `switch_to_other_pass` there).
 
     forward pass    attention, router |                     | experts |              | attention, ...
       in flight                       [ dispatch .......... ]         [ combine .... ]
@@ -34,35 +35,35 @@ from enum import Enum
 import torch
 
 
-class _Pass(Enum):
+class _PassKind(Enum):
     FORWARD = 0
     BACKWARD = 1
 
     @property
-    def other(self) -> _Pass:
-        return _Pass(1 - self.value)
+    def other(self) -> _PassKind:
+        return _PassKind(1 - self.value)
 
 
-class _Stopped(Exception):
+class _PassStopped(Exception):
     """Ends a pass because the other one has failed."""
 
 
-class CombinedPasses:
+class CombinedForwardBackward:
     """Runs a forward and a backward pass in turns. One object serves all layers and the pipeline of a rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._turns: _Turns | None = None
+        self._alternation: _PassAlternation | None = None
 
-    def hand_over(self) -> None:
+    def switch_to_other_pass(self) -> None:
         """Lets the other pass run up to its next wait; returns at once where there is no other."""
-        if self._turns is not None:
-            self._turns.hand_over()
+        if self._alternation is not None:
+            self._alternation.switch_to_other_pass()
 
     def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Runs both passes to their end, the forward pass first; raises what either of them raises."""
-        assert self._turns is None, "two passes are combined already"
-        self._turns = turns = _Turns()
+        assert self._alternation is None, "two passes are combined already"
+        self._alternation = turns = _PassAlternation()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def run_backward() -> None:
@@ -70,39 +71,39 @@ class CombinedPasses:
                 if stream is not None:
                     here.enter_context(torch.cuda.device(self._device))
                     here.enter_context(torch.cuda.stream(stream))
-                turns.run(_Pass.BACKWARD, backward)
+                turns.run(_PassKind.BACKWARD, backward)
 
         thread = threading.Thread(target=run_backward, name="backward", daemon=True)
         thread.start()
         try:
-            turns.run(_Pass.FORWARD, forward)
+            turns.run(_PassKind.FORWARD, forward)
             turns.wait_for_both()
         finally:
             turns.stop()
             thread.join()
-            self._turns = None
+            self._alternation = None
         if turns.error is not None:
             raise turns.error
 
 
-class _Turns:
+class _PassAlternation:
     """Whose turn it is. The thread that makes this object runs the forward pass; the backward pass has every other thread:
     autograd runs it in threads of its own where the tensors are on a GPU."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._forward_thread = threading.get_ident()
-        self._turn = _Pass.FORWARD
-        self._done: set[_Pass] = set()
+        self._turn = _PassKind.FORWARD
+        self._done: set[_PassKind] = set()
         self._stopped = False
         self.error: BaseException | None = None
 
-    def run(self, own: _Pass, work: Callable[[], None]) -> None:
+    def run(self, own: _PassKind, pass_function: Callable[[], None]) -> None:
         """Runs one of the passes, once it is its turn."""
         try:
             self._wait_for_turn(own)
-            work()
-        except _Stopped:
+            pass_function()
+        except _PassStopped:
             pass
         except BaseException as error:
             self.error = error if self.error is None else self.error
@@ -113,27 +114,27 @@ class _Turns:
                 self._turn = own.other
                 self._changed.notify_all()
 
-    def hand_over(self) -> None:
-        own = _Pass.FORWARD if threading.get_ident() == self._forward_thread else _Pass.BACKWARD
+    def switch_to_other_pass(self) -> None:
+        own = _PassKind.FORWARD if threading.get_ident() == self._forward_thread else _PassKind.BACKWARD
         with self._changed:
             if own.other not in self._done:
                 self._turn = own.other
                 self._changed.notify_all()
         self._wait_for_turn(own)
 
-    def _wait_for_turn(self, own: _Pass) -> None:
+    def _wait_for_turn(self, own: _PassKind) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._turn is own or own.other in self._done)
             if self._stopped:
-                raise _Stopped
+                raise _PassStopped
 
     def wait_for_both(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: len(self._done) == len(_Pass))
+            self._changed.wait_for(lambda: len(self._done) == len(_PassKind))
 
     def stop(self) -> None:
         """Ends what still runs, at its next wait."""
         with self._changed:
             self._stopped = True
-            self._turn = _Pass.BACKWARD
+            self._turn = _PassKind.BACKWARD
             self._changed.notify_all()

@@ -21,34 +21,34 @@ from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
 from petatron.models.batch import Batch
-from petatron.parallel.pipeline.combined_forward_backward import CombinedPasses
+from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.schedule import RankSchedule
-from petatron.schedule.actions import COMPUTE, SENDS, Action, Kind, TimedAction
+from petatron.schedule.actions import COMPUTE_KINDS, SEND_KINDS, Action, ActionKind, TimedAction
 
-FORWARD_TRANSFERS = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-Key = tuple[int, int]
+FORWARD_SEND_RECV = (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
+StageMicroBatch = tuple[int, int]
 """stage, micro-batch"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scales:
+class LossScales:
     """What losses are multiplied by before the backward pass: the sum of token losses, and what layers add of their own."""
 
-    loss: Tensor
-    extra: Tensor
+    token_loss: Tensor
+    aux_loss: Tensor
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepResult:
     """Of one walk: the sum of the token losses seen here, what layers reported, and when actions ran if that was asked."""
 
-    total: Tensor
-    reports: dict[int, Tensor] = field(default_factory=dict)
-    timed: list[TimedAction] = field(default_factory=list)
+    loss_sum: Tensor
+    router_statistics: dict[int, Tensor] = field(default_factory=dict)
+    timed_actions: list[TimedAction] = field(default_factory=list)
 
 
-class Pipeline:
+class PipelineExecutor:
     """A rank's stages of the model, and the axis to the ranks that hold the others."""
 
     def __init__(
@@ -56,63 +56,63 @@ class Pipeline:
         stages: Mapping[int, nn.Module],
         axis: Axis,
         *,
-        activation: Callable[[Batch], Tensor],
-        weight_grads: WeightGradQueue,
-        combined: CombinedPasses | None = None,
+        empty_stage_input: Callable[[Batch], Tensor],
+        weight_grad_queue: WeightGradQueue,
+        combined_passes: CombinedForwardBackward | None = None,
     ) -> None:
-        """`activation` makes an empty tensor like those that pass between stages."""
+        """`empty_stage_input` makes an empty tensor like those that pass between stages."""
         self._stages = stages
         self._axis = axis
-        self._activation = activation
-        self._weight_grads = weight_grads
-        self._combined = combined
+        self._empty_stage_input = empty_stage_input
+        self._weight_grad_queue = weight_grad_queue
+        self._combined_passes = combined_passes
 
     def run(
         self,
         schedule: RankSchedule,
         batches: Sequence[Batch],
-        scales: Scales | None = None,
+        scales: LossScales | None = None,
         *,
         clock: Callable[[], float] | None = None,
-    ) -> Outcome:
+    ) -> StepResult:
         """Perform this rank's actions; without scales there is no backward pass."""
-        walk = _Walk(self, schedule, batches, scales)
-        for together in schedule.batches():
+        walk = _ScheduleExecution(self, schedule, batches, scales)
+        for together in schedule.action_batches():
             for action in together:
-                walk.wait_for(action)
+                walk.wait_for_input(action)
             start = clock() if clock else 0.0
-            if together[0].kind in COMPUTE:
+            if together[0].kind in COMPUTE_KINDS:
                 walk.compute(together)
             else:
-                walk.transfer(together)
+                walk.start_send_recv(together)
             if clock:
                 end = clock()
-                walk.outcome.timed += [TimedAction(action, start, end) for action in together]
+                walk.result.timed_actions += [TimedAction(action, start, end) for action in together]
         walk.finish()
-        return walk.outcome
+        return walk.result
 
 
-class _Walk:
+class _ScheduleExecution:
     """One step's activations and gradients on their way."""
 
     def __init__(
-        self, pipeline: Pipeline, schedule: RankSchedule, batches: Sequence[Batch], scales: Scales | None
+        self, pipeline: PipelineExecutor, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales | None
     ) -> None:
         self._pipeline, self._schedule, self._batches, self._scales = pipeline, schedule, batches, scales
-        self._inputs: dict[Key, Tensor] = {}  # activations that a stage takes or has taken
-        self._roots: dict[Key, Tensor | GradientEdge] = {}  # where a stage's backward pass begins
-        self._outputs: dict[Key, Tensor] = {}  # to be sent
-        self._output_grads: dict[Key, Tensor] = {}  # what a backward pass begins with
-        self._input_grads: dict[Key, Tensor] = {}  # to be sent
-        self._receiving: dict[tuple[Kind, Key], Handle] = {}
+        self._inputs: dict[StageMicroBatch, Tensor] = {}  # activations that a stage takes or has taken
+        self._backward_roots: dict[StageMicroBatch, Tensor | GradientEdge] = {}  # where a stage's backward pass begins
+        self._outputs: dict[StageMicroBatch, Tensor] = {}  # to be sent
+        self._output_grads: dict[StageMicroBatch, Tensor] = {}  # what a backward pass begins with
+        self._input_grads: dict[StageMicroBatch, Tensor] = {}  # to be sent
+        self._receiving: dict[tuple[ActionKind, StageMicroBatch], Handle] = {}
         self._sending: deque[Handle] = deque()
-        self.outcome = Outcome(torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device))
+        self.result = StepResult(torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device))
 
-    def wait_for(self, action: Action) -> None:
+    def wait_for_input(self, action: Action) -> None:
         """Until what an action takes from another rank is here."""
         key = (action.stage, action.micro_batch)
-        kind = Kind.RECEIVE_FORWARD if action.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
-        if action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD):
+        kind = ActionKind.RECEIVE_FORWARD if action.kind is ActionKind.FORWARD else ActionKind.RECEIVE_BACKWARD
+        if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
             handle = self._receiving.pop((kind, key), None)
             if handle is not None:
                 handle.wait()
@@ -122,48 +122,48 @@ class _Walk:
         if len(actions) == 1:
             self._compute(actions[0])
             return
-        assert self._pipeline._combined is not None, "the model was not built to run two passes combined"
-        self._pipeline._combined.run(*(partial(self._compute, action) for action in actions))
+        assert self._pipeline._combined_passes is not None, "the model was not built to run two passes combined"
+        self._pipeline._combined_passes.run(*(partial(self._compute, action) for action in actions))
 
     def _compute(self, action: Action) -> None:
         key = (action.stage, action.micro_batch)
         match action.kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 self._forward(key)
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 self._backward(key)
-            case Kind.INPUT_GRAD:
-                with self._pipeline._weight_grads.collecting(key):
+            case ActionKind.INPUT_GRAD:
+                with self._pipeline._weight_grad_queue.deferring(key):
                     self._backward(key)
-            case Kind.WEIGHT_GRAD:
-                self._pipeline._weight_grads.compute(key)
+            case ActionKind.WEIGHT_GRAD:
+                self._pipeline._weight_grad_queue.compute_deferred(key)
 
-    def transfer(self, actions: Sequence[Action]) -> None:
+    def start_send_recv(self, actions: Sequence[Action]) -> None:
         """Start transfers as one batch."""
         sends, receives, awaited = [], [], []
         for action in actions:
-            key, forward = (action.stage, action.micro_batch), action.kind in FORWARD_TRANSFERS
-            if action.kind in SENDS:
+            key, forward = (action.stage, action.micro_batch), action.kind in FORWARD_SEND_RECV
+            if action.kind in SEND_KINDS:
                 x = (self._outputs if forward else self._input_grads).pop(key)
                 sends.append((x, self._schedule.rank_of(action.stage + (1 if forward else -1))))
             else:
-                out = self._pipeline._activation(self._batches[action.micro_batch])
+                out = self._pipeline._empty_stage_input(self._batches[action.micro_batch])
                 (self._inputs if forward else self._output_grads)[key] = out
                 receives.append((out, self._schedule.rank_of(action.stage + (-1 if forward else 1))))
                 awaited.append((action.kind, key))
         while self._sending and self._sending[0].done():
             self._sending.popleft()
-        sent, received = collectives.start_transfers(self._pipeline._axis, sends=sends, receives=receives)
+        sent, received = collectives.start_send_recv(self._pipeline._axis, sends=sends, receives=receives)
         self._sending += sent
         self._receiving |= zip(awaited, received, strict=True)
 
     def finish(self) -> None:
         for handle in self._sending:
             handle.wait()
-        left = (self._roots, self._outputs, self._output_grads, self._input_grads, self._receiving)
+        left = (self._backward_roots, self._outputs, self._output_grads, self._input_grads, self._receiving)
         assert not any(left), f"the schedule {self._schedule.name} left work undone"
 
-    def _forward(self, key: Key) -> None:
+    def _forward(self, key: StageMicroBatch) -> None:
         stage, number = key
         batch, scales = self._batches[number], self._scales
         x = self._inputs.get(key)
@@ -171,37 +171,43 @@ class _Walk:
             x.requires_grad_()
         reports: dict[int, Tensor] = {}
         with torch.set_grad_enabled(scales is not None):
-            extra = None if scales is None else scales.extra
-            weights = None if scales is None else batch.loss_mask.t().double() * scales.loss
+            extra = None if scales is None else scales.aux_loss
+            weights = None if scales is None else batch.loss_mask.t().double() * scales.token_loss
             run = self._pipeline._stages[stage]
-            y = run(batch, x, extra_loss_scale=extra, reports=reports, loss_weights_SB=weights)
+            y = run(batch, x, aux_loss_scale=extra, router_statistics=reports, loss_weights_SB=weights)
             if stage == self._schedule.stages - 1:
-                self.outcome.total += (y.detach() * batch.loss_mask.t()).sum()
+                self.result.loss_sum += (y.detach() * batch.loss_mask.t()).sum()
                 y = y if weights is None else (y * weights).sum()
         if stage < self._schedule.stages - 1:
-            self._hand_on(stage + 1, number, y.detach(), self._inputs, self._outputs, key)
+            self._pass_to_stage(stage + 1, number, y.detach(), self._inputs, self._outputs, key)
         if scales is not None:
-            self._roots[key] = get_gradient_edge(y)
+            self._backward_roots[key] = get_gradient_edge(y)
         else:
             self._inputs.pop(key, None)
         for layer, report in reports.items():
-            total = self.outcome.reports.get(layer)
-            self.outcome.reports[layer] = report if total is None else total + report
+            total = self.result.router_statistics.get(layer)
+            self.result.router_statistics[layer] = report if total is None else total + report
 
-    def _backward(self, key: Key) -> None:
+    def _backward(self, key: StageMicroBatch) -> None:
         stage, number = key
-        root, grad = self._roots.pop(key), self._output_grads.pop(key, None)
+        root, grad = self._backward_roots.pop(key), self._output_grads.pop(key, None)
         torch.autograd.backward(root, grad)
         x = self._inputs.pop(key, None)
         if x is not None:
             assert x.grad is not None
-            self._hand_on(stage - 1, number, x.grad, self._output_grads, self._input_grads, key)
+            self._pass_to_stage(stage - 1, number, x.grad, self._output_grads, self._input_grads, key)
 
-    def _hand_on(
-        self, stage: int, number: int, value: Tensor, here: dict[Key, Tensor], away: dict[Key, Tensor], key: Key
+    def _pass_to_stage(
+        self,
+        stage: int,
+        micro_batch: int,
+        value: Tensor,
+        local: dict[StageMicroBatch, Tensor],
+        to_send: dict[StageMicroBatch, Tensor],
+        key: StageMicroBatch,
     ) -> None:
         """To a stage of this rank at once; for another rank it lies ready to be sent."""
         if self._schedule.rank_of(stage) == self._pipeline._axis.rank:
-            here[stage, number] = value
+            local[stage, micro_batch] = value
         else:
-            away[key] = value
+            to_send[key] = value

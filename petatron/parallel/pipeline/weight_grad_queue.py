@@ -16,73 +16,75 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petatron.layers.ops.linear_op import Write
+from petatron.layers.ops.linear_op import WriteWeightGrad
 
-Deliver = Callable[[Tensor, Write], None]
+AccumulateWeightGrad = Callable[[Tensor, WriteWeightGrad], None]
 """(weight, write): have a gradient written, or added, where the weight's gradients are accumulated."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Postponed:
-    """A gradient to be written; `begin` starts the communication it waits for."""
+class _DeferredWeightGrad:
+    """A gradient to be written; `start_comm` starts the communication it waits for."""
 
     weight: Tensor
-    write: Write
-    begin: Callable[[], None] | None
+    write: WriteWeightGrad
+    start_comm: Callable[[], None] | None
 
 
 class WeightGradQueue:
     """Takes weight gradients, and postpones them by the backward pass they belong to."""
 
     def __init__(self) -> None:
-        self.deliver: Deliver | None = None
+        self.accumulate: AccumulateWeightGrad | None = None
         """Who accumulates them; there is nobody before the buffers exist."""
-        self._held: dict[Hashable, list[_Postponed]] = {}
-        self._open: list[_Postponed] | None = None
+        self._deferred: dict[Hashable, list[_DeferredWeightGrad]] = {}
+        self._current: list[_DeferredWeightGrad] | None = None
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """A step begins: what a step that failed has left is forgotten."""
-        self._held.clear()
-        self._open = None
+        self._deferred.clear()
+        self._current = None
 
     @contextmanager
-    def collecting(self, key: Hashable) -> Iterator[None]:
+    def deferring(self, key: Hashable) -> Iterator[None]:
         """Inside, backward passes leave their weight gradients here under a key."""
-        assert self._open is None and key not in self._held
-        self._open = self._held[key] = []
+        assert self._current is None and key not in self._deferred
+        self._current = self._deferred[key] = []
         try:
             yield
         finally:
-            self._open = None
+            self._current = None
 
     @property
-    def postpones(self) -> bool:
-        return self._open is not None
+    def defers(self) -> bool:
+        return self._current is not None
 
-    def take(self, weight: Tensor, write: Write, *, now: bool = False, begin: Callable[[], None] | None = None) -> None:
+    def submit(
+        self, weight: Tensor, write: WriteWeightGrad, *, now: bool = False, start_comm: Callable[[], None] | None = None
+    ) -> None:
         """Have a weight's gradient written: at once, or with the others of its backward pass."""
-        if self._open is None or now:
+        if self._current is None or now:
             self._write(weight, write)
         else:
-            self._open.append(_Postponed(weight, write, begin))
+            self._current.append(_DeferredWeightGrad(weight, write, start_comm))
 
-    def compute(self, key: Hashable) -> None:
-        """Write the gradients kept under a key; what one is made of is let go at once."""
-        waiting = self._held.pop(key)
+    def compute_deferred(self, key: Hashable) -> None:
+        """WriteWeightGrad the gradients kept under a key; what one is made of is let go at once."""
+        waiting = self._deferred.pop(key)
         if waiting:
-            _begin(waiting[-1])
+            _start_comm(waiting[-1])
         while waiting:
             postponed = waiting.pop()
             if waiting:
-                _begin(waiting[-1])
+                _start_comm(waiting[-1])
             self._write(postponed.weight, postponed.write)
 
     @torch.no_grad()
-    def _write(self, weight: Tensor, write: Write) -> None:
-        assert self.deliver is not None, "nobody accumulates weight gradients"
-        self.deliver(weight, write)
+    def _write(self, weight: Tensor, write: WriteWeightGrad) -> None:
+        assert self.accumulate is not None, "nobody accumulates weight gradients"
+        self.accumulate(weight, write)
 
 
-def _begin(postponed: _Postponed) -> None:
-    if postponed.begin is not None:
-        postponed.begin()
+def _start_comm(deferred: _DeferredWeightGrad) -> None:
+    if deferred.start_comm is not None:
+        deferred.start_comm()

@@ -21,8 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import numpy as np
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.terminal_escape import escaped, printable, unescaped
-from petatron.train.report.metrics import LogRecord, Record, Sink, as_text, duration, percent
+from petatron.base.terminal_escape import escaped_stream, printable, raw_stream
+from petatron.train.report.metrics import (
+    LogRecord,
+    MetricRecord,
+    MetricSink,
+    format_duration,
+    format_percent,
+    format_record,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -45,21 +52,21 @@ class ConsoleSink:
         self._stream = stream if stream is not None else sys.stdout
         self._throughput = throughput
 
-    def write(self, record: Record) -> None:
-        self._stream.write(as_text(record, throughput=self._throughput) + "\n")
+    def write(self, record: MetricRecord) -> None:
+        self._stream.write(format_record(record, throughput=self._throughput) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
         self._stream.flush()
 
 
-def choose_console(
+def build_console_sink(
     live: Literal["auto", "on", "off"],
     *,
     out: TextIO | None = None,
     err: TextIO | None = None,
     throughput: bool = True,
-) -> Sink:
+) -> MetricSink:
     """The live view when asked for, or when two terminals and rich are there; plain lines on stdout otherwise."""
     lines: TextIO = sys.stdout if out is None else out
     terminal: TextIO = sys.stderr if err is None else err
@@ -73,7 +80,7 @@ def choose_console(
             return ConsoleSink(lines, throughput=throughput)
         problem = Problem("--live", "on", "needs rich, which is not installed", "pip install 'petatron[log]'.")
         raise ConfigError([problem]) from error
-    console = Console(file=unescaped(terminal), force_terminal=True if live == "on" else None)
+    console = Console(file=raw_stream(terminal), force_terminal=True if live == "on" else None)
     if live == "auto" and console.is_dumb_terminal:
         return ConsoleSink(lines, throughput=throughput)
     return LiveSink(console)
@@ -91,18 +98,25 @@ class LiveSink:
         self._valid: list[Point] = []
         self._messages: deque[str] = deque(maxlen=4)
         self._live = Live(
-            console=console, get_renderable=self.view, auto_refresh=auto_refresh, refresh_per_second=2, transient=False
+            console=console,
+            get_renderable=self.render,
+            auto_refresh=auto_refresh,
+            refresh_per_second=2,
+            transient=False,
         )
         self._streams = sys.stdout, sys.stderr
         self._live.start()
-        sys.stdout, sys.stderr = escaped(sys.stdout), escaped(sys.stderr)  # rich has put its own in their place
+        sys.stdout, sys.stderr = (
+            escaped_stream(sys.stdout),
+            escaped_stream(sys.stderr),
+        )  # rich has put its own in their place
         self._moved_handlers = _move_log_handlers(console.file)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricRecord) -> None:
         if record["kind"] == "train":
             self._last = LogRecord.from_record(record)
             if self._last.lm_loss is not None and math.isfinite(self._last.lm_loss):
-                self._train = thin([*self._train, (self._last.iteration, self._last.lm_loss)], _MAX_POINTS)
+                self._train = downsample([*self._train, (self._last.iteration, self._last.lm_loss)], _MAX_POINTS)
         elif record["kind"] == "valid":
             self._valid = [*self._valid, (record["iteration"], record["lm_loss"])]
             self._messages.append(f"iteration {record['iteration']}: {record['split']} loss {record['lm_loss']:.4f}")
@@ -117,7 +131,7 @@ class LiveSink:
             handler.setStream(stream)
         self._moved_handlers = []
 
-    def view(self) -> RenderableType:
+    def render(self) -> RenderableType:
         from rich.console import Group
         from rich.panel import Panel
         from rich.text import Text
@@ -125,7 +139,7 @@ class LiveSink:
         last = self._last
         if last is None:
             return Panel(Text("\n".join(["waiting for the first iteration", *self._messages])), title="petatron")
-        parts: list[RenderableType] = [_progress(last), _numbers(last, self._valid), Text()]
+        parts: list[RenderableType] = [_progress_bar(last), _metric_table(last, self._valid), Text()]
         height = max(4, min(12, self._console.height - 10 - len(self._messages)))
         parts.append(LossPlot(self._train, self._valid, height=height))
         parts += [Text(message, style="dim", overflow="ellipsis", no_wrap=True) for message in list(self._messages)]
@@ -139,13 +153,13 @@ def _move_log_handlers(terminal: Any) -> list[tuple[logging.StreamHandler[Any], 
     """
     moved: list[tuple[logging.StreamHandler[Any], Any]] = []
     for handler in logging.getLogger("petatron").handlers:
-        if isinstance(handler, logging.StreamHandler) and unescaped(handler.stream) in (terminal, sys.__stderr__):
+        if isinstance(handler, logging.StreamHandler) and raw_stream(handler.stream) in (terminal, sys.__stderr__):
             moved.append((handler, handler.stream))
             handler.setStream(sys.stderr)
     return moved
 
 
-def _progress(last: LogRecord) -> RenderableType:
+def _progress_bar(last: LogRecord) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -156,11 +170,11 @@ def _progress(last: LogRecord) -> RenderableType:
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
     bar = ProgressBar(total=max(1, last.train_iters), completed=last.iteration)
-    row.add_row(bar, Text(f"{100 * fraction:.0f}%  ETA {duration(eta_s)}", style="bold"))
+    row.add_row(bar, Text(f"{100 * fraction:.0f}%  ETA {format_duration(eta_s)}", style="bold"))
     return row
 
 
-def _numbers(last: LogRecord, valid: Sequence[Point]) -> RenderableType:
+def _metric_table(last: LogRecord, valid: Sequence[Point]) -> RenderableType:
     """Label above value, in as many equal columns as there are numbers."""
     from rich.table import Table
     from rich.text import Text
@@ -170,9 +184,9 @@ def _numbers(last: LogRecord, valid: Sequence[Point]) -> RenderableType:
         ("valid", f"{valid[-1][1]:.4f}" if valid else "n/a"),
         ("lr", f"{last.lr:.2e}"),
         ("grad norm", "n/a" if last.grad_norm is None else f"{last.grad_norm:.3f}"),
-        ("tokens/s", compact(last.tokens_per_second)),
+        ("tokens/s", format_compact(last.tokens_per_second)),
         ("ms/step", f"{last.elapsed_ms_per_iteration:.0f}"),
-        ("MFU", percent(last.mfu)),
+        ("MFU", format_percent(last.mfu)),
         ("memory", f"{last.memory_bytes / 1e9:.2f} GB"),
     ]
     table = Table.grid(padding=(0, 1), expand=True)
@@ -183,7 +197,7 @@ def _numbers(last: LogRecord, valid: Sequence[Point]) -> RenderableType:
     return table
 
 
-def compact(number: float) -> str:
+def format_compact(number: float) -> str:
     """Three digits and a unit: 950, 12.4k, 1.30M."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
@@ -208,8 +222,8 @@ class LossPlot:
             return
         means = column_means(self._train, count=2 * width)
         low, high = y_range(means, [loss for _, loss in self._valid])
-        rows = curve(means, width=width, height=self._height, low=low, high=high)
-        marks = _cells(self._valid, self._train, width=width, height=self._height, low=low, high=high)
+        rows = braille_curve(means, width=width, height=self._height, low=low, high=high)
+        marks = _marker_cells(self._valid, self._train, width=width, height=self._height, low=low, high=high)
         for index, row in enumerate(rows):
             value = high - (high - low) * index / max(1, self._height - 1)
             label = f"{value:.3f}" if index in (0, self._height // 2, self._height - 1) else ""
@@ -227,7 +241,7 @@ class LossPlot:
 def column_means(points: Sequence[Point], *, count: int) -> np.ndarray:
     """Mean y of the points (sorted by x) in each of `count` columns; a straight line over columns without any."""
     x, y = np.asarray(points, dtype=np.float64).T
-    column = _positions(x, first=x[0], last=x[-1], count=count)
+    column = _column_indices(x, first=x[0], last=x[-1], count=count)
     sums, counts = np.bincount(column, weights=y), np.bincount(column)
     filled = np.flatnonzero(counts)
     return np.interp(np.arange(filled[-1] + 1), filled, sums[filled] / counts[filled])
@@ -241,7 +255,7 @@ def y_range(means: np.ndarray, others: Sequence[float] = ()) -> Point:
     return low - margin, high + margin
 
 
-def curve(means: np.ndarray, *, width: int, height: int, low: float, high: float) -> list[str]:
+def braille_curve(means: np.ndarray, *, width: int, height: int, low: float, high: float) -> list[str]:
     """Draw a joined line, one value per dot column, in `height` rows of `width` braille characters."""
     dots = 4 * height
     level = np.clip(np.rint((high - means) / (high - low) * (dots - 1)), 0, dots - 1).astype(int).tolist()
@@ -256,12 +270,12 @@ def curve(means: np.ndarray, *, width: int, height: int, low: float, high: float
     return ["".join(chr(_BRAILLE + bits) if bits else " " for bits in row) for row in cells]
 
 
-def _positions(x: np.ndarray, *, first: float, last: float, count: int) -> np.ndarray:
+def _column_indices(x: np.ndarray, *, first: float, last: float, count: int) -> np.ndarray:
     span = max(last - first, 1e-12)
     return np.clip(np.rint((x - first) / span * (count - 1)), 0, count - 1).astype(np.int64)
 
 
-def _cells(
+def _marker_cells(
     points: Sequence[Point], train: Sequence[Point], *, width: int, height: int, low: float, high: float
 ) -> set[tuple[int, int]]:
     """Character cells (column, row) of single points on the same axes."""
@@ -269,12 +283,12 @@ def _cells(
     if not shown:
         return set()
     x, y = np.asarray(shown, dtype=np.float64).T
-    columns = _positions(x, first=train[0][0], last=train[-1][0], count=2 * width) // 2
+    columns = _column_indices(x, first=train[0][0], last=train[-1][0], count=2 * width) // 2
     rows = np.clip(np.rint((high - y) / (high - low) * (4 * height - 1)), 0, 4 * height - 1).astype(int) // 4
     return set(zip(columns.tolist(), rows.tolist(), strict=True))
 
 
-def thin(points: list[Point], limit: int) -> list[Point]:
+def downsample(points: list[Point], limit: int) -> list[Point]:
     """At most `limit` points: when there are more, each pair becomes its mean."""
     if len(points) <= limit:
         return points

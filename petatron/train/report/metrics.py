@@ -22,13 +22,13 @@ from torch import Tensor
 
 from petatron.layers.moe.load_balancing import router_health
 
-Record = Mapping[str, Any]
+MetricRecord = Mapping[str, Any]
 
 
-class Sink(Protocol):
+class MetricSink(Protocol):
     """Receives records (`kind` is train, valid or event) and cannot call back."""
 
-    def write(self, record: Record) -> None: ...
+    def write(self, record: MetricRecord) -> None: ...
 
     def close(self) -> None: ...
 
@@ -52,7 +52,7 @@ class StepMetrics:
     """The loss of this step was not a number."""
     params_norm: Tensor | float | None = None
     num_zeros: Tensor | int | None = None
-    routers: Tensor | None = None
+    router_statistics: Tensor | None = None
     """What the routers of all layers did in this step: one row of `layers.balance.router_report` per layer."""
 
 
@@ -89,7 +89,7 @@ class LogRecord:
         return {"kind": "train", **{field.name: getattr(self, field.name) for field in fields(self)}}
 
     @classmethod
-    def from_record(cls, record: Record) -> LogRecord:
+    def from_record(cls, record: MetricRecord) -> LogRecord:
         return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
 
 
@@ -105,7 +105,7 @@ class IntervalMeter:
         peak_flops: float | None = None,
         train_samples: int | None = None,
         consumed_tokens: int = 0,
-        memory: Callable[[], int] = lambda: 0,
+        read_memory_bytes: Callable[[], int] = lambda: 0,
         router_layers: Sequence[int] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -115,30 +115,30 @@ class IntervalMeter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._consumed_tokens = consumed_tokens
-        self._memory = memory
+        self._read_memory_bytes = read_memory_bytes
         self._router_layers = router_layers
         self._clock = clock
-        self._last: StepMetrics | None = None
+        self._last_step: StepMetrics | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._sums: Tensor | None = None
-        self._routers: Tensor | None = None
+        self._router_statistics: Tensor | None = None
         self._steps = 0
         self._tokens = 0
         self._samples = 0
         self._elapsed_s = 0.0
-        self._since: float | None = self._clock()
+        self._resumed_at_s: float | None = self._clock()
 
     def pause(self) -> None:
         """Stop the clock, for work that is not training (evaluation, saving)."""
-        if self._since is not None:
-            self._elapsed_s += self._clock() - self._since
-            self._since = None
+        if self._resumed_at_s is not None:
+            self._elapsed_s += self._clock() - self._resumed_at_s
+            self._resumed_at_s = None
 
     def resume(self) -> None:
-        if self._since is None:
-            self._since = self._clock()
+        if self._resumed_at_s is None:
+            self._resumed_at_s = self._clock()
 
     def update(self, step: StepMetrics) -> None:
         """Add a step without waiting for the device."""
@@ -148,9 +148,13 @@ class IntervalMeter:
         # where, not a product: the loss of a skipped step may be inf or nan, and 0 x nan is nan.
         added = torch.stack([torch.where(counted > 0, loss, torch.zeros_like(loss)), counted, skipped, nan])
         self._sums = added if self._sums is None else self._sums + added
-        if step.routers is not None:
-            self._routers = step.routers if self._routers is None else self._routers + step.routers
-        self._last = step
+        if step.router_statistics is not None:
+            self._router_statistics = (
+                step.router_statistics
+                if self._router_statistics is None
+                else self._router_statistics + step.router_statistics
+            )
+        self._last_step = step
         self._steps += 1
         self._tokens += step.tokens
         self._samples += step.global_batch_size
@@ -158,7 +162,7 @@ class IntervalMeter:
 
     def report(self) -> LogRecord:
         """Read the device once, and start the next interval."""
-        step, sums = self._last, self._sums
+        step, sums = self._last_step, self._sums
         assert step is not None and sums is not None, "report() needs a step since the last report"
         last = [step.grad_norm, step.loss_scale, step.params_norm, step.num_zeros]
         on_device = [_on_device(math.nan if value is None else value, sums.device) for value in last]
@@ -188,20 +192,20 @@ class IntervalMeter:
             num_zeros=None if step.num_zeros is None else int(num_zeros),
             skipped=int(skipped),
             nan=int(nan),
-            memory_bytes=self._memory(),
-            eta_s=self._time_left(step, elapsed_s),
+            memory_bytes=self._read_memory_bytes(),
+            eta_s=self._eta_s(step, elapsed_s),
             router_health=self._router_health(),
         )
         self._reset()
         return record
 
     def _router_health(self) -> dict[str, dict[str, float]] | None:
-        if self._routers is None:
+        if self._router_statistics is None:
             return None
-        rows = self._routers.cpu()
+        rows = self._router_statistics.cpu()
         return {str(layer): asdict(router_health(row)) for layer, row in zip(self._router_layers, rows, strict=True)}
 
-    def _time_left(self, step: StepMetrics, elapsed_s: float) -> float:
+    def _eta_s(self, step: StepMetrics, elapsed_s: float) -> float:
         """By samples where the run is measured in samples: with a growing batch, iterations get longer."""
         if self._train_samples is not None:
             return max(0, self._train_samples - step.consumed_samples) * elapsed_s / max(1, self._samples)
@@ -215,7 +219,7 @@ def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
     return value.detach().to(device=device, dtype=torch.float64, non_blocking=True).reshape(())
 
 
-def megatron_line(record: LogRecord, *, throughput: bool = True) -> str:
+def megatron_log_line(record: LogRecord, *, throughput: bool = True) -> str:
     """The iteration line: Megatron's fields, then ours."""
     now = datetime.fromtimestamp(record.time).strftime("%Y-%m-%d %H:%M:%S.%f")
     parts = [
@@ -236,19 +240,19 @@ def megatron_line(record: LogRecord, *, throughput: bool = True) -> str:
     if record.params_norm is not None:
         parts.append(f" params norm: {record.params_norm:.3f}")
     if record.router_health:
-        parts += _router_parts(list(record.router_health.values()))
+        parts += _router_log_fields(list(record.router_health.values()))
     parts += [
         f" number of skipped iterations: {record.skipped:3d}",
         f" number of nan iterations: {record.nan:3d}",
         f" tokens/s/device: {record.tokens_per_second_per_device:.1f}",
-        f" MFU: {percent(record.mfu)}",
+        f" MFU: {format_percent(record.mfu)}",
         f" memory (GB): {record.memory_bytes / 1e9:.2f}",
-        f" ETA: {duration(record.eta_s)}",
+        f" ETA: {format_duration(record.eta_s)}",
     ]
     return " |".join(parts) + " |"
 
 
-def _router_parts(layers: Sequence[Mapping[str, float]]) -> list[str]:
+def _router_log_fields(layers: Sequence[Mapping[str, float]]) -> list[str]:
     """One summary over all layers; every layer by itself is in the other sinks."""
 
     def mean(name: str) -> float:
@@ -259,15 +263,15 @@ def _router_parts(layers: Sequence[Mapping[str, float]]) -> list[str]:
         f" expert load max/mean: {max(layer['load_max_over_mean'] for layer in layers):.2f}",
         f" router entropy: {mean('entropy'):.3f}",
         f" router z: {mean('z'):.3f}",
-        f" dropped tokens: {percent(mean('dropped'))}",
+        f" dropped tokens: {format_percent(mean('dropped'))}",
     ]
 
 
-def percent(fraction: float | None) -> str:
+def format_percent(fraction: float | None) -> str:
     return "n/a" if fraction is None else f"{100 * fraction:.1f}%"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """H:MM:SS, with days in front where there are any."""
     return "n/a" if seconds is None or not math.isfinite(seconds) else str(timedelta(seconds=round(seconds)))
 
@@ -305,10 +309,10 @@ def validation_line(*, iteration: int, lm_loss: float, split: str = "valid") -> 
     return f"{frame}\n{line}\n{frame}"
 
 
-def as_text(record: Record, *, throughput: bool = True) -> str:
+def format_record(record: MetricRecord, *, throughput: bool = True) -> str:
     """What a console shows for a record."""
     if record["kind"] == "train":
-        return megatron_line(LogRecord.from_record(record), throughput=throughput)
+        return megatron_log_line(LogRecord.from_record(record), throughput=throughput)
     if record["kind"] == "valid":
         return validation_line(iteration=record["iteration"], lm_loss=record["lm_loss"], split=record["split"])
     return str(record["message"])

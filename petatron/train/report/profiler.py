@@ -31,97 +31,101 @@ def profile_directory(run: RunConfig) -> Path:
     return Path(log.tensorboard_dir or log.log_dir or run.checkpoint.save or "runs") / "profile"
 
 
-class StepProfile:
+class StepProfiler:
     """Traces the chosen iterations of one rank; does nothing on the others, and nothing without `--profile`.
 
     Used as a context around the loop, with `begin` and `end` called around every iteration.
     """
 
     def __init__(
-        self, run: RunConfig, *, rank: int, iterations: int, device: torch.device, tell: Callable[[str], None]
+        self, run: RunConfig, *, rank: int, iterations: int, device: torch.device, log_event: Callable[[str], None]
     ) -> None:
-        """`tell` hears, on rank 0, where traces will go and where its own was written. The run has so many iterations."""
+        """`log_event` hears, on rank 0, where traces will go and where its own was written. The run has so many iterations."""
         log = run.log
-        self._wanted = log.profile and rank in log.profile_ranks
-        self._untold = log.profile and rank == 0
+        self._enabled = log.profile and rank in log.profile_ranks
+        self._plan_unlogged = log.profile and rank == 0
         self._ranks = ", ".join(str(rank) for rank in log.profile_ranks)
-        self._first, self._stop = log.profile_step_start, min(log.profile_step_end, iterations + 1)
-        self._rank, self._device, self._tell = rank, device, tell
+        self._first_iteration, self._stop_iteration = log.profile_step_start, min(log.profile_step_end, iterations + 1)
+        self._rank, self._device, self._log_event = rank, device, log_event
         self._folder = profile_directory(run)
-        self._running: profile | None = None
-        self._last = 0
-        if self._wanted:
-            _make(self._folder, given=log.profile_dir is not None)
+        self._profiler: profile | None = None
+        self._last_iteration = 0
+        if self._enabled:
+            _make_profile_dir(self._folder, given=log.profile_dir is not None)
 
-    def __enter__(self) -> StepProfile:
+    def __enter__(self) -> StepProfiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._finish()
+        self._stop_and_export()
 
     def begin(self, iteration: int) -> None:
         """Called before an iteration; a resumed run may begin between first and stop."""
-        if self._untold:
-            self._untold = False
-            self._tell(self._plan(iteration))
-        if not self._wanted or self._running is not None or not self._first <= iteration < self._stop:
+        if self._plan_unlogged:
+            self._plan_unlogged = False
+            self._log_event(self._describe_plan(iteration))
+        if (
+            not self._enabled
+            or self._profiler is not None
+            or not self._first_iteration <= iteration < self._stop_iteration
+        ):
             return
-        self._wait()
+        self._synchronize()
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
         profiler = profile(activities=activities)
         profiler.start()
-        self._running, self._first, self._last = profiler, iteration, iteration
+        self._profiler, self._first_iteration, self._last_iteration = profiler, iteration, iteration
 
     def end(self, iteration: int) -> None:
         """Called after an iteration."""
-        self._last = iteration
-        if iteration >= self._stop - 1:
-            self._finish()
+        self._last_iteration = iteration
+        if iteration >= self._stop_iteration - 1:
+            self._stop_and_export()
 
-    def _plan(self, iteration: int) -> str:
+    def _describe_plan(self, iteration: int) -> str:
         """What a run that is at this iteration will trace."""
-        first, last = max(self._first, iteration), self._stop - 1
+        first, last = max(self._first_iteration, iteration), self._stop_iteration - 1
         if iteration > last:
-            return (
-                f"nothing will be traced: the run is at iteration {iteration}, and --profile-step-end is {self._stop}"
-            )
+            return f"nothing will be traced: the run is at iteration {iteration}, and --profile-step-end is {self._stop_iteration}"
         if first > last:
             return f"nothing will be traced: --profile-step-start is {first}, and the run ends with iteration {last}"
-        which = _iterations(first, last)
+        which = _iteration_range_text(first, last)
         whose = f"rank {self._ranks}" if "," not in self._ranks else f"ranks {self._ranks}"
         return f"--profile: will trace {which} on {whose} into {self._folder}"
 
-    def _finish(self) -> None:
-        running, self._running = self._running, None
+    def _stop_and_export(self) -> None:
+        running, self._profiler = self._profiler, None
         if running is None:
             return
-        self._wanted = False
+        self._enabled = False
         try:
-            self._wait()
+            self._synchronize()
         finally:  # a profiler that is left running spoils every later one of this process
             running.stop()
-        path = self._folder / f"iterations-{self._first}-{self._last}-rank-{self._rank}.json.gz"
+        path = self._folder / f"iterations-{self._first_iteration}-{self._last_iteration}-rank-{self._rank}.json.gz"
         try:
             with tempfile.TemporaryDirectory(dir=self._folder) as draft:
                 running.export_chrome_trace(str(Path(draft) / path.name))
                 (Path(draft) / path.name).replace(path)
         except OSError as error:
             # Only rank 0 has somewhere to tell things, but of the others errors are shown.
-            warn = self._tell if self._rank == 0 else _log.error
+            warn = self._log_event if self._rank == 0 else _log.error
             warn(f"WARNING: the trace could not be written to {path}: {error.strerror or error}")
         else:
-            self._tell(f"wrote the trace of {_iterations(self._first, self._last)} to {path}")
+            self._log_event(
+                f"wrote the trace of {_iteration_range_text(self._first_iteration, self._last_iteration)} to {path}"
+            )
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-def _iterations(first: int, last: int) -> str:
+def _iteration_range_text(first: int, last: int) -> str:
     return f"iteration {first}" if first == last else f"iterations {first} to {last}"
 
 
-def _make(folder: Path, *, given: bool) -> None:
+def _make_profile_dir(folder: Path, *, given: bool) -> None:
     """A folder that the user names may be a link; in a run's own folder, one may have come from others."""
     try:
         folder.mkdir(parents=True, exist_ok=True) if given else make_folder(folder)

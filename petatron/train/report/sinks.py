@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem, TrainError
-from petatron.base.safe_files import reopen
-from petatron.base.terminal_escape import drawn_output
+from petatron.base.safe_files import reopen_file
+from petatron.base.terminal_escape import raw_output
 from petatron.config.schema.training import LogConfig
-from petatron.train.report.console import choose_console
-from petatron.train.report.metrics import Record, Sink
+from petatron.train.report.console import build_console_sink
+from petatron.train.report.metrics import MetricRecord, MetricSink
 
 METRICS_FILE = "metrics.jsonl"
 SCHEMA_VERSION = 1
@@ -47,23 +47,25 @@ _TRAIN_TAGS = {
 
 
 def build_sinks(
-    config: LogConfig, directory: Path, rank: int, *, run_facts: Mapping[str, Any] | None = None
-) -> list[Sink]:
+    config: LogConfig, directory: Path, rank: int, *, config_values: Mapping[str, Any] | None = None
+) -> list[MetricSink]:
     """All sinks of this rank: rank 0 speaks for the run, the others have none.
 
-    `run_facts` is the resolved configuration, which W&B keeps beside the curves.
+    `config_values` is the resolved configuration, which W&B keeps beside the curves.
     """
     if rank != 0:
         return []
-    sinks: list[Sink] = [JsonlSink(directory / METRICS_FILE)]
+    sinks: list[MetricSink] = [JsonlSink(directory / METRICS_FILE)]
     if config.tensorboard_dir is not None:
         sinks.append(TensorBoardSink(config.tensorboard_dir))
     if config.wandb_project is not None:
         sinks.append(
-            WandbSink(config.wandb_project, name=config.wandb_exp_name, directory=directory, run_facts=run_facts)
+            WandbSink(
+                config.wandb_project, name=config.wandb_exp_name, directory=directory, config_values=config_values
+            )
         )
     # Last: a live view takes the terminal, and an error of the others should still be readable there.
-    sinks.append(choose_console(config.live, throughput=config.log_throughput))
+    sinks.append(build_console_sink(config.live, throughput=config.log_throughput))
     return sinks
 
 
@@ -73,7 +75,7 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = reopen(path, os.O_APPEND)
+            self._file = reopen_file(path, os.O_APPEND)
         except OSError as error:
             raise TrainError(
                 f"Cannot write {path}: {error.strerror}. Metrics are always kept; remove it if it is a link, or choose a writable "
@@ -87,8 +89,8 @@ class JsonlSink:
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
 
-    def write(self, record: Record) -> None:
-        line = json.dumps(_plain({"schema": SCHEMA_VERSION, **record}), allow_nan=False) + "\n"
+    def write(self, record: MetricRecord) -> None:
+        line = json.dumps(_json_safe({"schema": SCHEMA_VERSION, **record}), allow_nan=False) + "\n"
         try:
             os.write(self._file, line.encode())
         except OSError as error:
@@ -101,17 +103,17 @@ class JsonlSink:
             self._file = -1
 
 
-def _plain(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_json_safe(item) for item in value]
     return value
 
 
-def scalars(record: Record) -> dict[str, float]:
+def tagged_scalars(record: MetricRecord) -> dict[str, float]:
     """The numbers of a record under Megatron's tags; values that are unknown are left out."""
     if record["kind"] == "train":
         found = {tag: record.get(name) for name, tag in _TRAIN_TAGS.items()}
@@ -132,12 +134,12 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise _missing("--tensorboard-dir", directory, "tensorboard") from error
+            raise _missing_library("--tensorboard-dir", directory, "tensorboard") from error
         self._writer = SummaryWriter(log_dir=directory)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricRecord) -> None:
         iteration = record["iteration"]
-        for tag, value in scalars(record).items():
+        for tag, value in tagged_scalars(record).items():
             self._writer.add_scalar(tag, value, iteration)
         if record["kind"] == "event":
             self._writer.add_text("event", str(record["message"]), iteration)
@@ -150,25 +152,25 @@ class WandbSink:
     """A W&B run; steps are iterations."""
 
     def __init__(
-        self, project: str, *, name: str | None, directory: Path, run_facts: Mapping[str, Any] | None = None
+        self, project: str, *, name: str | None, directory: Path, config_values: Mapping[str, Any] | None = None
     ) -> None:
         try:
             import wandb
         except ImportError as error:
-            raise _missing("--wandb-project", project, "wandb") from error
-        with drawn_output():
-            self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(run_facts or {}))
+            raise _missing_library("--wandb-project", project, "wandb") from error
+        with raw_output():
+            self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(config_values or {}))
 
-    def write(self, record: Record) -> None:
-        values = scalars(record)
+    def write(self, record: MetricRecord) -> None:
+        values = tagged_scalars(record)
         if values:
             self._run.log(values, step=record["iteration"])
 
     def close(self) -> None:
-        with drawn_output():
+        with raw_output():
             self._run.finish()
 
 
-def _missing(flag: str, value: str, library: str) -> ConfigError:
+def _missing_library(flag: str, value: str, library: str) -> ConfigError:
     rule = f"needs {library}, which is not installed"
     return ConfigError([Problem(flag, value, rule, "Install it: pip install 'petatron[log]'.")])

@@ -9,18 +9,18 @@ from petatron.base.errors import DataError
 from petatron.base.log import get_logger
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.schedule.actions import COMPUTE, TimedAction
-from petatron.schedule.measured_timeline import from_record, to_record, write_measured
+from petatron.schedule.actions import COMPUTE_KINDS, TimedAction
+from petatron.schedule.measured_timeline import timed_action_from_json, timed_action_to_json, write_measured
 
 _log = get_logger(__name__)
 
 
-def write_timeline(path: Path, model: ParallelModel, timed: Sequence[TimedAction]) -> None:
+def write_timeline(path: Path, model: ParallelModel, timed_actions: Sequence[TimedAction]) -> None:
     """Every rank calls it; the pipeline drawn is that of the run's first rank."""
-    computed = [to_record(t) for t in timed if t.action.kind in COMPUTE]
+    computed = [timed_action_to_json(t) for t in timed_actions if t.action.kind in COMPUTE_KINDS]
     found = collectives.gather_objects_to_first(computed, model.mesh.control)
     if found is not None:
-        ranks = [[from_record(record) for record in found[rank]] for rank in model.mesh.pp.ranks]
+        ranks = [[timed_action_from_json(record) for record in found[rank]] for rank in model.mesh.pp.ranks]
         start = min(t.start for rank in ranks for t in rank)
         from_zero = [[TimedAction(t.action, t.start - start, t.end - start) for t in rank] for rank in ranks]
         try:

@@ -10,66 +10,66 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from petatron.base.untrusted_files import reading
+from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.formats import config_sections
 from petatron.checkpoint.convert.hf_folder import check_stored_counts, read_model_settings
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.inspect.inspect import run_config, run_facts
-from petatron.checkpoint.state import WEIGHTS
+from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
-from petatron.config.checkpoint_settings import StoredSettings
+from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.models.hf.stored_counts import check_counts
-from petatron.train.state.run_dirs import check_load
+from petatron.train.state.run_dirs import check_load_dir
 
 _SECTIONS = ("model", "moe", "parallel", "tokenizer")
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
-def read_checkpoint_args(config: CheckpointConfig) -> StoredSettings:
+def read_checkpoint_args(config: CheckpointConfig) -> CheckpointSettings:
     """The settings of the checkpoint that a run would load; `CheckpointError` when there is none."""
     assert config.load is not None
     folder = Path(config.load)
-    check_load(folder, config, may_be_empty=False)
-    if not step_folder.steps(folder):
-        return StoredSettings(str(folder), _of_model_folder(folder))
-    step, manifest = _chosen(folder, config)
+    check_load_dir(folder, config, may_be_empty=False)
+    if not step_folder.list_steps(folder):
+        return CheckpointSettings(str(folder), _settings_from_hf_folder(folder))
+    step, manifest = _select_step(folder, config)
     saved = run_config(run_facts(manifest))
-    model_folder = step / step_folder.MODEL
+    model_folder = step / step_folder.MODEL_FOLDER
     if not saved:
-        step_folder.check_documents(step, manifest)
-        return StoredSettings(str(step), _of_model_folder(model_folder))
-    path, weights = step / step_folder.MANIFEST, sum(key.startswith(WEIGHTS) for key in manifest.tensors)
-    with reading(path, step_folder.damage):
+        step_folder.check_aux_files(step, manifest)
+        return CheckpointSettings(str(step), _settings_from_hf_folder(model_folder))
+    path, weights = step / step_folder.MANIFEST_FILE, sum(key.startswith(WEIGHT_PREFIX) for key in manifest.tensors)
+    with reading_untrusted(path, step_folder.damaged_error):
         sections = {name: saved[name] for name in _SECTIONS if name in saved}
         model, moe = saved.get("model", {}), saved.get("moe", {})
-        check_counts(path, step_folder.damage, model, moe, num_tensors=weights, experts_apart=False)
-        sections["tokenizer"] = _tokenizer(saved.get("tokenizer", {}), model_folder)
-    return StoredSettings(str(step), sections)
+        check_counts(path, step_folder.damaged_error, model, moe, num_tensors=weights, separate_experts=False)
+        sections["tokenizer"] = _tokenizer_section(saved.get("tokenizer", {}), model_folder)
+    return CheckpointSettings(str(step), sections)
 
 
-def _chosen(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest]:
+def _select_step(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest]:
     """The step to load; with `--load-fallback` the newest whose manifest can be read."""
     step = config.ckpt_step
     while True:
         source = None
         try:
-            source = step_folder.choose(folder, step)
+            source = step_folder.resolve_step(folder, step)
             return source, step_folder.read_manifest(source)
-        except step_folder.DamagedCheckpoint:
-            step = step_folder.step_before(folder, source) if config.load_fallback else None
+        except step_folder.DamagedCheckpointError:
+            step = step_folder.previous_step(folder, source) if config.load_fallback else None
             if step is None:
                 raise
 
 
-def _of_model_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
+def _settings_from_hf_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
     settings = read_model_settings(folder)
     check_stored_counts(folder, *settings)
     sections: dict[str, Mapping[str, Any]] = dict(config_sections(*settings))
-    return {**sections, "tokenizer": _tokenizer({}, folder)}
+    return {**sections, "tokenizer": _tokenizer_section({}, folder)}
 
 
-def _tokenizer(saved: Mapping[str, Any], model_folder: Path) -> Mapping[str, Any]:
+def _tokenizer_section(saved: Mapping[str, Any], model_folder: Path) -> Mapping[str, Any]:
     """The tokenizer of the run if its files are still there, else the copy beside the weights, else nothing."""
     files = [saved[name] for name in _TOKENIZER_FILES if saved.get(name) is not None]
     if saved.get("tokenizer_type") is not None and all(Path(file).exists() for file in files):

@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.base.untrusted_files import reading
-from petatron.checkpoint.convert.hf_folder import folder_manifest, is_model_folder
+from petatron.base.untrusted_files import reading_untrusted
+from petatron.checkpoint.convert.hf_folder import folder_manifest, is_hf_folder
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import MASTERS, ROUTERS, WEIGHTS, Chunk
+from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import stable_seed
-from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.sharding.flat_shard import ParameterGroup, group_pieces
-from petatron.sharding.shard_spec import Piece
-from petatron.train.state.hf_folder import Companions, model_folder
+from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
+from petatron.sharding.shard_spec import TensorShard
+from petatron.train.state.hf_folder import CompanionFiles, build_hf_folder
 
-_UPDATES = "optimizer"
-_HISTORIES = "fp8/"
+_OPTIMIZER_KEY = "optimizer"
+_FP8_HISTORY_PREFIX = "fp8/"
 
 
 def save_checkpoint(
@@ -40,7 +40,7 @@ def save_checkpoint(
     *,
     step: int,
     model: ParallelModel,
-    optimizer: MasterOptimizer | None = None,
+    optimizer: MixedPrecisionOptimizer | None = None,
     moments: bool = True,
     facts: Mapping[str, Any] | None = None,
     random_states: bool = True,
@@ -60,8 +60,8 @@ def save_checkpoint(
     {'note': 'first'}
     """
     mesh = model.mesh
-    manager = CheckpointManager(folder, mesh.control, world=mesh.world, device=mesh.device)
-    save_into(
+    manager = CheckpointManager(folder, mesh.control, world_axis=mesh.world, device=mesh.device)
+    save_with_manager(
         manager,
         step=step,
         model=model,
@@ -73,30 +73,30 @@ def save_checkpoint(
     )
 
 
-def save_into(
+def save_with_manager(
     manager: CheckpointManager,
     *,
     step: int,
     model: ParallelModel,
-    optimizer: MasterOptimizer | None,
+    optimizer: MixedPrecisionOptimizer | None,
     moments: bool,
     facts: Mapping[str, Any] | None,
     random_states: bool,
-    tokenizer: Tokenizer | Companions | None,
+    tokenizer: Tokenizer | CompanionFiles | None,
     wait: bool = True,
 ) -> None:
     """`save_checkpoint` with a manager that may write in the background."""
-    updates = optimizer.facts() if optimizer is not None and moments else None
-    local = model.streams.state() if random_states else {}
+    updates = optimizer.scalar_state() if optimizer is not None and moments else None
+    local = model.rng_streams.state() if random_states else {}
     if updates is not None:
-        local |= {f"{_HISTORIES}{name}": histories for name, histories in model.eight_bits.state().items()}
+        local |= {f"{_FP8_HISTORY_PREFIX}{name}": histories for name, histories in model.fp8_gemms.state().items()}
     manager.save(
         step,
-        list(chunks(model, optimizer, moments=moments)),
-        facts={_UPDATES: updates, "facts": dict(facts or {})},
+        list(checkpoint_chunks(model, optimizer, moments=moments)),
+        facts={_OPTIMIZER_KEY: updates, "facts": dict(facts or {})},
         same_layout_key=model.layout_key,
         local=local,
-        model=model_folder(model.architecture, _weight_dtype(model), tokenizer),
+        model=build_hf_folder(model.architecture, _weight_dtype(model), tokenizer),
         wait=wait,
     )
 
@@ -105,7 +105,7 @@ def load_checkpoint(
     folder: str,
     *,
     model: ParallelModel,
-    optimizer: MasterOptimizer | None = None,
+    optimizer: MixedPrecisionOptimizer | None = None,
     moments: bool = True,
     step: int | None = None,
     random_states: bool = True,
@@ -139,37 +139,37 @@ class LoadedState:
     """The facts of a checkpoint, whether its random states went on, and why its FP8 histories did not if the run needs some."""
 
     facts: dict[str, Any]
-    random_states: bool
-    no_histories: str | None
+    random_states_restored: bool
+    fp8_history_reset_reason: str | None
 
 
 def load_state(
     folder: str,
     *,
     model: ParallelModel,
-    optimizer: MasterOptimizer | None,
+    optimizer: MixedPrecisionOptimizer | None,
     moments: bool,
     step: int | None,
     random_states: bool,
     fallback: bool,
-    approve: Callable[[Mapping[str, Any]], None] | None = None,
+    check_facts: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> LoadedState | None:
-    """`load_checkpoint`, with word of what was found. `approve` sees the facts before anything is changed, and may raise."""
+    """`load_checkpoint`, with word of what was found. `check_facts` sees the facts before anything is changed, and may raise."""
     path, mesh = Path(folder), model.mesh
-    manager = CheckpointManager(path, mesh.control, world=mesh.world, device=mesh.device)
+    manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
     whole = optimizer is not None and moments
-    wanted = [*_wanted_weights(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
+    wanted = [*_weights_to_load(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
 
     def check(facts: Mapping[str, Any]) -> None:
-        if whole and facts[_UPDATES] is None:
+        if whole and facts[_OPTIMIZER_KEY] is None:
             raise CheckpointError(
                 f"The checkpoint in {folder} was saved without optimizer state. Use --finetune to start a new run from its "
                 "weights, or --no-load-optim to go on without moments."
             )
-        if approve is not None:
-            approve(facts["facts"])
+        if check_facts is not None:
+            check_facts(facts["facts"])
 
-    held = manager.from_first(lambda: _held(path))
+    held = manager.broadcast_from_rank0(lambda: _loadable_kind(path))
     if held is None:
         if step is None:
             return None
@@ -177,62 +177,66 @@ def load_state(
             f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
         )
     if held == "model":
-        _check_no_routers(folder, model)
-        found = manager.fill(path, partial(folder_manifest, path, model.architecture), wanted)
+        _check_no_expert_bias(folder, model)
+        found = manager.load_from(path, partial(folder_manifest, path, model.architecture), wanted)
         updates, facts = None, {}
     else:
         found = manager.load(
             step,
             [*wanted, *_router_chunks(model)],
             same_layout_key=model.layout_key,
-            leaves=_nothing if whole else _not_weights,
-            approve=check,
+            may_ignore_kind=_ignore_nothing if whole else _ignore_non_weights,
+            check_facts=check,
             fallback=fallback,
         )
-        with reading(path, step_folder.damage):
-            updates, facts = found.facts[_UPDATES], dict(found.facts["facts"])
+        with reading_untrusted(path, step_folder.damaged_error):
+            updates, facts = found.facts[_OPTIMIZER_KEY], dict(found.facts["facts"])
     if optimizer is not None:
-        optimizer.write_back()
+        optimizer.copy_master_to_model_weights()
     else:
-        model.publish()
+        model.all_gather_params()
     kept = found.local or {}
-    streams = {name: state for name, state in kept.items() if not name.startswith(_HISTORIES) and random_states}
+    streams = {
+        name: state for name, state in kept.items() if not name.startswith(_FP8_HISTORY_PREFIX) and random_states
+    }
     histories = {
-        name.removeprefix(_HISTORIES): state for name, state in kept.items() if whole and name.startswith(_HISTORIES)
+        name.removeprefix(_FP8_HISTORY_PREFIX): state
+        for name, state in kept.items()
+        if whole and name.startswith(_FP8_HISTORY_PREFIX)
     }
     assert not whole or updates is not None, "only weights can come from a model's folder"
-    with reading(path, step_folder.damage):
+    with reading_untrusted(path, step_folder.damaged_error):
         if optimizer is not None and updates is not None and moments:
-            optimizer.restore_facts(updates)
+            optimizer.load_scalar_state(updates)
         if streams:
-            model.streams.restore(streams)
-        went_on = model.eight_bits.load_state(histories, model.mesh.device)
-    anew = None if went_on else _why_anew(histories, same_layout=found.local is not None)
-    return LoadedState(facts, random_states=bool(streams), no_histories=anew)
+            model.rng_streams.restore(streams)
+        went_on = model.fp8_gemms.load_state(histories, model.mesh.device)
+    anew = None if went_on else _fp8_history_reset_reason(histories, same_layout=found.local is not None)
+    return LoadedState(facts, random_states_restored=bool(streams), fp8_history_reset_reason=anew)
 
 
-def holds_weights(folder: str, mesh: ParallelMesh) -> bool:
+def has_weights(folder: str, mesh: ParallelMesh) -> bool:
     """Whether a load of this folder would fill a model; every rank calls it, and all hear what the first one sees.
 
     A load fills every weight or raises, so the first weights of a model that is loaded right away need not be drawn.
 
     >>> import tempfile
-    >>> holds_weights(tempfile.mkdtemp(), ParallelMesh.single())
+    >>> has_weights(tempfile.mkdtemp(), ParallelMesh.single())
     False
     """
     path = Path(folder)
-    manager = CheckpointManager(path, mesh.control, world=mesh.world, device=mesh.device)
-    return manager.from_first(lambda: _held(path)) is not None
+    manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
+    return manager.broadcast_from_rank0(lambda: _loadable_kind(path)) is not None
 
 
-def _held(path: Path) -> Literal["checkpoint", "model"] | None:
+def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
     """What there is to load in a folder, as this rank sees it."""
-    if step_folder.own_step(path) is not None or step_folder.steps(path):
+    if step_folder.containing_step(path) is not None or step_folder.list_steps(path):
         return "checkpoint"
-    return "model" if is_model_folder(path) else None
+    return "model" if is_hf_folder(path) else None
 
 
-def _why_anew(histories: Mapping[str, Tensor], *, same_layout: bool) -> str:
+def _fp8_history_reset_reason(histories: Mapping[str, Tensor], *, same_layout: bool) -> str:
     """Why a rank cannot go on with a checkpoint's FP8 histories."""
     if not same_layout:
         return "the checkpoint has none for this layout, where a rank sees other parts of the tensors"
@@ -241,7 +245,7 @@ def _why_anew(histories: Mapping[str, Tensor], *, same_layout: bool) -> str:
     return "those in the checkpoint are of other products, another format or another --fp8-amax-history-len"
 
 
-def _check_no_routers(folder: str, model: ParallelModel) -> None:
+def _check_no_expert_bias(folder: str, model: ParallelModel) -> None:
     """A model whose experts are chosen with a bias is another one without it, and a model's folder has no place for it."""
     moe = model.architecture.moe
     if moe is not None and moe.moe_router_enable_expert_bias:
@@ -251,22 +255,24 @@ def _check_no_routers(folder: str, model: ParallelModel) -> None:
         )
 
 
-def _nothing(kind: str) -> bool:
+def _ignore_nothing(kind: str) -> bool:
     """A run that goes on takes everything."""
     return False
 
 
-def _not_weights(kind: str) -> bool:
+def _ignore_non_weights(kind: str) -> bool:
     """A run that starts from weights leaves the optimizer's state, whatever it is, but nothing that the model needs."""
-    return f"{kind}/" not in (WEIGHTS, MASTERS, ROUTERS)
+    return f"{kind}/" not in (WEIGHT_PREFIX, MASTER_PREFIX, ROUTER_PREFIX)
 
 
 def _weight_dtype(model: ParallelModel) -> torch.dtype:
     """What the weights are kept in; fully sharded ones in fp32, since they are the optimizer's own."""
-    return next((weight.dtype for group in model.groups for weight in group.weights()), model.dtype)
+    return next((weight.dtype for group in model.param_groups for weight in group.weights()), model.dtype)
 
 
-def chunks(model: ParallelModel, optimizer: MasterOptimizer | None, *, moments: bool = True) -> Iterator[Chunk]:
+def checkpoint_chunks(
+    model: ParallelModel, optimizer: MixedPrecisionOptimizer | None, *, moments: bool = True
+) -> Iterator[Chunk]:
     """Everything this rank has that a checkpoint keeps, as boxes of logical tensors."""
     yield from _weight_chunks(model)
     yield from _optimizer_chunks(optimizer, moments=moments)
@@ -275,44 +281,46 @@ def chunks(model: ParallelModel, optimizer: MasterOptimizer | None, *, moments: 
 
 def _weight_chunks(model: ParallelModel) -> Iterator[Chunk]:
     """Every box of the weights that this rank owns, in the model's precision."""
-    for group in model.groups:
-        for piece, view in group_pieces(group, group.weights()):
-            yield _chunk(WEIGHTS, group, piece, view)
+    for group in model.param_groups:
+        for piece, view in group_tensor_shards(group, group.weights()):
+            yield _chunk(WEIGHT_PREFIX, group, piece, view)
 
 
-def _optimizer_chunks(optimizer: MasterOptimizer | None, *, moments: bool) -> Iterator[Chunk]:
+def _optimizer_chunks(optimizer: MixedPrecisionOptimizer | None, *, moments: bool) -> Iterator[Chunk]:
     """What the optimizer has apart from the model: its own weights and, if wanted, the moments."""
     if optimizer is None or not moments:
         return
-    if optimizer.weights_apart:
-        for group, piece, view in optimizer.weights():
-            yield _chunk(MASTERS, group, piece, view)
+    if optimizer.has_master_weights:
+        for group, piece, view in optimizer.master_weights():
+            yield _chunk(MASTER_PREFIX, group, piece, view)
     yield from _moment_chunks(optimizer)
 
 
-def _moment_chunks(optimizer: MasterOptimizer | None) -> Iterator[Chunk]:
+def _moment_chunks(optimizer: MixedPrecisionOptimizer | None) -> Iterator[Chunk]:
     if optimizer is not None:
         for kind, group, piece, view in optimizer.moments():
             yield _chunk(f"{kind}/", group, piece, view)
 
 
-def _wanted_weights(model: ParallelModel, optimizer: MasterOptimizer | None) -> Iterator[Chunk]:
+def _weights_to_load(model: ParallelModel, optimizer: MixedPrecisionOptimizer | None) -> Iterator[Chunk]:
     """The weights to load: the optimizer's, from which the model's follow, or the model's own."""
     if optimizer is None:
         yield from _weight_chunks(model)
         return
-    for group, piece, view in optimizer.weights():
-        yield _chunk(MASTERS if optimizer.weights_apart else WEIGHTS, group, piece, view)
+    for group, piece, view in optimizer.master_weights():
+        yield _chunk(MASTER_PREFIX if optimizer.has_master_weights else WEIGHT_PREFIX, group, piece, view)
 
 
 def _router_chunks(model: ParallelModel) -> Iterator[Chunk]:
     """What routers have learnt beside their weights."""
-    for name, state in model.routers.state():
-        yield Chunk(f"{ROUTERS}{name}", tuple(state.shape), (0,) * state.dim(), state, model.mesh["stage"].rank == 0)
+    for name, state in model.router_statistics.expert_biases():
+        yield Chunk(
+            f"{ROUTER_PREFIX}{name}", tuple(state.shape), (0,) * state.dim(), state, model.mesh["stage"].rank == 0
+        )
 
 
-def _chunk(kind: str, group: ParameterGroup, piece: Piece, view: Tensor) -> Chunk:
+def _chunk(kind: str, group: ParameterGroup, piece: TensorShard, view: Tensor) -> Chunk:
     """Copies share the writing: which of them saves a box follows from its name."""
-    copies = group.copies
+    copies = group.replica_axis
     primary = piece.primary and copies.rank == stable_seed(kind, piece.name, piece.start) % copies.size
     return Chunk(f"{kind}{piece.name}", piece.logical_shape, piece.start, view, primary)

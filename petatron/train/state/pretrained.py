@@ -13,16 +13,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from petatron.base.companion_files import read_companion
+from petatron.base.companion_files import read_companion_file
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.untrusted_files import reading
-from petatron.checkpoint.convert.formats import companions, config_sections, configured, detect, refuse_pickled
+from petatron.base.untrusted_files import reading_untrusted
+from petatron.checkpoint.convert.formats import (
+    config_sections,
+    detect_format,
+    folder_companions,
+    load_config_sections,
+    reject_pickle_weights,
+)
 from petatron.checkpoint.convert.hf_folder import (
-    CONFIG,
+    CONFIG_FILE,
     check_stored_counts,
     check_stored_size,
-    not_usable,
-    read_model_config,
+    load_config_json,
+    model_folder_error,
     read_model_settings,
 )
 from petatron.checkpoint.files import step_folder
@@ -30,38 +36,38 @@ from petatron.config import RunConfig
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.models.hf import family_of, read_config_json, to_logical
-from petatron.sharding.flat_shard import group_pieces
+from petatron.models.hf import family_name_of_config, parse_config_json, to_logical
+from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build import architecture_of, build_model, launch
 from petatron.train.state.checkpointing import load_checkpoint
-from petatron.train.state.hf_folder import Companions
+from petatron.train.state.hf_folder import CompanionFiles
 from petatron.train.state.run_model import Model
 
-_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_DTYPE_TO_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
-_SIZES = {
+_LAYOUT_AXES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
     "num_distributed_optimizer_instances": "dp_outer",
 }
-_EXPERT_SIZES = {"expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp"}
+_EXPERT_LAYOUT_AXES = {"expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp"}
 
 
-class _Settings(Protocol):
+class _TransformersConfig(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
-class InMemory(Protocol):
+class TransformersModel(Protocol):
     """What is asked of a transformers model."""
 
     @property
-    def config(self) -> _Settings: ...
+    def config(self) -> _TransformersConfig: ...
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
 
 def from_pretrained(
-    source: str | Path | InMemory,
+    source: str | Path | TransformersModel,
     mesh: ParallelMesh | None = None,
     *,
     flags: Sequence[str] = (),
@@ -82,53 +88,53 @@ def from_pretrained(
     >>> bool((again.module.norm.weight == model.module.norm.weight).all())
     True
     """
-    precision = None if dtype is None else _precision(dtype)
+    precision = None if dtype is None else _precision_of(dtype)
     if isinstance(source, str | Path):
-        folder = _model_folder(Path(source))
-        content, settings = read_model_config(folder), read_model_settings(folder)
+        folder = _locate_hf_folder(Path(source))
+        content, settings = load_config_json(folder), read_model_settings(folder)
         stored = content.get("dtype") or content.get("torch_dtype")
-        beside = {name: read_companion(path, CheckpointError) for name, path in companions(folder).items()}
-        with reading(folder / CONFIG, not_usable):
+        beside = {name: read_companion_file(path, CheckpointError) for name, path in folder_companions(folder).items()}
+        with reading_untrusted(folder / CONFIG_FILE, model_folder_error):
             check_stored_counts(folder, *settings)
             run = _run_config(settings, mesh, flags, precision, stored=stored)
             check_stored_size(folder, architecture_of(run))
-        model = build_model(run, mesh or launch(run), draw=False)
+        model = build_model(run, mesh or launch(run), init_weights=False)
         found = load_checkpoint(str(source), model=model, random_states=False)
         assert found is not None, "a folder without a model was opened as one"
-        model.companions = Companions.of(content, beside)
+        model.companion_files = CompanionFiles.from_config_json(content, beside)
         return model
     content, tensors = source.config.to_dict(), source.state_dict()
     stored = next(iter(tensors.values())).dtype
-    run = _run_config(read_config_json(content), mesh, flags, precision, stored=stored)
-    model = build_model(run, mesh or launch(run), draw=False)
-    _fill(model, content, tensors)
-    model.companions = Companions.of(content, {})
+    run = _run_config(parse_config_json(content), mesh, flags, precision, stored=stored)
+    model = build_model(run, mesh or launch(run), init_weights=False)
+    _load_state_dict(model, content, tensors)
+    model.companion_files = CompanionFiles.from_config_json(content, {})
     return model
 
 
-def _precision(dtype: torch.dtype | str) -> str:
+def _precision_of(dtype: torch.dtype | str) -> str:
     """What the flags call a dtype."""
     name = str(dtype).removeprefix("torch.")
-    found = name if name in _PRECISIONS.values() else _PRECISIONS.get(name)
+    found = name if name in _DTYPE_TO_PRECISION.values() else _DTYPE_TO_PRECISION.get(name)
     if found is None:
         rule = "is not a dtype that a model can be computed in"
-        raise ConfigError([Problem("dtype", str(dtype), rule, f"Use one of torch's {', '.join(_PRECISIONS)}.")])
+        raise ConfigError([Problem("dtype", str(dtype), rule, f"Use one of torch's {', '.join(_DTYPE_TO_PRECISION)}.")])
     return found
 
 
-def _model_folder(path: Path) -> Path:
+def _locate_hf_folder(path: Path) -> Path:
     """The folder of a model's config.json, which is what was saved."""
-    kind = detect(path)
+    kind = detect_format(path)
     if kind == "megatron":
         raise CheckpointError(
             f"{path} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {path} NEW_FOLDER --to petatron"
         )
     if kind == "huggingface":
-        refuse_pickled(path)
+        reject_pickle_weights(path)
         return path
-    step = step_folder.choose(path, None)
-    step_folder.check_documents(step, step_folder.read_head(step))
-    return step / step_folder.MODEL
+    step = step_folder.resolve_step(path, None)
+    step_folder.check_aux_files(step, step_folder.read_manifest_head(step))
+    return step / step_folder.MODEL_FOLDER
 
 
 def _run_config(
@@ -143,13 +149,13 @@ def _run_config(
     sections = config_sections(*settings)
     said = any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in flags)
     if precision is not None or not said:
-        name = precision or _PRECISIONS.get(str(stored).removeprefix("torch."), "fp32")
+        name = precision or _DTYPE_TO_PRECISION.get(str(stored).removeprefix("torch."), "fp32")
         sections["precision"] = {name: True} if name != "fp32" else {}
     if mesh is None:
-        return configured(sections, flags, world_size=read_environment().world_size).config
-    sizes = {**_SIZES, **_EXPERT_SIZES} if "moe" in sections else _SIZES
+        return load_config_sections(sections, flags, world_size=read_environment().world_size).config
+    sizes = {**_LAYOUT_AXES, **_EXPERT_LAYOUT_AXES} if "moe" in sections else _LAYOUT_AXES
     sections["parallel"] = {name: getattr(mesh.layout, axis) for name, axis in sizes.items()}
-    run = configured(sections, flags, world_size=mesh.layout.world_size).config
+    run = load_config_sections(sections, flags, world_size=mesh.layout.world_size).config
     asked = Layout.from_config(run.parallel)
     if any(getattr(asked, axis) != getattr(mesh.layout, axis) for axis in sizes.values()):
         rule = f"say another layout than the mesh has, which is {mesh.describe()}"
@@ -158,11 +164,13 @@ def _run_config(
 
 
 @torch.no_grad()
-def _fill(model: Model, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _load_state_dict(model: Model, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Every rank takes its boxes of whole tensors."""
     architecture = model.architecture
-    logical = to_logical(family_of(content), tensors, architecture.model, architecture.moe, architecture.experts_in)
-    for group in model.groups:
-        for piece, view in group_pieces(group, group.weights()):
+    logical = to_logical(
+        family_name_of_config(content), tensors, architecture.model, architecture.moe, architecture.moe_layer_mask
+    )
+    for group in model.param_groups:
+        for piece, view in group_tensor_shards(group, group.weights()):
             view.copy_(logical[piece.name][piece.logical_slices()])
-    model.publish()
+    model.all_gather_params()

@@ -10,35 +10,35 @@ from pathlib import Path
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.base.safe_files import reopen
-from petatron.checkpoint.convert.formats import is_megatron, refuse_inside_step, refuse_pickled
-from petatron.checkpoint.convert.hf_folder import CONFIG, is_model_folder
+from petatron.base.safe_files import reopen_file
+from petatron.checkpoint.convert.formats import check_not_inside_step, is_megatron_folder, reject_pickle_weights
+from petatron.checkpoint.convert.hf_folder import CONFIG_FILE, is_hf_folder
 from petatron.checkpoint.files.disk import check_writable
-from petatron.checkpoint.files.step_folder import MANIFEST, own_step, steps
+from petatron.checkpoint.files.step_folder import MANIFEST_FILE, containing_step, list_steps
 from petatron.config import CheckpointConfig
 
 _log = get_logger(__name__)
 
 
-def check_folders(config: CheckpointConfig) -> None:
+def check_run_dirs(config: CheckpointConfig) -> None:
     """Raise for a checkpoint that is not there, and for a folder that holds another run's checkpoints.
 
     One command line may serve the first start and every restart: a folder that is both saved to and loaded from may be
     empty. A folder that is only loaded from may not.
     """
-    continues = config.load is not None and config.save is not None and _same(config.load, config.save)
+    continues = config.load is not None and config.save is not None and _same_path(config.load, config.save)
     if config.load is not None:
-        check_load(Path(config.load), config, may_be_empty=continues)
-    if config.pretrained_checkpoint is not None and not (config.load is not None and steps(Path(config.load))):
-        _refuse_foreign(Path(config.pretrained_checkpoint), "--pretrained-checkpoint")
+        check_load_dir(Path(config.load), config, may_be_empty=continues)
+    if config.pretrained_checkpoint is not None and not (config.load is not None and list_steps(Path(config.load))):
+        _refuse_unconverted(Path(config.pretrained_checkpoint), "--pretrained-checkpoint")
     if config.save is not None:
-        refuse_inside_step(Path(config.save), f"--save {config.save}")
-        if is_model_folder(Path(config.save)):
+        check_not_inside_step(Path(config.save), f"--save {config.save}")
+        if is_hf_folder(Path(config.save)):
             raise CheckpointError(
                 f"--save {config.save} is the folder of a model. Give checkpoints a folder of their own."
             )
         check_writable(config.save)
-        found = steps(Path(config.save))
+        found = list_steps(Path(config.save))
         if found and not (continues and not config.finetune):
             raise CheckpointError(
                 f"--save {config.save} already holds checkpoints (the newest of step {max(found)}), and this run would start "
@@ -46,27 +46,27 @@ def check_folders(config: CheckpointConfig) -> None:
             )
 
 
-def check_load(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -> None:
+def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -> None:
     """Raise if a folder holds nothing that `--load` can take."""
-    if (folder / MANIFEST).is_file():
+    if (folder / MANIFEST_FILE).is_file():
         step = folder.name.rpartition("-")[2].lstrip("0") or "0"
         raise CheckpointError(
             f"--load {folder} is one checkpoint. Give the folder that holds it: --load {folder.parent} --ckpt-step {step}."
         )
     if folder.is_file():
         raise CheckpointError(f"--load {folder} is a file. Give the folder that --save wrote to.")
-    if steps(folder):
+    if list_steps(folder):
         return
-    if is_model_folder(folder):
-        _check_model_load(folder, config)
+    if is_hf_folder(folder):
+        _check_hf_load(folder, config)
         return
-    _refuse_foreign(folder, "--load")
+    _refuse_unconverted(folder, "--load")
     broken = (
         sorted(path.name for path in folder.glob("step-*") if not path.name.endswith(".tmp")) if folder.is_dir() else []
     )
     if broken:
         raise CheckpointError(
-            f"--load {folder}: {', '.join(broken)} have no {MANIFEST}, so they are not complete checkpoints. Restore them from "
+            f"--load {folder}: {', '.join(broken)} have no {MANIFEST_FILE}, so they are not complete checkpoints. Restore them from "
             "a copy, or remove them to start from the beginning."
         )
     asked = [
@@ -88,20 +88,20 @@ def check_load(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) ->
         )
 
 
-def _refuse_foreign(folder: Path, flag: str) -> None:
+def _refuse_unconverted(folder: Path, flag: str) -> None:
     """Raise for what other programs saved and only a conversion can read."""
-    if own_step(folder) is not None or steps(folder):
+    if containing_step(folder) is not None or list_steps(folder):
         return
-    if is_megatron(folder):
+    if is_megatron_folder(folder):
         raise CheckpointError(
             f"{flag} {folder} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {folder} NEW_FOLDER --to "
             "petatron"
         )
-    if (folder / CONFIG).is_file():
-        refuse_pickled(folder)
+    if (folder / CONFIG_FILE).is_file():
+        reject_pickle_weights(folder)
 
 
-def _check_model_load(folder: Path, config: CheckpointConfig) -> None:
+def _check_hf_load(folder: Path, config: CheckpointConfig) -> None:
     """A model has weights and nothing else that a run could go on from."""
     if not config.finetune:
         raise CheckpointError(
@@ -112,19 +112,19 @@ def _check_model_load(folder: Path, config: CheckpointConfig) -> None:
         raise CheckpointError(f"--load {folder} is the folder of a model, which has no steps. Leave --ckpt-step out.")
 
 
-def _same(a: str, b: str) -> bool:
+def _same_path(a: str, b: str) -> bool:
     return Path(a).resolve() == Path(b).resolve()
 
 
 @contextmanager
-def claimed(folder: str | None, *, rank: int) -> Iterator[None]:
+def lock_save_dir(folder: str | None, *, rank: int) -> Iterator[None]:
     """Hold a lock on the save folder while the run lasts, so that two runs cannot write over each other."""
     if folder is None or rank != 0:
         yield
         return
     path = Path(folder) / ".lock"
     try:
-        descriptor = reopen(path)
+        descriptor = reopen_file(path)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be opened, and nothing is written without that lock: {error.strerror or error}. Remove it, or make the "

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from petatron.base.errors import CheckpointError
-from petatron.base.safe_files import remove
-from petatron.checkpoint.convert.formats import draft_folder, open_draft
+from petatron.base.safe_files import remove_tree
+from petatron.checkpoint.convert.formats import create_tmp_folder, tmp_folder
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from petatron.mesh.collectives import gather_objects
+from petatron.mesh.collectives import all_gather_objects
 from petatron.mesh.mesh import Axis
 from petatron.models.batch import Architecture
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.state.checkpointing import save_into
-from petatron.train.state.hf_folder import Companions
+from petatron.train.state.checkpointing import save_with_manager
+from petatron.train.state.hf_folder import CompanionFiles
 
 
 class Model(ParallelModel):
@@ -31,7 +31,7 @@ class Model(ParallelModel):
     True
     """
 
-    companions: Companions | None = None
+    companion_files: CompanionFiles | None = None
     """What came with the weights that `from_pretrained` read."""
 
     def save_pretrained(self, path: str | Path, *, tokenizer: Tokenizer | str | Path | None = None) -> None:
@@ -51,41 +51,41 @@ class Model(ParallelModel):
         ['config.json', 'generation_config.json', 'model.safetensors']
         """
         target = Path(path).absolute()
-        draft, control = draft_folder(target), self.mesh.control
+        draft, control = tmp_folder(target), self.mesh.control
         opened = HuggingFaceTokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        _on_first(control, target, lambda: _begin(target, self.architecture))
+        _on_first_rank(control, target, lambda: _create_draft(target, self.architecture))
         try:
-            save_into(
-                CheckpointManager(draft, control, world=self.mesh.world, device=self.mesh.device),
+            save_with_manager(
+                CheckpointManager(draft, control, world_axis=self.mesh.world, device=self.mesh.device),
                 step=0,
                 model=self,
                 optimizer=None,
                 moments=False,
                 facts=None,
                 random_states=False,
-                tokenizer=opened if opened is not None else self.companions,
+                tokenizer=opened if opened is not None else self.companion_files,
             )
-            _on_first(control, target, lambda: _take_model(draft, target, Disk()))
+            _on_first_rank(control, target, lambda: _publish_draft(draft, target, Disk()))
         finally:
             if control.rank == 0:
                 with contextlib.suppress(OSError):
-                    remove(draft)
+                    remove_tree(draft)
 
 
-def _begin(target: Path, architecture: Architecture) -> None:
+def _create_draft(target: Path, architecture: Architecture) -> None:
     if architecture.moe is not None and architecture.moe.moe_router_enable_expert_bias:
         raise CheckpointError(
             "This model chooses its experts with biases, and the folder of a model has no place for them. Use save_checkpoint."
         )
-    open_draft(target)
+    create_tmp_folder(target)
 
 
-def _take_model(draft: Path, target: Path, disk: Disk) -> None:
-    disk.rename(draft / step_folder.step_name(0) / step_folder.MODEL, target)
+def _publish_draft(draft: Path, target: Path, disk: Disk) -> None:
+    disk.rename(draft / step_folder.step_name(0) / step_folder.MODEL_FOLDER, target)
     disk.sync_folder(target.parent)
 
 
-def _on_first(control: Axis, target: Path, action: Callable[[], None]) -> None:
+def _on_first_rank(control: Axis, target: Path, action: Callable[[], None]) -> None:
     """Have the first rank do something; its failure is everyone's."""
     failure = None
     if control.rank == 0:
@@ -97,6 +97,6 @@ def _on_first(control: Axis, target: Path, action: Callable[[], None]) -> None:
             failure = (
                 f"{target} cannot be written: {error.strerror or error}. Make it writable, or choose another place."
             )
-    failure = gather_objects(failure, control)[0]
+    failure = all_gather_objects(failure, control)[0]
     if failure is not None:
         raise CheckpointError(failure)

@@ -9,29 +9,29 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.base.untrusted_files import is_count, reading
+from petatron.base.untrusted_files import is_count, reading_untrusted
 from petatron.checkpoint.files.signature import open_signer
-from petatron.checkpoint.files.step_folder import damage
+from petatron.checkpoint.files.step_folder import damaged_error
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.config import CheckpointConfig, RunConfig
-from petatron.config.schema.fields import by_name
-from petatron.config.schema.model_identity import identity
+from petatron.config.schema.fields import fields_by_name
+from petatron.config.schema.model_identity import model_identity
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.loss_scaler import LossScaler, build_scaler
+from petatron.optim.loss_scaler import LossScaler, build_loss_scaler
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
-from petatron.optim.mixed_precision import MasterOptimizer
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build import RunLength, build_model, build_optimizer
-from petatron.train.global_batch_size import BatchSchedule
-from petatron.train.state.checkpointing import LoadedState, holds_weights, load_checkpoint, load_state, save_into
-from petatron.train.state.resume_diff import changes, plain
+from petatron.train.global_batch_size import BatchSizeSchedule
+from petatron.train.state.checkpointing import LoadedState, has_weights, load_checkpoint, load_state, save_with_manager
+from petatron.train.state.resume_diff import config_for_checkpoint, resume_changes
 
 _log = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainProgress:
     """How far a run is. Updates and their samples exclude steps that fp16 overflow left out; schedules follow them."""
 
     iteration: int = 0
@@ -55,21 +55,21 @@ class TrainState:
     run: RunConfig
     mesh: ParallelMesh
     model: ParallelModel
-    optimizer: MasterOptimizer
+    optimizer: MixedPrecisionOptimizer
     scaler: LossScaler
-    rates: LearningRateSchedule
-    decays: WeightDecaySchedule
-    batch_sizes: BatchSchedule
-    progress: Progress = field(default_factory=Progress)
-    data: str | None = None
+    lr_schedule: LearningRateSchedule
+    weight_decay_schedule: WeightDecaySchedule
+    batch_size_schedule: BatchSizeSchedule
+    progress: TrainProgress = field(default_factory=TrainProgress)
+    data_fingerprint: str | None = None
     """Fingerprint of the training data and its order, once it is known."""
-    changes: list[str] = field(default_factory=list)
+    resume_changes: list[str] = field(default_factory=list)
     """What differs from the checkpoint that the run was resumed from, and what that means."""
     tokenizer: Tokenizer | None = None
     """What is saved with the model so that others can use it."""
-    saver: CheckpointManager | None = None
+    checkpoint_manager: CheckpointManager | None = None
     """Where this run's checkpoints go, if anywhere."""
-    drawn: bool = True
+    weights_initialized: bool = True
     """Whether the model has its first weights, so that training may begin without a load."""
 
     @classmethod
@@ -80,43 +80,43 @@ class TrainState:
         tokenizer: Tokenizer | None = None,
         *,
         model: ParallelModel | None = None,
-        draw: bool = True,
+        init_weights: bool = True,
     ) -> TrainState:
         """A run at iteration 0, of a model with its first weights or one that is given.
 
-        Without `draw` the weights are zero, for a caller that loads them next: drawing those of a large model takes minutes.
+        Without `init_weights` the weights are zero, for a caller that loads them next: drawing those of a large model takes minutes.
         """
-        model = model or build_model(run, mesh, draw=draw)
+        model = model or build_model(run, mesh, init_weights=init_weights)
         return cls(
             run=run,
             mesh=mesh,
             model=model,
             optimizer=build_optimizer(run, model),
-            scaler=build_scaler(run.precision),
-            rates=LearningRateSchedule.from_config(run),
-            decays=WeightDecaySchedule.from_config(run),
-            batch_sizes=BatchSchedule.from_config(run),
+            scaler=build_loss_scaler(run.precision),
+            lr_schedule=LearningRateSchedule.from_config(run),
+            weight_decay_schedule=WeightDecaySchedule.from_config(run),
+            batch_size_schedule=BatchSizeSchedule.from_config(run),
             tokenizer=tokenizer,
-            saver=_build_saver(run.checkpoint, mesh),
-            drawn=draw,
+            checkpoint_manager=_build_checkpoint_manager(run.checkpoint, mesh),
+            weights_initialized=init_weights,
         )
 
     @classmethod
-    def start(cls, run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> TrainState:
-        """A run at iteration 0 that `load` or `take_weights` may follow; first weights are drawn only if neither will."""
+    def build_for_load(cls, run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> TrainState:
+        """A run at iteration 0 that `load` or `load_pretrained_weights` may follow; first weights are drawn only if neither will."""
         config = run.checkpoint
-        loads = config.load is not None and holds_weights(config.load, mesh)
-        return cls.build(run, mesh, tokenizer, draw=not loads and config.pretrained_checkpoint is None)
+        loads = config.load is not None and has_weights(config.load, mesh)
+        return cls.build(run, mesh, tokenizer, init_weights=not loads and config.pretrained_checkpoint is None)
 
-    def length(self) -> RunLength:
+    def run_length(self) -> RunLength:
         """How long the run is, seen from where it stands."""
         progress = self.progress
-        return RunLength.of(self.run, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+        return RunLength.from_config(self.run, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
 
-    def note_data(self, fingerprint: str) -> list[str]:
+    def record_data_fingerprint(self, fingerprint: str) -> list[str]:
         """Remember which data, in which order, this run trains on; a warning if it is not what the run began with."""
-        changed = self.data is not None and self.data != fingerprint
-        self.data = fingerprint
+        changed = self.data_fingerprint is not None and self.data_fingerprint != fingerprint
+        self.data_fingerprint = fingerprint
         if not changed:
             return []
         return [
@@ -128,20 +128,20 @@ class TrainState:
     def save(self, *, wait: bool = True) -> None:
         """Publish a checkpoint of this iteration; every rank calls it. Without `wait` it is written in the background."""
         config = self.run.checkpoint
-        assert self.saver is not None, "this run saves nothing"
-        save_into(
-            self.saver,
+        assert self.checkpoint_manager is not None, "this run saves nothing"
+        save_with_manager(
+            self.checkpoint_manager,
             step=self.progress.iteration,
             model=self.model,
             optimizer=self.optimizer,
             moments=not config.no_save_optim,
             facts={
                 "progress": asdict(self.progress),
-                "data": self.data,
-                "model": identity(self.run.model, self.run.moe),
+                "data": self.data_fingerprint,
+                "model": model_identity(self.run.model, self.run.moe),
                 "scaler": self.scaler.state(),
-                "schedule": self._schedule_facts(),
-                "config": plain(self.run),
+                "schedule": self._schedule_settings(),
+                "config": config_for_checkpoint(self.run),
             },
             random_states=not config.no_save_rng,
             tokenizer=self.tokenizer,
@@ -155,9 +155,9 @@ class TrainState:
 
         def approve(facts: Mapping[str, Any]) -> None:
             if config.finetune:
-                differing.extend(self._model_changes(facts["model"]) if "model" in facts else ())
+                differing.extend(self._model_differences(facts["model"]) if "model" in facts else ())
             else:
-                self._check(facts, folder)
+                self._check_resumable(facts, folder)
 
         try:
             loaded = load_state(
@@ -168,26 +168,26 @@ class TrainState:
                 step=config.ckpt_step,
                 random_states=not (config.finetune or config.no_load_rng),
                 fallback=config.load_fallback,
-                approve=approve,
+                check_facts=approve,
             )
         except CheckpointError as error:
             if not differing:
                 raise
             raise type(error)(f"{error}\nSettings of the model that differ: {'; '.join(differing)}.") from error
         if loaded is None:
-            if not self.drawn and config.pretrained_checkpoint is None:
+            if not self.weights_initialized and config.pretrained_checkpoint is None:
                 raise CheckpointError(
                     f"The checkpoint in {folder} disappeared while the run started. Start it again: it takes what is there then."
                 )
             _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", folder)
             return False
-        self.changes = [f"{setting}: the weights are used in another model" for setting in differing]
+        self.resume_changes = [f"{setting}: the weights are used in another model" for setting in differing]
         if not config.finetune:
-            with reading(Path(folder), damage):
-                self._continue(loaded)
+            with reading_untrusted(Path(folder), damaged_error):
+                self._restore_progress(loaded)
         return True
 
-    def take_weights(self, folder: str) -> None:
+    def load_pretrained_weights(self, folder: str) -> None:
         """Start from the weights of a folder's newest checkpoint, or of a Hugging Face model, and nothing else of it."""
         found = load_checkpoint(folder, model=self.model, optimizer=self.optimizer, moments=False, random_states=False)
         if found is None:
@@ -196,7 +196,7 @@ class TrainState:
                 "Hugging Face model."
             )
 
-    def _check(self, facts: Mapping[str, Any], folder: str) -> None:
+    def _check_resumable(self, facts: Mapping[str, Any], folder: str) -> None:
         """Refuse a checkpoint that this run does not continue."""
         missing = {"progress", "scaler", "schedule", "model", "data", "config"} - facts.keys()
         if missing:
@@ -204,71 +204,73 @@ class TrainState:
                 f"The checkpoint in {folder} was not saved by a training run (it lacks its {', '.join(sorted(missing))}). "
                 "Use --finetune to start a run from its weights."
             )
-        changed = self._model_changes(facts["model"])
+        changed = self._model_differences(facts["model"])
         if changed:
             raise CheckpointError(
                 f"The checkpoint in {folder} is of another model ({'; '.join(changed)}). Restore those values; or, if all "
                 "weights have the same shapes in the changed model, start a new run of it from them with --finetune."
             )
-        changed = _differences(facts["schedule"], self._schedule_facts())
+        changed = _differences(facts["schedule"], self._schedule_settings())
         if changed and not self.run.checkpoint.override_opt_param_scheduler:
             raise CheckpointError(
                 f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}). Restore those "
                 "values, or say --override-opt-param-scheduler to go on with the new ones."
             )
 
-    def _model_changes(self, saved: Mapping[str, Any]) -> list[str]:
-        now = identity(self.run.model, self.run.moe)
+    def _model_differences(self, saved: Mapping[str, Any]) -> list[str]:
+        now = model_identity(self.run.model, self.run.moe)
         # A setting that came later than the checkpoint had its default then.
-        then = {**{name: by_name()[name].default for name in now}, **saved}
+        then = {**{name: fields_by_name()[name].default for name in now}, **saved}
         return _differences(then, now)
 
-    def _continue(self, loaded: LoadedState) -> None:
+    def _restore_progress(self, loaded: LoadedState) -> None:
         facts = loaded.facts
-        known = {field.name for field in fields(Progress)}
+        known = {field.name for field in fields(TrainProgress)}
         saved = {name: value for name, value in facts["progress"].items() if name in known}
         if not all(map(is_count, saved.values())):
             raise ValueError(f"its progress is {saved}")
-        self.progress = progress = Progress(**saved)
-        self.changes = changes(
-            facts["config"], self.run, iteration=progress.iteration, samples=progress.consumed_samples
+        self.progress = progress = TrainProgress(**saved)
+        self.resume_changes = resume_changes(
+            facts["config"], self.run, iteration=progress.iteration, consumed_samples=progress.consumed_samples
         )
-        self.data = facts["data"]
+        self.data_fingerprint = facts["data"]
         self.scaler.restore(facts["scaler"])
-        self._note_random_states(loaded)
-        if loaded.no_histories is not None:
-            why = "--no-load-optim" if self.run.checkpoint.no_load_optim else loaded.no_histories
-            self.changes.append(f"FP8 histories start anew, and the next step scales by its own tensors: {why}")
+        self._report_random_states(loaded)
+        if loaded.fp8_history_reset_reason is not None:
+            why = "--no-load-optim" if self.run.checkpoint.no_load_optim else loaded.fp8_history_reset_reason
+            self.resume_changes.append(f"FP8 histories start anew, and the next step scales by its own tensors: {why}")
 
-    def _note_random_states(self, loaded: LoadedState) -> None:
+    def _report_random_states(self, loaded: LoadedState) -> None:
         """Say that random states start anew, unless another layout says so already."""
-        if loaded.random_states or any("random states" in change for change in self.changes):
+        if loaded.random_states_restored or any("random states" in change for change in self.resume_changes):
             return
         why = "--no-load-rng" if self.run.checkpoint.no_load_rng else "the checkpoint has none"
-        self.changes.append(f"random states (dropout) start anew: {why}")
+        self.resume_changes.append(f"random states (dropout) start anew: {why}")
 
-    def _schedule_facts(self) -> dict[str, Any]:
+    def _schedule_settings(self) -> dict[str, Any]:
         """What would change the course of a run if it changed on resume."""
-        rates, decays = asdict(self.rates), asdict(self.decays)
-        if self.decays.start == self.decays.end:  # the length of a ramp that is none does not matter
+        rates, decays = asdict(self.lr_schedule), asdict(self.weight_decay_schedule)
+        if (
+            self.weight_decay_schedule.start == self.weight_decay_schedule.end
+        ):  # the length of a ramp that is none does not matter
             del decays["length"]
         return {**{f"lr.{k}": v for k, v in rates.items()}, **{f"weight_decay.{k}": v for k, v in decays.items()}}
 
 
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
-    return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in names]
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    names = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
+    return [f"{name}: {saved.get(name)} then, {current.get(name)} now" for name in names]
 
 
-def _build_saver(config: CheckpointConfig, mesh: ParallelMesh) -> CheckpointManager | None:
+def _build_checkpoint_manager(config: CheckpointConfig, mesh: ParallelMesh) -> CheckpointManager | None:
     if config.save is None:
         return None
     return CheckpointManager(
         config.save,
         mesh.control,
-        world=mesh.world,
+        world_axis=mesh.world,
         device=mesh.device,
-        background=mesh.another_control() if config.async_save else None,
+        async_axis=mesh.background_control_axis() if config.async_save else None,
         retention=Retention(config.save_total_limit, config.save_retain_interval),
         sign=open_signer(Path(config.sign_key)) if config.sign_key is not None else None,
     )

@@ -21,7 +21,7 @@ from tests.fuzz.kinds.commands import petatron_says
 from tests.fuzz.kinds.files import files_of
 
 STEP = "step-00000003"
-TABLE, MANIFEST = f"{STEP}/{step_folder.table_path(0)}", f"{STEP}/{step_folder.MANIFEST}"
+TABLE, MANIFEST = f"{STEP}/{step_folder.table_path(0)}", f"{STEP}/{step_folder.MANIFEST_FILE}"
 
 
 def make(name: str) -> Kind:
@@ -48,7 +48,7 @@ def make(name: str) -> Kind:
     def save(folder: Path, scratch: Path) -> Any:
         petatron.save_checkpoint(str(folder), step=4, model=model, optimizer=optimizer, facts=facts)
         petatron_says("checkpoint", "prune", str(folder), "--keep", "1")
-        return sorted(step_folder.steps(folder))
+        return sorted(step_folder.list_steps(folder))
 
     return Kind(
         name,
@@ -99,8 +99,8 @@ def _file_facts(content: bytes, facts: Any) -> Any:
         file.flush()
         stored = digest_file(Path(file.name))
     if isinstance(facts, dict):
-        return {**facts, "bytes": stored.size_bytes, "blocks": list(stored.blocks)}
-    return [stored.size_bytes, list(stored.blocks)]
+        return {**facts, "bytes": stored.size_bytes, "blocks": list(stored.block_digests)}
+    return [stored.size_bytes, list(stored.block_digests)]
 
 
 def _verify(folder: Path, scratch: Path) -> Any:

@@ -55,7 +55,7 @@ def _write(folder: Path) -> None:
         for length in (5, 9, 1, 12):
             writer.add_document(rng.integers(0, 99, length).tolist())
     with IndexedWriter(folder / "several", "int32") as writer:
-        writer.add_many(
+        writer.add_sequences(
             rng.integers(0, 99, 20).astype(np.int32),
             np.array([4, 6, 10], np.int32),
             sequences_per_document=np.array([2, 1], np.int32),

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.checkpoint.convert.convert import Conversion, convert
-from petatron.checkpoint.convert.open_model import Source, open_source
+from petatron.checkpoint.convert.convert import ConversionOptions, convert
+from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.state.run_model import Model
@@ -46,7 +46,7 @@ def digest(tensor: Tensor) -> str:
     return content.hexdigest()
 
 
-def values_of(source: Source) -> dict[str, str]:
+def values_of(source: ModelSource) -> dict[str, str]:
     """Every tensor of an opened model."""
     found = {}
     for key, shape in source.shapes.items():
@@ -58,22 +58,22 @@ def values_of(source: Source) -> dict[str, str]:
 
 def read(folder: Path, scratch: Path) -> Any:
     """Opens a model of any form and reads all of it."""
-    return values_of(open_source(folder))
+    return values_of(open_model_source(folder))
 
 
 def to_huggingface(folder: Path, scratch: Path) -> Any:
-    convert(open_source(folder), scratch / "new", Conversion(to="huggingface"))
+    convert(open_model_source(folder), scratch / "new", ConversionOptions(target_format="huggingface"))
     return _written(scratch / "new")
 
 
 def to_petatron(folder: Path, scratch: Path) -> Any:
-    convert(open_source(folder), scratch / "new", Conversion(to="petatron"))
+    convert(open_model_source(folder), scratch / "new", ConversionOptions(target_format="petatron"))
     return {name: content for name, content in _written(scratch / "new").items() if not name.endswith("config.yaml")}
 
 
 def to_megatron(folder: Path, scratch: Path) -> Any:
-    convert(open_source(folder), scratch / "new", Conversion(to="megatron"))
-    return values_of(open_source(scratch / "new"))
+    convert(open_model_source(folder), scratch / "new", ConversionOptions(target_format="megatron"))
+    return values_of(open_model_source(scratch / "new"))
 
 
 def _written(folder: Path) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from petatron.base.errors import ConfigError
 from petatron.config import load_config
-from petatron.config.absolute_paths import anchored
+from petatron.config.absolute_paths import with_absolute_paths
 from petatron.config.checks.preflight import preflight
 from petatron.config.nccl_communicators import communicator_options
 from petatron.config.yaml_file import dump_yaml
@@ -67,9 +67,9 @@ def make(name: str) -> Kind:
 
 def _load(folder: Path, scratch: Path) -> Any:
     loaded = load_config(files=[folder / "config.yaml"])
-    text = dump_yaml(anchored(loaded.config))
+    text = dump_yaml(with_absolute_paths(loaded.config))
     (scratch / "again.yaml").write_text(text)
-    assert load_config(files=[scratch / "again.yaml"]).config == anchored(loaded.config), (
+    assert load_config(files=[scratch / "again.yaml"]).config == with_absolute_paths(loaded.config), (
         "a config is not what its own text says"
     )
     return text
@@ -87,7 +87,7 @@ def _nccl(folder: Path, scratch: Path) -> Any:
     problems = preflight(config)
     if problems:
         raise ConfigError(problems)
-    return {axis: communicator_options(config.parallel).of(axis) for axis in ("tp", "dp_cp", "pp")}
+    return {axis: communicator_options(config.parallel).for_axis(axis) for axis in ("tp", "dp_cp", "pp")}
 
 
 def _list(folder: Path, scratch: Path) -> Any:
@@ -97,7 +97,7 @@ def _list(folder: Path, scratch: Path) -> Any:
             preset="tiny-llama",
         ).config
         build_datasets(config, None, (4, 0, 0))
-        return anchored(config).data.data_path
+        return with_absolute_paths(config).data.data_path
 
 
 def _data() -> Files:

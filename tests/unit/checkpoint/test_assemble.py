@@ -15,24 +15,27 @@ from petatron.checkpoint import manager
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.save import file_plan, gather_weights, weight_transfers
 from petatron.checkpoint.state import Chunk, ModelFolder
-from petatron.mesh.comm_record import Record
+from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.models.hf.folder_entries import Entry, Region
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 from tests.dist import RankPool
 
 # Cut by rows, cut by columns, experts cut by both, one whole on the last rank, and an odd number of bytes.
 TENSORS = {"rows": (8, 6), "columns": (6, 8), "experts": (4, 4, 6), "bias": (7,), "q": (4, 6), "k": (4, 6)}
 ENTRIES = (
-    Entry("their.rows", (8, 6), (Region("rows", (0, 0), (8, 6), (0, 0)),)),
-    Entry("their.columns", (8, 6), (Region("columns", (0, 0), (6, 8), (0, 0), transposed=True),)),
-    *(Entry(f"their.expert.{n}", (4, 6), (Region("experts", (n, 0, 0), (1, 4, 6), (0, 0)),)) for n in range(4)),
-    Entry("their.bias", (7,), (Region("bias", (0,), (7,), (0,)),)),
-    Entry(
+    FolderEntry("their.rows", (8, 6), (EntryRegion("rows", (0, 0), (8, 6), (0, 0)),)),
+    FolderEntry("their.columns", (8, 6), (EntryRegion("columns", (0, 0), (6, 8), (0, 0), transposed=True),)),
+    *(
+        FolderEntry(f"their.expert.{n}", (4, 6), (EntryRegion("experts", (n, 0, 0), (1, 4, 6), (0, 0)),))
+        for n in range(4)
+    ),
+    FolderEntry("their.bias", (7,), (EntryRegion("bias", (0,), (7,), (0,)),)),
+    FolderEntry(
         "their.qk",
         (6, 8),
         (
-            Region("q", (0, 0), (4, 6), (0, 0), transposed=True),
-            Region("k", (0, 0), (4, 6), (0, 4), transposed=True),
+            EntryRegion("q", (0, 0), (4, 6), (0, 0), transposed=True),
+            EntryRegion("k", (0, 0), (4, 6), (0, 4), transposed=True),
         ),
     ),
 )
@@ -47,7 +50,7 @@ def _world() -> Axis:
     if not dist.is_initialized():
         return ParallelMesh.single().world
     size, rank = dist.get_world_size(), dist.get_rank()
-    return Axis("world", size, rank, tuple(range(size)), lambda *_: dist.group.WORLD, Record())
+    return Axis("world", size, rank, tuple(range(size)), lambda *_: dist.group.WORLD, CommRecord())
 
 
 def _chunks(world: Axis, *, filled: bool) -> list[Chunk]:
@@ -71,8 +74,8 @@ def _save(folder: str, round_bytes: int, file_bytes: int) -> None:
     world = _world()
     with (
         mock.patch.object(weight_transfers, "ROUND_BYTES", round_bytes),
-        mock.patch.object(manager, "_LEAST_ROUND_BYTES", 1),
-        mock.patch.object(file_plan, "_MOST_FILE_BYTES", file_bytes),
+        mock.patch.object(manager, "_MIN_ROUND_BYTES", 1),
+        mock.patch.object(file_plan, "_MAX_FILE_BYTES", file_bytes),
     ):
         CheckpointManager(folder, world).save(
             1,
@@ -118,10 +121,10 @@ def test_a_folder_that_would_not_hold_the_model_is_refused(tmp_path: Path, drop:
     chunks = [chunk for chunk in _chunks(_world(), filled=True) if chunk.key != f"model/{drop}"]
     entries = tuple(entry for entry in ENTRIES if entry.name != drop)
     if drop == "their.rows":
-        half = Entry("their.rows", (4, 6), (Region("rows", (0, 0), (4, 6), (0, 0)),))
+        half = FolderEntry("their.rows", (4, 6), (EntryRegion("rows", (0, 0), (4, 6), (0, 0)),))
         entries = (*entries, half)
     if drop == "twice":
-        entries = (*entries, Entry("again", (8, 6), ENTRIES[0].regions))
+        entries = (*entries, FolderEntry("again", (8, 6), ENTRIES[0].regions))
     with pytest.raises(CheckpointError, match=why):
         CheckpointManager(tmp_path, _world()).save(
             1, chunks, facts={}, same_layout_key="", model=ModelFolder(entries, {})
@@ -134,18 +137,18 @@ def _bounded(folder: str, round_bytes: int) -> tuple[int, int, int]:
     world = _world()
     rows = torch.arange(4000.0).reshape(40, 100).chunk(world.size)[world.rank].clone()
     start = (40 // world.size * world.rank, 0)
-    entry = Entry("their.big", (100, 40), (Region("big", (0, 0), (40, 100), (0, 0), transposed=True),))
-    made: list[gather_weights.Assembly] = []
-    build = gather_weights.Assembly.__init__
+    entry = FolderEntry("their.big", (100, 40), (EntryRegion("big", (0, 0), (40, 100), (0, 0), transposed=True),))
+    made: list[gather_weights.WeightGather] = []
+    build = gather_weights.WeightGather.__init__
 
-    def watched(self: gather_weights.Assembly, *args: object) -> None:
+    def watched(self: gather_weights.WeightGather, *args: object) -> None:
         build(self, *args)  # pyright: ignore[reportArgumentType]
         made.append(self)
 
     with (
         mock.patch.object(weight_transfers, "ROUND_BYTES", round_bytes),
-        mock.patch.object(manager, "_LEAST_ROUND_BYTES", 8),
-        mock.patch.object(gather_weights.Assembly, "__init__", watched),
+        mock.patch.object(manager, "_MIN_ROUND_BYTES", 8),
+        mock.patch.object(gather_weights.WeightGather, "__init__", watched),
     ):
         CheckpointManager(folder, world).save(
             1,
@@ -155,7 +158,7 @@ def _bounded(folder: str, round_bytes: int) -> tuple[int, int, int]:
             model=ModelFolder((entry,), {}),
         )
     moved = sum(event.op == "all_to_all" for event in world.record.events())
-    return made[0]._outgoing.numel(), made[0]._incoming.numel(), moved
+    return made[0]._send_buffer.numel(), made[0]._recv_buffer.numel(), moved
 
 
 @pytest.mark.parametrize("round_bytes", [1000, 400, 136])
@@ -172,20 +175,20 @@ def _one_sender(folder: str) -> int:
     """The first rank holds everything, and every rank writes a part."""
     world = _world()
     names = [f"w{number}" for number in range(16)]
-    entries = tuple(Entry(name, (10, 10), (Region(name, (0, 0), (10, 10), (0, 0)),)) for name in names)
+    entries = tuple(FolderEntry(name, (10, 10), (EntryRegion(name, (0, 0), (10, 10), (0, 0)),)) for name in names)
     chunks = [
         Chunk(f"model/{name}", (10, 10), (0, 0), torch.full((10, 10), float(number)))
         for number, name in enumerate(names if world.rank == 0 else [])
     ]
     with (
         mock.patch.object(weight_transfers, "ROUND_BYTES", 800),
-        mock.patch.object(manager, "_LEAST_ROUND_BYTES", 8),
-        mock.patch.object(file_plan, "_MOST_FILE_BYTES", 1600),
+        mock.patch.object(manager, "_MIN_ROUND_BYTES", 8),
+        mock.patch.object(file_plan, "_MAX_FILE_BYTES", 1600),
     ):
         saver = CheckpointManager(folder, world)
         saver.save(1, chunks, facts={}, same_layout_key="", model=ModelFolder(entries, {}))
-    assert saver._plan is not None
-    return saver._plan[1].transfers.bytes_out
+    assert saver._cached_plan is not None
+    return saver._cached_plan[1].transfers.max_send_bytes
 
 
 def test_what_one_rank_sends_to_many_is_bounded_too(ranks: RankPool, tmp_path: Path):

@@ -7,9 +7,9 @@ import torch
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.disk import Disk
-from petatron.checkpoint.files.step_folder import steps
+from petatron.checkpoint.files.step_folder import list_steps
 from petatron.checkpoint.manager import CheckpointManager, Retention
-from petatron.checkpoint.save.async_save import Staging
+from petatron.checkpoint.save.async_save import StagingBuffer
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh
 
@@ -52,12 +52,12 @@ def _loaded(manager, step):
 def test_what_is_saved_is_the_moment_of_the_call(manager, gate, tmp_path):
     weight, facts = torch.ones(4), {"list": [1]}
     _start(manager, weight, facts=facts)
-    assert gate.waiting.wait(20) and manager.writing and not steps(tmp_path)
+    assert gate.waiting.wait(20) and manager.is_saving and not list_steps(tmp_path)
     weight.fill_(9.0)
     facts["list"].append(2)
     gate.open.set()
     manager.drain()
-    assert not manager.writing
+    assert not manager.is_saving
     assert _loaded(manager, 1) == ([1.0] * 4, {"list": [1]})
 
 
@@ -70,9 +70,9 @@ def test_never_two_in_flight(manager, gate, tmp_path):
     assert second.is_alive(), "the second save waits for the first"
     gate.open.set()
     second.join(20)
-    assert not second.is_alive() and list(steps(tmp_path))[:1] == [1]
+    assert not second.is_alive() and list(list_steps(tmp_path))[:1] == [1]
     manager.drain()
-    assert list(steps(tmp_path)) == [1, 2]
+    assert list(list_steps(tmp_path)) == [1, 2]
 
 
 @pytest.mark.parametrize("told_by", ["drain", "the next save", "a load"])
@@ -91,17 +91,17 @@ def test_a_failure_is_told_once_and_the_next_save_works(manager, gate, tmp_path,
     manager.drain()
     _start(manager, torch.ones(4), step=3)
     manager.drain()
-    assert list(steps(tmp_path)) == [3] and not list(tmp_path.glob("*.tmp"))
+    assert list(list_steps(tmp_path)) == [3] and not list(tmp_path.glob("*.tmp"))
 
 
 def test_staging_keeps_its_memory_and_grows():
-    staging = Staging()
-    first = staging.copy({"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)})
+    staging = StagingBuffer()
+    first = staging.stage({"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)})
     assert first["a"].tolist() == [0.0, 1.0, 2.0] and first["b"].dtype == torch.bfloat16
     place = first["a"].data_ptr()
-    again = staging.copy({"a": torch.zeros(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)})
+    again = staging.stage({"a": torch.zeros(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)})
     assert again["a"].data_ptr() == place
-    grown = staging.copy({"a": torch.arange(1000.0), "odd": torch.tensor([True]), "none": torch.empty(0)})
+    grown = staging.stage({"a": torch.arange(1000.0), "odd": torch.tensor([True]), "none": torch.empty(0)})
     assert grown["a"][-1] == 999 and grown["odd"].item() is True and grown["none"].shape == (0,)
 
 
@@ -110,14 +110,14 @@ def test_staging_keeps_its_memory_and_grows():
     [
         (Retention(), [2, 4, 6, 8, 10]),
         (Retention(keep=2), [8, 10]),
-        (Retention(keep=1, interval=4), [4, 8, 10]),
+        (Retention(keep=1, retain_interval=4), [4, 8, 10]),
     ],
 )
 def test_old_steps_go_after_the_new_one_is_there(tmp_path, retention, left):
     manager = CheckpointManager(tmp_path, ParallelMesh.single().world, retention=retention)
     for step in (2, 4, 6, 8, 10):
         manager.save(step, [Chunk("model/w", (4,), (0,), torch.ones(4))], facts={}, same_layout_key="one")
-    assert list(steps(tmp_path)) == left
+    assert list(list_steps(tmp_path)) == left
     assert manager.latest() == 10
 
 
@@ -141,7 +141,7 @@ def test_steps_ahead_do_not_count_as_kept(tmp_path):
         CheckpointManager(tmp_path, ParallelMesh.single().world).save(step, [chunk], facts={}, same_layout_key="one")
     manager = CheckpointManager(tmp_path, ParallelMesh.single().world, retention=Retention(keep=2))
     manager.save(25, [chunk], facts={}, same_layout_key="one")
-    assert list(steps(tmp_path)) == [20, 25, 30]
+    assert list(list_steps(tmp_path)) == [20, 25, 30]
 
 
 def test_going_back_to_an_older_step_prunes_no_newer_ones(tmp_path):
@@ -149,4 +149,4 @@ def test_going_back_to_an_older_step_prunes_no_newer_ones(tmp_path):
     chunk = Chunk("model/w", (4,), (0,), torch.ones(4))
     for step in (10, 5):
         manager.save(step, [chunk], facts={}, same_layout_key="one")
-    assert list(steps(tmp_path)) == [5, 10], "what lies ahead may be the branch someone wants back"
+    assert list(list_steps(tmp_path)) == [5, 10], "what lies ahead may be the branch someone wants back"

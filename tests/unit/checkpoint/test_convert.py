@@ -19,9 +19,15 @@ from torch import Tensor
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
 from petatron.checkpoint.convert import convert as convert_module
-from petatron.checkpoint.convert.convert import Conversion, MegatronLayout, Progress, TokenizerFiles, convert
-from petatron.checkpoint.convert.formats import detect
-from petatron.checkpoint.convert.open_model import Source, open_source
+from petatron.checkpoint.convert.convert import (
+    ConversionOptions,
+    ConversionProgress,
+    MegatronLayout,
+    TokenizerFiles,
+    convert,
+)
+from petatron.checkpoint.convert.formats import detect_format
+from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
 from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.save import file_plan as file_plans
 from petatron.checkpoint.state import Chunk
@@ -30,7 +36,7 @@ from petatron.config import CheckpointConfig, load_config
 from petatron.data.tokenizer import train_bpe
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import folder_entries
-from petatron.train.state.run_dirs import check_folders
+from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
 
 SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 37 --seq-length 8 --make-vocab-size-divisible-by 1"
@@ -57,23 +63,23 @@ def saved(name: str, folder: Path, extra: str = "", step: int = 3) -> Path:
     run = run_of(name, extra)
     model = petatron.build_model(run, ParallelMesh.single())
     optimizer = petatron.build_optimizer(run, model)
-    for _, _, view in optimizer.weights():
+    for _, _, view in optimizer.master_weights():
         view.mul_(1.001)
-    optimizer.write_back()
-    for _, bias in model.routers.state():
+    optimizer.copy_master_to_model_weights()
+    for _, bias in model.router_statistics.expert_biases():
         bias.normal_()
     petatron.save_checkpoint(str(folder), step=step, model=model, optimizer=optimizer)
     return folder
 
 
-def whole(source: Source, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def whole(source: ModelSource, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     tensors = {key: torch.empty(shape, dtype=dtype) for key, shape in source.shapes.items()}
     source.fill([Chunk(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in tensors.items()])
     return tensors
 
 
 def same(one: Path, other: Path) -> None:
-    first, second = whole(open_source(one)), whole(open_source(other))
+    first, second = whole(open_model_source(one)), whole(open_model_source(other))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
 
@@ -81,12 +87,12 @@ def same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_to_a_model_folder_and_back(tmp_path: Path, name: str):
     run = saved(name, tmp_path / "run")
-    convert(open_source(run), tmp_path / "model", Conversion(to="huggingface"))
+    convert(open_model_source(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     kept = run / "step-00000003" / "model"
     assert {p.name: p.read_bytes() for p in kept.iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()
     }, "a checkpoint's model folder is what a conversion makes"
-    convert(open_source(tmp_path / "model"), tmp_path / "again", Conversion(to="petatron"))
+    convert(open_model_source(tmp_path / "model"), tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
     again = petatron.from_pretrained(tmp_path / "again")
     assert again.architecture.model.activation == run_of(name).model.activation
@@ -100,9 +106,9 @@ def test_a_run_of_the_same_model_has_nothing_to_say(tmp_path: Path, name: str, b
     """The settings of its own config.yaml, or those that the model was trained with; others are told."""
     first = saved(name, tmp_path / "first")
     if by != "petatron":
-        convert(open_source(first), tmp_path / "between", Conversion(to=by))
+        convert(open_model_source(first), tmp_path / "between", ConversionOptions(target_format=by))
         first = tmp_path / "between"
-    convert(open_source(first), tmp_path / "start", Conversion(to="petatron"))
+    convert(open_model_source(first), tmp_path / "start", ConversionOptions(target_format="petatron"))
     load = f"--load {tmp_path}/start --finetune"
     words = f"--config {tmp_path}/start/config.yaml {load} --mock-data --lr 1e-3 --train-iters 1".split()
     written = load_config(words, world_size=1).config
@@ -115,24 +121,24 @@ def test_a_run_of_the_same_model_has_nothing_to_say(tmp_path: Path, name: str, b
         ),
     ):
         state = TrainState.build(run, ParallelMesh.single())
-        assert state.load(str(tmp_path / "start")) and state.changes == changes
+        assert state.load(str(tmp_path / "start")) and state.resume_changes == changes
 
 
 def test_a_checkpoint_that_does_not_say_its_settings_is_not_said_to_have_others(tmp_path: Path):
     saved("llama", tmp_path / "own")  # by a loop of somebody's own
     state = TrainState.build(run_of("llama", f"--load {tmp_path}/own --finetune"), ParallelMesh.single())
-    assert state.load(str(tmp_path / "own")) and state.changes == []
+    assert state.load(str(tmp_path / "own")) and state.resume_changes == []
 
 
 def test_a_model_of_no_family_stays_ours(tmp_path: Path):
     run = saved("no family", tmp_path / "run")
     with pytest.raises(CheckpointError) as caught:
-        convert(open_source(run), tmp_path / "model", Conversion(to="huggingface"))
+        convert(open_model_source(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     assert "no Hugging Face family can express:" in str(caught.value) and "--to petatron" in str(caught.value)
     assert "--activation squared_relu" in str(caught.value) and not (tmp_path / "model").exists()
     petatron.from_pretrained(run).save_pretrained(tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "petatron"
-    convert(open_source(tmp_path / "model"), tmp_path / "again", Conversion(to="petatron"))
+    convert(open_model_source(tmp_path / "model"), tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
     assert petatron.from_pretrained(tmp_path / "again").architecture.model.activation == "squared_relu"
 
@@ -142,35 +148,39 @@ def test_a_model_of_no_family_stays_ours(tmp_path: Path):
 def test_to_megatron_and_back(tmp_path: Path, name: str, form: Any):
     run = saved(name, tmp_path / "run")
     layout = MegatronLayout(format=form, tp=2, pp=2, ep=2 if name == "mixtral" else 1)
-    convert(open_source(run), tmp_path / "theirs", Conversion(to="megatron", megatron=layout))
-    source = open_source(tmp_path / "theirs")
-    assert (source.kind, source.step) == ("megatron", 3)
-    convert(source, tmp_path / "again", Conversion(to="petatron"))
+    convert(open_model_source(run), tmp_path / "theirs", ConversionOptions(target_format="megatron", megatron=layout))
+    source = open_model_source(tmp_path / "theirs")
+    assert (source.format, source.step) == ("megatron", 3)
+    convert(source, tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
-    convert(open_source(tmp_path / "theirs", step=3), tmp_path / "model", Conversion(to="huggingface"))
+    convert(
+        open_model_source(tmp_path / "theirs", step=3),
+        tmp_path / "model",
+        ConversionOptions(target_format="huggingface"),
+    )
     kept = run / "step-00000003" / "model" / "model.safetensors"
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == kept.read_bytes()
 
 
 def test_expert_biases_go_along_or_stop_the_conversion(tmp_path: Path):
     run = saved("expert bias", tmp_path / "run")
-    convert(open_source(run), tmp_path / "again", Conversion(to="petatron"))
+    convert(open_model_source(run), tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
-    convert(open_source(run), tmp_path / "theirs", Conversion(to="megatron"))
-    convert(open_source(tmp_path / "theirs"), tmp_path / "back", Conversion(to="petatron"))
+    convert(open_model_source(run), tmp_path / "theirs", ConversionOptions(target_format="megatron"))
+    convert(open_model_source(tmp_path / "theirs"), tmp_path / "back", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "back")
-    loaded = dict(petatron.from_pretrained(tmp_path / "back").routers.state())
-    wanted = whole(open_source(run))
+    loaded = dict(petatron.from_pretrained(tmp_path / "back").router_statistics.expert_biases())
+    wanted = whole(open_model_source(run))
     assert loaded and all(torch.equal(wanted[f"router/{name}"], bias) for name, bias in loaded.items())
     with pytest.raises(CheckpointError, match="has expert biases, and the folder of a model has no place"):
-        convert(open_source(run), tmp_path / "model", Conversion(to="huggingface"))
+        convert(open_model_source(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     assert not (tmp_path / "model").exists() and not (tmp_path / "model.tmp").exists()
     with pytest.raises(CheckpointError, match="Use save_checkpoint"):
         petatron.from_pretrained(run).save_pretrained(tmp_path / "model")
     bare = tmp_path / "bare"
     (run / "step-00000003" / "model").rename(bare)
     with pytest.raises(CheckpointError, match="lacks the expert biases of layers 0, 1"):
-        open_source(bare)
+        open_model_source(bare)
     with pytest.raises(CheckpointError, match="Load the checkpoint that the folder came from"):
         petatron.from_pretrained(bare)
 
@@ -179,7 +189,7 @@ def test_wide_weights_come_from_the_optimizer(tmp_path: Path):
     run = saved("llama", tmp_path / "run", "--bf16")
     narrow = load_file(run / "step-00000003" / "model" / "model.safetensors")
     for flag, folder in ((None, "as it is"), (torch.float32, "wide"), (torch.float16, "half")):
-        convert(open_source(run), tmp_path / folder, Conversion(to="huggingface", dtype=flag))
+        convert(open_model_source(run), tmp_path / folder, ConversionOptions(target_format="huggingface", dtype=flag))
     as_it_is, wide, half = (load_file(tmp_path / f / "model.safetensors") for f in ("as it is", "wide", "half"))
     assert all(torch.equal(as_it_is[key], value) for key, value in narrow.items())
     assert all(value.dtype == torch.float32 for value in wide.values())
@@ -200,27 +210,32 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path, to: Any):
     with pytest.raises(
         CheckpointError, match=r"layers.1.mlp.down.* has values up to 1e\+05, and float16 ends at 6.55e\+04"
     ):
-        convert(open_source(folder), tmp_path / "half", Conversion(to=to, dtype=torch.float16))
+        convert(open_model_source(folder), tmp_path / "half", ConversionOptions(target_format=to, dtype=torch.float16))
     assert not (tmp_path / "half").exists() and not (tmp_path / "half.tmp").exists()
-    convert(open_source(folder), tmp_path / "brain", Conversion(to=to, dtype=torch.bfloat16))
+    convert(open_model_source(folder), tmp_path / "brain", ConversionOptions(target_format=to, dtype=torch.bfloat16))
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = math.inf  # was there before, and is nobody's loss
     save_file(tensors, folder / "model.safetensors")
-    convert(open_source(folder), tmp_path / "half", Conversion(to=to, dtype=torch.float16))
+    convert(open_model_source(folder), tmp_path / "half", ConversionOptions(target_format=to, dtype=torch.float16))
 
 
 def test_one_tensor_at_a_time(tmp_path: Path):
     """Every tensor is read into the same memory, which has the size of the largest."""
-    source = open_source(saved("mixtral", tmp_path / "run"))
+    source = open_model_source(saved("mixtral", tmp_path / "run"))
     architecture = source.architecture
-    entries = folder_entries(architecture.model, architecture.moe, architecture.experts_in)
+    entries = folder_entries(architecture.model, architecture.moe, architecture.moe_layer_mask)
     memories = set()
 
     def fill(chunks: Any) -> None:
         memories.update((c.tensor.untyped_storage().data_ptr(), c.tensor.untyped_storage().nbytes()) for c in chunks)
         source.fill(chunks)
 
-    seen: list[Progress] = []
-    convert(replace(source, fill=fill), tmp_path / "out", Conversion(to="petatron"), progress=seen.append)
+    seen: list[ConversionProgress] = []
+    convert(
+        replace(source, fill=fill),
+        tmp_path / "out",
+        ConversionOptions(target_format="petatron"),
+        on_progress=seen.append,
+    )
     assert [size for _, size in memories] == [max(math.prod(entry.shape) for entry in entries) * 4]
     assert sorted(now.name for now in seen) == sorted(entry.name for entry in entries)
     assert [now.done_bytes for now in seen] == sorted(now.done_bytes for now in seen) and seen[0].done_bytes == 0
@@ -228,8 +243,12 @@ def test_one_tensor_at_a_time(tmp_path: Path):
 
 
 def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    convert(open_source(saved("mixtral", tmp_path / "run")), tmp_path / "theirs", Conversion(to="megatron"))
-    source = open_source(tmp_path / "theirs")
+    convert(
+        open_model_source(saved("mixtral", tmp_path / "run")),
+        tmp_path / "theirs",
+        ConversionOptions(target_format="megatron"),
+    )
+    source = open_model_source(tmp_path / "theirs")
     loads: list[str] = []
     reader = source.fill.args[0].fill.__self__  # type: ignore[attr-defined]
     tensors = {
@@ -237,7 +256,7 @@ def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pyte
         for name, lazy in reader._checkpoint.tensors.items()
     }
     monkeypatch.setattr(reader, "_checkpoint", replace(reader._checkpoint, tensors=tensors))
-    convert(source, tmp_path / "out", Conversion(to="huggingface"))
+    convert(source, tmp_path / "out", ConversionOptions(target_format="huggingface"))
     assert sorted(loads) == sorted(tensors), (
         "each of them once, although experts are tensors of their own in the folder"
     )
@@ -245,9 +264,9 @@ def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pyte
 
 
 def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(file_plans, "_MOST_FILE_BYTES", 4000)
+    monkeypatch.setattr(file_plans, "_MAX_FILE_BYTES", 4000)
     run = saved("llama", tmp_path / "run")
-    convert(open_source(run), tmp_path / "model", Conversion(to="huggingface"))
+    convert(open_model_source(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     for name, file in index["weight_map"].items():
@@ -259,16 +278,16 @@ def test_all_names_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = saved("llama", tmp_path / "run")
     saved("llama", run, step=5)
     for path, step in ((run, 5), (run / "step-00000003", 3), (run / "step-00000003" / "model", 3)):
-        assert (detect(path), open_source(path).step) == ("petatron", step)
-    assert open_source(run, step=3).step == 3
-    assert open_source(run / "step-00000003", step=3).step == 3
+        assert (detect_format(path), open_model_source(path).step) == ("petatron", step)
+    assert open_model_source(run, step=3).step == 3
+    assert open_model_source(run / "step-00000003", step=3).step == 3
     monkeypatch.chdir(run / "step-00000003" / "model")
-    assert open_source(Path(".")).step == 3
+    assert open_model_source(Path(".")).step == 3
     assert petatron.from_pretrained(".").dtype == torch.float32
     with pytest.raises(CheckpointError, match=r"step-00000003 is one step, and not step 5\. Leave"):
-        open_source(run / "step-00000003", step=5)
+        open_model_source(run / "step-00000003", step=5)
     with pytest.raises(CheckpointError, match="no checkpoint of step 4"):
-        open_source(run, step=4)
+        open_model_source(run, step=4)
 
 
 class Killed(BaseException):
@@ -279,7 +298,7 @@ class FailingDisk(Disk):
     def __init__(self, at: int, error: BaseException) -> None:
         self.left, self.error = at, error
 
-    def reach(self, moment: str, path: Path) -> None:
+    def failpoint(self, event: str, path: Path) -> None:
         self.left -= 1
         if self.left == 0:
             raise self.error
@@ -295,7 +314,7 @@ def test_what_is_there_is_complete(tmp_path: Path, to: Any):
         target = tmp_path / f"out-{at}"
         error = Killed() if at % 2 else OSError(28, "No space left on device")
         try:
-            convert(open_source(run), target, Conversion(to=to), disk=FailingDisk(at, error))
+            convert(open_model_source(run), target, ConversionOptions(target_format=to), disk=FailingDisk(at, error))
             finished = True
         except (Killed, CheckpointError) as caught:
             assert isinstance(caught, Killed) or "No space left on device" in str(caught)
@@ -307,24 +326,24 @@ def test_what_is_there_is_complete(tmp_path: Path, to: Any):
 
 
 def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = open_source(saved("llama", tmp_path / "run"))
+    source = open_model_source(saved("llama", tmp_path / "run"))
     (tmp_path / "empty").mkdir()
-    convert(source, tmp_path / "empty", Conversion(to="huggingface"))
+    convert(source, tmp_path / "empty", ConversionOptions(target_format="huggingface"))
     with pytest.raises(CheckpointError, match="is already there, and nothing is written over it"):
-        convert(source, tmp_path / "empty", Conversion(to="petatron"))
+        convert(source, tmp_path / "empty", ConversionOptions(target_format="petatron"))
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="is already there"):
-        convert(source, tmp_path / "file", Conversion(to="petatron"))
+        convert(source, tmp_path / "file", ConversionOptions(target_format="petatron"))
     (tmp_path / "other.tmp").mkdir()
     with pytest.raises(CheckpointError, match=r"other.tmp is in the way"):
-        convert(source, tmp_path / "other", Conversion(to="petatron"))
+        convert(source, tmp_path / "other", ConversionOptions(target_format="petatron"))
     with pytest.raises(CheckpointError, match="already there"):
         petatron.from_pretrained(tmp_path / "run").save_pretrained(tmp_path / "empty")
     with pytest.raises(CheckpointError, match=r"other.tmp is in the way"):
         petatron.from_pretrained(tmp_path / "run").save_pretrained(tmp_path / "other")
     monkeypatch.setattr(convert_module, "free_bytes", lambda folder: 10)
     with pytest.raises(CheckpointError, match=r"has 0.00 GB left. Free space there"):
-        convert(source, tmp_path / "new", Conversion(to="petatron"))
+        convert(source, tmp_path / "new", ConversionOptions(target_format="petatron"))
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.tmp").exists()
 
 
@@ -335,19 +354,23 @@ def test_nothing_is_put_into_a_checkpoint(tmp_path: Path):
         with pytest.raises(
             CheckpointError, match=r"is inside the checkpoint .*step-00000003, where nothing else may be"
         ):
-            convert(open_source(run), inside, Conversion(to="huggingface"))
+            convert(open_model_source(run), inside, ConversionOptions(target_format="huggingface"))
         with pytest.raises(CheckpointError, match="is inside the checkpoint"):
             petatron.from_pretrained(run).save_pretrained(inside)
     for save in (step, step / "run"):
         with pytest.raises(CheckpointError, match=r"--save .* is inside the checkpoint"):
-            check_folders(CheckpointConfig(save=str(save)))
+            check_run_dirs(CheckpointConfig(save=str(save)))
     assert sorted(path.name for path in step.iterdir()) == ["manifest.json", "model", "state"]
     (tmp_path / "manifest.json").write_text('{"name": "an app"}')  # a stranger's
-    convert(open_source(run), run / "hf", Conversion(to="huggingface"))
+    convert(open_model_source(run), run / "hf", ConversionOptions(target_format="huggingface"))
 
 
 def model_folder(tmp_path: Path) -> Path:
-    convert(open_source(saved("llama", tmp_path / "run")), tmp_path / "model", Conversion(to="huggingface"))
+    convert(
+        open_model_source(saved("llama", tmp_path / "run")),
+        tmp_path / "model",
+        ConversionOptions(target_format="huggingface"),
+    )
     return tmp_path / "model"
 
 
@@ -358,7 +381,7 @@ def test_all_tensors_that_do_not_fit_are_named(tmp_path: Path):
     tensors["model.norm.weight"] = torch.zeros(17)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
-        open_source(folder)
+        open_model_source(folder)
     for part in (
         "model.layers.1.mlp.up_proj.weight is missing",
         "visual.patch.weight is not a tensor",
@@ -368,15 +391,15 @@ def test_all_tensors_that_do_not_fit_are_named(tmp_path: Path):
 
 
 def test_a_missing_shard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(file_plans, "_MOST_FILE_BYTES", 4000)
+    monkeypatch.setattr(file_plans, "_MAX_FILE_BYTES", 4000)
     folder = model_folder(tmp_path)
     gone = sorted(folder.glob("model-*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(CheckpointError, match=rf"lacks {gone.name}, which model.safetensors.index.json names"):
-        open_source(folder)
+        open_model_source(folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
     with pytest.raises(CheckpointError, match=r"index.json cannot be understood"):
-        open_source(folder)
+        open_model_source(folder)
 
 
 def test_a_run_of_other_settings_is_told_where_to_get_them(tmp_path: Path):
@@ -391,12 +414,12 @@ def test_a_checkpoint_with_another_models_config(tmp_path: Path):
     run = saved("llama", tmp_path / "run")
     path = run / "step-00000003" / "model" / "config.json"
     path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
-    for use in (open_source, petatron.from_pretrained):
+    for use in (open_model_source, petatron.from_pretrained):
         with pytest.raises(CheckpointError, match=r"config.json does not have the content that was saved.*Restore it"):
             use(run)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        open_source(run)
+        open_model_source(run)
 
 
 def test_flipped_bits_are_noticed(tmp_path: Path):
@@ -406,55 +429,55 @@ def test_flipped_bits_are_noticed(tmp_path: Path):
     content[-5] ^= 4
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="its digest differs"):
-        convert(open_source(run), tmp_path / "out", Conversion(to="huggingface"))
+        convert(open_model_source(run), tmp_path / "out", ConversionOptions(target_format="huggingface"))
     assert not (tmp_path / "out").exists()
 
 
 def test_pickles_are_refused(tmp_path: Path):
     folder = model_folder(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    for attempt in (open_source, petatron.from_pretrained):
+    for attempt in (open_model_source, petatron.from_pretrained):
         with pytest.raises(CheckpointError, match=r"pickles \(pytorch_model.bin\).*Save it again as safetensors"):
             attempt(folder)
     with pytest.raises(CheckpointError, match="Save it again as safetensors"):
-        check_folders(CheckpointConfig(load=str(folder), finetune=True))
+        check_run_dirs(CheckpointConfig(load=str(folder), finetune=True))
     with pytest.raises(CheckpointError, match="Save it again as safetensors"):
-        check_folders(CheckpointConfig(pretrained_checkpoint=str(folder)))
+        check_run_dirs(CheckpointConfig(pretrained_checkpoint=str(folder)))
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match=r"has config.json and no safetensors"):
-        open_source(folder)
+        open_model_source(folder)
     with pytest.raises(CheckpointError, match=r"has no config.json"):
-        open_source(tmp_path / "run" / "step-00000003" / "state", kind="huggingface")
+        open_model_source(tmp_path / "run" / "step-00000003" / "state", model_format="huggingface")
 
 
 def test_what_holds_no_model(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"is not a folder.*not downloaded"):
-        open_source(tmp_path / "meta-llama" / "Llama-3.1-8B")
+        open_model_source(tmp_path / "meta-llama" / "Llama-3.1-8B")
     with pytest.raises(CheckpointError, match="holds no model: neither steps of Petatron"):
         petatron.from_pretrained(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     with pytest.raises(CheckpointError, match=r"petatron checkpoint convert .* --to petatron"):
         petatron.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"petatron checkpoint convert .* --to petatron"):
-        check_folders(CheckpointConfig(load=str(tmp_path), finetune=True))
+        check_run_dirs(CheckpointConfig(load=str(tmp_path), finetune=True))
     with pytest.raises(CheckpointError, match=r"--pretrained-checkpoint .* was saved by Megatron-LM. Convert it first"):
-        check_folders(CheckpointConfig(pretrained_checkpoint=str(tmp_path)))
+        check_run_dirs(CheckpointConfig(pretrained_checkpoint=str(tmp_path)))
     run = saved("llama", tmp_path / "run")
-    check_folders(CheckpointConfig(pretrained_checkpoint=str(tmp_path), load=str(run)))  # is not asked
+    check_run_dirs(CheckpointConfig(pretrained_checkpoint=str(tmp_path), load=str(run)))  # is not asked
 
 
 def test_a_run_starts_from_a_model_only_when_told(tmp_path: Path):
     folder = str(model_folder(tmp_path))
-    check_folders(CheckpointConfig(load=folder, finetune=True))
+    check_run_dirs(CheckpointConfig(load=folder, finetune=True))
     with pytest.raises(CheckpointError, match=r"no run to go on with. Add --finetune"):
-        check_folders(CheckpointConfig(load=folder))
+        check_run_dirs(CheckpointConfig(load=folder))
     with pytest.raises(CheckpointError, match="Leave --ckpt-step out"):
-        check_folders(CheckpointConfig(load=folder, finetune=True, ckpt_step=3))
+        check_run_dirs(CheckpointConfig(load=folder, finetune=True, ckpt_step=3))
 
 
 def test_settings_that_make_no_sense_for_a_model_folder(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
-        open_source(model_folder(tmp_path), step=3, vocab_size=5)
+        open_model_source(model_folder(tmp_path), step=3, vocab_size=5)
     assert len(caught.value.problems) == 2
 
 
@@ -462,13 +485,17 @@ def test_a_tokenizer_goes_along(tmp_path: Path):
     folder = model_folder(tmp_path)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "old"}')
     (folder / "README.md").write_text("no part of a model")
-    convert(open_source(folder), tmp_path / "ours", Conversion(to="petatron"))
+    convert(open_model_source(folder), tmp_path / "ours", ConversionOptions(target_format="petatron"))
     kept = tmp_path / "ours" / "step-00000000" / "model"
     assert (kept / "tokenizer_config.json").read_text() == '{"eos_token": "old"}'
     assert not (kept / "README.md").exists()
     assert petatron.from_pretrained(tmp_path / "ours").architecture.model.vocab_size == 37
-    new = TokenizerFiles({"tokenizer.json": b"{}"}, end=7)
-    convert(open_source(tmp_path / "ours"), tmp_path / "back", Conversion(to="huggingface", tokenizer=new))
+    new = TokenizerFiles({"tokenizer.json": b"{}"}, eod=7)
+    convert(
+        open_model_source(tmp_path / "ours"),
+        tmp_path / "back",
+        ConversionOptions(target_format="huggingface", tokenizer=new),
+    )
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == b"{}"
     assert not (tmp_path / "back" / "tokenizer_config.json").exists()
     for name in ("config.json", "generation_config.json"):
@@ -547,12 +574,12 @@ def test_sigterm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run = saved("llama", tmp_path / "run")
     drafts = []
 
-    def reach(self: Disk, moment: str, path: Path) -> None:
-        if moment == "written":
+    def failpoint(self: Disk, event: str, path: Path) -> None:
+        if event == "written":
             drafts.append((tmp_path / "out.tmp").exists())
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Disk, "reach", reach)
+    monkeypatch.setattr(Disk, "failpoint", failpoint)
 
     def ignore(number: int, frame: object) -> None:
         """Or a failure would end the whole session."""
@@ -610,4 +637,4 @@ def test_a_model_without_a_vocabulary(tmp_path: Path):
     path = model / "config.json"
     path.write_text(path.read_text().replace('"vocab_size": 37', '"vocab_size": null'))
     with pytest.raises(ConfigError, match="--vocab-size is not known"):
-        open_source(model)
+        open_model_source(model)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files import disk as disk_module
 from petatron.checkpoint.files.disk import Disk, StoredFile, digest_file
-from petatron.checkpoint.save.rank_writer import check_room
+from petatron.checkpoint.save.rank_writer import check_free_space
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def test_every_trace_on_disk_is_announced(small_blocks, tmp_path):
         def __init__(self):
             self.heard = []
 
-        def reach(self, moment, path):
-            self.heard.append((moment, path.name))
+        def failpoint(self, event, path):
+            self.heard.append((event, path.name))
 
     disk = Listening()
     disk.make_folder(tmp_path / "a")
@@ -70,8 +70,8 @@ def test_every_trace_on_disk_is_announced(small_blocks, tmp_path):
 
 
 def test_room_is_asked_for_before_anything_is_written(tmp_path):
-    check_room(tmp_path / "not" / "there" / "yet", 1000)
+    check_free_space(tmp_path / "not" / "there" / "yet", 1000)
     with pytest.raises(
         CheckpointError, match=r"needs 9,000,000,000\.0 MB, and the disk of .* has .* MB left\. Free space"
     ):
-        check_room(tmp_path, 9 * 10**15)
+        check_free_space(tmp_path, 9 * 10**15)

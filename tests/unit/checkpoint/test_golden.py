@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from petatron.checkpoint.files.safetensors_file import DTYPES
-from petatron.checkpoint.inspect.inspect import examine, summarize
+from petatron.checkpoint.inspect.inspect import summarize_checkpoint, verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.config import load_config
@@ -35,8 +35,8 @@ def test_there_is_one():
 
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda p: p.name)
 def test_verification_accepts_it(folder: Path):
-    report = examine(step_folder(folder))
-    assert report.sound, report.findings
+    report = verify_checkpoint(step_folder(folder))
+    assert report.is_valid, report.findings
     assert report.num_files == len([path for path in step_folder(folder).rglob("*") if path.is_file()]) - 1
 
 
@@ -49,7 +49,7 @@ def test_the_documentation_suffices_to_read_it(folder: Path):
 def test_every_tensor_loads_bitwise_on_one_rank(folder: Path):
     tensors = {
         facts.key: torch.full(facts.shape, 7, dtype=DTYPES[facts.dtype])
-        for facts in summarize(step_folder(folder)).tensors
+        for facts in summarize_checkpoint(step_folder(folder)).tensors
     }
     chunks = [Chunk(key, tuple(value.shape), (0,) * value.dim(), value) for key, value in tensors.items()]
     loaded = CheckpointManager(folder, ParallelMesh.single().world).load(None, chunks)
@@ -64,7 +64,7 @@ def test_a_run_in_another_layout_continues_from_it(folder: Path):
     state = TrainState.build(run, ParallelMesh.single())
     assert state.load(str(folder))
     assert (state.progress.iteration, state.progress.consumed_samples) == (STEP, 4 * STEP)
-    found = {f"master/{piece.name}": view for _, piece, view in state.optimizer.weights()}
+    found = {f"master/{piece.name}": view for _, piece, view in state.optimizer.master_weights()}
     found |= {f"{kind}/{piece.name}": view for kind, _, piece, view in state.optimizer.moments()}
     wanted = {key: digest for key, digest in expected(folder).items() if not key.startswith("model/")}
     assert digests(found) == wanted

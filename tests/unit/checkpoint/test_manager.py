@@ -11,7 +11,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.disk import check_writable
-from petatron.checkpoint.files.step_folder import DamagedCheckpoint
+from petatron.checkpoint.files.step_folder import DamagedCheckpointError
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh
@@ -202,14 +202,14 @@ def test_missing_key(manager, saved):
 def test_missing_key_in_a_lenient_load(manager, saved):
     other = torch.full((2,), 4.0)
     result = manager.load(10, [whole("model/w", saved), whole("model/v", other)], strict=False)
-    assert result.missing == ("model/v",) and saved.sum() == 66 and other[0] == 4.0
+    assert result.missing_keys == ("model/v",) and saved.sum() == 66 and other[0] == 4.0
 
 
 def test_surplus_key_of_a_kind_that_is_loaded(manager):
     save(manager, [whole("model/layers.0", torch.ones(2)), whole("model/layers.1", torch.ones(2))])
     with pytest.raises(CheckpointError, match=r"model/layers\.1 is in the checkpoint, but not in this run"):
         manager.load(10, [whole("model/layers.0", torch.zeros(2))])
-    assert manager.load(10, [whole("model/layers.0", torch.zeros(2))], strict=False).missing == ()
+    assert manager.load(10, [whole("model/layers.0", torch.zeros(2))], strict=False).missing_keys == ()
 
 
 def test_wrong_shape(manager, saved):
@@ -258,13 +258,13 @@ def test_fallback_takes_the_newest_sound_step(manager, saved, tmp_path, caplog):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match="step-00000030"):
+    with pytest.raises(DamagedCheckpointError, match="step-00000030"):
         manager.load(None, [whole("model/w", saved)])
     assert manager.load(None, [whole("model/w", saved)], fallback=True).step == 10
     assert saved.sum() == 66
     assert "Falling back to step 20" in caplog.text and "Falling back to step 10" in caplog.text
     (tmp_path / "save" / STEP / FILE).unlink()
-    with pytest.raises(DamagedCheckpoint, match=f"{STEP}.*is missing"):
+    with pytest.raises(DamagedCheckpointError, match=f"{STEP}.*is missing"):
         manager.load(None, [whole("model/w", saved)], fallback=True)
 
 
@@ -298,7 +298,7 @@ def test_unreadable_manifest(manager, saved, tmp_path, monkeypatch):
     def refuse(path, most_bytes):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("petatron.checkpoint.files.step_folder.read_bytes", refuse)
+    monkeypatch.setattr("petatron.checkpoint.files.step_folder.read_limited_bytes", refuse)
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read: Permission denied"):
         manager.load(10, [])
 
@@ -333,19 +333,19 @@ def test_unknown_version(manager, saved):
 )
 def test_a_table_that_is_not_what_was_saved(manager, saved, tmp_path, change, why):
     change(tmp_path / "save" / STEP / "state" / "rank-00000.table.json")
-    with pytest.raises(DamagedCheckpoint, match=rf"rank-00000\.table\.json .*{why}"):
+    with pytest.raises(DamagedCheckpointError, match=rf"rank-00000\.table\.json .*{why}"):
         manager.load(10, [whole("model/w", saved)])
 
 
 def test_a_table_that_is_no_table(manager, saved):
     change_table(manager, lambda body: body.update(format="petatron checkpoint"))
-    with pytest.raises(DamagedCheckpoint, match="it is not a table of a Petatron checkpoint"):
+    with pytest.raises(DamagedCheckpointError, match="it is not a table of a Petatron checkpoint"):
         manager.load(10, [whole("model/w", saved)])
 
 
 def test_a_manifest_that_names_a_table_elsewhere(manager, saved):
     change_manifest(manager, lambda body: body["tables"].update({"../x.table.json": [1, "0" * 64]}))
-    with pytest.raises(DamagedCheckpoint, match=r"names the file '\.\./x\.table\.json', which is not one of"):
+    with pytest.raises(DamagedCheckpointError, match=r"names the file '\.\./x\.table\.json', which is not one of"):
         manager.load(10, [whole("model/w", saved)])
 
 
@@ -370,7 +370,7 @@ def test_unexpected_failure_while_reading_is_a_checkpoint_error(manager, saved, 
     def explode(*_):
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr("petatron.checkpoint.load.box_reads.fill", explode)
+    monkeypatch.setattr("petatron.checkpoint.load.box_reads.execute_reads", explode)
     with pytest.raises(CheckpointError, match="could not be read: RuntimeError: surprise"):
         manager.load(10, [whole("model/w", saved)])
 

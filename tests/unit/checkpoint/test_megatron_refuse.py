@@ -15,7 +15,7 @@ import torch
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.megatron import open_megatron
-from petatron.checkpoint.megatron.pickle_allowlist import load_metadata
+from petatron.checkpoint.megatron.pickle_allowlist import load_dist_metadata
 from tests.unit.checkpoint.megatron_files import WIDTH, Case, DistFile, write_dist, write_legacy
 
 LLAMA = Case()
@@ -85,7 +85,7 @@ def test_the_table_can_name_nothing_else(tmp_path: Path, name: str):
     path = tmp_path / ".metadata"
     path.write_bytes(b"c" + module.encode() + b"\n" + attribute.encode() + b"\n.")
     with pytest.raises(CheckpointError, match=re.escape(name)):
-        load_metadata(path)
+        load_dist_metadata(path)
 
 
 def test_a_class_of_someone_elses(tmp_path: Path):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.megatron import open_megatron, write_megatron
-from petatron.checkpoint.megatron.weight_layouts import cut, join, pack, unpack
-from petatron.checkpoint.megatron.weight_names import Weight, megatron_weights, shapes_of
+from petatron.checkpoint.megatron.weight_layouts import extract_logical, fuse_logical, shard_weight, unshard
+from petatron.checkpoint.megatron.weight_names import MegatronWeight, logical_shapes_with_router_bias, megatron_weights
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from tests.unit.checkpoint.megatron_files import Case, rank_chunk, truth
 
@@ -53,7 +53,10 @@ LAYOUTS: list[tuple[Literal["legacy", "torch_dist"], int, int]] = [
 
 def values_of(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes_of(model, moe).items()}
+    made = {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in logical_shapes_with_router_bias(model, moe).items()
+    }
     return {name: value if "expert_bias" in name else value.bfloat16() for name, value in made.items()}
 
 
@@ -142,22 +145,25 @@ def test_layouts_undo_each_other(data: st.DataObject):
     width = data.draw(st.integers(1, 3))
     model = replace(LLAMA, num_attention_heads=heads, num_query_groups=groups, kv_channels=width)
     q, k, v = (torch.randn(rows * width, 5) for rows in (heads, groups, groups))
-    qkv = Weight("qkv", "qkv", ("q", "k", "v"), ((heads + 2 * groups) * width, 5))
-    whole = pack(qkv, (q, k, v), model, rows=0)
-    again = join("qkv", [cut("qkv", whole, tp=tp, rank=rank) for rank in range(tp)])
-    assert all(torch.equal(unpack(qkv, again, part, model), tensor) for part, tensor in enumerate((q, k, v)))
+    qkv = MegatronWeight("qkv", "qkv", ("q", "k", "v"), ((heads + 2 * groups) * width, 5))
+    whole = fuse_logical(qkv, (q, k, v), model, padded_vocab_size=0)
+    again = unshard("qkv", [shard_weight("qkv", whole, tp=tp, tp_rank=rank) for rank in range(tp)])
+    assert all(torch.equal(extract_logical(qkv, again, part, model), tensor) for part, tensor in enumerate((q, k, v)))
     gate, up = torch.randn(3 * tp, 5), torch.randn(3 * tp, 5)
-    gated = Weight("fc1", "gated", ("gate", "up"), (6 * tp, 5))
-    shards = [cut("gated", pack(gated, (gate, up), model, rows=0), tp=tp, rank=rank) for rank in range(tp)]
+    gated = MegatronWeight("fc1", "gated", ("gate", "up"), (6 * tp, 5))
+    shards = [
+        shard_weight("gated", fuse_logical(gated, (gate, up), model, padded_vocab_size=0), tp=tp, tp_rank=rank)
+        for rank in range(tp)
+    ]
     assert torch.equal(shards[0][:3], gate[:3]) and torch.equal(shards[-1][3:], up[-3:])
-    assert torch.equal(unpack(gated, join("gated", shards), 1, model), up)
+    assert torch.equal(extract_logical(gated, unshard("gated", shards), 1, model), up)
 
 
 def test_every_logical_tensor_is_in_one_weight():
     for model, moe in MODELS.values():
-        names = [(name, weight.expert) for weight in megatron_weights(model, moe) for name in weight.logical]
+        names = [(name, weight.expert) for weight in megatron_weights(model, moe) for name in weight.logical_names]
         assert len(names) == len(set(names))
-        assert {name for name, _ in names} == shapes_of(model, moe).keys()
+        assert {name for name, _ in names} == logical_shapes_with_router_bias(model, moe).keys()
 
 
 @pytest.mark.parametrize(

@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.disk import Disk
-from petatron.checkpoint.files.step_folder import steps
+from petatron.checkpoint.files.step_folder import list_steps
 from petatron.checkpoint.manager import CheckpointManager, Retention
-from petatron.checkpoint.message_exchange import exchange
+from petatron.checkpoint.message_exchange import exchange_messages
 from petatron.checkpoint.save.file_plan import FilePlan
-from petatron.checkpoint.save.save_plan import Survey
-from petatron.checkpoint.save.weight_transfers import cut_rounds
+from petatron.checkpoint.save.save_plan import SavePlanner
+from petatron.checkpoint.save.weight_transfers import split_into_rounds
 from petatron.checkpoint.state import Chunk, ModelFolder
-from petatron.mesh.comm_record import Record
+from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.models.hf.folder_entries import Entry, Region
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 from petatron.sharding.boxes import Box, BoxIndex, overlap, tiling_problem
 from tests.dist import RankPool
 
 SHAPE = (8, 6)
-ENTRY = Entry("their.w", SHAPE, (Region("w", (0, 0), SHAPE, (0, 0)),))
+ENTRY = FolderEntry("their.w", SHAPE, (EntryRegion("w", (0, 0), SHAPE, (0, 0)),))
 
 
 def _world() -> Axis:
@@ -49,7 +49,7 @@ def _messages() -> dict[int, Any]:
     """Each rank writes to some others and to itself; nobody writes to the last."""
     world = _world()
     to = {(world.rank + 1) % (world.size - 1), (world.rank * 3) % (world.size - 1), min(world.rank, world.size - 2)}
-    return exchange({rank: {"from": world.rank, "text": "é" * rank} for rank in to}, world)
+    return exchange_messages({rank: {"from": world.rank, "text": "é" * rank} for rank in to}, world)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
@@ -68,8 +68,8 @@ def test_every_message_arrives_once(ranks: RankPool, world_size: int):
 def _counted(folder: str, saves: int, *, background: bool) -> list[Counter[tuple[str, str]]]:
     """The collectives of each of several saves."""
     mesh = ParallelMesh(Layout(dp_shard=dist.get_world_size()), dist.get_rank())
-    another = mesh.another_control() if background else None
-    manager = CheckpointManager(folder, mesh.control, world=mesh.world, background=another)
+    another = mesh.background_control_axis() if background else None
+    manager = CheckpointManager(folder, mesh.control, world_axis=mesh.world, async_axis=another)
     chunks = _chunks(mesh.world)
     counts = []
     for step in range(saves):
@@ -116,7 +116,7 @@ def _changing(folder: str) -> list[bool]:
                 at = (part.start[0] + half * rows.shape[0], 0)
                 chunks.append(Chunk(part.key, SHAPE, at, rows))
         manager.save(step + 1, chunks, facts={}, same_layout_key="", model=model)
-        plans.append(manager._plan)
+        plans.append(manager._cached_plan)
         found = Chunk("model/w", SHAPE, (0, 0), torch.zeros(SHAPE))
         manager.load(step + 1, [found], strict=False)
         assert torch.equal(found.tensor, torch.arange(48.0).reshape(SHAPE))
@@ -166,7 +166,7 @@ def test_ranks_that_do_not_fit_are_refused_by_all(ranks: RankPool, tmp_path: Pat
 class _Watching(Disk):
     """Notes what this rank has told the others when it removes a step."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: CommRecord) -> None:
         self.record, self.removed_at, self.last = record, [], 0
 
     def remove(self, path: Path) -> None:
@@ -181,7 +181,7 @@ def _pruned(folder: str) -> tuple[list[int], int, list[int]]:
     manager = CheckpointManager(folder, mesh.control, disk=disk, retention=Retention(keep=1))
     for step in (1, 2):
         manager.save(step, _chunks(mesh.world), facts={}, same_layout_key="")
-    return disk.removed_at, mesh.record.count, list(steps(Path(folder)))
+    return disk.removed_at, mesh.record.count, list(list_steps(Path(folder)))
 
 
 def test_pruning_is_over_before_the_last_exchange(ranks: RankPool, tmp_path: Path):
@@ -215,14 +215,14 @@ def test_texts_are_gathered_when_a_rank_fails(ranks: RankPool, tmp_path: Path):
 
 @given(st.integers(1, 400), st.sampled_from([(7, 5), (3, 4, 5), (11,), ()]))
 def test_rounds_hold_every_element_once(round_bytes: int, shape: tuple[int, ...]):
-    regions = (Region("w", (0,) * len(shape), shape, (0,) * len(shape)),)
-    plans = [FilePlan("f", tuple(Entry(f"e{n}", shape, regions) for n in range(2)), 0)]
-    found = list(cut_rounds(plans, {"w": torch.float32}, round_bytes))
+    regions = (EntryRegion("w", (0,) * len(shape), shape, (0,) * len(shape)),)
+    plans = [FilePlan("f", tuple(FolderEntry(f"e{n}", shape, regions) for n in range(2)), 0)]
+    found = list(split_into_rounds(plans, {"w": torch.float32}, round_bytes))
     for entry in plans[0].entries:
         assert tiling_problem(shape, [segment.box for segment in found if segment.entry is entry]) is None
     sizes = Counter[int]()
     for segment in found:
-        sizes[segment.round] += 4 * segment.box.volume
+        sizes[segment.round_index] += 4 * segment.box.volume
     assert max(sizes.values()) <= max(round_bytes, 4)
     assert sorted(sizes) == list(range(len(sizes))), "no round is left out"
 
@@ -241,21 +241,21 @@ def test_an_index_finds_what_asking_each_box_finds(boxes: list[Box], box: Box):
 def test_a_survey_needs_no_process_group():
     """The plans of sixteen ranks, made one after the other in one process, move every element to its writer once."""
     size, shape = 16, (64, 32)
-    entries = tuple(Entry(f"e{n}", shape, (Region(f"w{n}", (0, 0), shape, (0, 0)),)) for n in range(4))
+    entries = tuple(FolderEntry(f"e{n}", shape, (EntryRegion(f"w{n}", (0, 0), shape, (0, 0)),)) for n in range(4))
     surveys = []
     for rank in range(size):
         view = torch.empty(4, 32, device="meta")
         chunks = [Chunk(f"model/w{n}", shape, (4 * rank, 0), view) for n in range(4)]
-        surveys.append(Survey(chunks, ModelFolder(entries, {}), rank=rank, world_size=size))
-    largest = [max(numbers) for numbers in zip(*(survey.dtype_numbers() for survey in surveys))]
+        surveys.append(SavePlanner(chunks, ModelFolder(entries, {}), rank=rank, world_size=size))
+    largest = [max(numbers) for numbers in zip(*(survey.encoded_dtypes() for survey in surveys))]
     mail: dict[int, dict[int, Any]] = {rank: {} for rank in range(size)}
     for rank, survey in enumerate(surveys):
-        survey.agree(largest)
+        survey.set_agreed_dtypes(largest)
         for to, message in survey.messages().items():
             mail[to][rank] = message
     plans = [survey.plan(mail[rank]).transfers for rank, survey in enumerate(surveys)]
-    sent = [transfer for plan in plans for moves in plan.rounds for transfer in moves.sending]
-    received = [transfer for plan in plans for moves in plan.rounds for transfer in moves.receiving]
-    own = [transfer for plan in plans for transfer in plan.own]
+    sent = [transfer for plan in plans for moves in plan.rounds for transfer in moves.sends]
+    received = [transfer for plan in plans for moves in plan.rounds for transfer in moves.receives]
+    own = [transfer for plan in plans for transfer in plan.local_copies]
     assert len(sent) == len(received) == 4 * (size - 1)
-    assert sum(transfer.common.volume for transfer in (*received, *own)) == 4 * 64 * 32
+    assert sum(transfer.box.volume for transfer in (*received, *own)) == 4 * 64 * 32

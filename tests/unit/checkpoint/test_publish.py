@@ -10,11 +10,11 @@ import torch
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.disk import Disk
-from petatron.checkpoint.files.step_folder import DamagedCheckpoint
+from petatron.checkpoint.files.step_folder import DamagedCheckpointError
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.hf.folder_entries import Entry, Region
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 
 
 class Killed(BaseException):
@@ -179,7 +179,7 @@ def test_a_folder_that_is_not_shared_is_noticed_before_anything_is_published(tmp
                 path.unlink()
             return stored
 
-    monkeypatch.setattr("petatron.checkpoint.files.step_folder._SEEN_WITHIN_S", 0.3)
+    monkeypatch.setattr("petatron.checkpoint.files.step_folder._VISIBILITY_TIMEOUT_S", 0.3)
     with pytest.raises(
         CheckpointError, match=r"rank-00000.safetensors was written by another rank.*all machines share"
     ):
@@ -201,7 +201,7 @@ def test_latest_that_names_a_step_which_is_not_whole(tmp_path):
     for step in (10, 20):
         save(manager_of(tmp_path), step, float(step))
     (tmp_path / "step-00000020" / "manifest.json").unlink()
-    with pytest.raises(DamagedCheckpoint, match=r"latest names step-00000020, which is not there.*there are: 10"):
+    with pytest.raises(DamagedCheckpointError, match=r"latest names step-00000020, which is not there.*there are: 10"):
         load(manager_of(tmp_path))
     weight = torch.zeros(3, 2)
     found = manager_of(tmp_path).load(None, [Chunk("model/w", (3, 2), (0, 0), weight)], fallback=True)
@@ -218,7 +218,7 @@ def test_a_renamed_step_is_not_another_step(tmp_path):
     save(manager_of(tmp_path), 10, 1.0)
     (tmp_path / "step-00000010").rename(tmp_path / "step-00000011")
     (tmp_path / "latest").write_text("step-00000011")
-    with pytest.raises(DamagedCheckpoint, match="is that of step 10: the folder was renamed"):
+    with pytest.raises(DamagedCheckpointError, match="is that of step 10: the folder was renamed"):
         load(manager_of(tmp_path))
 
 
@@ -229,13 +229,15 @@ def test_files_that_a_load_does_not_need_are_missed_all_the_same(tmp_path):
             [Chunk("model/w", (3, 2), (0, 0), torch.ones(3, 2)), Chunk("master/w", (3, 2), (0, 0), torch.ones(3, 2))],
             facts={"value": 1.0},
             same_layout_key="one",
-            model=ModelFolder((Entry("w", (3, 2), (Region("w", (0, 0), (3, 2), (0, 0)),)),), {"config.json": b"{}"}),
+            model=ModelFolder(
+                (FolderEntry("w", (3, 2), (EntryRegion("w", (0, 0), (3, 2), (0, 0)),)),), {"config.json": b"{}"}
+            ),
         )
     (tmp_path / "step-00000020" / "model" / "config.json").unlink()
-    with pytest.raises(DamagedCheckpoint, match=r"config\.json is missing"):
+    with pytest.raises(DamagedCheckpointError, match=r"config\.json is missing"):
         load(manager_of(tmp_path))
     weight = torch.zeros(3, 2)
     assert manager_of(tmp_path).load(None, [Chunk("master/w", (3, 2), (0, 0), weight)], fallback=True).step == 10
     (tmp_path / "step-00000010" / "model" / "config.json").unlink()
-    with pytest.raises(DamagedCheckpoint, match="There is no older step to fall back to"):
+    with pytest.raises(DamagedCheckpointError, match="There is no older step to fall back to"):
         manager_of(tmp_path).load(None, [Chunk("master/w", (3, 2), (0, 0), weight)], fallback=True)

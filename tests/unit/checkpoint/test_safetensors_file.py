@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.files.safetensors_file import DTYPES, file_parts, read_header
+from petatron.checkpoint.files.safetensors_file import DTYPES, read_header, serialize_tensors
 
 
 def _write(path, tensors):
-    path.write_bytes(b"".join(bytes(part) for part in file_parts(tensors)))
+    path.write_bytes(b"".join(bytes(part) for part in serialize_tensors(tensors)))
     return path
 
 
@@ -64,7 +64,7 @@ def test_a_header_that_lies(tmp_path, content, why):
 
 def test_a_dtype_without_a_word():
     with pytest.raises(CheckpointError, match=r"x has dtype torch\.complex64.*Save it as torch\.float32"):
-        list(file_parts({"x": torch.zeros(1, dtype=torch.complex64)}))
+        list(serialize_tensors({"x": torch.zeros(1, dtype=torch.complex64)}))
 
 
 def test_a_tensor_at_an_odd_byte_is_read_from_others_and_refused_in_a_checkpoint(tmp_path):

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig, load_config, resolve_config
+from petatron.config import RunConfig, check_config, load_config, resolve_config
 from petatron.config.absolute_paths import path_fields
-from petatron.config.checks import check_all
-from petatron.config.derived_defaults import derive
-from petatron.config.schema.fields import all_fields, assemble, flatten
+from petatron.config.derived_defaults import derive_defaults
+from petatron.config.schema.fields import all_fields, flatten_config, unflatten_config
 
 PATHS = tuple(info.name for info in path_fields())
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100")
@@ -352,13 +351,13 @@ _INTEGERS = st.one_of(st.none(), st.integers(-3, 40))
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_no_integer_makes_derivation_or_rules_crash(data: st.DataObject):
-    base = flatten(load_config(BASE).config)
-    names = [info for info in all_fields() if info.kind == "int" and not info.many]
+    base = flatten_config(load_config(BASE).config)
+    names = [info for info in all_fields() if info.kind == "int" and not info.is_list]
     chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=8, unique=True))
     for info in chosen:
         base[info.path] = data.draw(_INTEGERS if info.optional else st.integers(-3, 40))
-    config, _ = derive(assemble(base), world_size=data.draw(st.one_of(st.none(), st.integers(1, 64))))
-    check_all(config)
+    config, _ = derive_defaults(unflatten_config(base), world_size=data.draw(st.one_of(st.none(), st.integers(1, 64))))
+    check_config(config)
 
 
 @settings(max_examples=30, deadline=None)
@@ -371,7 +370,7 @@ def test_a_layout_that_multiplies_out_is_accepted(tp: int, dp: int, micro: int, 
 
 
 def test_a_config_that_was_not_derived_can_be_checked():
-    wheres = [problem.where for problem in check_all(RunConfig(), require_training=False)]
+    wheres = [problem.where for problem in check_config(RunConfig(), require_training=False)]
     assert wheres == ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"]
 
 

@@ -15,8 +15,8 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.cli import main as cli
 from petatron.config import dump_yaml, load_config, preset_names
 from petatron.config.flags.help_text import flag_help
-from petatron.config.flags.reference_page import reference
-from petatron.config.schema.fields import all_fields, by_name
+from petatron.config.flags.reference_page import reference_page
+from petatron.config.schema.fields import all_fields, fields_by_name
 
 ROOT = Path(__file__).parents[3]
 
@@ -101,7 +101,7 @@ def test_show_prints_values_with_origins(capsys: pytest.CaptureFixture[str]):
     assert rows["world_size"] == ["2", "derived: tp x pp x cp x dp"]
     assert rows["rotary_base"] == ["10000", "default"]
     assert rows["vocab_size"] == ["unset", "default"]
-    assert set(rows) == set(by_name())
+    assert set(rows) == set(fields_by_name())
     assert err.startswith("note: --use-flash-attn is accepted")
 
 
@@ -202,13 +202,13 @@ def test_presets_and_usage(capsys: pytest.CaptureFixture[str]):
 def test_reference_page_is_up_to_date(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     page = tmp_path / "flags.md"
     assert run(capsys, "config", "reference", "--out", str(page))[0] == 0
-    assert page.read_text() == reference()
+    assert page.read_text() == reference_page()
     committed = (ROOT / "docs" / "flags.md").read_text()
-    assert committed == reference(), "run `petatron config reference --out docs/flags.md`"
+    assert committed == reference_page(), "run `petatron config reference --out docs/flags.md`"
 
 
 def test_help_and_reference_document_every_field():
-    text, page = flag_help(), reference()
+    text, page = flag_help(), reference_page()
     for info in all_fields():
         assert info.doc.endswith("."), info.path
         assert f"  {info.flag}" in text

@@ -21,14 +21,14 @@ def options(tmp_path: Path, text: str, *groups: str) -> ParallelConfig:
 def test_a_group_of_megatron_is_the_axes_that_do_its_work(tmp_path: Path):
     found = communicator_options(options(tmp_path, "dp: {cga_cluster_size: 2, max_ctas: 16, net_name: IB}", "ep", "dp"))
     wanted = CommunicatorSettings(is_high_priority_stream=True, cga_cluster_size=2, max_ctas=16, net_name="IB")
-    assert found.of("dp_cp") == found.of("shard") == wanted
-    assert found.of("ep_etp") == CommunicatorSettings(is_high_priority_stream=True)
-    assert found.of("tp") == CommunicatorSettings()
+    assert found.for_axis("dp_cp") == found.for_axis("shard") == wanted
+    assert found.for_axis("ep_etp") == CommunicatorSettings(is_high_priority_stream=True)
+    assert found.for_axis("tp") == CommunicatorSettings()
 
 
 def test_blocks_of_an_axis_have_its_settings():
     found = communicator_options(ParallelConfig(high_priority_stream_groups=("cp",)))
-    assert found.of("cp/2") == found.of("cp%2") == CommunicatorSettings(is_high_priority_stream=True)
+    assert found.for_axis("cp/2") == found.for_axis("cp%2") == CommunicatorSettings(is_high_priority_stream=True)
 
 
 def test_every_mistake_is_reported_at_once(tmp_path: Path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from petatron.config.flags import megatron_flags
 from petatron.config.flags.parse import parse_flags
-from petatron.config.schema.fields import all_fields, by_name, flag_of
+from petatron.config.schema.fields import all_fields, fields_by_name, flag_name
 
 
 def values(text: str) -> dict[str, object]:
@@ -156,11 +156,11 @@ def test_each_spelling_stands_in_one_table_only():
     tables = [
         megatron_flags.ALIASES,
         megatron_flags.SHORTHANDS,
-        megatron_flags.CHOICES,
-        megatron_flags.IMPLIED,
-        megatron_flags.RENAMED,
-        megatron_flags.ELSEWHERE,
-        megatron_flags.LATER,
+        megatron_flags.CHOICE_FLAGS,
+        megatron_flags.NO_OP_FLAGS,
+        megatron_flags.RENAMED_FLAGS,
+        megatron_flags.OTHER_COMMAND_FLAGS,
+        megatron_flags.UNSUPPORTED_FLAGS,
     ]
     seen = set(own)
     for table in tables:
@@ -172,13 +172,13 @@ def test_each_spelling_stands_in_one_table_only():
 
 def test_tables_point_at_fields_that_exist():
     for name in [*megatron_flags.ALIASES.values(), *(item.field for item in megatron_flags.SHORTHANDS.values())]:
-        assert name in by_name()
-    chosen = [choice for choices in megatron_flags.CHOICES.values() for choice in choices.values()]
+        assert name in fields_by_name()
+    chosen = [choice for choices in megatron_flags.CHOICE_FLAGS.values() for choice in choices.values()]
     for shorthand in [*megatron_flags.SHORTHANDS.values(), *chosen]:
-        info = by_name()[shorthand.field]
+        info = fields_by_name()[shorthand.field]
         assert info.kind == "bool" or shorthand.value in info.choices
-    for name, words in megatron_flags.LATER_VALUES.items():
-        assert not set(words) & set(by_name()[name].choices)
+    for name, words in megatron_flags.UNSUPPORTED_VALUES.items():
+        assert not set(words) & set(fields_by_name()[name].choices)
 
 
 @settings(max_examples=60, deadline=None)
@@ -193,13 +193,13 @@ def test_every_field_can_be_typed(data: st.DataObject):
         "str": word,
         "choice": st.sampled_from(info.choices or ("",)),
     }[info.kind]
-    items = data.draw(st.lists(strategy, min_size=1, max_size=3)) if info.many else [data.draw(strategy)]
+    items = data.draw(st.lists(strategy, min_size=1, max_size=3)) if info.is_list else [data.draw(strategy)]
     parsed = parse_flags(
-        [flag_of(info.name), *(str(item).lower() if info.kind == "bool" else str(item) for item in items)]
+        [flag_name(info.name), *(str(item).lower() if info.kind == "bool" else str(item) for item in items)]
     )
     assert parsed.problems == []
     (setting,) = parsed.settings
-    assert (setting.path, setting.value) == (info.path, tuple(items) if info.many else items[0])
+    assert (setting.path, setting.value) == (info.path, tuple(items) if info.is_list else items[0])
 
 
 @settings(max_examples=60, deadline=None)

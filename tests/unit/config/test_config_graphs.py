@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from petatron.config import resolve_config
-from petatron.config.checks.cuda_graphs import draws
+from petatron.config.checks.cuda_graphs import uses_random_numbers
 
 BASE = shlex.split(
     "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --bf16 --cuda-graphs --hidden-dropout 0 --attention-dropout 0"
@@ -121,4 +121,4 @@ def test_on_a_cpu_the_flag_is_told_to_do_nothing():
     ],
 )
 def test_whether_a_step_draws(flags: str, expected: bool):
-    assert draws(resolve_config([*BASE, *flags.split()])[0].config) is expected
+    assert uses_random_numbers(resolve_config([*BASE, *flags.split()])[0].config) is expected

@@ -9,11 +9,10 @@ import shlex
 
 import pytest
 
-from petatron.config import load_config, resolve_config
-from petatron.config.checks import check_all
-from petatron.config.checks.check_all import NOT_IN_THIS_VERSION
-from petatron.config.derived_defaults import derive
-from petatron.config.schema.fields import assemble, by_path, flatten
+from petatron.config import check_config, load_config, resolve_config
+from petatron.config.checks.check_all import UNSUPPORTED_FIELDS
+from petatron.config.derived_defaults import derive_defaults
+from petatron.config.schema.fields import fields_by_path, flatten_config, unflatten_config
 
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100")
 LATER = "which is not in this version."
@@ -34,18 +33,18 @@ def test_a_refused_flag_has_no_other_problem(monkeypatch: pytest.MonkeyPatch):
     flags = [*BASE, "--pp", "3", "--cp", "3"]
     assert [problem.where for problem in resolve_config(flags)[1]] == ["--seq-length", "--pipeline-model-parallel-size"]
     refused = {"parallel.pipeline_model_parallel_size": "pipelines"}
-    monkeypatch.setattr(importlib.import_module("petatron.config.checks.check_all"), "NOT_IN_THIS_VERSION", refused)
+    monkeypatch.setattr(importlib.import_module("petatron.config.checks.check_all"), "UNSUPPORTED_FIELDS", refused)
     assert [str(problem) for problem in resolve_config(flags)[1]] == [
         "--seq-length 128 is not a multiple of 2 x --context-parallel-size 3 = 6. Nearest: 126 or 132.",
         f"--pipeline-model-parallel-size 3 needs pipelines, {LATER} Use 1.",
     ]
 
 
-@pytest.mark.parametrize("path", NOT_IN_THIS_VERSION)
+@pytest.mark.parametrize("path", UNSUPPORTED_FIELDS)
 def test_refused_until_its_feature_arrives(path: str):
-    info = by_path()[path]
+    info = fields_by_path()[path]
     value = {"bool": True, "choice": info.choices[0] if info.choices else ""}.get(info.kind, 2)
-    config, _ = derive(assemble({**flatten(load_config(BASE).config), path: value}))
-    messages = [str(problem) for problem in check_all(config) if LATER in str(problem)]
+    config, _ = derive_defaults(unflatten_config({**flatten_config(load_config(BASE).config), path: value}))
+    messages = [str(problem) for problem in check_config(config) if LATER in str(problem)]
     found = info.flag if info.kind == "bool" else f"{info.flag} {value}"
-    assert f"{found} needs {NOT_IN_THIS_VERSION[path]}, {LATER} Leave it out." in messages
+    assert f"{found} needs {UNSUPPORTED_FIELDS[path]}, {LATER} Leave it out." in messages

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.config import ModelConfig, MoEConfig, RunConfig
-from petatron.config.schema.moe_layer_freq import PatternError, moe_layers, parse_pattern, pattern_problems
+from petatron.config.schema.moe_layer_freq import (
+    MoELayerFreqError,
+    moe_layer_freq_problems,
+    moe_layers,
+    parse_moe_layer_freq,
+)
 
 
 def config_with(pattern: str, *, layers: int, experts: int | None = 4) -> RunConfig:
@@ -60,8 +65,8 @@ NOT_A_LIST = "is neither a number nor a list of 0 and 1"
     ],
 )
 def test_not_a_pattern(pattern: str, reason: str):
-    with pytest.raises(PatternError, match=reason):
-        parse_pattern(pattern)
+    with pytest.raises(MoELayerFreqError, match=reason):
+        parse_moe_layer_freq(pattern)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +89,7 @@ def test_not_a_pattern(pattern: str, reason: str):
 )
 def test_a_pattern_that_does_not_fit(pattern: str, message: str):
     config = config_with(pattern, layers=4)
-    assert [str(problem) for problem in pattern_problems(config)] == [message]
+    assert [str(problem) for problem in moe_layer_freq_problems(config)] == [message]
     with pytest.raises(ConfigError):
         moe_layers(config)
 
@@ -96,4 +101,4 @@ _BITS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=4)
 @given(st.lists(st.tuples(_BITS, st.integers(1, 5)), min_size=1, max_size=5))
 def test_any_sum_of_repeats_means_what_python_means(parts: list[tuple[list[int], int]]):
     text = "(" + "+".join(f"{bits}*{times}" for bits, times in parts) + ")"
-    assert parse_pattern(text) == tuple(bit for bits, times in parts for bit in bits * times)
+    assert parse_moe_layer_freq(text) == tuple(bit for bits, times in parts for bit in bits * times)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, dump_yaml, load_config, parse_blend, parse_split, resolve_config, with_vocab_size
-from petatron.config.schema.fields import all_fields, assemble, flatten
-from petatron.config.value_origins import Origin
-from petatron.config.yaml_file import read_text
+from petatron.config.schema.fields import all_fields, flatten_config, unflatten_config
+from petatron.config.value_origins import ValueOrigin
+from petatron.config.yaml_file import read_yaml_text
 
 MOCK = shlex.split("--mock-data --lr 1e-3 --train-iters 100")
 
@@ -35,12 +35,12 @@ def test_later_sources_win_and_are_remembered(tmp_path: Path):
     config, origins = loaded.config, loaded.origins
     assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (8, 256, 128)
     assert config.optim.lr == 5e-4
-    assert origins["model.num_layers"] == Origin("flag", "--num-layers")
-    assert origins["model.hidden_size"] == Origin("file", f"{file}:3")
-    assert origins["optim.lr"] == Origin("file", f"{file}:4")
-    assert origins["model.seq_length"] == Origin("preset", "tiny-llama")
-    assert origins["model.rotary_base"] == Origin("default")
-    assert origins["model.kv_channels"] == Origin("derived", "hidden size / heads")
+    assert origins["model.num_layers"] == ValueOrigin("flag", "--num-layers")
+    assert origins["model.hidden_size"] == ValueOrigin("file", f"{file}:3")
+    assert origins["optim.lr"] == ValueOrigin("file", f"{file}:4")
+    assert origins["model.seq_length"] == ValueOrigin("preset", "tiny-llama")
+    assert origins["model.rotary_base"] == ValueOrigin("default")
+    assert origins["model.kv_channels"] == ValueOrigin("derived", "hidden size / heads")
     assert set(origins) == {info.path for info in all_fields()}
 
 
@@ -135,7 +135,7 @@ def test_dump_loads_back_to_the_same_config(tmp_path: Path):
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_config_survives_a_round_trip(data: st.DataObject):
-    values = flatten(RunConfig())
+    values = flatten_config(RunConfig())
     for info in data.draw(st.lists(st.sampled_from(all_fields()), max_size=10, unique=True)):
         strategy = {
             "int": st.integers(-10, 10**9),
@@ -144,11 +144,11 @@ def test_any_config_survives_a_round_trip(data: st.DataObject):
             "str": st.text(st.characters(codec="ascii", exclude_categories=("Cc",)) | st.sampled_from("\né\t")),
             "choice": st.sampled_from(info.choices or ("",)),
         }[info.kind]
-        values[info.path] = tuple(data.draw(st.lists(strategy, max_size=3))) if info.many else data.draw(strategy)  # type: ignore[arg-type]
-    config = assemble(values)
-    document = read_text(dump_yaml(config), source="dump", kind="file")
+        values[info.path] = tuple(data.draw(st.lists(strategy, max_size=3))) if info.is_list else data.draw(strategy)  # type: ignore[arg-type]
+    config = unflatten_config(values)
+    document = read_yaml_text(dump_yaml(config), source="dump", kind="file")
     assert document.problems == []
-    assert {setting.path: setting.value for setting in document.settings} == flatten(config)
+    assert {setting.path: setting.value for setting in document.settings} == flatten_config(config)
 
 
 @pytest.mark.parametrize(
@@ -201,15 +201,15 @@ def test_the_launcher_contradicts_a_flag():
 )  # fmt: skip
 def test_derived(flags: str, path: str, value: object, why: str):
     loaded, _ = resolve_config(flags.split())
-    assert flatten(loaded.config)[path] == value
-    assert loaded.origins[path] == Origin("derived", why)
+    assert flatten_config(loaded.config)[path] == value
+    assert loaded.origins[path] == ValueOrigin("derived", why)
 
 
 def test_a_value_that_was_given_is_never_derived():
     argv = shlex.split("--ffn-hidden-size 99 --kv-channels 3 --data-cache-path c --global-batch-size 5")
     loaded, _ = resolve_config(argv, preset="tiny-llama")
     assert loaded.config.model.ffn_hidden_size == 99
-    assert loaded.origins["model.ffn_hidden_size"] == Origin("flag", "--ffn-hidden-size")
+    assert loaded.origins["model.ffn_hidden_size"] == ValueOrigin("flag", "--ffn-hidden-size")
 
 
 def test_what_only_the_machine_knows_stays_unset():
@@ -227,7 +227,7 @@ def test_vocab_size_from_the_tokenizer():
     loaded = load_config(argv, preset="tiny-llama")
     filled = with_vocab_size(loaded, 300, "the tokenizer t")
     assert filled.config.model.vocab_size == 300
-    assert filled.origins["model.vocab_size"] == Origin("derived", "the tokenizer t")
+    assert filled.origins["model.vocab_size"] == ValueOrigin("derived", "the tokenizer t")
     assert loaded.config.model.vocab_size is None
     larger = load_config([*argv, "--vocab-size", "512"], preset="tiny-llama")
     assert with_vocab_size(larger, 300, "the tokenizer t").config.model.vocab_size == 512

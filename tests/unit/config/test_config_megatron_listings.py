@@ -6,7 +6,7 @@ import shlex
 
 from petatron.config import resolve_config
 from petatron.config.flags.parse import parse_flags
-from petatron.config.pipeline_stages import stages
+from petatron.config.pipeline_stages import pipeline_stages
 from petatron.config.schema.moe_layer_freq import moe_layers
 
 LLAMA_70B = shlex.split("""
@@ -63,7 +63,7 @@ def test_llama_70b_on_64_ranks():
     config = loaded.config
     assert (config.parallel.data_parallel_size, config.tokenizer.tokenizer_type) == (4, "GPT2BPETokenizer")
     assert (config.model.ffn_hidden_size, config.schedule.lr_decay_iters) == (32768, 100000)
-    assert [len(stage.layers) for stage in stages(config)] == [20, 20, 20, 20]
+    assert [len(stage.layer_indices) for stage in pipeline_stages(config)] == [20, 20, 20, 20]
     assert [notice.split()[0] for notice in loaded.notices] == ["--use-mcore-models", "--transformer-impl"]
 
 

@@ -9,9 +9,11 @@ import shlex
 import pytest
 
 from petatron.config import resolve_config
-from petatron.config.checks.moe_overlap import FLAG
+from petatron.config.checks.moe_overlap import MOE_OVERLAP_FLAG
 
-BASE = shlex.split(f"--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --global-batch-size 16 {FLAG}")
+BASE = shlex.split(
+    f"--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --global-batch-size 16 {MOE_OVERLAP_FLAG}"
+)
 EXPERTS = "--num-experts 4 --dp 2 --ep 2 --moe-token-dispatcher-type alltoall"
 AGAIN = "which would repeat the all-to-all in the backward pass, with random states and hooks set back around it"
 
@@ -61,7 +63,7 @@ def test_accepted(flags: str):
     ],
 )  # fmt: skip
 def test_refused(flags: str, message: str):
-    assert messages(flags) == [f"{FLAG} {message}"]
+    assert messages(flags) == [f"{MOE_OVERLAP_FLAG} {message}"]
 
 
 def test_all_reasons_are_told_at_once():
@@ -77,5 +79,5 @@ def test_cuda_graphs_are_refused_by_their_own_rule():
 
 
 def test_without_the_flag_nothing_is_refused():
-    _, problems = resolve_config([*BASE, *shlex.split(f"{EXPERTS} --use-torch-fsdp2"), f"--no-{FLAG[2:]}"])
+    _, problems = resolve_config([*BASE, *shlex.split(f"{EXPERTS} --use-torch-fsdp2"), f"--no-{MOE_OVERLAP_FLAG[2:]}"])
     assert problems == []

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config import Loaded, load_config, resolve_config
+from petatron.config import LoadedConfig, load_config, resolve_config
 
 # 4 layers, 8 heads, 4 key/value heads, sequences of 128.
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100")
 
 
-def load(flags: str) -> Loaded:
+def load(flags: str) -> LoadedConfig:
     return load_config([*BASE, *shlex.split(flags)])
 
 

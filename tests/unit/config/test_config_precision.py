@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from petatron.config import resolve_config
-from petatron.config.checks.fp8 import check_precision
-from petatron.config.derived_defaults import derive
-from petatron.config.schema.fields import assemble, by_name, flatten
+from petatron.config.checks.fp8 import check_fp8
+from petatron.config.derived_defaults import derive_defaults
+from petatron.config.schema.fields import fields_by_name, flatten_config, unflatten_config
 from petatron.config.yaml_file import dump_yaml
 
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --bf16")
@@ -18,11 +18,11 @@ BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 
 
 def problems(**changes: object) -> list[str]:
     """Of the base configuration with FP8 and these values."""
-    values = flatten(resolve_config(BASE)[0].config)
+    values = flatten_config(resolve_config(BASE)[0].config)
     for name, value in {"fp8_format": "hybrid", **changes}.items():
-        values[by_name()[name].path] = value  # pyright: ignore[reportArgumentType]
-    config, _ = derive(assemble(values))
-    return [str(problem) for problem in check_precision(config)]
+        values[fields_by_name()[name].path] = value  # pyright: ignore[reportArgumentType]
+    config, _ = derive_defaults(unflatten_config(values))
+    return [str(problem) for problem in check_fp8(config)]
 
 
 def test_what_is_in_order():

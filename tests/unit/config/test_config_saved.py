@@ -28,7 +28,7 @@ def test_every_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     source = [word for word in MOCK if word != "--mock-data"]
     run = reloaded(tmp_path, [*source, info.flag, "some/where", *more])
     value = getattr(getattr(run, info.section), name)
-    assert value == ((str(tmp_path / "some/where"),) if info.many else str(tmp_path / "some/where"))
+    assert value == ((str(tmp_path / "some/where"),) if info.is_list else str(tmp_path / "some/where"))
 
 
 def test_weights_of_a_blend_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

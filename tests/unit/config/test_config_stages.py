@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError
 from petatron.config import ModelConfig, ParallelConfig, RunConfig, load_config, resolve_config
 from petatron.config.checks.pipeline import check_pipeline
-from petatron.config.derived_defaults import derive
-from petatron.config.pipeline_stages import Stage, largest_stage, stage_problems, stages
-from petatron.config.schema.pipeline_layout_string import LayoutError, parse_layout
+from petatron.config.derived_defaults import derive_defaults
+from petatron.config.pipeline_stages import PipelineStage, max_layers_per_stage, pipeline_stages, stage_problems
+from petatron.config.schema.pipeline_layout_string import PipelineLayoutError, parse_pipeline_layout
 
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100")
 
 
-def loaded_stages(flags: str) -> tuple[Stage, ...]:
-    return stages(load_config([*BASE, *shlex.split(flags)]).config)
+def loaded_stages(flags: str) -> tuple[PipelineStage, ...]:
+    return pipeline_stages(load_config([*BASE, *shlex.split(flags)]).config)
 
 
 # Flags, and the number of layers on each stage in model order.
@@ -51,11 +51,11 @@ CUTS = [
 @pytest.mark.parametrize(("flags", "counts"), CUTS, ids=[row[0] for row in CUTS])
 def test_cut(flags: str, counts: list[int]):
     cut = loaded_stages(flags)
-    assert [len(stage.layers) for stage in cut] == counts
-    assert [layer for stage in cut for layer in stage.layers] == list(range(sum(counts)))
-    assert [stage.embedding for stage in cut] == [index == 0 for index in range(len(cut))]
-    assert [stage.loss for stage in cut] == [index == len(cut) - 1 for index in range(len(cut))]
-    assert largest_stage(load_config([*BASE, *shlex.split(flags)]).config) == max(counts)
+    assert [len(stage.layer_indices) for stage in cut] == counts
+    assert [layer for stage in cut for layer in stage.layer_indices] == list(range(sum(counts)))
+    assert [stage.has_embedding for stage in cut] == [index == 0 for index in range(len(cut))]
+    assert [stage.has_loss for stage in cut] == [index == len(cut) - 1 for index in range(len(cut))]
+    assert max_layers_per_stage(load_config([*BASE, *shlex.split(flags)]).config) == max(counts)
 
 
 LAYOUT = "--pp 2 --pipeline-model-parallel-layout"
@@ -113,9 +113,9 @@ def test_refused(flags: str, message: str):
 
 def test_a_config_that_cannot_be_cut_has_no_stages():
     config = RunConfig(model=ModelConfig(num_layers=4), parallel=ParallelConfig(pipeline_model_parallel_size=3))
-    assert largest_stage(config) is None
+    assert max_layers_per_stage(config) is None
     with pytest.raises(ConfigError, match="does not divide --num-layers 4"):
-        stages(config)
+        pipeline_stages(config)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_config_that_cannot_be_cut_has_no_stages():
     ],
 )
 def test_layout_string(text: str, expected: tuple[str, ...]):
-    assert parse_layout(text) == expected
+    assert parse_pipeline_layout(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -145,21 +145,21 @@ def test_layout_string(text: str, expected: tuple[str, ...]):
     ],
 )
 def test_layout_string_that_cannot_be_read(text: str, reason: str):
-    with pytest.raises(LayoutError, match=reason):
-        parse_layout(text)
+    with pytest.raises(PipelineLayoutError, match=reason):
+        parse_pipeline_layout(text)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_any_list_of_counts_can_be_spelled_out(counts: list[int]):
     text = "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
-    assert [stage.count("t") for stage in parse_layout(text)] == counts
+    assert [stage.count("t") for stage in parse_pipeline_layout(text)] == counts
 
 
 def _checked(layers: int, **parallel: object) -> RunConfig:
     """A derived config that the rules of the pipeline accept."""
     raw = RunConfig(model=ModelConfig(num_layers=layers), parallel=ParallelConfig(**parallel))  # type: ignore[arg-type]
-    config, _ = derive(raw)
+    config, _ = derive_defaults(raw)
     assert [str(problem) for problem in check_pipeline(config)] == []
     return config
 
@@ -183,8 +183,8 @@ def test_given_ends_are_kept_and_the_rest_is_even(
         decoder_first_pipeline_num_layers=None if ends[0] is None else first * virtual,
         decoder_last_pipeline_num_layers=None if ends[1] is None else last * virtual,
     )
-    assert [len(stage.layers) for stage in stages(config)] == counts
-    assert [layer for stage in stages(config) for layer in stage.layers] == list(range(sum(counts)))
+    assert [len(stage.layer_indices) for stage in pipeline_stages(config)] == counts
+    assert [layer for stage in pipeline_stages(config) for layer in stage.layer_indices] == list(range(sum(counts)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -213,7 +213,7 @@ def test_an_even_cut_counts_what_it_is_told_to(
         account_for_loss_in_pipeline_split=account[1],
     )
     assert config.parallel.num_virtual_stages_per_pipeline_rank == virtual
-    assert [len(stage.layers) for stage in stages(config)] == counts
+    assert [len(stage.layer_indices) for stage in pipeline_stages(config)] == counts
 
 
 @settings(max_examples=80, deadline=None)

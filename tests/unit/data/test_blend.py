@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.data import blended_dataset
-from petatron.data.blended_dataset import BlendedDataset, blend_indices, parse_blend
+from petatron.data.blended_dataset import BlendedDataset, blend_indices, parse_weighted_prefixes
 
 
 def naive_blend(weights: list[float], size: int, limits: list[int] | None = None) -> tuple[list[int], list[int]]:
@@ -113,7 +113,7 @@ def test_blended_dataset() -> None:
 
 
 def test_blend_is_cached_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petatron.data.index_cache.NOTED_BYTES", 0)
+    monkeypatch.setattr("petatron.data.index_cache.MIN_RECORDED_BYTES", 0)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     sources = [Numbered(0, 75), Numbered(1000, 25)]
     first = BlendedDataset(sources, [3, 1], 100, cache_dir=tmp_path)
@@ -132,10 +132,10 @@ def test_fingerprint_follows_parts_and_weights() -> None:
 
 
 def test_parse_blend() -> None:
-    assert parse_blend(("a", "b")) == (None, ("a", "b"))
-    assert parse_blend(("1", "a", "2.5", "b")) == ((1.0, 2.5), ("a", "b"))
-    assert parse_blend(("0", "a", "2", "b")) == ((2.0,), ("b",))
+    assert parse_weighted_prefixes(("a", "b")) == (None, ("a", "b"))
+    assert parse_weighted_prefixes(("1", "a", "2.5", "b")) == ((1.0, 2.5), ("a", "b"))
+    assert parse_weighted_prefixes(("0", "a", "2", "b")) == ((2.0,), ("b",))
     with pytest.raises(ConfigError, match="--valid-data-path 1 a b mixes weights and prefixes"):
-        parse_blend(("1", "a", "b"), flag="--valid-data-path")
+        parse_weighted_prefixes(("1", "a", "b"), flag="--valid-data-path")
     with pytest.raises(ConfigError, match="negative"):
-        parse_blend(("-1", "a", "1", "b"))
+        parse_weighted_prefixes(("-1", "a", "1", "b"))

@@ -13,7 +13,7 @@ from petatron.bench import data as bench_data
 from petatron.cli import data
 from petatron.cli.main import main
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.preprocess import Progress
+from petatron.data.preprocess import PreprocessProgress
 
 REPOSITORY = Path(__file__).parents[3]
 TEXTS = ["hello world", "", "second document"]
@@ -101,7 +101,7 @@ def test_inspect_refusals(corpus: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_plain_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with data._progress_display(10) as show:
         for documents in (4, 12, 15, 33):
-            show(Progress(documents, 100 * documents, documents, 40, 2.0))
+            show(PreprocessProgress(documents, 100 * documents, documents, 40, 2.0))
     printed = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in printed] == ["12", "33"]
     assert printed[0] == "12 documents, 600 tokens/s, 0.0 MB/s, 30%, 0:00:04 left"
@@ -110,7 +110,7 @@ def test_plain_progress(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with data._progress_display(10) as show:
-        show(Progress(5, 500, 20, 40, 2.0))
+        show(PreprocessProgress(5, 500, 20, 40, 2.0))
     assert "50%" in (printed := capsys.readouterr().err) and "250 tokens/s" in printed
 
 
@@ -133,7 +133,7 @@ def test_tokenizing_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
 
 
-@pytest.mark.parametrize("name", ["indexed", "writer", "gpt", "blend", "tokenizer"])
+@pytest.mark.parametrize("name", ["indexed_dataset", "indexed_writer", "gpt_dataset", "blended_dataset", "tokenizer"])
 def test_examples_in_docstrings(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"petatron.data.{name}"))
     assert result.attempted > 0 and result.failed == 0
@@ -145,7 +145,7 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "data", *flags]) == 0
     values = json.loads(report.read_text())
     assert {len(seconds) for seconds in values["seconds"].values()} == {3}
-    assert set(values["ratio"]) == set(bench_data.METHODS) and values["index"]["documents"] == 5000
+    assert set(values["ratio"]) == set(bench_data.ENCODE_METHODS) and values["index"]["documents"] == 5000
     assert "time / bare encode_batch" in capsys.readouterr().out
     assert main(["bench", "data", *flags[:-1], str(tmp_path / "no" / "where.json")]) == 2
     assert "is in a folder that does not exist" in capsys.readouterr().err
@@ -154,5 +154,5 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_corpus_is_cut_and_repeated() -> None:
-    texts = bench_data.corpus(200_000)
+    texts = bench_data.standard_library_texts(200_000)
     assert 200_000 <= sum(map(len, texts)) < 1_500_000

@@ -121,7 +121,7 @@ def _turns(folder: str, fails: int | None) -> list[str]:
         return there
 
     try:
-        return train_run._in_turns(mesh.control, build, local_rank=rank % 2)
+        return train_run._build_on_rank_zero_first(mesh.control, build, local_rank=rank % 2)
     except DataError as error:
         return [str(error)]
 

@@ -30,10 +30,10 @@ def samples(dataset: GPTDataset) -> list[list[int]]:
 def test_samples_are_windows_of_shuffled_documents(make_dataset: MakeDataset, seq_length: int) -> None:
     indexed = IndexedDataset(make_dataset(DOCUMENTS))
     dataset = GPTDataset(indexed, range(6), num_samples=None, seq_length=seq_length, seed=5)
-    stream = [token for document in dataset._stream for token in DOCUMENTS[document]]
+    stream = [token for document in dataset._document_index for token in DOCUMENTS[document]]
     expected = [stream[k * seq_length : (k + 1) * seq_length + 1] for k in range((len(stream) - 1) // seq_length)]
     assert sorted(samples(dataset)) == sorted(expected)
-    assert [dataset[i].tolist() for i in range(len(dataset))] == [expected[k] for k in dataset._order]
+    assert [dataset[i].tolist() for i in range(len(dataset))] == [expected[k] for k in dataset._shuffle_index]
     assert dataset[0].dtype == np.int64
 
 
@@ -62,7 +62,7 @@ def test_cache_is_used_and_keyed_by_content(
     make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    monkeypatch.setattr("petatron.data.index_cache.NOTED_BYTES", 0)
+    monkeypatch.setattr("petatron.data.index_cache.MIN_RECORDED_BYTES", 0)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
     def build(seed: int = 1, num_samples: int = 9, prefix: str | None = None) -> list[list[int]]:
@@ -73,8 +73,8 @@ def test_cache_is_used_and_keyed_by_content(
     kept = [path.suffix for path in cache.iterdir() if not path.name.endswith("-digest.json")]
     assert sorted(kept) == [".json", ".npy", ".npy", ".npy"]
     built: list[int] = []
-    original = gpt_dataset.build_sample_index
-    monkeypatch.setattr(gpt_dataset, "build_sample_index", lambda *args: (built.append(1), original(*args))[1])
+    original = gpt_dataset.build_sample_indices
+    monkeypatch.setattr(gpt_dataset, "build_sample_indices", lambda *args: (built.append(1), original(*args))[1])
     assert build() == first and build(num_samples=8) == first and not built  # rewritten files, same content: found
     assert build(seed=2) != first and len(built) == 1
     build(num_samples=11)  # a second epoch

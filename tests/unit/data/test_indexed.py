@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import DataError
 from petatron.data.indexed_dataset import DTYPES, IndexedDataset, optimal_dtype
-from petatron.data.indexed_writer import IndexedWriter, merge
+from petatron.data.indexed_writer import IndexedWriter, merge_datasets
 
 
 def reference_files(documents: list[list[list[int]]], code: int = 8, char: str = "H") -> tuple[bytes, bytes]:
@@ -76,7 +76,7 @@ def test_multimodal_modes_are_accepted(tmp_path: Path) -> None:
     modes = IndexedDataset(tmp_path / "x").modes
     assert modes is not None and modes.tolist() == [0, 1, 0, 1]
     with pytest.raises(DataError, match="multimodal"):
-        merge([tmp_path / "x"], tmp_path / "y")
+        merge_datasets([tmp_path / "x"], tmp_path / "y")
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[li
 
 def test_add_many_equals_add_document(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a", "int32") as writer:
-        writer.add_many(np.arange(10), np.array([3, 0, 7]))
-        writer.add_many(np.arange(2), np.array([1, 1]), sequences_per_document=np.array([2]))
+        writer.add_sequences(np.arange(10), np.array([3, 0, 7]))
+        writer.add_sequences(np.arange(2), np.array([1, 1]), sequences_per_document=np.array([2]))
     with IndexedWriter(tmp_path / "b", "int32") as writer:
         writer.add_document([0, 1, 2])
         writer.add_document([])
@@ -129,9 +129,9 @@ def test_add_many_equals_add_document(tmp_path: Path) -> None:
 
 def test_inconsistent_counts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lengths sum to 4"), IndexedWriter(tmp_path / "a", "int32") as writer:
-        writer.add_many(np.arange(3), np.array([4]))
+        writer.add_sequences(np.arange(3), np.array([4]))
     with pytest.raises(ValueError, match="documents cover 3"), IndexedWriter(tmp_path / "a", "int32") as writer:
-        writer.add_many(np.arange(3), np.array([1, 2]), sequences_per_document=np.array([3]))
+        writer.add_sequences(np.arange(3), np.array([1, 2]), sequences_per_document=np.array([3]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -246,18 +246,18 @@ def test_merge(tmp_path: Path) -> None:
     write_reference(tmp_path / "a")
     with IndexedWriter(tmp_path / "b", "uint16") as writer:
         writer.add_document([9, 8])
-    merged = merge([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
+    merged = merge_datasets([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
     index, tokens = reference_files([*DOCUMENTS, [[9, 8]]])
     assert (tmp_path / "c.idx").read_bytes() == index and (tmp_path / "c.bin").read_bytes() == tokens
     assert merged.num_documents == 4
     with IndexedWriter(tmp_path / "wide", "int32") as writer:
         writer.add_document([9, 8])
     with pytest.raises(DataError, match=r"wide has tokens of type int32.*same tokenizer"):
-        merge([tmp_path / "a", tmp_path / "wide"], tmp_path / "d")
+        merge_datasets([tmp_path / "a", tmp_path / "wide"], tmp_path / "d")
     with pytest.raises(DataError, match="Nothing to merge"):
-        merge([], tmp_path / "d")
+        merge_datasets([], tmp_path / "d")
     with pytest.raises(DataError, match="both an input and the output"):
-        merge([tmp_path / "a"], tmp_path / "a")
+        merge_datasets([tmp_path / "a"], tmp_path / "a")
 
 
 def test_merge_of_scattered_sequences(tmp_path: Path) -> None:
@@ -266,5 +266,5 @@ def test_merge_of_scattered_sequences(tmp_path: Path) -> None:
     (tmp_path / "a.idx").write_bytes(index)
     (tmp_path / "a.bin").write_bytes(tokens)
     patch(tmp_path / "a.idx", 34 + 8, struct.pack("<qq", 4, 0))
-    merged = merge([tmp_path / "a"], tmp_path / "c")
+    merged = merge_datasets([tmp_path / "a"], tmp_path / "c")
     assert [merged.get(i).tolist() for i in range(2)] == [[3, 4], [1, 2]]

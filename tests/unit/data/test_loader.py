@@ -96,9 +96,9 @@ def test_batch_contents() -> None:
     assert masked.documents is None
     apart = make_batch(samples, LoaderOptions(seed=1234, micro_batch_size=1, eod=9, reset_attention_mask=True))
     assert apart.documents is not None and apart.documents.starts_BS.tolist() == [[0, 0, 2, 2, 2, 5]]
-    assert apart.documents.ends.tolist() == [0, 2, 5, 6] and apart.documents.longest == 3
+    assert apart.documents.cu_seqlens.tolist() == [0, 2, 5, 6] and apart.documents.max_seqlen == 3
     moved = apart.to(torch.device("meta"))
-    assert moved.documents is not None and moved.documents.ends.device.type == moved.tokens.device.type == "meta"
+    assert moved.documents is not None and moved.documents.cu_seqlens.device.type == moved.tokens.device.type == "meta"
 
 
 def test_refusals() -> None:

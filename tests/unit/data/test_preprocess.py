@@ -12,8 +12,8 @@ from petatron.base.errors import DataError
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data import preprocess as module
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.jsonl_reader import read_blocks
-from petatron.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess
+from petatron.data.jsonl_reader import read_line_blocks
+from petatron.data.preprocess import PreprocessOptions, PreprocessProgress, PreprocessReport, preprocess
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
 TEXTS = ["one", "deux", "", "日本", "line\u2028separator", "x" * 300]
@@ -41,7 +41,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_output(corpus: Path, tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[PreprocessProgress] = []
     options = PreprocessOptions(inputs=(str(corpus),), output_prefix=str(tmp_path / "out"), tokenizer=BYTES)
     report = preprocess(options, seen.append)
     assert documents(tmp_path / "out_text_document") == [text for text in TEXTS if text]
@@ -132,7 +132,7 @@ def test_every_malformed_line_is_counted_and_a_few_are_shown(tmp_path: Path) -> 
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"bad\n" * 20 + lines(["good"]))
     report = run(tmp_path, path, on_error="skip", workers=2)
-    assert report.malformed == 20 and len(report.problems) == module.SHOWN_PROBLEMS
+    assert report.malformed == 20 and len(report.problems) == module.MAX_SHOWN_PROBLEMS
     with pytest.raises(DataError, match=r"x\.jsonl:1: "):
         run(tmp_path, path, workers=2)
 
@@ -256,7 +256,7 @@ def test_blocks_are_whole_lines(tmp_path: Path) -> None:
     data = b"a\n" + b"b" * 50 + b"\n" + b"cc\nd\n" + b"last"
     (tmp_path / "x").write_bytes(data)
     for size in (1, 3, 7, 1000):
-        blocks = list(read_blocks(tmp_path / "x", block_bytes=size))
+        blocks = list(read_line_blocks(tmp_path / "x", block_bytes=size))
         assert b"".join(block.data for block in blocks) == data
         assert all(block.data.endswith(b"\n") for block in blocks[:-1])
         for block in blocks:

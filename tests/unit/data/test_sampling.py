@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.data import sample_index
-from petatron.data.sample_index import SampleIndex, build_sample_index, frozen_random, plan_epochs
+from petatron.data.sample_index import SampleIndices, build_sample_indices, legacy_random_state, plan_epochs
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=15).filter(lambda lengths: sum(lengths) > 0)
 
 
-def tokens_of(index: SampleIndex, lengths: list[int], sample: int) -> list[tuple[int, int, int]]:
+def tokens_of(index: SampleIndices, lengths: list[int], sample: int) -> list[tuple[int, int, int]]:
     """Sample as (position in the stream, document, token number), read token by token."""
-    position, offset = index.starts[sample].tolist()
-    last, end = index.starts[sample + 1].tolist()
+    position, offset = index.sample_index[sample].tolist()
+    last, end = index.sample_index[sample + 1].tolist()
     tokens = []
     while (position, offset) <= (last, end):
-        document = int(index.documents[position])
+        document = int(index.document_index[position])
         if offset < lengths[document]:
             tokens.append((position, document, offset))
             offset += 1
@@ -32,20 +32,20 @@ def tokens_of(index: SampleIndex, lengths: list[int], sample: int) -> list[tuple
 @given(lengths=LENGTHS, seq_length=st.integers(1, 9), num_samples=st.integers(1, 60), seed=st.integers(0, 2**32 - 1))
 def test_windows_are_the_definition(lengths: list[int], seq_length: int, num_samples: int, seed: int) -> None:
     plan = plan_epochs(sum(lengths), seq_length, num_samples)
-    index = build_sample_index(np.arange(len(lengths)), np.array(lengths, np.int32), plan, seed)
+    index = build_sample_indices(np.arange(len(lengths)), np.array(lengths, np.int32), plan, seed)
     stream = [
         (position, int(document), offset)
-        for position, document in enumerate(index.documents)
+        for position, document in enumerate(index.document_index)
         for offset in range(lengths[document])
     ]
     assert plan.num_samples >= num_samples
-    assert index.starts.shape == (plan.num_samples + 1, 2)
+    assert index.sample_index.shape == (plan.num_samples + 1, 2)
     for sample in range(plan.num_samples):
         first = sample * seq_length
         assert tokens_of(index, lengths, sample) == stream[first : first + seq_length + 1]
     # Fewer than seq_length tokens are left over, and the order uses each sample once.
     assert len(stream) - 1 - plan.num_samples * seq_length < seq_length
-    assert sorted(index.order.tolist()) == list(range(plan.num_samples))
+    assert sorted(index.shuffle_index.tolist()) == list(range(plan.num_samples))
 
 
 @settings(max_examples=100, deadline=None)
@@ -55,16 +55,16 @@ def test_epochs(lengths: list[int], seq_length: int, num_samples: int) -> None:
     plan = plan_epochs(total, seq_length, num_samples)
     enough = next(epochs for epochs in range(1, 10**6) if (epochs * total - 1) // seq_length >= num_samples)
     assert plan.num_epochs == enough
-    index = build_sample_index(np.arange(len(lengths)), np.array(lengths, np.int32), plan, 7)
+    index = build_sample_indices(np.arange(len(lengths)), np.array(lengths, np.int32), plan, 7)
     once = Counter(range(len(lengths)))
-    assert Counter(index.documents.tolist()) == Counter(dict.fromkeys(once, enough))
+    assert Counter(index.document_index.tolist()) == Counter(dict.fromkeys(once, enough))
     cut = plan.num_samples_shuffled_first
-    assert sorted(index.order[:cut].tolist()) == list(range(cut))
+    assert sorted(index.shuffle_index[:cut].tolist()) == list(range(cut))
     if enough > 1:
         before = ((enough - 1) * total - 1) // seq_length
         assert plan.separate_final_epoch == (num_samples - before < int(0.8 * ((total - 1) // seq_length)))
     if plan.separate_final_epoch:
-        assert Counter(index.documents[-len(lengths) :].tolist()) == once
+        assert Counter(index.document_index[-len(lengths) :].tolist()) == once
         assert cut == ((enough - 1) * total - 1) // seq_length
 
 
@@ -83,32 +83,39 @@ def test_blocks_give_the_same_index(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = random.integers(0, 50, 300).astype(np.int32)
     lengths[100:200] = 0  # whole blocks without a token, hence without a sample start
     plan = plan_epochs(int(lengths.sum()), 7, 2500)
-    whole = build_sample_index(np.arange(300), lengths, plan, 3)
+    whole = build_sample_indices(np.arange(300), lengths, plan, 3)
     monkeypatch.setattr(sample_index, "BLOCK_DOCUMENTS", 13)
-    blocked = build_sample_index(np.arange(300), lengths, plan, 3)
-    assert np.array_equal(whole.starts, blocked.starts)
+    blocked = build_sample_indices(np.arange(300), lengths, plan, 3)
+    assert np.array_equal(whole.sample_index, blocked.sample_index)
 
 
 def test_order_is_frozen() -> None:
     """RandomState(1234) shuffles the 2 x 5 documents, then the 9 samples. Other values would reorder every resumed run."""
     plan = plan_epochs(20, 4, 9)
-    index = build_sample_index(np.arange(10, 15), np.array([0] * 10 + [3, 5, 2, 6, 4], np.int32), plan, 1234)
+    index = build_sample_indices(np.arange(10, 15), np.array([0] * 10 + [3, 5, 2, 6, 4], np.int32), plan, 1234)
     assert (plan.num_epochs, plan.separate_final_epoch) == (2, False)
-    assert index.documents.tolist() == [12, 12, 14, 11, 10, 13, 14, 10, 11, 13]
-    assert index.order.tolist() == [7, 3, 5, 1, 4, 8, 0, 2, 6]
-    assert index.documents.dtype == np.int32 and index.starts.dtype == np.int32 and index.order.dtype == np.uint32
+    assert index.document_index.tolist() == [12, 12, 14, 11, 10, 13, 14, 10, 11, 13]
+    assert index.shuffle_index.tolist() == [7, 3, 5, 1, 4, 8, 0, 2, 6]
+    assert (
+        index.document_index.dtype == np.int32
+        and index.sample_index.dtype == np.int32
+        and index.shuffle_index.dtype == np.uint32
+    )
 
 
 def test_seed_decides() -> None:
     lengths = np.full(100, 10, np.int32)
     plan = plan_epochs(1000, 8, 100)
-    first, again, other = (build_sample_index(np.arange(100), lengths, plan, seed) for seed in (1, 1, 2))
-    assert np.array_equal(first.documents, again.documents) and np.array_equal(first.order, again.order)
-    assert not np.array_equal(first.documents, other.documents)
+    first, again, other = (build_sample_indices(np.arange(100), lengths, plan, seed) for seed in (1, 1, 2))
+    assert np.array_equal(first.document_index, again.document_index) and np.array_equal(
+        first.shuffle_index, again.shuffle_index
+    )
+    assert not np.array_equal(first.document_index, other.document_index)
 
 
 def test_seeds_of_any_size() -> None:
     draws = [
-        frozen_random(*numbers).randint(1 << 30) for numbers in ((7,), (7 + (2 << 32),), (7, 0), (7, 1), (7, 1 << 40))
+        legacy_random_state(*numbers).randint(1 << 30)
+        for numbers in ((7,), (7 + (2 << 32),), (7, 0), (7, 1), (7, 1 << 40))
     ]
     assert len(set(draws)) == 5 and draws[0] == np.random.RandomState(7).randint(1 << 30)

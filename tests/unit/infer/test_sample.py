@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.config import load_config
-from petatron.infer.generate import generate, keep_likeliest
+from petatron.infer.generate import filter_top_k_top_p, generate
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
@@ -133,7 +133,7 @@ def test_a_model_that_is_split_otherwise_is_refused(ranks: RankPool, flag: str) 
     top_p=st.one_of(st.none(), st.floats(0.01, 1.0)),
 )
 def test_what_may_be_drawn(logits: list[int], top_k: int | None, top_p: float | None) -> None:
-    kept = keep_likeliest(torch.tensor(logits, dtype=torch.float64), top_k=top_k, top_p=top_p)
+    kept = filter_top_k_top_p(torch.tensor(logits, dtype=torch.float64), top_k=top_k, top_p=top_p)
     allowed = {number for number, value in enumerate(kept.tolist()) if value != -math.inf}
     assert allowed == set(allowed_by_definition(logits, top_k, top_p))
     assert all(kept[number] == logits[number] for number in allowed)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import LaunchError
 from petatron.mesh.launch import environment
-from petatron.mesh.launch.environment import SINGLE, expand_hosts, rank_environment, read_environment
+from petatron.mesh.launch.environment import SINGLE_PROCESS, expand_hosts, rank_variables, read_environment
 from petatron.mesh.launch.process_group import local_device_index, start_process_group, stop_process_group
 
 TORCHRUN = {
@@ -40,14 +40,14 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_nothing_set_is_a_single_process() -> None:
-    assert read_environment({}) == SINGLE
-    assert read_environment({"WORLD_SIZE": "1", "MASTER_ADDR": "x"}) == SINGLE
+    assert read_environment({}) == SINGLE_PROCESS
+    assert read_environment({"WORLD_SIZE": "1", "MASTER_ADDR": "x"}) == SINGLE_PROCESS
 
 
 def test_torchrun() -> None:
     found = read_environment(TORCHRUN | SLURM)
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (5, 1, 8, 4)
-    assert (found.master_addr, found.master_port, found.origin) == ("node0", 29500, "torchrun")
+    assert (found.master_addr, found.master_port, found.launcher) == ("node0", 29500, "torchrun")
 
 
 @pytest.mark.parametrize("name", sorted(TORCHRUN))
@@ -74,7 +74,7 @@ def test_contradictions(change: dict[str, str], words: str) -> None:
 def test_slurm_step() -> None:
     found = read_environment(SLURM)
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (6, 2, 7, 3)
-    assert found.origin == "slurm"
+    assert found.launcher == "slurm"
     assert found.master_addr == "gpu003"
     assert 1024 < found.master_port < 32768  # below the range the kernel hands out by itself
 
@@ -100,13 +100,13 @@ def test_slurm_step_variables_win_over_the_jobs() -> None:
 def test_slurm_takes_an_exported_meeting_point_and_ignores_an_exported_world_size() -> None:
     exports = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4242", "WORLD_SIZE": "7"}
     found = read_environment(SLURM | exports)
-    assert (found.master_addr, found.master_port, found.origin) == ("10.0.0.1", 4242, "slurm")
+    assert (found.master_addr, found.master_port, found.launcher) == ("10.0.0.1", 4242, "slurm")
 
 
 @pytest.mark.parametrize("step", [None, "4294967290", "4294967291", "batch"])
 def test_a_shell_inside_a_slurm_job_is_a_single_process(step: str | None) -> None:
     env = without(SLURM, "SLURM_STEP_ID") | ({"SLURM_STEP_ID": step} if step else {})
-    assert read_environment(env) == SINGLE
+    assert read_environment(env) == SINGLE_PROCESS
 
 
 def test_slurm_without_task_counts_needs_an_even_split() -> None:
@@ -148,11 +148,11 @@ def test_a_range_counts_every_host_with_its_padding(first: int, more: int, width
 
 def test_rank_environment_reads_back_and_keeps_the_users_choices() -> None:
     place = dataclasses.replace(read_environment(TORCHRUN), local_world_size=8)
-    env = rank_environment(place, error_file="/x/e.json", base={"OMP_NUM_THREADS": "3", "PATH": "/bin"})
+    env = rank_variables(place, error_file="/x/e.json", base={"OMP_NUM_THREADS": "3", "PATH": "/bin"})
     assert read_environment(env) == place
     assert (env["OMP_NUM_THREADS"], env["PATH"], env[environment.ERROR_FILE]) == ("3", "/bin", "/x/e.json")
     inherited = {environment.ERROR_FILE: "outer", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    bare = rank_environment(place, base=inherited)
+    bare = rank_variables(place, base=inherited)
     assert environment.ERROR_FILE not in bare and "TORCHELASTIC_USE_AGENT_STORE" not in bare
     assert int(bare["OMP_NUM_THREADS"]) >= 1
 
@@ -160,10 +160,10 @@ def test_rank_environment_reads_back_and_keeps_the_users_choices() -> None:
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "usable_cores", lambda: 16)
     four = dataclasses.replace(read_environment(TORCHRUN), world_size=8, local_world_size=4)
-    assert rank_environment(four, base={})["OMP_NUM_THREADS"] == "4"
+    assert rank_variables(four, base={})["OMP_NUM_THREADS"] == "4"
     many = dataclasses.replace(four, world_size=64, local_world_size=64)
-    assert rank_environment(many, base={})["OMP_NUM_THREADS"] == "1"
-    assert "GLOO_SOCKET_IFNAME" not in rank_environment(four, base={})  # another machine has to reach us
+    assert rank_variables(many, base={})["OMP_NUM_THREADS"] == "1"
+    assert "GLOO_SOCKET_IFNAME" not in rank_variables(four, base={})  # another machine has to reach us
 
 
 def test_device_index() -> None:
@@ -174,19 +174,19 @@ def test_device_index() -> None:
 
 
 def test_a_world_of_one_needs_no_group() -> None:
-    start_process_group(SINGLE)
+    start_process_group(SINGLE_PROCESS)
     assert not dist.is_initialized()
     stop_process_group()
 
 
 def test_nccl_without_cuda_is_refused() -> None:
-    place = dataclasses.replace(SINGLE, world_size=2)
+    place = dataclasses.replace(SINGLE_PROCESS, world_size=2)
     with pytest.raises(LaunchError, match="nccl needs CUDA"):
-        start_process_group(place, backend="nccl", device_kind="cpu")
+        start_process_group(place, backend="nccl", device_type="cpu")
 
 
 def test_the_fake_backend_pretends_to_be_any_rank() -> None:
-    place = dataclasses.replace(SINGLE, rank=4000, world_size=4096)
+    place = dataclasses.replace(SINGLE_PROCESS, rank=4000, world_size=4096)
     start_process_group(place, backend="fake")
     try:
         assert (dist.get_rank(), dist.get_world_size()) == (4000, 4096)
@@ -198,7 +198,7 @@ def test_the_fake_backend_pretends_to_be_any_rank() -> None:
 
 def test_unreachable_peers_are_explained() -> None:
     # Rank 1 of 2 waits for a rank 0 that nobody started; port 9 (discard) is closed.
-    place = dataclasses.replace(SINGLE, rank=1, world_size=2, master_port=9)
+    place = dataclasses.replace(SINGLE_PROCESS, rank=1, world_size=2, master_port=9)
     with pytest.raises(LaunchError, match=r"Rank 1 of 2 could not join the others at 127\.0\.0\.1:9") as caught:
         start_process_group(place, timeout_minutes=0.5 / 60)
     assert environment.is_echo(caught.value)

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from petatron.base.errors import DataError, LaunchError
-from petatron.mesh.launch.environment import ERROR_FILE, guard, is_echo
+from petatron.mesh.launch.environment import ERROR_FILE, is_echo, run_rank_main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,10 +22,10 @@ def run_child(body: str, **variables: str) -> subprocess.CompletedProcess[str]:
     code = (
         "import atexit, sys\n"
         "from petatron.base.errors import ConfigError, DataError\n"
-        "from petatron.mesh.launch.environment import guard\n"
+        "from petatron.mesh.launch.environment import run_rank_main\n"
         "atexit.register(lambda: print('destructors ran'))\n"
         f"def main():\n    {body}\n    return 0\n"
-        "sys.exit(guard(main))\n"
+        "sys.exit(run_rank_main(main))\n"
     )
     env = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", ERROR_FILE)}
     env |= {"PYTHONPATH": str(ROOT), **variables}
@@ -37,8 +37,8 @@ def details(path: Path) -> dict:
 
 
 def test_alone_codes_pass_through() -> None:
-    assert guard(lambda: 0, env={}) == 0
-    assert guard(lambda: 3, env={"WORLD_SIZE": "1"}) == 3
+    assert run_rank_main(lambda: 0, env={}) == 0
+    assert run_rank_main(lambda: 3, env={"WORLD_SIZE": "1"}) == 3
 
 
 def test_success_with_peers_ends_at_once() -> None:
@@ -55,9 +55,9 @@ def test_alone_the_exception_goes_on() -> None:
         raise SystemExit(4)
 
     with pytest.raises(DataError):
-        guard(fail, env={})
+        run_rank_main(fail, env={})
     with pytest.raises(SystemExit):
-        guard(leave, env={"WORLD_SIZE": "1"})
+        run_rank_main(leave, env={"WORLD_SIZE": "1"})
 
 
 def test_a_problem_of_the_configuration_has_a_code_of_its_own(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ def child(body: str) -> list[str]:
     head = (
         "import os, signal, sys, time\n"
         "from petatron.base.errors import DataError\n"
-        "from petatron.mesh.launch.environment import guard\n"
+        "from petatron.mesh.launch.environment import run_rank_main\n"
         "rank = int(os.environ['RANK'])\n"
         "def main():\n"
     )
-    code = head + textwrap.indent(textwrap.dedent(body), "    ") + "\n    return 0\nsys.exit(guard(main))\n"
+    code = head + textwrap.indent(textwrap.dedent(body), "    ") + "\n    return 0\nsys.exit(run_rank_main(main))\n"
     return [sys.executable, "-c", code]
 
 
@@ -76,7 +76,7 @@ def test_other_machines_are_told_of_a_rank_that_was_killed(monkeypatch: pytest.M
     told: list[tuple[int, str]] = []
     monkeypatch.setenv("PETATRON_SECRET", "0123456789abcdef")
     monkeypatch.setattr(
-        "petatron.mesh.launch.rendezvous.tell_peers", lambda place, text: told.append((place.rank, text))
+        "petatron.mesh.launch.rendezvous.notify_peers", lambda place, text: told.append((place.rank, text))
     )
     body = "os.kill(os.getpid(), signal.SIGKILL) if rank == 3 else time.sleep(30)"
     code = run_ranks(
@@ -269,7 +269,7 @@ def test_the_launcher_does_not_load_torch() -> None:
 
 
 HUNG = """
-from petatron.mesh.diagnose.failure_report import CommunicationError, request
+from petatron.mesh.diagnose.failure_report import CommunicationError, report_request_path
 from petatron.mesh.launch.environment import error_file, write_error_file
 
 def report(state, started, at=None):
@@ -285,7 +285,7 @@ def test_a_hang_names_the_rank_that_did_not_arrive(capfd: pytest.CaptureFixture[
         HUNG
         + """
 if rank == 1:
-    while not request(error_file()).exists():
+    while not report_request_path(error_file()).exists():
         time.sleep(0.02)
     write_error_file(error_file(), message="", text="", echo=True, report=report("idle", 6, at="step.py:9 load"))
     time.sleep(60)

@@ -18,15 +18,15 @@ import pytest
 from petatron.base.errors import LaunchError, PeerFailure
 from petatron.mesh.launch import rendezvous
 from petatron.mesh.launch.environment import (
-    SINGLE,
+    SINGLE_PROCESS,
     STORE_FILE,
-    Environment,
+    RankEnvironment,
     is_echo,
-    rank_environment,
+    rank_variables,
     read_environment,
 )
-from petatron.mesh.launch.rendezvous import Rendezvous, tell_peers
-from petatron.mesh.launch.shared_secret import leave_secret
+from petatron.mesh.launch.rendezvous import Rendezvous, notify_peers
+from petatron.mesh.launch.shared_secret import write_secret
 
 ROOT = Path(__file__).resolve().parents[3]
 SOON, LATE = timedelta(seconds=0.5), timedelta(seconds=20)
@@ -39,93 +39,96 @@ def free_port() -> int:
 
 
 @pytest.fixture(params=["file", "tcp"])
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], Environment]:
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], RankEnvironment]:
     """Two ranks, over a file or over TCP."""
     tmp_path.chmod(0o700)
     port, file = free_port(), str(tmp_path / "store") if request.param == "file" else None
-    return lambda rank: dataclasses.replace(SINGLE, rank=rank, world_size=2, master_port=port, store_file=file)
+    return lambda rank: dataclasses.replace(SINGLE_PROCESS, rank=rank, world_size=2, master_port=port, store_file=file)
 
 
-def test_all_come(world: Callable[[int], Environment]) -> None:
+def test_all_come(world: Callable[[int], RankEnvironment]) -> None:
     first = Rendezvous(world(0))
-    other = threading.Thread(target=lambda: Rendezvous(world(1)).roll_call(LATE))
+    other = threading.Thread(target=lambda: Rendezvous(world(1)).wait_for_all_ranks(LATE))
     other.start()
-    first.roll_call(LATE)
+    first.wait_for_all_ranks(LATE)
     other.join()
-    assert first.failure() is None
+    assert first.first_failure() is None
 
 
-def test_who_does_not_come_is_named(world: Callable[[int], Environment]) -> None:
+def test_who_does_not_come_is_named(world: Callable[[int], RankEnvironment]) -> None:
     with pytest.raises(LaunchError, match=r"Rank 0 of 2 waited \d+ s at .* for rank 1\. Check"):
-        Rendezvous(world(0)).roll_call(SOON)
+        Rendezvous(world(0)).wait_for_all_ranks(SOON)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_before_joining_ends_the_others_at_once(
-    world: Callable[[int], Environment], failing: int
+    world: Callable[[int], RankEnvironment], failing: int
 ) -> None:
     started = time.monotonic()
-    teller = threading.Thread(target=tell_peers, args=(world(failing), "no such file: corpus.bin"))
+    teller = threading.Thread(target=notify_peers, args=(world(failing), "no such file: corpus.bin"))
     teller.start()
     with pytest.raises(PeerFailure, match=rf"Rank {failing} of 2 failed:\nno such file: corpus.bin") as caught:
-        Rendezvous(world(1 - failing), timeout=LATE).roll_call(LATE)
+        Rendezvous(world(1 - failing), timeout=LATE).wait_for_all_ranks(LATE)
     teller.join()
     assert is_echo(caught.value), "another rank is to blame"
     assert time.monotonic() - started < 5
 
 
-def test_only_the_first_failure_counts(world: Callable[[int], Environment], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_failure_counts(
+    world: Callable[[int], RankEnvironment], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "_LINGER_S", 0.2)
     first = Rendezvous(world(0))
-    first.tell_failure("the cause")
-    first.tell_failure("a consequence")
-    assert first.failure() == "Rank 0 of 2 failed:\nthe cause"
+    first.report_failure("the cause")
+    first.report_failure("a consequence")
+    assert first.first_failure() == "Rank 0 of 2 failed:\nthe cause"
 
 
 def test_telling_nobody_takes_no_longer_than_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LINGER_S", 0.3)
     started = time.monotonic()
-    tell_peers(dataclasses.replace(SINGLE, rank=1, world_size=2, master_port=free_port()), "a cause")
+    notify_peers(dataclasses.replace(SINGLE_PROCESS, rank=1, world_size=2, master_port=free_port()), "a cause")
     assert time.monotonic() - started < 5
 
 
 def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    place = dataclasses.replace(SINGLE, world_size=2, store_file=str(tmp_path / "store"))
+    place = dataclasses.replace(SINGLE_PROCESS, world_size=2, store_file=str(tmp_path / "store"))
     with pytest.raises(LaunchError, match="open to other users, who could pass for a rank"):
         Rendezvous(place)
 
 
 def test_where_ranks_meet_is_passed_on() -> None:
     place = dataclasses.replace(
-        SINGLE, world_size=2, local_world_size=2, master_port=5, origin="torchrun", store_file="/x/s"
+        SINGLE_PROCESS, world_size=2, local_world_size=2, master_port=5, launcher="torchrun", store_file="/x/s"
     )
-    assert read_environment(rank_environment(place, base={STORE_FILE: "/outer"})) == place
+    assert read_environment(rank_variables(place, base={STORE_FILE: "/outer"})) == place
     bare = dataclasses.replace(place, store_file=None)
-    assert read_environment(rank_environment(bare, base={STORE_FILE: "/outer"})) == bare
+    assert read_environment(rank_variables(bare, base={STORE_FILE: "/outer"})) == bare
 
 
 def test_torchruns_own_store_is_used_where_it_has_one() -> None:
     env = dict.fromkeys(("RANK", "LOCAL_RANK"), "1") | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "h", "MASTER_PORT": "5"}
-    assert read_environment(env).agent_attempt is None
+    assert read_environment(env).restart_count is None
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
-    assert read_environment(env).agent_attempt == 3
+    assert read_environment(env).restart_count == 3
 
 
 def test_srun_ranks_find_the_secret_that_the_first_one_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an earlier run left another one; and when all have joined it is gone."""
     monkeypatch.setattr(rendezvous, "secret_folder", lambda: tmp_path / "secrets")
-    monkeypatch.setattr(rendezvous, "set_variables", lambda wanted: None)
+    monkeypatch.setattr(rendezvous, "set_default_variables", lambda wanted: None)
     port = free_port()
     places = [
-        dataclasses.replace(SINGLE, rank=rank, world_size=2, master_port=port, secret_name="job") for rank in (0, 1)
+        dataclasses.replace(SINGLE_PROCESS, rank=rank, world_size=2, master_port=port, secret_name="job")
+        for rank in (0, 1)
     ]
-    leave_secret("job", tmp_path / "secrets")
-    stale = threading.Thread(target=lambda: Rendezvous(places[1]).roll_call(LATE))
+    write_secret("job", tmp_path / "secrets")
+    stale = threading.Thread(target=lambda: Rendezvous(places[1]).wait_for_all_ranks(LATE))
     stale.start()
     time.sleep(0.3)
-    Rendezvous(places[0]).roll_call(LATE)
+    Rendezvous(places[0]).wait_for_all_ranks(LATE)
     stale.join(timeout=10)
     assert not stale.is_alive() and not list((tmp_path / "secrets").iterdir())
 

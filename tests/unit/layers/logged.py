@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from petatron.kernels.gemm import PLAIN, WeightGrad
+from petatron.kernels.gemm import PLAIN_GEMM, WeightGrad
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Logged:
 
     def backward(self, grad_RO: Tensor, weight: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, WeightGrad]:
         self.log.append("g W")
-        x_grad, job = PLAIN.backward(grad_RO, weight, ())
+        x_grad, job = PLAIN_GEMM.backward(grad_RO, weight, ())
         return x_grad, LoggedGrad(self.log, job, *kept)
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.layers.norm import RMSNorm
-from petatron.layers.ops.linear_op import Arrival, Multiply
-from petatron.layers.ops.recompute_output import Remade, remade
+from petatron.layers.ops.linear_op import GemmOp, PendingTensor
+from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from tests.unit.layers.logged import Logged
 from tests.unit.models.kept import alive_bytes, kept_bytes
@@ -28,19 +28,19 @@ class Twins:
 
     log: list[str] = field(default_factory=list)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def gather_input(self, x: Tensor) -> Tensor:
         self.log.append("enter")
         return torch.cat([x, x])
 
-    def start_enter(self, x: Tensor) -> Arrival:
+    def start_gather_input(self, x: Tensor) -> PendingTensor:
         self.log.append("gather begins")
         return self._arrival("gathered", lambda: torch.cat([x, x]))
 
-    def start_leave(self, grad: Tensor) -> Arrival:
+    def start_reduce_input_grad(self, grad: Tensor) -> PendingTensor:
         self.log.append("scatter begins")
         return self._arrival("scattered", lambda: grad.unflatten(0, (2, -1)).sum(0))
 
-    def _arrival(self, word: str, make: Callable[[], Tensor]) -> Arrival:
+    def _arrival(self, word: str, make: Callable[[], Tensor]) -> PendingTensor:
         def arrive() -> Tensor:
             self.log.append(word)
             return make()
@@ -60,18 +60,18 @@ class Case:
         self.x = torch.randn(S, B, D, dtype=torch.float64, requires_grad=True)
         self.taken = torch.zeros_like(self.weight)
         self.queue = WeightGradQueue()
-        self.queue.deliver = lambda weight, write: write(self.taken, True)
-        self.multiply = Multiply(Logged(self.log, keeps), self.queue if takes else None)
+        self.queue.accumulate = lambda weight, write: write(self.taken, True)
+        self.multiply = GemmOp(Logged(self.log, keeps), self.queue if takes else None)
         self.gradient = torch.randn(2 * S, B, OUT, dtype=torch.float64)
 
     def forward(self, *, source: bool = True) -> Tensor:
-        _, normal = self.norm.join(self.x)
-        normal = normal if source else Remade(normal.value, None)
-        return self.multiply(normal, self.weight, entrance=self.entrance)
+        _, normal = self.norm.add_and_norm(self.x)
+        normal = normal if source else Recomputable(normal.value, None)
+        return self.multiply(normal, self.weight, input_comm=self.entrance)
 
     def check(self, y: Tensor) -> None:
         """Gradients are those of autograd; call it once the weight's has been given away."""
-        _, normal = self.norm.join(self.x)
+        _, normal = self.norm.add_and_norm(self.x)
         wanted = F.linear(torch.cat([normal.value, normal.value]), self.weight)
         torch.testing.assert_close(y, wanted)
         leaves = (self.x, self.norm.weight, self.weight)
@@ -114,13 +114,13 @@ def test_a_gradient_that_is_postponed_waits_with_a_rank_s_own_part():
         for y in outputs:
             y.backward(case.gradient)
 
-    with case.queue.collecting("both"):
+    with case.queue.deferring("both"):
         held = alive_bytes(backward, without=[case.x, case.norm.weight, case.weight, case.gradient])
     assert case.log == ["g W", "scatter begins", "scattered"] * 2
     grads = [case.x.grad, case.norm.weight.grad]
     assert held - sum(grad.nbytes for grad in grads if grad is not None) == 2 * PART
     case.log.clear()
-    case.queue.compute("both")
+    case.queue.compute_deferred("both")
     assert case.log == ["gather begins", "gather begins", "gathered", "g^T x", "gathered", "g^T x"]
     for found in (case.x.grad, case.norm.weight.grad, case.taken):
         assert found is not None
@@ -151,7 +151,7 @@ def test_a_weight_that_is_frozen_needs_no_gather(takes: bool):
 def test_an_input_that_needs_no_gradient_is_not_scattered():
     case = Case(takes=True)
     x = case.x.detach()
-    case.multiply(remade(x), case.weight, entrance=case.entrance).backward(case.gradient)
+    case.multiply(as_recomputable(x), case.weight, input_comm=case.entrance).backward(case.gradient)
     assert case.log == ["enter", "g W", "g^T x"]
     torch.testing.assert_close(case.taken, torch.einsum("sbo,sbd->od", case.gradient, torch.cat([x, x])))
 
@@ -172,7 +172,7 @@ def test_sequences_one_after_the_other_in_memory():
     """A part that lies batch first is gathered sequence first; gradients find their way back."""
     case = Case(takes=True)
     rows = torch.randn(B, S, D, dtype=torch.float64, requires_grad=True)
-    y = case.multiply(remade(rows.transpose(0, 1)), case.weight, entrance=case.entrance)
+    y = case.multiply(as_recomputable(rows.transpose(0, 1)), case.weight, input_comm=case.entrance)
     y.backward(case.gradient)
     twice = torch.cat([rows.transpose(0, 1)] * 2)
     true: Any = torch.autograd.grad((F.linear(twice, case.weight) * case.gradient).sum(), (rows, case.weight))

@@ -14,11 +14,11 @@ from torch import Tensor
 import petatron
 from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Kernels
-from petatron.kernels.gemm import PLAIN
-from petatron.kernels.moe.grouped_gemm import Counts, looped_linear
-from petatron.layers.ops.fp8_gemm import DelayedScaling, Fp8Experts, fp8_multiplication, layer_in_eight_bits
-from petatron.layers.ops.linear_op import Multiply
-from petatron.layers.ops.recompute_output import Remade
+from petatron.kernels.gemm import PLAIN_GEMM
+from petatron.kernels.moe.grouped_gemm import ExpertCounts, looped_linear
+from petatron.layers.ops.fp8_gemm import DelayedScaling, Fp8ExpertGemms, fp8_gemm_factory, is_fp8_layer
+from petatron.layers.ops.linear_op import GemmOp
+from petatron.layers.ops.recompute_output import Recomputable
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
 
@@ -53,7 +53,7 @@ def counted() -> tuple[Fp8Kernels, Counter[str]]:
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_three_products(recipe: str, fp8_format: str, dtype: torch.dtype):
-    multiplication = fp8_multiplication(precision(recipe, fp8_format=fp8_format), kernels=REFERENCE)()
+    multiplication = fp8_gemm_factory(precision(recipe, fp8_format=fp8_format), kernels=REFERENCE)()
     x, w, g = (draw(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate([(256, 128), (384, 128), (256, 384)]))
     for _ in range(3):
         y, kept = multiplication.forward(x, w)
@@ -75,12 +75,12 @@ def test_hybrid_has_gradients_of_more_range(recipe: str, gradient: torch.dtype):
     """But for blocks, which the hardware multiplies in e4m3 alone."""
     seen: list[torch.dtype] = []
 
-    def product(a: Any, b: Any, **options: Any) -> Tensor:
+    def gemm(a: Any, b: Any, **options: Any) -> Tensor:
         seen.extend((a.values.dtype, b.values.dtype))
-        return REFERENCE.product(a, b, **options)
+        return REFERENCE.gemm(a, b, **options)
 
-    kernels = dataclasses.replace(REFERENCE, product=product)
-    multiplication = fp8_multiplication(precision(recipe), kernels=kernels)()
+    kernels = dataclasses.replace(REFERENCE, gemm=gemm)
+    multiplication = fp8_gemm_factory(precision(recipe), kernels=kernels)()
     _, kept = multiplication.forward(draw(128, 128, seed=0), w := draw(128, 128, seed=1))
     _, job = multiplication.backward(draw(128, 128, seed=2), w, kept)
     job.write(None, torch.empty(128, 128), accumulate=False)
@@ -90,32 +90,32 @@ def test_hybrid_has_gradients_of_more_range(recipe: str, gradient: torch.dtype):
 def test_the_fast_way_of_summing_is_for_the_forward_pass():
     fast: list[bool] = []
 
-    def product(a: Any, b: Any, **options: Any) -> Tensor:
+    def gemm(a: Any, b: Any, **options: Any) -> Tensor:
         fast.append(options["fast"])
-        return REFERENCE.product(a, b, **options)
+        return REFERENCE.gemm(a, b, **options)
 
-    multiplication = fp8_multiplication(precision(), kernels=dataclasses.replace(REFERENCE, product=product))()
+    multiplication = fp8_gemm_factory(precision(), kernels=dataclasses.replace(REFERENCE, gemm=gemm))()
     _, kept = multiplication.forward(draw(32, 16, seed=0), w := draw(16, 16, seed=1))
     multiplication.backward(draw(32, 16, seed=2), w, kept)[1].write(None, torch.empty(16, 16), accumulate=True)
     assert fast == [True, False, False]
 
 
-@pytest.mark.parametrize("keep_weights", [True, False])
-def test_a_weight_is_cast_once_per_step(keep_weights: bool):
+@pytest.mark.parametrize("cache_weights", [True, False])
+def test_a_weight_is_cast_once_per_step(cache_weights: bool):
     kernels, calls = counted()
-    multiplication = fp8_multiplication(precision("blockwise"), kernels=kernels, keep_weights=keep_weights)()
+    multiplication = fp8_gemm_factory(precision("blockwise"), kernels=kernels, cache_weights=cache_weights)()
     x, w, g = draw(128, 128, seed=0), draw(128, 128, seed=1), draw(128, 128, seed=2)
     for _ in range(2):
         for _ in range(3):
             _, kept = multiplication.forward(x, w)
             multiplication.backward(g, w, kept)
         multiplication.new_step()
-    assert calls["cast_squares"] == (2 if keep_weights else 12)
+    assert calls["cast_blocks_2d"] == (2 if cache_weights else 12)
     assert calls["cast_blocks"] == 12
 
 
 def test_a_changed_weight_counts_from_the_new_step_on():
-    multiplication = fp8_multiplication(precision(), kernels=REFERENCE)()
+    multiplication = fp8_gemm_factory(precision(), kernels=REFERENCE)()
     x, w = draw(16, 16, seed=0), draw(16, 16, seed=1)
     before = multiplication.forward(x, w)[0]
     w.mul_(-1)
@@ -128,7 +128,7 @@ def test_a_changed_weight_counts_from_the_new_step_on():
 def test_sizes_the_hardware_does_not_take_stay_as_they_are(
     recipe: str, rows: int, shape: tuple[int, int], caplog: pytest.LogCaptureFixture
 ):
-    make = fp8_multiplication(precision(recipe), kernels=REFERENCE)
+    make = fp8_gemm_factory(precision(recipe), kernels=REFERENCE)
     x, w, g = draw(rows, shape[1], seed=0), draw(*shape, seed=1), draw(rows, shape[0], seed=2)
     with caplog.at_level(logging.INFO, logger="petatron"):
         for multiplication in (make(), make()):
@@ -144,9 +144,9 @@ def test_sizes_the_hardware_does_not_take_stay_as_they_are(
 
 
 def test_through_autograd():
-    multiply = Multiply(fp8_multiplication(precision("rowwise"), kernels=REFERENCE)())
+    multiply = GemmOp(fp8_gemm_factory(precision("rowwise"), kernels=REFERENCE)())
     x, w = draw(8, 4, 64, seed=0).requires_grad_(), draw(32, 64, seed=1).requires_grad_()
-    y = multiply(Remade(x, None), w)
+    y = multiply(Recomputable(x, None), w)
     g = draw(8, 4, 32, seed=2)
     x_grad, w_grad = torch.autograd.grad(y, (x, w), g)
     true = torch.autograd.grad(x @ w.t(), (x, w), g)
@@ -220,7 +220,7 @@ class TestDelayed:
     def test_resuming_goes_on_bit_for_bit(self, steps: int, in_between: bool):
         """Whether a step ends with the call or begins with it, and from a state on the host."""
         config = precision("delayed", fp8_amax_history_len=3, fp8_amax_compute_algo="max")
-        ours, resumed = (fp8_multiplication(config, kernels=REFERENCE)() for _ in range(2))
+        ours, resumed = (fp8_gemm_factory(config, kernels=REFERENCE)() for _ in range(2))
         w = draw(32, 16, seed=0)
 
         def step(multiplication: Any, seed: int) -> list[Tensor]:
@@ -235,14 +235,14 @@ class TestDelayed:
 
         for seed in range(steps):
             step(ours, seed)
-        for name, history in resumed.histories().items():
-            history.load_state(ours.histories()[name].state(), torch.device("cpu"))
+        for name, history in resumed.amax_histories().items():
+            history.load_state(ours.amax_histories()[name].state(), torch.device("cpu"))
         for seed in range(steps, steps + 5):
             for mine, again in zip(step(ours, seed), step(resumed, seed), strict=True):
                 assert torch.equal(mine.float(), again.float())
 
     def test_other_recipes_have_no_histories(self):
-        assert fp8_multiplication(precision("rowwise"), kernels=REFERENCE)().histories() == {}
+        assert fp8_gemm_factory(precision("rowwise"), kernels=REFERENCE)().amax_histories() == {}
 
 
 @pytest.mark.parametrize(
@@ -257,14 +257,14 @@ class TestDelayed:
 )
 def test_layers_in_eight_bits(others: dict[str, Any], wanted: list[int]):
     config = precision(**others)
-    assert [layer for layer in range(4) if layer_in_eight_bits(config, layer, num_layers=4)] == wanted
+    assert [layer for layer in range(4) if is_fp8_layer(config, layer, num_layers=4)] == wanted
 
 
 @pytest.mark.parametrize("counts", [torch.tensor([5, 0, 27]), torch.tensor([5, 0, 20]), 16])
-def test_experts(counts: Counts):
+def test_experts(counts: ExpertCounts):
     experts = 3 if isinstance(counts, Tensor) else 2
     kernels, calls = counted()
-    layer = Fp8Experts(kernels)
+    layer = Fp8ExpertGemms(kernels)
     x, w, g = draw(32, 64, seed=0), draw(experts, 48, 64, seed=1), draw(32, 48, seed=2)
     for _ in range(2):
         multiplication = layer(counts)
@@ -285,7 +285,7 @@ def test_experts(counts: Counts):
 @pytest.mark.parametrize("rows", [0, 8])
 def test_experts_of_sizes_the_hardware_does_not_take(rows: int):
     width = 64 if rows == 0 else 20
-    layer = Fp8Experts(REFERENCE)
+    layer = Fp8ExpertGemms(REFERENCE)
     x, w, counts = draw(rows, width, seed=0), draw(2, 48, width, seed=1), torch.tensor([rows, 0])
     multiplication = layer(counts)
     y, kept = multiplication.forward(x, w)
@@ -309,19 +309,19 @@ def test_a_small_network_learns_as_well_as_in_full_precision(recipe: str):
             x = torch.randn(128, 128)
             y, goal = x, x
             for way, weight, wanted in zip(multiplications, weights, goals, strict=True):
-                y = Multiply(way)(Remade(torch.tanh(y), None), weight)
+                y = GemmOp(way)(Recomputable(torch.tanh(y), None), weight)
                 goal = torch.tanh(goal) @ wanted.t()
             loss = (y - goal).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             for way in multiplications:
-                if way is not PLAIN:
+                if way is not PLAIN_GEMM:
                     way.new_step()
             found.append(loss.item())
         return found
 
-    plain, ours = losses(lambda: PLAIN), losses(fp8_multiplication(precision(recipe), kernels=REFERENCE))
+    plain, ours = losses(lambda: PLAIN_GEMM), losses(fp8_gemm_factory(precision(recipe), kernels=REFERENCE))
     assert plain[-1] < 0.5 * plain[0]
     assert ours != plain
     assert sum(ours[-20:]) == pytest.approx(sum(plain[-20:]), rel=0.03)
@@ -339,5 +339,5 @@ def test_weights_that_change_between_two_uses_are_cast_again():
         optimizer.step()
         with torch.no_grad():
             now = model.module.logits(tokens)
-            model.eight_bits.weights_changed()
+            model.fp8_gemms.weights_changed()
             assert torch.equal(now, model.module.logits(tokens))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.model import ModelConfig
-from petatron.kernels.registry import Situation
-from petatron.kernels.rope import turn
+from petatron.kernels.registry import KernelContext
+from petatron.kernels.rope import apply_rope
 from petatron.layers.attention import Attention
-from petatron.layers.forward_context import Pass
-from petatron.layers.rope import Rotary
-from petatron.parallel.select_kernels import fill_kernels
+from petatron.layers.forward_context import ForwardContext
+from petatron.layers.rope import RotaryEmbedding
+from petatron.parallel.select_kernels import select_kernels
 from tests.unit.models.kept import alive_bytes
 
 S, B, H, K, E = 5, 2, 6, 2, 8
@@ -37,16 +37,22 @@ def drawn(dtype: torch.dtype, *, batch_first: bool) -> Tensor:
     return (qkv.transpose(0, 1) if batch_first else qkv).requires_grad_()
 
 
-def rotation_of(attention: Attention, dtype: torch.dtype, *, percent: float = 1.0) -> Pass:
+def rotation_of(attention: Attention, dtype: torch.dtype, *, percent: float = 1.0) -> ForwardContext:
     positions = torch.randint(0, 50, (B, S))  # as in packed rows, where every document begins at 0
-    return Pass(rotation=Rotary(ModelConfig(rotary_percent=percent), attention.head_width)(positions, dtype))
+    return ForwardContext(
+        rope_cos_sin=RotaryEmbedding(ModelConfig(rotary_percent=percent), attention.head_dim)(positions, dtype)
+    )
 
 
-def plainly(attention: Attention, qkv: Tensor, passing: Pass) -> Heads:
+def plainly(attention: Attention, qkv: Tensor, passing: ForwardContext) -> Heads:
     q, k, v = qkv.unflatten(-1, (-1, E)).split((H, K, K), dim=2)
     assert attention.q_norm is not None and attention.k_norm is not None
     q, k = attention.q_norm(q), attention.k_norm(k)
-    return (q, k, v) if passing.rotation is None else (turn(q, *passing.rotation), turn(k, *passing.rotation), v)
+    return (
+        (q, k, v)
+        if passing.rope_cos_sin is None
+        else (apply_rope(q, *passing.rope_cos_sin), apply_rope(k, *passing.rope_cos_sin), v)
+    )
 
 
 def gradients(heads: Callable[[], Heads], grads: Heads, leaves: list[Tensor]) -> Heads:
@@ -69,13 +75,13 @@ def test_heads_and_gradients_are_those_of_plain_operations(
 ):
     attention = layer(**changes)
     qkv = drawn(WIDE, batch_first=batch_first)
-    passing = Pass() if percent is None else rotation_of(attention, WIDE, percent=percent)
+    passing = ForwardContext() if percent is None else rotation_of(attention, WIDE, percent=percent)
     leaves = [qkv, *(p for name, p in attention.named_parameters() if "_norm" in name)]
     wanted = plainly(attention, qkv, passing)
     grads = tuple(torch.randn_like(part) for part in wanted)
-    for ours, true in zip(attention._heads(qkv, passing), wanted, strict=True):
+    for ours, true in zip(attention._split_qkv(qkv, passing), wanted, strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
-    found = gradients(lambda: attention._heads(qkv, passing), grads, leaves)
+    found = gradients(lambda: attention._split_qkv(qkv, passing), grads, leaves)
     for ours, true in zip(found, gradients(lambda: plainly(attention, qkv, passing), grads, leaves), strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-11)
 
@@ -83,7 +89,7 @@ def test_heads_and_gradients_are_those_of_plain_operations(
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_queries_and_keys_lie_as_the_product_does_and_values_in_it(batch_first: bool):
     attention, qkv = layer(), drawn(WIDE, batch_first=batch_first)
-    q, k, v = attention._heads(qkv, rotation_of(attention, WIDE))
+    q, k, v = attention._split_qkv(qkv, rotation_of(attention, WIDE))
     for part in (q, k):
         assert (part.transpose(0, 1) if batch_first else part).is_contiguous()
     assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
@@ -94,26 +100,28 @@ def test_queries_and_keys_lie_as_the_product_does_and_values_in_it(batch_first: 
 def test_nothing_is_kept_but_the_product():
     attention, held = layer(), []
     passing, x = rotation_of(attention, WIDE), drawn(WIDE, batch_first=False)
-    assert passing.rotation is not None
+    assert passing.rope_cos_sin is not None
 
     def run() -> None:
-        q, k, _ = attention._heads(x * 1.0, passing)
+        q, k, _ = attention._split_qkv(x * 1.0, passing)
         held.append((q.grad_fn, k.grad_fn))
 
-    kept = alive_bytes(run, without=[x, *attention.parameters(), *passing.rotation])
+    kept = alive_bytes(run, without=[x, *attention.parameters(), *passing.rope_cos_sin])
     assert kept == S * B * (H + 2 * K) * E * 8
 
 
 class Taker:
     """Adds gradients up in float32."""
 
-    postpones = False
+    defers = False
 
     def __init__(self) -> None:
         self.taken: dict[Tensor, Tensor] = {}
 
-    def take(self, weight: Tensor, write: Callable[[Tensor, bool], None], *, now: bool = False, begin: object = None):
-        assert now and begin is None
+    def submit(
+        self, weight: Tensor, write: Callable[[Tensor, bool], None], *, now: bool = False, start_comm: object = None
+    ):
+        assert now and start_comm is None
         out = self.taken.setdefault(weight, torch.zeros(weight.shape))
         write(out, True)
 
@@ -121,33 +129,33 @@ class Taker:
 def test_weight_gradients_go_to_their_taker_unrounded():
     attention, taker = layer(torch.bfloat16), Taker()
     qkv, passing = drawn(torch.bfloat16, batch_first=True), rotation_of(attention, torch.bfloat16)
-    assert attention.rms_norms is not None
-    for norm in attention.rms_norms:
-        norm.weight_grads = taker
-    made = attention._heads(qkv, passing)
+    assert attention.qk_rms_norms is not None
+    for norm in attention.qk_rms_norms:
+        norm.weight_grad_sink = taker
+    made = attention._split_qkv(qkv, passing)
     grads = tuple(torch.randn_like(part) for part in made)
     torch.autograd.backward(made, grads)
     exact = layer()
     exact.load_state_dict({name: value.double() for name, value in attention.state_dict().items()})
-    assert passing.rotation is not None and exact.rms_norms is not None
-    wide = Pass(rotation=(passing.rotation[0].double(), passing.rotation[1].double()))
+    assert passing.rope_cos_sin is not None and exact.qk_rms_norms is not None
+    wide = ForwardContext(rope_cos_sin=(passing.rope_cos_sin[0].double(), passing.rope_cos_sin[1].double()))
     wanted = gradients(
-        lambda: exact._heads(qkv.detach().double(), wide),
+        lambda: exact._split_qkv(qkv.detach().double(), wide),
         tuple(grad.double() for grad in grads),
-        [norm.weight for norm in exact.rms_norms],
+        [norm.weight for norm in exact.qk_rms_norms],
     )
-    for norm, true in zip(attention.rms_norms, wanted, strict=True):
+    for norm, true in zip(attention.qk_rms_norms, wanted, strict=True):
         assert norm.weight.grad is None
         torch.testing.assert_close(taker.taken[norm.weight].double(), true, rtol=1e-4, atol=1e-4)
 
 
 def test_a_frozen_weight_gets_no_gradient():
     attention, qkv = layer(), drawn(WIDE, batch_first=False)
-    assert attention.rms_norms is not None
-    attention.rms_norms[0].weight.requires_grad_(False)
-    q, k, v = attention._heads(qkv, rotation_of(attention, WIDE))
+    assert attention.qk_rms_norms is not None
+    attention.qk_rms_norms[0].weight.requires_grad_(False)
+    q, k, v = attention._split_qkv(qkv, rotation_of(attention, WIDE))
     (q.sum() + k.sum() + v.sum()).backward()
-    frozen, trained = attention.rms_norms
+    frozen, trained = attention.qk_rms_norms
     assert frozen.weight.grad is None and trained.weight.grad is not None
 
 
@@ -161,5 +169,5 @@ def test_a_frozen_weight_gets_no_gradient():
 )
 def test_what_is_chosen_is_what_the_layer_uses(changes: dict[str, object], wanted: str):
     attention = layer(**changes)
-    chosen = {choice.operation for choice in fill_kernels(attention, Situation("cpu", (0, 0), WIDE, False, None))}
+    chosen = {choice.operation for choice in select_kernels(attention, KernelContext("cpu", (0, 0), WIDE, False, None))}
     assert {name for name in chosen if "rotary" in name} == {wanted}

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.kernels.activation import GATED, PLAIN
+from petatron.kernels.activation import ACTIVATIONS, GATE_ACTIVATIONS
 from petatron.kernels.moe import grouped_gemm
 from petatron.kernels.moe.permute import REFERENCE
-from petatron.kernels.registry import Situation
-from petatron.layers.forward_context import Pass
-from petatron.layers.moe.moe_layer import MoE
+from petatron.kernels.registry import KernelContext
+from petatron.layers.forward_context import ForwardContext
+from petatron.layers.moe.moe_layer import MoELayer
 from petatron.layers.moe.router import Routing
-from petatron.parallel.select_kernels import fill_kernels
+from petatron.parallel.select_kernels import select_kernels
 from tests.counted_rows import counted
 from tests.seen import Seen
 
@@ -28,9 +28,9 @@ PLAIN_MODEL = ModelConfig(hidden_size=D, activation="gelu", add_bias_linear=True
 MOE = MoEConfig(num_experts=E, moe_ffn_hidden_size=F, moe_router_topk=2)
 
 
-def build(model: ModelConfig = GATED_MODEL, moe: MoEConfig = MOE, *, seed: int = 0) -> MoE:
+def build(model: ModelConfig = GATED_MODEL, moe: MoEConfig = MOE, *, seed: int = 0) -> MoELayer:
     torch.manual_seed(seed)
-    layer = MoE(model, moe, number=3).double()
+    layer = MoELayer(model, moe, layer_index=3).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer
@@ -41,7 +41,7 @@ def tokens(seed: int = 1) -> Tensor:
     return torch.randn(S, B, D, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-def expert(layer: MoE, model: ModelConfig, index: int, x: Tensor) -> Tensor:
+def expert(layer: MoELayer, model: ModelConfig, index: int, x: Tensor) -> Tensor:
     """One expert on one token."""
     experts = layer.experts
 
@@ -49,13 +49,13 @@ def expert(layer: MoE, model: ModelConfig, index: int, x: Tensor) -> Tensor:
         y = module.weight[index] @ x
         return y if module.bias is None else y + module.bias[index]
 
-    if model.activation in GATED:
+    if model.activation in GATE_ACTIVATIONS:
         gate, up = product(experts.gate_up, x).chunk(2)
-        return product(experts.down, PLAIN[GATED[model.activation]](gate) * up)
-    return product(experts.down, PLAIN[model.activation](product(experts.up, x)))
+        return product(experts.down, ACTIVATIONS[GATE_ACTIVATIONS[model.activation]](gate) * up)
+    return product(experts.down, ACTIVATIONS[model.activation](product(experts.up, x)))
 
 
-def naive(layer: MoE, model: ModelConfig, x: Tensor, routing: Routing) -> Tensor:
+def naive(layer: MoELayer, model: ModelConfig, x: Tensor, routing: Routing) -> Tensor:
     """Token by token, choice by choice."""
     inner = x if layer.latent_down is None else layer.latent_down(x)
     rows = []
@@ -73,7 +73,7 @@ def naive(layer: MoE, model: ModelConfig, x: Tensor, routing: Routing) -> Tensor
     return y
 
 
-def gradients(layer: MoE, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+def gradients(layer: MoELayer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
     found = torch.autograd.grad((y * weight).sum(), [x, *layer.parameters()])
     return dict(zip(["x", *(name for name, _ in layer.named_parameters())], found))
@@ -103,7 +103,7 @@ VARIANTS = {
 def test_outputs_and_gradients_equal_a_naive_loop(variant: str, model: ModelConfig):
     layer, x = build(model, replace(MOE, **VARIANTS[variant])), tokens()
     routing, _, _ = layer.router(x, with_loss=False)
-    expected, found = naive(layer, model, x, routing), layer(x, Pass())
+    expected, found = naive(layer, model, x, routing), layer(x, ForwardContext())
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     theirs, ours = gradients(layer, x, expected), gradients(layer, x, found)
     for name, gradient in theirs.items():
@@ -122,14 +122,14 @@ def test_tokens_may_lie_in_memory_either_way(variant: str, model: ModelConfig):
     grad = torch.randn(B, S, D, dtype=x.dtype).transpose(0, 1)
     leaves, results, reports = [*layer.parameters()], [], []
     for tensor, its_grad in ((x, grad.contiguous()), (turned, grad)):
-        passing = Pass(extra_loss_scale=torch.tensor(0.5))
+        passing = ForwardContext(aux_loss_scale=torch.tensor(0.5))
         with Seen("clone", elements=S * B * D) as seen:
             y = layer(tensor, passing)
             found = torch.autograd.grad(y, [tensor, *leaves], its_grad)
         assert seen.count == 0
         assert y.stride() == found[0].stride() == tensor.stride()
         results.append((y, *found))
-        reports.append(passing.reports[3])
+        reports.append(passing.router_statistics[3])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(*reports)
@@ -157,7 +157,7 @@ def test_rows_of_no_expert_reach_nothing_and_are_not_counted_by_the_host(
     layer, x = build(model, replace(MOE, **VARIANTS[variant])), tokens().detach()
     x[..., 0], layer.router.weight.data[3, 0] = 1.0, -9.0  # the last expert is not full
     x.requires_grad_()
-    true_y = layer(x, Pass())
+    true_y = layer(x, ForwardContext())
     true = gradients(layer, x, true_y)
     plain, poisoned = grouped_gemm.looped_linear, []
 
@@ -169,10 +169,10 @@ def test_rows_of_no_expert_reach_nothing_and_are_not_counted_by_the_host(
         return made
 
     with Seen("_local_scalar_dense") as seen:
-        gradients(layer, x, layer(x, Pass()))
+        gradients(layer, x, layer(x, ForwardContext()))
     assert seen.count == 0
     monkeypatch.setattr(grouped_gemm, "looped_linear", leaving_the_rest)
-    y = layer(x, Pass())
+    y = layer(x, ForwardContext())
     torch.testing.assert_close(y, true_y)
     for name, gradient in gradients(layer, x, y).items():
         torch.testing.assert_close(gradient, true[name], msg=lambda m, n=name: f"{n}: {m}")
@@ -185,25 +185,25 @@ def test_all_experts_with_equal_gates_is_the_dense_sum():
     dense = torch.stack(
         [sum(expert(layer, GATED_MODEL, index, token) for index in range(E)) / E for token in x.flatten(0, 1)]
     )
-    torch.testing.assert_close(layer(x, Pass()), dense.view(S, B, D), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(layer(x, ForwardContext()), dense.view(S, B, D), rtol=1e-12, atol=1e-13)
 
 
 def test_permuted_tokens_give_permuted_outputs():
     layer, x = build(), tokens()
     order = torch.randperm(S * B)
-    y = layer(x, Pass()).flatten(0, 1)
-    permuted = layer(x.flatten(0, 1)[order].view(S, B, D), Pass()).flatten(0, 1)
+    y = layer(x, ForwardContext()).flatten(0, 1)
+    permuted = layer(x.flatten(0, 1)[order].view(S, B, D), ForwardContext()).flatten(0, 1)
     torch.testing.assert_close(permuted, y[order], rtol=1e-12, atol=1e-13)
 
 
 def test_the_order_of_the_experts_does_not_matter():
     layer, x = build(PLAIN_MODEL), tokens()
-    y = layer(x, Pass())
+    y = layer(x, ForwardContext())
     order = torch.tensor([2, 0, 3, 1])
     with torch.no_grad():
         for parameter in (layer.router.weight, *layer.experts.parameters()):
             parameter.copy_(parameter[order])
-    torch.testing.assert_close(layer(x, Pass()), y, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(layer(x, ForwardContext()), y, rtol=1e-12, atol=1e-13)
 
 
 def test_every_expert_weight_gets_a_gradient_even_without_tokens():
@@ -211,7 +211,7 @@ def test_every_expert_weight_gets_a_gradient_even_without_tokens():
     with torch.no_grad():  # experts 2 and 3 are never chosen
         layer.router.weight.zero_()
         layer.router.weight[:2] += 10 * x.flatten(0, 1)[0]
-    y = layer(x[:1, :1], Pass())
+    y = layer(x[:1, :1], ForwardContext())
     y.sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
     assert layer.experts.up.weight.grad is not None and not layer.experts.up.weight.grad[2:].any()
@@ -219,7 +219,9 @@ def test_every_expert_weight_gets_a_gradient_even_without_tokens():
 
 def test_names_and_shapes_of_the_parameters():
     moe = replace(MOE, moe_shared_expert_intermediate_size=7, moe_shared_expert_gate=True, moe_latent_size=3)
-    shapes = {name: tuple(parameter.shape) for name, parameter in MoE(GATED_MODEL, moe, number=0).named_parameters()}
+    shapes = {
+        name: tuple(parameter.shape) for name, parameter in MoELayer(GATED_MODEL, moe, layer_index=0).named_parameters()
+    }
     assert shapes == {
         "router.weight": (E, D),
         "experts.gate_up.weight": (E, 2 * F, 3),
@@ -230,7 +232,9 @@ def test_names_and_shapes_of_the_parameters():
         "shared.down.weight": (D, 7),
         "shared_gate.weight": (1, D),
     }
-    plain = {name: tuple(parameter.shape) for name, parameter in MoE(PLAIN_MODEL, MOE, number=0).named_parameters()}
+    plain = {
+        name: tuple(parameter.shape) for name, parameter in MoELayer(PLAIN_MODEL, MOE, layer_index=0).named_parameters()
+    }
     assert plain == {
         "router.weight": (E, D),
         "experts.up.weight": (E, F, D),
@@ -241,10 +245,10 @@ def test_names_and_shapes_of_the_parameters():
 
 
 def test_a_pass_gets_a_report_under_the_layers_number():
-    passing = Pass()
+    passing = ForwardContext()
     build()(tokens(), passing)
-    assert list(passing.reports) == [3]
-    assert passing.reports[3].shape == (E + 6,) and not passing.reports[3].requires_grad
+    assert list(passing.router_statistics) == [3]
+    assert passing.router_statistics[3].shape == (E + 6,) and not passing.router_statistics[3].requires_grad
 
 
 @pytest.mark.parametrize(
@@ -257,8 +261,8 @@ def test_a_pass_gets_a_report_under_the_layers_number():
 def test_the_extra_loss_joins_the_gradient_scaled(moe: MoEConfig):
     layer, x = build(moe=moe), tokens()
     _, loss, _ = layer.router(x, with_loss=True)
-    alone = gradients(layer, x, layer(x, Pass()))
-    both = gradients(layer, x, layer(x, Pass(extra_loss_scale=torch.tensor(0.25))))
+    alone = gradients(layer, x, layer(x, ForwardContext()))
+    both = gradients(layer, x, layer(x, ForwardContext(aux_loss_scale=torch.tensor(0.25))))
     of_x, of_router = torch.autograd.grad(loss, [x, layer.router.weight])
     torch.testing.assert_close(both["x"], alone["x"] + 0.25 * of_x)
     torch.testing.assert_close(both["router.weight"], alone["router.weight"] + 0.25 * of_router)
@@ -267,9 +271,9 @@ def test_the_extra_loss_joins_the_gradient_scaled(moe: MoEConfig):
 
 
 def test_without_a_scale_there_is_no_extra_loss():
-    layer, passing = build(moe=replace(MOE, moe_aux_loss_coeff=0.3)), Pass()
+    layer, passing = build(moe=replace(MOE, moe_aux_loss_coeff=0.3)), ForwardContext()
     layer(tokens(), passing)
-    assert passing.reports[3][-3] == 0.0
+    assert passing.router_statistics[3][-3] == 0.0
 
 
 def test_bfloat16_keeps_its_precision_outside_and_float32_inside():
@@ -277,10 +281,12 @@ def test_bfloat16_keeps_its_precision_outside_and_float32_inside():
     x = tokens().detach().to(torch.bfloat16)
     routing, _, _ = layer.router(x, with_loss=False)
     assert routing.weights_TK.dtype == torch.float32
-    assert layer(x, Pass()).dtype == torch.bfloat16
+    assert layer(x, ForwardContext()).dtype == torch.bfloat16
     exact = build()
     exact.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
-    difference = (layer(x, Pass()).double() - exact(x.double(), Pass())).norm() / exact(x.double(), Pass()).norm()
+    difference = (layer(x, ForwardContext()).double() - exact(x.double(), ForwardContext())).norm() / exact(
+        x.double(), ForwardContext()
+    ).norm()
     assert difference < 2e-2
 
 
@@ -289,7 +295,7 @@ def test_the_kernels_of_rows_are_a_slot():
     layer = build()
     assert layer.experts.kernels is REFERENCE
     layer.experts.kernels, _ = counted(REFERENCE)
-    chosen = fill_kernels(layer, Situation("cpu", (0, 0), torch.float64, False, None))
+    chosen = select_kernels(layer, KernelContext("cpu", (0, 0), torch.float64, False, None))
     assert "expert rows: reference; not triton: the device is no GPU" in map(str, chosen)
     assert layer.experts.kernels is REFERENCE
 
@@ -297,8 +303,11 @@ def test_the_kernels_of_rows_are_a_slot():
 @pytest.mark.parametrize(
     ("model", "calls"),
     [
-        (GATED_MODEL, {"take_rows": 2, "sum_rows": 2, "weighted_activation": 2, "weighted_activation_backward": 1}),
-        (PLAIN_MODEL, {"take_rows": 1, "sum_rows": 2, "combine_backward": 1}),
+        (
+            GATED_MODEL,
+            {"permute_rows": 2, "unpermute_rows": 2, "weighted_activation": 2, "weighted_activation_backward": 1},
+        ),
+        (PLAIN_MODEL, {"permute_rows": 1, "unpermute_rows": 2, "unpermute_backward": 1}),
     ],
     ids=["gated", "plain-bias"],
 )
@@ -306,7 +315,7 @@ def test_what_is_in_the_slot_is_what_runs(model: ModelConfig, calls: dict[str, i
     """Forward and backward; the weighted activation a second time for the weight gradient."""
     layer = build(model)
     layer.experts.kernels, found = counted(REFERENCE)
-    layer(tokens(), Pass()).sum().backward()
+    layer(tokens(), ForwardContext()).sum().backward()
     assert found == Counter(calls)
 
 
@@ -329,7 +338,7 @@ def test_cuda_equals_the_cpu(variant: str):
     here, x = build(PLAIN_MODEL, moe), tokens()
     there = build(PLAIN_MODEL, moe).cuda()
     far = x.detach().cuda().requires_grad_()
-    y, far_y = here(x, Pass()), there(far, Pass())
+    y, far_y = here(x, ForwardContext()), there(far, ForwardContext())
     torch.testing.assert_close(far_y.cpu(), y, rtol=1e-9, atol=1e-11)
     near = gradients(here, x, y)
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y).cuda()
@@ -345,13 +354,13 @@ def test_the_host_need_not_wait(variant: str, model: ModelConfig):
     wide = replace(model, hidden_size=64)
     moe = replace(MOE, moe_ffn_hidden_size=32, moe_aux_loss_coeff=0.1, **VARIANTS[variant])
     layer = build(wide, moe).to(torch.bfloat16).cuda()
-    fill_kernels(layer, Situation.of(torch.device("cuda"), torch.bfloat16, compiles=False))
+    select_kernels(layer, KernelContext.of(torch.device("cuda"), torch.bfloat16, allow_compile=False))
     x = torch.randn(256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     scale = torch.ones((), device="cuda")
     for mode in ("default", "error"):  # the first pass loads kernels
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            layer(x, Pass(extra_loss_scale=scale)).sum().backward()
+            layer(x, ForwardContext(aux_loss_scale=scale)).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert x.grad is not None and bool(x.grad.isfinite().all()), "both passes went all the way"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.model import MoEConfig
-from petatron.layers.moe.load_balancing import Together, attach, expert_counts, router_health
+from petatron.layers.moe.load_balancing import ReductionGroup, attach_aux_loss, expert_counts, router_health
 from petatron.layers.moe.router import Router
 
 S, B, D, E, K = 8, 3, 5, 4, 2
@@ -116,8 +116,8 @@ def shares(router: Router, parts: list[Tensor], kind: str, replicas: int = 1) ->
     found = []
     for index, part in enumerate(parts):
         group = every[index // ranks * ranks : (index // ranks + 1) * ranks]
-        router.sequence = Together(ranks, lambda counts, group=group: counts.copy_(sum(group)))
-        router.stage = Together(len(parts), lambda counts: counts.copy_(sum(every)))
+        router.sequence_group = ReductionGroup(ranks, lambda counts, group=group: counts.copy_(sum(group)))
+        router.stage_group = ReductionGroup(len(parts), lambda counts: counts.copy_(sum(every)))
         _, loss, _ = router(part, with_loss=True)
         assert loss is not None
         found.append(loss)
@@ -146,7 +146,7 @@ def test_global_aux_loss_counts_the_load_of_all_replicas():
 def test_attach_gives_the_loss_a_gradient_of_one():
     x = torch.randn(3, requires_grad=True)
     weight = torch.tensor(2.0, requires_grad=True)
-    y = attach(x * 1.0, weight * 5.0)
+    y = attach_aux_loss(x * 1.0, weight * 5.0)
     assert torch.equal(y, x)
     (y * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [1.0, 2.0, 3.0]
@@ -156,7 +156,7 @@ def test_attach_gives_the_loss_a_gradient_of_one():
 def test_reports_of_parts_add_up_to_the_report_of_the_whole():
     router, x = build(moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.1), tokens()
     _, _, whole = router(x, with_loss=True)
-    router.sequence = Together(4)
+    router.sequence_group = ReductionGroup(4)
     parts = [router(part, with_loss=True)[2] for part in x.chunk(4)]
     torch.testing.assert_close(sum(parts), whole)
     assert expert_counts(whole).sum() == S * B * K

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.estimate.flops import formula, model_flops_per_token, parameter_count
+from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 
@@ -38,33 +38,33 @@ MOE = MoEConfig(num_experts=5, moe_ffn_hidden_size=20, moe_router_topk=2)
 RICH = replace(
     MOE, moe_latent_size=6, moe_shared_expert_intermediate_size=10, moe_shared_expert_gate=True, moe_router_topk=3
 )
-EXPERTS_IN = (False, True, True)
+MOE_LAYER_MASK = (False, True, True)
 
 
 @pytest.mark.parametrize("model", [GATED, PLAIN], ids=["gated", "plain-bias"])
 @pytest.mark.parametrize("moe", [MOE, RICH], ids=["routed", "shared-latent"])
 def test_parameter_count_is_what_the_model_has(model: ModelConfig, moe: MoEConfig):
     with torch.device("meta"):
-        built = Decoder(model, moe, experts_in=EXPERTS_IN)
+        built = Decoder(model, moe, moe_layer_mask=MOE_LAYER_MASK)
     sizes = {name: parameter.numel() for name, parameter in built.named_parameters()}
-    assert parameter_count(model, moe, experts_in=EXPERTS_IN) == sum(sizes.values())
+    assert parameter_count(model, moe, moe_layer_mask=MOE_LAYER_MASK) == sum(sizes.values())
     unmet = sum(
         size * (moe.num_experts - moe.moe_router_topk) // moe.num_experts
         for name, size in sizes.items()
         if ".experts." in name
     )
-    assert parameter_count(model, moe, experts_in=EXPERTS_IN, active=True) == sum(sizes.values()) - unmet
+    assert parameter_count(model, moe, moe_layer_mask=MOE_LAYER_MASK, active=True) == sum(sizes.values()) - unmet
 
 
 @pytest.mark.parametrize("moe", [MOE, RICH], ids=["routed", "shared-latent"])
 def test_flops_are_what_torch_counts(moe: MoEConfig):
     tokens = torch.zeros(2, 12, dtype=torch.long)
-    built = Decoder(GATED, moe, experts_in=EXPERTS_IN)
+    built = Decoder(GATED, moe, moe_layer_mask=MOE_LAYER_MASK)
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         built(Batch(tokens, tokens, torch.ones(2, 12)), loss_weights_SB=torch.ones(12, 2)).sum().backward()
-    expected = model_flops_per_token(GATED, moe, experts_in=EXPERTS_IN, causal=False)
+    expected = model_flops_per_token(GATED, moe, moe_layer_mask=MOE_LAYER_MASK, causal=False)
     assert counter.get_total_flops() == 2 * 12 * expected
 
 
@@ -81,8 +81,8 @@ def test_mixtral_has_its_published_sizes():
     )
     moe = MoEConfig(num_experts=8, moe_ffn_hidden_size=14336, moe_router_topk=2)
     everywhere = (True,) * 32
-    assert parameter_count(mixtral, moe, experts_in=everywhere) == 46_702_792_704
-    assert parameter_count(mixtral, moe, experts_in=everywhere, active=True) == 12_879_925_248
+    assert parameter_count(mixtral, moe, moe_layer_mask=everywhere) == 46_702_792_704
+    assert parameter_count(mixtral, moe, moe_layer_mask=everywhere, active=True) == 12_879_925_248
 
 
 def test_no_layer_with_experts_is_a_dense_model():
@@ -91,5 +91,5 @@ def test_no_layer_with_experts_is_a_dense_model():
 
 
 def test_the_formula_names_the_experts():
-    assert "K g h e" in formula(experts=True) and "K g h e" not in formula()
-    assert "s^2/2" in formula(experts=True) and "s^2/2" not in formula(experts=True, causal=False)
+    assert "K g h e" in flops_formula(experts=True) and "K g h e" not in flops_formula()
+    assert "s^2/2" in flops_formula(experts=True) and "s^2/2" not in flops_formula(experts=True, causal=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.model import MoEConfig
-from petatron.layers.moe.load_balancing import ALONE, expert_bias_update, sinkhorn
+from petatron.layers.moe.load_balancing import SINGLE_RANK, expert_bias_update, sinkhorn
 from petatron.layers.moe.router import Router
 
 D, E, K = 6, 8, 3
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_dropped(policy: str, pad: bool):
         kept = [(t, row[index]) for t, row in enumerate(after) if index in row]
         assert sorted(wanted[:capacity]) == sorted(kept), "the others keep their weights"
     routing, _, report = full(x, with_loss=False)
-    assert routing.incomplete and routing.capacity == capacity and routing.padded == pad
+    assert routing.may_drop and routing.capacity == capacity and routing.pad_to_capacity == pad
     dropped = sum(map(len, before)) - sum(map(len, after))
     assert dropped > 0 and int(report[E]) == dropped
     assert report[:E].sum() == 60, "the report counts what the router asked for"
@@ -172,10 +172,10 @@ def test_forced_balance_ignores_the_router_but_keeps_its_gradient():
 
 def test_sinkhorn_is_doubly_even_and_chooses_in_training_only():
     values = torch.randn(40, 5, dtype=torch.float64) * 2
-    even = sinkhorn(values, ALONE)
+    even = sinkhorn(values, SINGLE_RANK)
     torch.testing.assert_close(even.sum(1), torch.full((40,), 1 / 40, dtype=torch.float64), rtol=1e-2, atol=0)
     torch.testing.assert_close(even.sum(0), torch.full((5,), 1 / 5, dtype=torch.float64), rtol=1e-2, atol=0)
-    torch.testing.assert_close(sinkhorn(values + 500.0, ALONE), even)  # nothing overflows
+    torch.testing.assert_close(sinkhorn(values + 500.0, SINGLE_RANK), even)  # nothing overflows
     router, x = build(moe_router_load_balancing_type="sinkhorn"), tokens(200)
     x[..., 0] = 1.0  # so that the first weight of an expert is a preference that all tokens share
     router.weight.data[2, 0] += 5.0

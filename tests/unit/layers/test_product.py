@@ -17,10 +17,10 @@ from petatron.layers.embedding import TokenEmbedding
 from petatron.layers.linear import Linear
 from petatron.layers.mlp import Activation
 from petatron.layers.norm import RMSNorm
-from petatron.layers.ops.linear_op import Multiply, Write, multiply_here
-from petatron.layers.ops.recompute_output import Remade, remade
+from petatron.layers.ops.linear_op import GemmOp, WriteWeightGrad, local_linear
+from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.output_head import OutputHead
-from petatron.layers.token_layout import batch_first, from_row_order, from_rows, to_row_order, to_rows
+from petatron.layers.token_layout import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 
 S, B, D, OUT = 6, 3, 8, 5
@@ -37,20 +37,20 @@ class Buffers:
         self.fresh = set(weights)
         self.order: list[Tensor] = []
 
-    def deliver(self, weight: Tensor, write: Write) -> None:
+    def deliver(self, weight: Tensor, write: WriteWeightGrad) -> None:
         write(self.out[weight], weight not in self.fresh)
         self.fresh.discard(weight)
         self.order.append(weight)
 
     def queue(self) -> WeightGradQueue:
         queue = WeightGradQueue()
-        queue.deliver = self.deliver
+        queue.accumulate = self.deliver
         return queue
 
 
-def leaf(*shape: int, by_batch: bool = False, dtype: torch.dtype = torch.float64) -> Tensor:
+def leaf(*shape: int, batch_first: bool = False, dtype: torch.dtype = torch.float64) -> Tensor:
     x = torch.randn(shape, dtype=torch.float64).to(dtype)
-    x = x.transpose(0, 1).contiguous().transpose(0, 1) if by_batch else x
+    x = x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x
     return x.requires_grad_()
 
 
@@ -70,14 +70,14 @@ SHAPES = {
 @pytest.mark.parametrize("case", SHAPES)
 @pytest.mark.parametrize("takes", [False, True])
 def test_a_product_and_its_gradients(case: str, takes: bool):
-    shape, by_batch = SHAPES[case]
-    x, weight = leaf(*shape, by_batch=by_batch), leaf(OUT, D)
+    shape, batch_first = SHAPES[case]
+    x, weight = leaf(*shape, batch_first=batch_first), leaf(OUT, D)
     buffers = Buffers(weight)
-    multiply = Multiply(weight_grads=buffers.queue() if takes else None)
-    for found in (multiply(remade(x), weight), multiply(Remade(x, None), weight)):
+    multiply = GemmOp(weight_grad_sink=buffers.queue() if takes else None)
+    for found in (multiply(as_recomputable(x), weight), multiply(Recomputable(x, None), weight)):
         wanted = F.linear(x, weight)
         torch.testing.assert_close(found, wanted)
-        assert batch_first(found) == batch_first(x)
+        assert is_batch_first(found) == is_batch_first(x)
         grad = torch.randn_like(wanted)
         true = grads_of((wanted * grad).sum(), x, weight)
         if takes:
@@ -87,39 +87,41 @@ def test_a_product_and_its_gradients(case: str, takes: bool):
             ours = grads_of((found * grad).sum(), x, weight)
         for mine, theirs in zip(ours, true, strict=True):
             torch.testing.assert_close(mine, theirs)
-        assert batch_first(ours[0]) == batch_first(x)
+        assert is_batch_first(ours[0]) == is_batch_first(x)
 
 
-@pytest.mark.parametrize("by_batch", [False, True])
-def test_an_input_in_the_order_of_memory_is_not_copied(by_batch: bool):
-    x = leaf(S, B, D, by_batch=by_batch)
-    rows = to_rows(x, by_batch=batch_first(x))
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_an_input_in_the_order_of_memory_is_not_copied(batch_first: bool):
+    x = leaf(S, B, D, batch_first=batch_first)
+    rows = to_rows(x, batch_first=is_batch_first(x))
     assert rows.data_ptr() == x.data_ptr() and rows.shape == (S * B, D)
-    assert from_rows(rows, x, by_batch=batch_first(x)).stride() == x.stride()
+    assert from_rows(rows, x, batch_first=is_batch_first(x)).stride() == x.stride()
 
 
-@given(shape=st.lists(st.integers(1, 4), min_size=2, max_size=4), memory_by_batch=st.booleans(), by_batch=st.booleans())
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=2, max_size=4), memory_by_batch=st.booleans(), batch_first=st.booleans()
+)
 @settings(max_examples=60, deadline=None)
-def test_rows_and_back(shape: list[int], memory_by_batch: bool, by_batch: bool):
-    x = leaf(*shape, by_batch=memory_by_batch)
-    rows = to_rows(x, by_batch=by_batch)
-    assert rows.is_contiguous() and torch.equal(from_rows(rows, x, by_batch=by_batch), x)
+def test_rows_and_back(shape: list[int], memory_by_batch: bool, batch_first: bool):
+    x = leaf(*shape, batch_first=memory_by_batch)
+    rows = to_rows(x, batch_first=batch_first)
+    assert rows.is_contiguous() and torch.equal(from_rows(rows, x, batch_first=batch_first), x)
     if len(shape) == 3:
         numbers = torch.arange(shape[0] * shape[1]).view(shape[:2])
-        order = to_row_order(numbers, by_batch=by_batch)
+        order = to_row_order(numbers, batch_first=batch_first)
         assert torch.equal(rows, torch.stack([x[n // shape[1], n % shape[1]] for n in order.tolist()]))
-        assert torch.equal(from_row_order(order, numbers, by_batch=by_batch), numbers)
+        assert torch.equal(from_row_order(order, numbers, batch_first=batch_first), numbers)
 
 
 def test_the_first_gradient_overwrites_and_later_ones_add():
     x, weight = leaf(S, B, D), leaf(OUT, D)
     buffers = Buffers(weight)
-    multiply = Multiply(weight_grads=buffers.queue())
+    multiply = GemmOp(weight_grad_sink=buffers.queue())
     for _ in range(2):  # two steps
         buffers.fresh.add(weight)
         wanted = torch.zeros_like(weight)
         for factor in (1.0, -2.0, 0.5):
-            multiply(remade(x), weight).square().sum().mul(factor).backward()
+            multiply(as_recomputable(x), weight).square().sum().mul(factor).backward()
             wanted += factor * grads_of(F.linear(x, weight).square().sum(), weight)[0]
             torch.testing.assert_close(buffers.out[weight], wanted)
     assert weight.grad is None
@@ -130,10 +132,10 @@ def test_gradients_of_half_precision_add_up_in_float32(dtype: torch.dtype):
     """Their sum is that of exact products: nothing is rounded to the weight's precision on the way."""
     weight = leaf(OUT, D, dtype=dtype)
     buffers = Buffers(weight)
-    multiply, wanted = Multiply(weight_grads=buffers.queue()), torch.zeros(OUT, D, dtype=torch.float64)
+    multiply, wanted = GemmOp(weight_grad_sink=buffers.queue()), torch.zeros(OUT, D, dtype=torch.float64)
     for _ in range(3):
         x, grad = leaf(40, D, dtype=dtype), torch.randn(40, OUT).to(dtype)
-        multiply(remade(x), weight).backward(grad)
+        multiply(as_recomputable(x), weight).backward(grad)
         wanted += grad.double().t() @ x.detach().double()
     assert buffers.out[weight].dtype == torch.float32
     torch.testing.assert_close(buffers.out[weight].double(), wanted, rtol=1e-5, atol=1e-5)
@@ -155,10 +157,10 @@ def two_layers(takes: WeightGradQueue | None) -> tuple[Callable[[Tensor], Tensor
     """norm, product, activation, product; and its weights."""
     norm, act, weights = RMSNorm(D, eps=1e-5).double(), Activation("swiglu"), [leaf(2 * OUT, D), leaf(D, OUT)]
     torch.nn.init.normal_(norm.weight)
-    multiply = Multiply(weight_grads=takes)
+    multiply = GemmOp(weight_grad_sink=takes)
 
     def run(x: Tensor) -> Tensor:
-        total, normal = norm.join(x)
+        total, normal = norm.add_and_norm(x)
         return total + multiply(act(multiply(normal, weights[0])), weights[1])
 
     return run, [*weights, norm.weight]
@@ -168,21 +170,21 @@ def test_deferred_gradients_are_those_made_at_once():
     """Collected by backward pass, in whatever order those are computed; norms' come through autograd at once."""
     queue = WeightGradQueue()
     run, weights = two_layers(queue)
-    inputs = [leaf(S, B, D, by_batch=True) for _ in range(3)]
+    inputs = [leaf(S, B, D, batch_first=True) for _ in range(3)]
     at_once = Buffers(*weights[:2])
-    queue.deliver = at_once.deliver
+    queue.accumulate = at_once.deliver
     for x in inputs:
         run(x).square().sum().backward()
     norm, weights[2].grad = weights[2].grad, None
     later = Buffers(*weights[:2])
-    queue.deliver = later.deliver
+    queue.accumulate = later.deliver
     losses = [run(x).square().sum() for x in inputs]
     for key, loss in enumerate(losses):
-        with queue.collecting(key):
+        with queue.deferring(key):
             loss.backward()
     assert later.order == [] and weights[2].grad is not None and torch.equal(weights[2].grad, norm)
     for key in (1, 0, 2):
-        queue.compute(key)
+        queue.compute_deferred(key)
         assert len(later.order) == 2 * (1 + [1, 0, 2].index(key))
     for weight in weights[:2]:
         torch.testing.assert_close(later.out[weight], at_once.out[weight])
@@ -195,10 +197,10 @@ class _Watched(WeightGradQueue):
         super().__init__()
         self.operands: list[int] = []
 
-    def take(self, weight: Tensor, write: Write, *, now: bool = False, **options: Any) -> None:
+    def submit(self, weight: Tensor, write: WriteWeightGrad, *, now: bool = False, **options: Any) -> None:
         held = [cell.cell_contents for cell in write.__closure__ or ()]
         self.operands += [x.untyped_storage()._weak_ref() for x in held if isinstance(x, Tensor)]
-        super().take(weight, write, now=now, **options)
+        super().submit(weight, write, now=now, **options)
 
     @property
     def alive(self) -> list[bool]:
@@ -208,13 +210,13 @@ class _Watched(WeightGradQueue):
 def test_what_a_deferred_gradient_is_made_of_is_let_go_when_it_is_made():
     queue = _Watched()
     run, weights = two_layers(queue)
-    queue.deliver = Buffers(*weights[:2]).deliver
+    queue.accumulate = Buffers(*weights[:2]).deliver
     loss = run(leaf(S, B, D)).sum()
-    with queue.collecting("first"):
+    with queue.deferring("first"):
         loss.backward()
     del loss
     assert queue.alive == [True, True]
-    queue.compute("first")
+    queue.compute_deferred("first")
     assert queue.alive == [False, False]
 
 
@@ -222,28 +224,28 @@ def test_a_queue_that_is_open_takes_what_cannot_wait():
     weight = leaf(2, 2)
     buffers = Buffers(weight)
     queue = buffers.queue()
-    with queue.collecting("key"):
-        queue.take(weight, lambda out, accumulate: out.fill_(3.0), now=True)
+    with queue.deferring("key"):
+        queue.submit(weight, lambda out, accumulate: out.fill_(3.0), now=True)
         assert buffers.order == [weight]
-        queue.take(weight, lambda out, accumulate: out.add_(1.0))
-        with pytest.raises(AssertionError), queue.collecting("another"):
+        queue.submit(weight, lambda out, accumulate: out.add_(1.0))
+        with pytest.raises(AssertionError), queue.deferring("another"):
             pass
     assert float(buffers.out[weight].detach()[0, 0]) == 3.0
-    queue.compute("key")
+    queue.compute_deferred("key")
     assert float(buffers.out[weight].detach()[0, 0]) == 4.0
 
 
 def test_without_anybody_to_accumulate_a_gradient_is_an_error():
     weight = leaf(2, 2)
     with pytest.raises(AssertionError, match="nobody accumulates"):
-        WeightGradQueue().take(weight, lambda out, accumulate: None)
+        WeightGradQueue().submit(weight, lambda out, accumulate: None)
 
 
 @pytest.mark.parametrize("takes", [False, True])
 def test_weights_that_are_frozen_get_no_gradient(takes: bool):
     x, weight = leaf(S, D), leaf(OUT, D).detach()
     buffers = Buffers(weight)
-    y = Multiply(weight_grads=buffers.queue() if takes else None)(remade(x), weight)
+    y = GemmOp(weight_grad_sink=buffers.queue() if takes else None)(as_recomputable(x), weight)
     (found,) = grads_of(y.square().sum(), x)
     torch.testing.assert_close(found, grads_of(F.linear(x, weight).square().sum(), x)[0])
     assert buffers.order == []
@@ -253,7 +255,7 @@ def test_weights_that_are_frozen_get_no_gradient(takes: bool):
 def test_a_graph_may_be_used_twice(takes: bool):
     x, weight = leaf(S, D), leaf(OUT, D)
     buffers = Buffers(weight)
-    loss = Multiply(weight_grads=buffers.queue() if takes else None)(remade(x), weight).square().sum()
+    loss = GemmOp(weight_grad_sink=buffers.queue() if takes else None)(as_recomputable(x), weight).square().sum()
     true = grads_of(F.linear(x, weight).square().sum(), weight)[0]
     loss.backward(retain_graph=True)
     loss.backward()
@@ -265,26 +267,30 @@ def test_a_linear_layer_with_a_bias():
     layer = Linear(D, (OUT, 2), bias=True).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    assert layer.product is multiply_here and layer.bias is not None
-    x = leaf(S, B, D, by_batch=True)
+    assert layer.linear_op is local_linear and layer.bias is not None
+    x = leaf(S, B, D, batch_first=True)
     leaves = (x, layer.weight, layer.bias)
     found, true = layer(x).square().sum(), F.linear(x, layer.weight, layer.bias).square().sum()
     for ours, theirs in zip(grads_of(found, *leaves), grads_of(true, *leaves), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("by_batch", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("takes", [False, True])
 @pytest.mark.parametrize("known", [False, True])
-def test_the_loss_at_the_end(known: bool, takes: bool, by_batch: bool):
+def test_the_loss_at_the_end(known: bool, takes: bool, batch_first: bool):
     """Gradients in the forward pass, where the tokens' weights are known, are those of the backward pass."""
     head = OutputHead(11, D, tied=False).double()
     assert head.weight is not None
     torch.nn.init.normal_(head.weight)
     buffers = Buffers(head.weight)
-    head.weight_grads = buffers.queue() if takes else None
-    x, targets, weights = leaf(S, B, D, by_batch=by_batch), torch.randint(0, 11, (S, B)), torch.rand(S, B).double()
-    losses = head.losses(x, None, targets, weights_SB=weights if known else None)
+    head.weight_grad_sink = buffers.queue() if takes else None
+    x, targets, weights = (
+        leaf(S, B, D, batch_first=batch_first),
+        torch.randint(0, 11, (S, B)),
+        torch.rand(S, B).double(),
+    )
+    losses = head.losses(x, None, targets, loss_weights_SB=weights if known else None)
     wanted = F.cross_entropy(F.linear(x, head.weight).flatten(0, 1), targets.flatten(), reduction="none").view(S, B)
     torch.testing.assert_close(losses, wanted)
     assert buffers.order == ([head.weight] if takes and known else [])
@@ -302,10 +308,10 @@ def test_the_table_of_tokens(takes: bool):
     table = TokenEmbedding(7, D).double()
     torch.nn.init.normal_(table.weight)
     buffers = Buffers(table.weight)
-    table.weight_grads = buffers.queue() if takes else None
+    table.weight_grad_sink = buffers.queue() if takes else None
     ids, grad = torch.randint(0, 7, (B, S)), torch.randn(S, B, D, dtype=torch.float64)
     found = table(ids)
-    assert batch_first(found) and torch.equal(found, table.weight[ids].transpose(0, 1))
+    assert is_batch_first(found) and torch.equal(found, table.weight[ids].transpose(0, 1))
     found.backward(grad)
     true = torch.zeros(7, D, dtype=torch.float64).index_add_(0, ids.t().flatten(), grad.flatten(0, 1))
     torch.testing.assert_close(buffers.out[table.weight] if takes else table.weight.grad, true)
@@ -320,15 +326,17 @@ def test_an_input_that_needs_no_gradient_is_kept_for_the_weight(taken: bool):
     found: list[Tensor] = []
 
     class Taker:
-        postpones = False
+        defers = False
 
-        def take(self, weight: Tensor, write: Write, *, now: bool = False, begin: object = None) -> None:
+        def submit(
+            self, weight: Tensor, write: WriteWeightGrad, *, now: bool = False, start_comm: object = None
+        ) -> None:
             found.append(torch.empty_like(weight))
             write(found[-1], False)
 
     if taken:
-        how = Multiply(weight_grads=Taker())
-        linear.product = lambda x, weight: how(remade(x), weight)
+        how = GemmOp(weight_grad_sink=Taker())
+        linear.linear_op = lambda x, weight: how(as_recomputable(x), weight)
     x = torch.randn(4, 2, 5, dtype=torch.float64)
     linear(x).square().sum().backward()
     wanted = 2 * torch.einsum("sbo,sbd->od", linear(x).detach(), x)

@@ -13,8 +13,15 @@ from torch import Tensor
 from petatron.kernels import activation
 from petatron.layers.mlp import Activation
 from petatron.layers.norm import LayerNorm, RMSNorm
-from petatron.layers.ops.linear_op import Multiply, Write
-from petatron.layers.ops.recompute_output import MaybeTensors, Remade, Source, Tensors, make, remade
+from petatron.layers.ops.linear_op import GemmOp, WriteWeightGrad
+from petatron.layers.ops.recompute_output import (
+    MaybeTensors,
+    Recomputable,
+    RecomputeHandle,
+    Tensors,
+    apply_recomputable,
+    as_recomputable,
+)
 
 S, B, D, OUT = 6, 3, 8, 5
 
@@ -31,29 +38,31 @@ class Sine:
         assert x is not None and y is not None
         return (x + y, (x + y).sin()), (x + y,)
 
-    def backward(self, kept: Tensors, grads: MaybeTensors, *, again: bool) -> tuple[MaybeTensors, Tensor | None]:
-        (total,) = kept
+    def backward(
+        self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
+    ) -> tuple[MaybeTensors, Tensor | None]:
+        (total,) = saved
         grad = sum(
             (part for part in (grads[0], None if grads[1] is None else grads[1] * total.cos()) if part is not None),
             torch.zeros_like(total),
         )
-        self.made_in_passing += again
-        return (grad, grad), total.sin() if again else None
+        self.made_in_passing += recompute_output
+        return (grad, grad), total.sin() if recompute_output else None
 
-    def again(self, kept: Tensors) -> Tensor:
+    def recompute(self, saved: Tensors) -> Tensor:
         self.made += 1
-        return kept[0].sin()
+        return saved[0].sin()
 
 
 class Taker:
     """Takes weight gradients at once; adds from the second on."""
 
-    postpones = False
+    defers = False
 
     def __init__(self) -> None:
         self.grads: dict[Tensor, Tensor] = {}
 
-    def take(self, weight: Tensor, write: Write, *, now: bool = False, begin: object = None) -> None:
+    def submit(self, weight: Tensor, write: WriteWeightGrad, *, now: bool = False, start_comm: object = None) -> None:
         fresh = weight not in self.grads
         out = self.grads.setdefault(weight, torch.full_like(weight, float("nan")))
         write(out, not fresh)
@@ -78,27 +87,27 @@ def check(outputs: Tensor, wanted: Tensor, leaves: list[Tensor], taken: dict[Ten
 
 def test_a_maker_with_two_outputs():
     x, y = leaf(S, D), leaf(S, D)
-    (total, value), _ = make(Sine(), x, y)
+    (total, value), _ = apply_recomputable(Sine(), x, y)
     check(value * total, (x + y).sin() * (x + y), [x, y])
-    (total, value), _ = make(Sine(), x, y)
+    (total, value), _ = apply_recomputable(Sine(), x, y)
     check(value, (x + y).sin(), [x, y])
-    (total, value), _ = make(Sine(), x, y)
+    (total, value), _ = apply_recomputable(Sine(), x, y)
     check(total, x + y, [x, y])
 
 
 def test_without_gradients_nothing_is_made():
     x, y = leaf(S, D), leaf(S, D)
-    (total, value), _ = make(Sine(), x, y.detach())
+    (total, value), _ = apply_recomputable(Sine(), x, y.detach())
     (found,) = torch.autograd.grad((total * 0 + value * 2).sum(), x)
     torch.testing.assert_close(found, 2 * (x + y).cos())
     with torch.no_grad():
-        (total, value), _ = make(Sine(), x, y)
+        (total, value), _ = apply_recomputable(Sine(), x, y)
         assert not value.requires_grad
 
 
 def test_an_unused_value_costs_nothing():
     x, y, maker = leaf(S, D), leaf(S, D), Sine()
-    make(maker, x, y)
+    apply_recomputable(maker, x, y)
     (x * y).sum().backward()
     assert (maker.made, maker.made_in_passing) == (0, 0)
 
@@ -108,11 +117,11 @@ def test_an_unused_value_costs_nothing():
 def test_one_value_into_several_products(takes: bool, batch_first: bool):
     """It is made once for all of them in passing; for autograd, which cannot wait, once for each."""
     taker = Taker() if takes else None
-    multiply, maker = Multiply(weight_grads=taker), Sine()
+    multiply, maker = GemmOp(weight_grad_sink=taker), Sine()
     x, y = leaf(S, B, D, batch_first=batch_first), leaf(S, B, D, batch_first=batch_first)
     weights = [leaf(OUT, D) for _ in range(3)]
-    (total, value), source = make(maker, x, y)
-    products = [multiply(Remade(value, source), weight) for weight in weights]
+    (total, value), source = apply_recomputable(maker, x, y)
+    products = [multiply(Recomputable(value, source), weight) for weight in weights]
     wanted = [F.linear((x + y).sin(), weight) for weight in weights]
     check(torch.stack(products).prod(0), torch.stack(wanted).prod(0), [x, y, *weights], taker and taker.grads)
     assert (maker.made, maker.made_in_passing) == ((0, 1) if takes else (3, 0))
@@ -123,8 +132,8 @@ def test_one_value_into_several_products(takes: bool, batch_first: bool):
 def test_a_value_that_others_use_too(takes: bool):
     taker = Taker() if takes else None
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
-    (total, value), source = make(Sine(), x, y)
-    product = Multiply(weight_grads=taker)(Remade(value, source), weight)
+    (total, value), source = apply_recomputable(Sine(), x, y)
+    product = GemmOp(weight_grad_sink=taker)(Recomputable(value, source), weight)
     wanted = F.linear((x + y).sin(), weight)
     ours, theirs = (
         torch.cat([p, 2 * v, 3 * t], -1) for p, v, t in ((product, value, total), (wanted, (x + y).sin(), x + y))
@@ -134,9 +143,9 @@ def test_a_value_that_others_use_too(takes: bool):
 
 def test_a_value_is_let_go_after_the_forward_pass():
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
-    (_, value), source = make(Sine(), x, y)
+    (_, value), source = apply_recomputable(Sine(), x, y)
     memory = value.untyped_storage()._weak_ref()
-    product = Multiply(weight_grads=Taker())(Remade(value, source), weight)
+    product = GemmOp(weight_grad_sink=Taker())(Recomputable(value, source), weight)
     del value
     assert torch.UntypedStorage._expired(memory)
     product.sum().backward()
@@ -154,11 +163,11 @@ def test_layers_let_their_values_go(kind: str):
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x, weight = leaf(S, B, D), leaf(OUT, D // 2 if kind == "gated" else D)
-    out = layer.join(x)[1] if isinstance(layer, RMSNorm | LayerNorm) else layer(x)
+    out = layer.add_and_norm(x)[1] if isinstance(layer, RMSNorm | LayerNorm) else layer(x)
     memory = out.value.untyped_storage()._weak_ref()
     wanted = F.linear(out.value.detach().clone(), weight)
     taker = Taker()
-    product = Multiply(weight_grads=taker)(out, weight)
+    product = GemmOp(weight_grad_sink=taker)(out, weight)
     del out
     assert torch.UntypedStorage._expired(memory)
     torch.testing.assert_close(product, wanted)
@@ -170,8 +179,8 @@ def test_layers_let_their_values_go(kind: str):
 def test_nothing_outlives_the_graph():
     """No cycle holds it, so memory is free at once and not when garbage is collected."""
     x, y, weight, maker = leaf(S, D), leaf(S, D), leaf(OUT, D), Sine()
-    (total, value), source = make(maker, x, y)
-    loss = Multiply(weight_grads=Taker())(Remade(value, source), weight).sum() + total.sum()
+    (total, value), source = apply_recomputable(maker, x, y)
+    loss = GemmOp(weight_grad_sink=Taker())(Recomputable(value, source), weight).sum() + total.sum()
     alive = weakref.ref(maker)
     loss.backward()
     del loss, value, total, source, maker
@@ -182,8 +191,8 @@ def test_nothing_outlives_the_graph():
 def test_a_graph_may_be_used_twice(takes: bool):
     taker = Taker() if takes else None
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
-    (_, value), source = make(Sine(), x, y)
-    loss = Multiply(weight_grads=taker)(Remade(value, source), weight).square().sum()
+    (_, value), source = apply_recomputable(Sine(), x, y)
+    loss = GemmOp(weight_grad_sink=taker)(Recomputable(value, source), weight).square().sum()
     (true,) = torch.autograd.grad(F.linear((x + y).sin(), weight).square().sum(), weight)
     loss.backward(retain_graph=True)
     first = x.grad
@@ -195,15 +204,15 @@ def test_a_graph_may_be_used_twice(takes: bool):
 
 def test_a_value_whose_graph_is_gone_cannot_be_made():
     x, y = leaf(S, D), leaf(S, D)
-    (_, value), source = make(Sine(), x, y)
+    (_, value), source = apply_recomputable(Sine(), x, y)
     del value, _
     with pytest.raises(AssertionError, match="the graph that the value belongs to is gone"):
-        source.again()
+        source.recompute()
 
 
 def test_expected_values_are_made_once_and_let_go_with_the_last():
     x, y, maker = leaf(S, D), leaf(S, D), Sine()
-    (_, value), source = make(maker, x, y)
+    (_, value), source = apply_recomputable(maker, x, y)
     for _ in range(2):
         source.expect_output()
     first, second = source.fetch_output(), source.fetch_output()
@@ -224,30 +233,32 @@ def test_a_tensor_as_a_value_is_kept_before_it_is_multiplied():
             return x_RD @ weight.t(), ()
 
         def backward(self, grad_RO: Tensor, weight: Tensor, kept: Tensors) -> Any:
-            return Multiply().multiplication.backward(grad_RO, weight, kept)
+            return GemmOp().gemm.backward(grad_RO, weight, kept)
 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: order.append("kept") or t, lambda t: t):
-        product = Multiply(Watched(), taker)(remade(x), weight)
+        product = GemmOp(Watched(), taker)(as_recomputable(x), weight)
     assert order == ["kept", "multiplied"]
     check(product, F.linear(x, weight), [x, weight], taker.grads)
-    same = Remade(x, None)
-    assert remade(same) is same and isinstance(remade(x).source, Source)
+    same = Recomputable(x, None)
+    assert as_recomputable(same) is same and isinstance(as_recomputable(x).handle, RecomputeHandle)
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("from_one", [False, True])
+@pytest.mark.parametrize("zero_centered_gamma", [False, True])
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-def test_norms_join_a_residual_stream(kind: type[RMSNorm] | type[LayerNorm], from_one: bool, batch_first: bool):
-    layer = kind(D, eps=1e-5, from_one=from_one).to(torch.float64)
+def test_norms_join_a_residual_stream(
+    kind: type[RMSNorm] | type[LayerNorm], zero_centered_gamma: bool, batch_first: bool
+):
+    layer = kind(D, eps=1e-5, zero_centered_gamma=zero_centered_gamma).to(torch.float64)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x, branch, weight = leaf(S, B, D, batch_first=batch_first), leaf(S, B, D), leaf(OUT, D)
-    scale = layer.weight + 1 if from_one else layer.weight
+    scale = layer.weight + 1 if zero_centered_gamma else layer.weight
     leaves = [x, branch, weight, *layer.parameters()]
     for added in (branch, None):
         taker = Taker()
-        total, normal = layer.join(x, added)
-        product = Multiply(weight_grads=taker)(normal, weight)
+        total, normal = layer.add_and_norm(x, added)
+        product = GemmOp(weight_grad_sink=taker)(normal, weight)
         sum_ = x if added is None else x + branch
         if isinstance(layer, LayerNorm):
             true = F.layer_norm(sum_, (D,), scale, layer.bias, eps=1e-5)
@@ -260,12 +271,12 @@ def test_norms_join_a_residual_stream(kind: type[RMSNorm] | type[LayerNorm], fro
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("name", [*activation.PLAIN, *activation.GATED])
+@pytest.mark.parametrize("name", [*activation.ACTIVATIONS, *activation.GATE_ACTIVATIONS])
 def test_activations_before_a_product(name: str, batch_first: bool):
-    gated = name in activation.GATED
+    gated = name in activation.GATE_ACTIVATIONS
     x, weight, taker = leaf(S, B, 2 * D if gated else D, batch_first=batch_first), leaf(OUT, D), Taker()
     out = Activation(name)(x)
-    inner = activation.PLAIN[activation.GATED.get(name, name)]
+    inner = activation.ACTIVATIONS[activation.GATE_ACTIVATIONS.get(name, name)]
     gate, up = x.chunk(2, -1) if gated else (x, torch.ones(()))
-    product = Multiply(weight_grads=taker)(out, weight)
+    product = GemmOp(weight_grad_sink=taker)(out, weight)
     check(product, F.linear(inner(gate) * up, weight), [x, weight], taker.grads)

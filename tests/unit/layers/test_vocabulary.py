@@ -15,10 +15,10 @@ from petatron.kernels import embedding_grad as embedding_reference
 from petatron.kernels import linear_cross_entropy
 from petatron.layers.embedding import TokenEmbedding
 from petatron.layers.output_head import OutputHead
-from petatron.layers.vocabulary_shard import Vocabulary
+from petatron.layers.vocabulary_shard import VocabShard
 from petatron.models.batch import Batch
-from petatron.parallel.tensor_parallel import take_weight_gradients
-from petatron.sharding.shard_spec import Shard, TensorSplit, place
+from petatron.parallel.tensor_parallel import set_weight_grad_sink
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.kernels.loss_cases import Ranks
 from tests.unit.layers.test_product import Buffers, leaf
 from tests.unit.models.test_activations import BASE, LLAMA, batch_of, build, run_of
@@ -26,15 +26,17 @@ from tests.unit.models.test_activations import BASE, LLAMA, batch_of, build, run
 S, B, D = 5, 2, 3
 
 
-def vocabulary(ranks: Ranks, rank: int, size: int, pad_to: int) -> Vocabulary:
+def vocabulary(ranks: Ranks, rank: int, size: int, pad_to: int) -> VocabShard:
     """The rows that a rank of a real run holds."""
-    pieces = place("head", (size,), Shard(tp=0, pad_to=pad_to), TensorSplit(ranks.count, rank)).pieces
-    return Vocabulary(
-        size=size,
-        first=pieces[0].start[0] if pieces else size,
-        rows=pieces[0].shape[0] if pieces else 0,
-        ranks=ranks.exchanges(rank),
-        join=lambda x: ranks.all_of(rank, x).flatten(0, 1),
+    pieces = compute_placement(
+        "head", (size,), Shard(tp=0, pad_to=pad_to), ModelParallelCoordinate(ranks.count, rank)
+    ).tensor_shards
+    return VocabShard(
+        vocab_size=size,
+        first_id=pieces[0].start[0] if pieces else size,
+        num_ids=pieces[0].shape[0] if pieces else 0,
+        all_reduce_max_sum=ranks.exchanges(rank),
+        all_gather_logits=lambda x: ranks.all_of(rank, x).flatten(0, 1),
     )
 
 
@@ -59,9 +61,9 @@ def test_losses_over_ranks(size: int, count: int, pad_to: int, chunk: int, known
     def work(rank: int) -> tuple[Tensor, Tensor, Tensor]:
         head = OutputHead(local, D, tied=False)
         head.weight = nn.Parameter(table[rank * local : (rank + 1) * local].clone())
-        head.vocabulary = vocabulary(ranks, rank, size, pad_to)
+        head.vocab_shard = vocabulary(ranks, rank, size, pad_to)
         mine = x.clone().requires_grad_()
-        losses = head.losses(mine, None, targets, weights_SB=weights if known else None)
+        losses = head.losses(mine, None, targets, loss_weights_SB=weights if known else None)
         return losses.detach(), *torch.autograd.grad((losses * weights).sum(), (mine, head.weight))
 
     leaves = x.clone().requires_grad_(), table[:size].clone().requires_grad_()
@@ -91,8 +93,8 @@ def test_lookup_and_whole_logits_over_ranks(size: int, count: int, pad_to: int):
     def work(rank: int) -> tuple[Tensor, Tensor]:
         mine = table[rank * local : (rank + 1) * local]
         embedding = TokenEmbedding(size, D)
-        embedding.weight, embedding.vocabulary = nn.Parameter(mine), vocabulary(ranks, rank, size, pad_to)
-        return embedding(ids.t()), embedding.vocabulary.whole_logits(hidden @ mine.t())
+        embedding.weight, embedding.vocab_shard = nn.Parameter(mine), vocabulary(ranks, rank, size, pad_to)
+        return embedding(ids.t()), embedding.vocab_shard.full_logits(hidden @ mine.t())
 
     results = ranks.run(work)
     assert torch.equal(torch.stack([rows for rows, _ in results]).sum(0), table[ids])
@@ -124,10 +126,10 @@ def test_the_gradient_of_a_table_over_ranks(takes: bool):
     def work(rank: int) -> tuple[Tensor, Tensor]:
         embedding = TokenEmbedding(size, D)
         embedding.weight = nn.Parameter(table[rank * local : (rank + 1) * local].clone())
-        embedding.vocabulary = vocabulary(ranks, rank, size, pad_to=5)
+        embedding.vocab_shard = vocabulary(ranks, rank, size, pad_to=5)
         embedding.kernels = watched = Watched()
         buffers = Buffers(embedding.weight)
-        embedding.weight_grads = buffers.queue() if takes else None
+        embedding.weight_grad_sink = buffers.queue() if takes else None
         first, second = embedding(ids), embedding(ids)
         for found in (first, second):
             found.backward(grad.transpose(0, 1))
@@ -160,11 +162,11 @@ def test_chunks_of_two_micro_batches(monkeypatch: pytest.MonkeyPatch, sizes: lis
 
     head.kernels = replace(linear_cross_entropy.REFERENCE, losses_and_gradient_=watched)
     buffers = Buffers(weight)
-    head.weight_grads = buffers.queue() if takes else None
+    head.weight_grad_sink = buffers.queue() if takes else None
     true_total = torch.zeros_like(weight)
     for _ in range(2):
         x, targets, weights = leaf(S, B, D), torch.randint(11, (S, B)), torch.rand(S, B).double()
-        losses = head.losses(x, None, targets, weights_SB=weights if known else None)
+        losses = head.losses(x, None, targets, loss_weights_SB=weights if known else None)
         (losses * weights).sum().backward()
         true = F.cross_entropy((x @ weight.t()).flatten(0, 1), targets.flatten(), reduction="none").view(S, B)
         true_x, true_weight = torch.autograd.grad((true * weights).sum(), (x, weight))
@@ -182,9 +184,9 @@ def test_no_tokens_have_a_gradient_of_zero(known: bool, takes: bool):
     head = OutputHead(11, D, tied=False).double()
     assert head.weight is not None
     buffers = Buffers(nn.init.normal_(head.weight))
-    head.weight_grads = buffers.queue() if takes else None
+    head.weight_grad_sink = buffers.queue() if takes else None
     weights = torch.ones(0, B).double() if known else None
-    head.losses(leaf(0, B, D), None, torch.zeros(0, B, dtype=torch.int64), weights_SB=weights).sum().backward()
+    head.losses(leaf(0, B, D), None, torch.zeros(0, B, dtype=torch.int64), loss_weights_SB=weights).sum().backward()
     found = buffers.out[head.weight] if takes else head.weight.grad
     assert found is not None and torch.equal(found, torch.zeros_like(found))
 
@@ -199,7 +201,7 @@ def test_chunks_change_no_gradient_of_a_model(monkeypatch: pytest.MonkeyPatch, f
 
     def train() -> dict[str, Tensor]:
         buffers = Buffers(*model.parameters())
-        take_weight_gradients(model, buffers.queue())
+        set_weight_grad_sink(model, buffers.queue())
         model.zero_grad()
         for batch in batches:
             (model(batch, loss_weights_SB=weights) * weights).sum().backward()

@@ -15,10 +15,10 @@ from tests.dist import RankPool
 
 RANKS = 3
 PAIRS: dict[str, Callable[..., Tensor]] = {
-    "copy": collectives.copy,
-    "reduce": collectives.reduce,
-    "gather": collectives.gather,
-    "scatter": collectives.scatter,
+    "copy": collectives.copy_to_region,
+    "reduce": collectives.reduce_from_region,
+    "gather": collectives.gather_from_region,
+    "scatter": collectives.reduce_scatter_to_region,
 }
 
 
@@ -42,9 +42,9 @@ def _plain() -> dict[str, Any]:
         "gathered": collectives.all_gather(turned, tp),
         "scattered": collectives.reduce_scatter(turned, tp),
         "sent": collectives.broadcast(x.clone(), tp, source=1),
-        "objects": collectives.gather_objects({"rank": rank}, tp),
+        "objects": collectives.all_gather_objects({"rank": rank}, tp),
         "barrier": collectives.barrier(tp),
-        "part": collectives.local_part(x, tp),
+        "part": collectives.local_slice(x, tp),
         "untouched": torch.equal(x, values(rank)) and torch.equal(turned, x),
         "events": [(e.axis, e.op, e.elements, e.bytes, e.dtype, e.caller) for e in mesh.record.events()],
     }
@@ -97,7 +97,9 @@ def _pair(name: str, same_input: bool, same_grad: bool, in_rows: int, out_rows: 
     assert torch.equal(upstream, values(0 if same_grad else rank, out_rows, salt=1)), (
         "the gradient was changed in place"
     )
-    events = [(event.op, event.elements, event.number <= ahead, event.caller) for event in mesh.record.events()]
+    events = [
+        (event.op, event.elements, event.sequence_number <= ahead, event.caller) for event in mesh.record.events()
+    ]
     return {"out": out.detach(), "grad": x.grad, "events": events}
 
 
@@ -160,8 +162,8 @@ def test_one_rank_is_the_identity_and_leaves_no_record():
         assert ask(x, axis) is x
     assert collectives.all_reduce(x, axis, op="max") is x
     assert collectives.broadcast(x, axis) is x
-    assert torch.equal(collectives.local_part(x, axis), x)
-    assert collectives.gather_objects("only me", axis) == ["only me"]
+    assert torch.equal(collectives.local_slice(x, axis), x)
+    assert collectives.all_gather_objects("only me", axis) == ["only me"]
     collectives.start_all_reduce(x, axis).wait()
     collectives.barrier(axis)
     assert mesh.record.count == 0

@@ -14,8 +14,8 @@ from petatron.config import load_config
 from petatron.estimate.memory.forecast import shared_device_problem
 from petatron.mesh import collectives
 from petatron.mesh.launch import process_group
-from petatron.mesh.launch.environment import SINGLE
-from petatron.mesh.launch.nccl_options import variables
+from petatron.mesh.launch.environment import SINGLE_PROCESS
+from petatron.mesh.launch.nccl_options import env_variables
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
@@ -24,11 +24,11 @@ from tests.dist import RankPool
 def _channels() -> tuple[int, list[str], float]:
     mesh = ParallelMesh(Layout(pp=4), dist.get_rank())
     before = len(mesh.communicators)
-    mesh.connect(["tp", "pp"])
+    mesh.create_groups(["tp", "pp"])
     rank, came = mesh.pp.rank, torch.zeros(1)
     sends = [(torch.tensor([float(rank)]), rank + 1)] if rank < 3 else []
     receives = [(came, rank - 1)] if rank else []
-    for handle in [*collectives.start_transfers(mesh.pp, sends=sends, receives=receives)]:
+    for handle in [*collectives.start_send_recv(mesh.pp, sends=sends, receives=receives)]:
         for one in handle:
             one.wait()
     return before, sorted(found.owner for found in mesh.communicators), float(came)
@@ -55,9 +55,9 @@ def test_groups_are_found_by_name_not_by_number(ranks: RankPool):
 
 
 def test_ranks_that_share_a_device_pass_for_hosts():
-    shared = {variable.name: variable.value for variable in variables(nccl=True, shared_by=4, rank=3)}
+    shared = {variable.name: variable.value for variable in env_variables(nccl=True, ranks_per_device=4, rank=3)}
     assert shared["NCCL_HOSTID"] == "rank3" and shared["NCCL_SOCKET_IFNAME"] == "lo"
-    assert "NCCL_HOSTID" not in {variable.name for variable in variables(nccl=True)}
+    assert "NCCL_HOSTID" not in {variable.name for variable in env_variables(nccl=True)}
 
 
 def test_devices_of_ranks_that_share_them():
@@ -69,7 +69,7 @@ def test_devices_of_ranks_that_share_them():
 def test_a_low_limit_of_open_files_is_said_before_it_is_met(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     with pytest.raises(LaunchError, match=r"may open 1,024 files and needs about 12,544 .* 4,096 ranks"):
-        process_group._raise_descriptor_limit(dataclasses.replace(SINGLE, world_size=4096))
+        process_group._raise_descriptor_limit(dataclasses.replace(SINGLE_PROCESS, world_size=4096))
 
 
 def test_a_device_used_by_more_ranks_than_meant(monkeypatch: pytest.MonkeyPatch):
@@ -77,9 +77,9 @@ def test_a_device_used_by_more_ranks_than_meant(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     store = dist.HashStore()
-    process_group._claim_device(store, SINGLE, 1)
+    process_group._claim_device(store, SINGLE_PROCESS, 1)
     with pytest.raises(LaunchError, match=r"number 2 on CUDA device 0 \(GPU-1\).*--ranks-per-device"):
-        process_group._claim_device(store, dataclasses.replace(SINGLE, rank=1), 1)
+        process_group._claim_device(store, dataclasses.replace(SINGLE_PROCESS, rank=1), 1)
 
 
 def test_ranks_that_share_a_device_must_fit_into_it():

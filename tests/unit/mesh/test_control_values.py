@@ -31,7 +31,7 @@ def _exchanged() -> tuple[Any, Any, Any]:
         mock.patch.object(dist, "broadcast_object_list", refuse),
     ):
         return (
-            collectives.gather_objects(value, axis),
+            collectives.all_gather_objects(value, axis),
             collectives.gather_objects_to_first(value, axis),
             collectives.broadcast_object({"said by": axis.rank}, axis),
         )
@@ -49,7 +49,7 @@ def test_every_ranks_value_arrives(ranks: RankPool, world_size: int):
 def _unspeakable() -> str:
     axis = ParallelMesh(Layout(dp_shard=dist.get_world_size()), dist.get_rank()).control
     with pytest.raises(TypeError) as error:
-        collectives.gather_objects({1, 2}, axis)
+        collectives.all_gather_objects({1, 2}, axis)
     return str(error.value)
 
 
@@ -60,7 +60,7 @@ def test_what_json_cannot_say_is_refused(ranks: RankPool):
 def _largest() -> tuple[list[int], list[int]]:
     axis = ParallelMesh(Layout(dp_shard=dist.get_world_size()), dist.get_rank()).control
     mine = torch.tensor([axis.rank, -axis.rank, 7])
-    return collectives.largest(mine, axis).tolist(), mine.tolist()
+    return collectives.recursive_doubling_max(mine, axis).tolist(), mine.tolist()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.config.schema.parallel import ParallelConfig
-from petatron.mesh.rank_layout import AXES, DENSE, EXPERT, Layout
+from petatron.mesh.rank_layout import AXES, DENSE_DIMS, EXPERT_DIMS, Layout
 
 WORLD = 4096
 
@@ -14,7 +14,7 @@ WORLD = 4096
 @st.composite
 def layouts(draw) -> Layout:
     room, sizes = WORLD, {}
-    for dim in draw(st.permutations(DENSE)):
+    for dim in draw(st.permutations(DENSE_DIMS)):
         sizes[dim] = draw(st.integers(1, min(room, 32)))
         room //= sizes[dim]
     per_stage = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
@@ -36,7 +36,7 @@ def coordinates(layout: Layout) -> dict[str, np.ndarray]:
 
 
 def others(axis: str) -> list[str]:
-    order = DENSE if set(AXES[axis]) <= set(DENSE) else EXPERT
+    order = DENSE_DIMS if set(AXES[axis]) <= set(DENSE_DIMS) else EXPERT_DIMS
     return [dim for dim in order if dim not in AXES[axis]]
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from petatron.mesh import collectives
-from petatron.mesh.launch.environment import Environment
+from petatron.mesh.launch.environment import RankEnvironment
 from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import AXES, Layout
@@ -46,14 +46,14 @@ def test_blocks_must_divide():
 
 
 def _rank_of_a_large_world(rank: int) -> tuple[dict[str, int], int]:
-    environment = Environment(
+    environment = RankEnvironment(
         rank=rank,
         local_rank=0,
         world_size=4096,
         local_world_size=8,
         master_addr="127.0.0.1",
         master_port=1,
-        origin="torchrun",
+        launcher="torchrun",
     )
     start_process_group(environment, backend="fake")
     mesh = ParallelMesh(Layout(tp=8, cp=2, dp_shard=32, pp=8, ep=8, etp=1), rank)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from petatron.mesh import collectives
-from petatron.mesh.comm_record import Communicator, Event
-from petatron.mesh.diagnose.order_check import order_findings
+from petatron.mesh.comm_record import CommEvent, Communicator
+from petatron.mesh.diagnose.order_check import order_problems
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
@@ -20,10 +20,10 @@ Step = tuple[str, str, tuple[int, ...]]
 """operation, axis, ranks"""
 
 
-def _events(*steps: Step, elements: int = 8) -> list[Event]:
+def _events(*steps: Step, elements: int = 8) -> list[CommEvent]:
     """A rank's record of collectives, each asked for by a line of its own."""
     return [
-        Event(
+        CommEvent(
             number,
             axis,
             op,
@@ -38,14 +38,14 @@ def _events(*steps: Step, elements: int = 8) -> list[Event]:
     ]
 
 
-def _messages(rank: int, *batches: tuple[tuple[str, int], ...], axis: str = "pp") -> list[Event]:
+def _messages(rank: int, *batches: tuple[tuple[str, int], ...], axis: str = "pp") -> list[CommEvent]:
     """A rank's record of sends and receives in batches; its ranks are 0, 1, 2."""
-    events: list[Event] = []
+    events: list[CommEvent] = []
     for batch, operations in enumerate(batches):
         for op, peer in operations:
             where, number = Communicator("", (0, 1, 2)), len(events) + 1
             caller = f"rank{rank}.py:{number} step"
-            events.append(Event(number, axis, op, 8, 32, torch.float32, caller, 0.0, where, peer, batch))
+            events.append(CommEvent(number, axis, op, 8, 32, torch.float32, caller, 0.0, where, peer, batch))
     return events
 
 
@@ -53,11 +53,11 @@ TP, DP = ("all_reduce", "tp", (0, 1)), ("reduce_scatter", "dp_cp", (0, 1))
 
 
 def test_the_same_order_is_no_finding():
-    assert order_findings([_events(TP, DP, TP), _events(TP, DP, TP)]) == []
+    assert order_problems([_events(TP, DP, TP), _events(TP, DP, TP)]) == []
 
 
 def test_opposite_orders_on_two_communicators():
-    (found,) = order_findings([_events(TP, TP, DP), _events(TP, DP, TP)])
+    (found,) = order_problems([_events(TP, TP, DP), _events(TP, DP, TP)])
     assert found == (
         'ranks 0 and 1: "all_reduce of 8 float32 over tp at x.py:2" before '
         '"reduce_scatter of 8 float32 over dp_cp at x.py:2" on rank 0, after it on rank 1'
@@ -65,20 +65,20 @@ def test_opposite_orders_on_two_communicators():
 
 
 def test_a_skipped_operation_and_another_size():
-    (found,) = order_findings([_events(TP, TP), _events(TP)])
+    (found,) = order_problems([_events(TP, TP), _events(TP)])
     assert found == (
         'ranks 0 and 1: operation 2 of a communicator is on rank 0 "all_reduce of 8 float32 over tp at x.py:2" '
         "and on rank 1 missing"
     )
-    (found,) = order_findings([_events(TP), _events(TP, elements=9)])
+    (found,) = order_problems([_events(TP), _events(TP, elements=9)])
     assert 'on rank 0 "all_reduce of 8 float32' in found and 'on rank 1 "all_reduce of 9 float32' in found
-    assert order_findings([_events(TP), [replace(_events(TP)[0], dtype=torch.bfloat16)]])
-    assert order_findings([_events(TP), _events(("all_gather", "tp", (0, 1)))])
+    assert order_problems([_events(TP), [replace(_events(TP)[0], dtype=torch.bfloat16)]])
+    assert order_problems([_events(TP), _events(("all_gather", "tp", (0, 1)))])
 
 
 def test_an_exchange_may_differ_in_size():
     exchange = ("all_to_all", "ep_etp", (0, 1))
-    assert order_findings([_events(exchange), _events(exchange, elements=3)]) == []
+    assert order_problems([_events(exchange), _events(exchange, elements=3)]) == []
 
 
 def test_stages_that_reduce_at_different_places_are_no_finding():
@@ -87,17 +87,17 @@ def test_stages_that_reduce_at_different_places_are_no_finding():
     pipelines = [("broadcast", "pp", (0, 2)), ("broadcast", "pp", (1, 3))]
     first = [_events(reduce, pipeline) for pipeline in pipelines]
     second = [_events(pipeline, other) for pipeline in pipelines]
-    assert order_findings([*first, *second]) == []
+    assert order_problems([*first, *second]) == []
     # Replicas of one stage are another matter: the transfer of each pipeline leads on to the other's reduction.
     crossed = [_events(reduce, pipelines[0]), _events(pipelines[1], reduce), second[0], _events(other, pipelines[1])]
-    (found,) = order_findings(crossed)
+    (found,) = order_problems(crossed)
     assert found.startswith("ranks 0, 1, 3, 2 wait in a circle, each for the next")
 
 
 def test_a_circle_of_three_ranks_of_which_no_two_share_two_communicators():
     x, y, z = ("all_reduce", "x", (0, 1)), ("all_reduce", "y", (1, 2)), ("all_reduce", "z", (0, 2))
-    assert order_findings([_events(x, z), _events(x, y), _events(y, z)]) == []
-    (found,) = order_findings([_events(x, z), _events(y, x), _events(z, y)])
+    assert order_problems([_events(x, z), _events(x, y), _events(y, z)]) == []
+    (found,) = order_problems([_events(x, z), _events(y, x), _events(z, y)])
     assert found == (
         'ranks 0, 1, 2 wait in a circle, each for the next: rank 0 is at "all_reduce of 8 float32 over x at x.py:1"; '
         'rank 1 is at "all_reduce of 8 float32 over y at x.py:1"; rank 2 is at "all_reduce of 8 float32 over z at x.py:1"'
@@ -106,19 +106,19 @@ def test_a_circle_of_three_ranks_of_which_no_two_share_two_communicators():
 
 def test_sends_and_receives():
     ring = [_messages(rank, (("send", (rank + 1) % 3), ("receive", (rank - 1) % 3))) for rank in range(3)]
-    assert order_findings(ring) == []
+    assert order_problems(ring) == []
     unbatched = [_messages(rank, (("send", (rank + 1) % 3),), (("receive", (rank - 1) % 3),)) for rank in range(3)]
-    assert "wait in a circle" in order_findings(unbatched)[0]
-    (found,) = order_findings([_messages(0, (("send", 1),), (("send", 1),)), _messages(1, (("receive", 0),)), []])
+    assert "wait in a circle" in order_problems(unbatched)[0]
+    (found,) = order_problems([_messages(0, (("send", 1),), (("send", 1),)), _messages(1, (("receive", 0),)), []])
     assert found == (
         'ranks 0 and 1: message 2 of a communicator is on rank 0 "send of 8 float32 over pp at rank0.py:2" '
         "and on rank 1 missing"
     )
     crossed = [_messages(0, (("send", 1),), (("receive", 1),)), _messages(1, (("send", 0),), (("receive", 0),)), []]
-    assert '"send of 8 float32 over pp at rank0.py:1" before "send of' in order_findings(crossed)[0]
+    assert '"send of 8 float32 over pp at rank0.py:1" before "send of' in order_problems(crossed)[0]
 
 
-def _opposite_orders() -> list[Event]:
+def _opposite_orders() -> list[CommEvent]:
     """gloo gets through this: each group has threads of its own."""
     mesh = ParallelMesh(Layout(tp=2), dist.get_rank())
     axes = [mesh.world, mesh.control]
@@ -129,16 +129,16 @@ def _opposite_orders() -> list[Event]:
 
 
 def test_a_planted_inversion_that_gloo_survives(ranks: RankPool):
-    (found,) = order_findings(ranks.run(_opposite_orders, 2))
+    (found,) = order_problems(ranks.run(_opposite_orders, 2))
     assert "test_order.py" in found and '" on rank 0, after it on rank 1' in found
     assert found.index("over world") < found.index("over control")
 
 
-def _beside_a_thread() -> list[Event]:
+def _beside_a_thread() -> list[CommEvent]:
     """A thread talks before training does on one rank, and after it on the other."""
     mesh = ParallelMesh(Layout(tp=2), dist.get_rank())
-    own = mesh.another_control()
-    thread = threading.Thread(target=lambda: collectives.gather_objects(mesh.rank, own))
+    own = mesh.background_control_axis()
+    thread = threading.Thread(target=lambda: collectives.all_gather_objects(mesh.rank, own))
     if mesh.rank == 0:
         thread.start()
         while mesh.record.count == 0:
@@ -156,8 +156,8 @@ def test_a_thread_is_in_no_order_with_training(ranks: RankPool):
         ["background_control", "tp"],
         ["tp", "background_control"],
     ]
-    assert order_findings(records) == []
-    (found,) = order_findings([records[0], records[1][:1]])  # but all of its members must take part
+    assert order_problems(records) == []
+    (found,) = order_problems([records[0], records[1][:1]])  # but all of its members must take part
     assert "gather_objects" in found and "on rank 1 missing" in found
 
 

@@ -6,12 +6,22 @@ from collections.abc import Callable
 
 import pytest
 
-from petatron.mesh.diagnose.nccl_program import RECEIVE, SEND, Call, Compute, Item, Operation, Outcome, Program, play
+from petatron.mesh.diagnose.nccl_program import (
+    RECEIVE,
+    SEND,
+    Call,
+    Compute,
+    NcclProgram,
+    Operation,
+    ProgramItem,
+    ProgramResult,
+    simulate_program,
+)
 from petatron.plan.nccl_deadlock import POLICIES, pipeline_program
-from petatron.plan.pipeline_simulator import Costs
-from petatron.schedule import Kind, Schedule, build_schedule
+from petatron.plan.pipeline_simulator import ActionCosts
+from petatron.schedule import ActionKind, Schedule, build_schedule
 
-STRICTEST = {"lazy_connect": True, "one_queue": True}
+STRICTEST = {"lazy_connect": True, "single_stream": True}
 
 
 def _batch(communicator: str, *operations: tuple[str, int], cost: float = 0.0) -> Call:
@@ -22,10 +32,10 @@ def _collective(communicator: str, kind: str = "all_reduce", *, cost: float = 0.
     return Call(communicator, (Operation(kind),), cost, blocking)
 
 
-def _play(*items: list[Item], members: dict[str, tuple[int, ...]] | None = None, **rules: bool) -> Outcome:
+def _play(*items: list[ProgramItem], members: dict[str, tuple[int, ...]] | None = None, **rules: bool) -> ProgramResult:
     everybody = tuple(range(len(items)))
     names = {item.communicator for own in items for item in own if isinstance(item, Call)}
-    return play(Program(items, dict.fromkeys(names, everybody) | (members or {})), **rules)
+    return simulate_program(NcclProgram(items, dict.fromkeys(names, everybody) | (members or {})), **rules)
 
 
 def test_times_are_those_of_the_longest_path():
@@ -34,7 +44,7 @@ def test_times_are_those_of_the_longest_path():
         [Compute("F", cost=3.0), _batch("pp", (SEND, 1), cost=2.0), Compute("other", cost=1.0)],
         [_batch("pp", (RECEIVE, 0), cost=2.0), Compute("B", (0,), cost=5.0)],
     )
-    assert outcome.ends and outcome.makespan == 10.0
+    assert outcome.completes and outcome.makespan == 10.0
 
 
 def test_a_batch_completes_as_a_whole():
@@ -54,33 +64,33 @@ def test_a_batch_completes_as_a_whole():
 
 def test_messages_meet_by_communicator_and_in_order():
     crossed = _play([_batch("x", (SEND, 1))], [_batch("y", (RECEIVE, 0))])
-    assert [str(wait) for wait in crossed.waits] == [
+    assert [str(wait) for wait in crossed.blocked_calls] == [
         "rank 0 waits in send to rank 1 on x for rank 1",
         "rank 1 waits in receive from rank 0 on y for rank 0",
     ]
     late = _play([_batch("x", (SEND, 1)), _batch("x", (SEND, 1))], [_batch("x", (RECEIVE, 0))])
-    assert [(wait.rank, wait.position) for wait in late.waits] == [(0, 1)]
+    assert [(wait.rank, wait.position) for wait in late.blocked_calls] == [(0, 1)]
 
 
 def test_a_collective_meets_its_own_kind_on_all_members():
     outcome = _play([_collective("dp"), _collective("dp", "all_gather")], [_collective("dp")], [_collective("dp")])
-    assert [str(wait) for wait in outcome.waits] == ["rank 0 waits in all_gather on dp for ranks 1, 2"]
-    assert not _play([_collective("dp")], [_collective("dp", "all_gather")]).ends
+    assert [str(wait) for wait in outcome.blocked_calls] == ["rank 0 waits in all_gather on dp for ranks 1, 2"]
+    assert not _play([_collective("dp")], [_collective("dp", "all_gather")]).completes
 
 
 def test_what_stands_behind_a_call_that_never_ends_is_not_reported():
     """One line per rank that has begun something: what it issues later waits for that, not for anybody else."""
     outcome = _play([_batch("x", (RECEIVE, 1)), Compute("B", (0,)), _batch("x", (SEND, 1)), _collective("y")], [])
-    assert [str(wait) for wait in outcome.waits] == ["rank 0 waits in receive from rank 1 on x for rank 1"]
+    assert [str(wait) for wait in outcome.blocked_calls] == ["rank 0 waits in receive from rank 1 on x for rank 1"]
 
 
 def test_opposite_orders_on_two_communicators_need_room_for_both():
     one, two = [_collective("tp"), _collective("dp")], [_collective("dp"), _collective("tp")]
-    assert _play(one, two).ends
-    assert not _play(one, two, one_queue=True).ends
-    assert not _play(one, two, lazy_connect=True).ends
+    assert _play(one, two).completes
+    assert not _play(one, two, single_stream=True).completes
+    assert not _play(one, two, lazy_connect=True).completes
     blocking = [[_collective(call.communicator, blocking=True) for call in order] for order in (one, two)]
-    assert not _play(*blocking).ends
+    assert not _play(*blocking).completes
 
 
 def test_connecting_lazily_waits_for_all_members():
@@ -91,63 +101,67 @@ def test_connecting_lazily_waits_for_all_members():
         [Call("x", (Operation(RECEIVE, 0),), blocking=True), _batch("pp")],
     )
     members = {"x": (0, 2)}
-    assert _play(*program, members=members).ends
+    assert _play(*program, members=members).completes
     outcome = _play(*program, members=members, lazy_connect=True)
-    assert str(outcome.waits[0]) == "rank 0 waits to connect pp with rank 2"
+    assert str(outcome.blocked_calls[0]) == "rank 0 waits to connect pp with rank 2"
 
 
-def _ring(size: int, rounds: int, send_and_receive: Callable[[int, int], list[Call]]) -> Program:
+def _ring(size: int, rounds: int, send_and_receive: Callable[[int, int], list[Call]]) -> NcclProgram:
     """Context parallelism: keys and values go around while attention is computed with those that are here."""
     lists = []
     for rank in range(size):
-        items: list[Item] = []
+        items: list[ProgramItem] = []
         for _ in range(rounds):
             for step in range(size - 1):
                 calls = send_and_receive((rank + 1) % size, (rank - 1) % size)
                 items += [*calls, Compute(f"attention {step}"), Compute("wait", (len(items) + len(calls) - 1,))]
         lists.append(items)
     names = {item.communicator for items in lists for item in items if isinstance(item, Call)}
-    return Program(tuple(lists), {name: tuple(range(size)) for name in names})
+    return NcclProgram(tuple(lists), {name: tuple(range(size)) for name in names})
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_ring_of_context_parallelism(size: int):
     batched = _ring(size, 3, lambda to, source: [_batch("cp", (SEND, to), (RECEIVE, source))])
-    assert play(batched).ends and play(batched, **STRICTEST).ends
-    unbatched = play(_ring(size, 3, lambda to, source: [_batch("cp", (SEND, to)), _batch("cp", (RECEIVE, source))]))
-    assert [wait.operation and wait.operation.kind for wait in unbatched.waits] == [SEND] * size
+    assert simulate_program(batched).completes and simulate_program(batched, **STRICTEST).completes
+    unbatched = simulate_program(
+        _ring(size, 3, lambda to, source: [_batch("cp", (SEND, to)), _batch("cp", (RECEIVE, source))])
+    )
+    assert [wait.operation and wait.operation.kind for wait in unbatched.blocked_calls] == [SEND] * size
 
 
 def test_ring_of_two_ranks_deadlocks_over_a_communicator_per_pair_unless_batched():
     """`alone`, which is safe for pipelines, is not for rings; a communicator per direction would be."""
-    assert not play(_ring(2, 1, lambda to, source: [_batch("0-1", (SEND, to)), _batch("0-1", (RECEIVE, source))])).ends
+    assert not simulate_program(
+        _ring(2, 1, lambda to, source: [_batch("0-1", (SEND, to)), _batch("0-1", (RECEIVE, source))])
+    ).completes
     directed = _ring(
         2, 1, lambda to, source: [_batch(f"to {to}", (SEND, to)), _batch(f"to {1 - to}", (RECEIVE, source))]
     )
-    assert play(directed).ends
-    assert not play(directed, one_queue=True).ends
+    assert simulate_program(directed).completes
+    assert not simulate_program(directed, single_stream=True).completes
 
 
 def _layout(
     schedule: Schedule,
     policy: str,
-    around: Callable[[Compute, int], list[Item]],
+    around: Callable[[Compute, int], list[ProgramItem]],
     *,
     width: int = 2,
     last: tuple[Call, ...] = (),
     ends: bool = False,
-) -> Program:
+) -> NcclProgram:
     """Several pipelines side by side; `around` makes of a computation at a pipeline rank what a rank issues for it.
 
     Names of communicators in `around` get the pipeline rank behind them: they are those of one stage's ranks. `last` follows the
     walk, on all ranks; before it comes, if asked for, the all-reduce of the first and last pipeline rank (tied embedding).
     """
-    one = pipeline_program(schedule, POLICIES[policy], Costs())
-    lists: list[list[Item]] = []
+    one = pipeline_program(schedule, POLICIES[policy], ActionCosts())
+    lists: list[list[ProgramItem]] = []
     members: dict[object, tuple[int, ...]] = {"world": tuple(range(schedule.ranks * width))}
     for replica in range(width):
         for stage_rank, own in enumerate(one.items):
-            items: list[Item] = []
+            items: list[ProgramItem] = []
             moved: list[int] = []
             for item in own:
                 if isinstance(item, Compute):
@@ -174,28 +188,28 @@ def _layout(
             if isinstance(item, Call) and item.communicator not in members:
                 stage_rank = item.communicator[1]  # type: ignore[index]
                 members[item.communicator] = tuple(stage_rank + replica * schedule.ranks for replica in range(width))
-    return Program(tuple(lists), members)
+    return NcclProgram(tuple(lists), members)
 
 
-def _experts(compute: Compute, stage_rank: int) -> list[Item]:
+def _experts(compute: Compute, stage_rank: int) -> list[ProgramItem]:
     """Dispatch and combine, in the midst of a layer."""
     exchange = Call(("ep", stage_rank), (Operation("all_to_all"),))
-    if compute.label.kind is Kind.WEIGHT_GRAD:  # type: ignore[attr-defined]
+    if compute.label.kind is ActionKind.WEIGHT_GRAD:  # type: ignore[attr-defined]
         return [compute]
     return [compute, exchange, Compute("experts", (1,)), exchange, Compute("combine", (3,))]
 
 
-def _fully_sharded(compute: Compute, stage_rank: int) -> list[Item]:
+def _fully_sharded(compute: Compute, stage_rank: int) -> list[ProgramItem]:
     """The next unit's weights are gathered beside a computation, gradients are scattered behind it and awaited at the end."""
     gather = Call(("shard", stage_rank), (Operation("all_gather"),))
     scatter = Call(("shard", stage_rank), (Operation("reduce_scatter"),))
-    gathered: list[Item] = [gather, gather, Compute("wait", (0,)), compute, Compute("wait", (1,))]
-    return gathered if compute.label.kind is Kind.FORWARD else [*gathered, scatter]  # type: ignore[attr-defined]
+    gathered: list[ProgramItem] = [gather, gather, Compute("wait", (0,)), compute, Compute("wait", (1,))]
+    return gathered if compute.label.kind is ActionKind.FORWARD else [*gathered, scatter]  # type: ignore[attr-defined]
 
 
-def _reduced(compute: Compute, stage_rank: int) -> list[Item]:
+def _reduced(compute: Compute, stage_rank: int) -> list[ProgramItem]:
     """Gradients of the last micro-batch's buckets, over a communicator in the background."""
-    last = compute.label.kind is not Kind.FORWARD and compute.label.micro_batch == 7  # type: ignore[attr-defined]
+    last = compute.label.kind is not ActionKind.FORWARD and compute.label.micro_batch == 7  # type: ignore[attr-defined]
     return [compute, *([Call(("dp_cp", stage_rank), (Operation("reduce_scatter"),))] * (2 if last else 0))]
 
 
@@ -210,13 +224,13 @@ def test_pipelines_beside_everything_else(name: str, virtual: int, policy: str):
     schedule = build_schedule(name, ranks=4, virtual=virtual, micro_batches=8)
     for around in (_experts, _fully_sharded, _reduced):
         program = _layout(schedule, policy, around, ends=True, last=EXCHANGE)
-        outcome = play(program, **STRICTEST)
-        assert outcome.ends, (around.__name__, [str(wait) for wait in outcome.waits])
+        outcome = simulate_program(program, **STRICTEST)
+        assert outcome.completes, (around.__name__, [str(wait) for wait in outcome.blocked_calls])
 
 
 def test_the_rule_that_deadlocked_does_so_beside_everything_else():
     schedule = build_schedule("interleaved", ranks=4, virtual=2, micro_batches=8)
-    assert not play(_layout(schedule, "lone_unbatched", _experts)).ends
+    assert not simulate_program(_layout(schedule, "lone_unbatched", _experts)).completes
 
 
 def test_a_reduction_at_another_place_on_one_replica_needs_room():
@@ -228,14 +242,14 @@ def test_a_reduction_at_another_place_on_one_replica_needs_room():
     # Ranks 0 and 1 are one pipeline, 2 and 3 the other.
     items[1].insert(0, reduction)  # before rank 1 receives what rank 0 sends
     items[3].append(reduction)  # after rank 3 has received all
-    program = Program(tuple(items), {**program.communicators, "dp": (1, 3)})
+    program = NcclProgram(tuple(items), {**program.communicators, "dp": (1, 3)})
     assert (
-        play(program).ends and play(program, one_queue=True).ends
+        simulate_program(program).completes and simulate_program(program, single_stream=True).completes
     )  # nothing leads back from one pipeline to the other
     items[0].insert(0, Call("dp first", (Operation("all_reduce"),)))
     items[2].append(Call("dp first", (Operation("all_reduce"),)))
     items[1].append(items[1].pop(0))
     items[3].insert(0, items[3].pop())
-    program = Program(tuple(items), {**program.communicators, "dp first": (0, 2)})
-    assert play(program).ends
-    assert not play(program, one_queue=True).ends
+    program = NcclProgram(tuple(items), {**program.communicators, "dp first": (0, 2)})
+    assert simulate_program(program).completes
+    assert not simulate_program(program, single_stream=True).completes

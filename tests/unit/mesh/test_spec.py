@@ -7,14 +7,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.sharding.shard_spec import Placement, Section, Shard, TensorSplit, find, place, section_name
+from petatron.sharding.shard_spec import (
+    ModelParallelCoordinate,
+    Placement,
+    Section,
+    Shard,
+    compute_placement,
+    find_shard_spec,
+    section_name,
+)
 
 QKV = "layers.3.attention.qkv.weight"
 MANY = settings(max_examples=80, deadline=None)
 
 
 def over_ranks(name: str, shape: tuple[int, ...], shard: Shard, tp: int, *, sequence: bool = False) -> list[Placement]:
-    return [place(name, shape, shard, TensorSplit(tp, rank, sequence)) for rank in range(tp)]
+    return [compute_placement(name, shape, shard, ModelParallelCoordinate(tp, rank, sequence)) for rank in range(tp)]
 
 
 def check_tiling(placements: list[Placement], logical: dict[str, tuple[int, ...]]) -> None:
@@ -24,7 +32,7 @@ def check_tiling(placements: list[Placement], logical: dict[str, tuple[int, ...]
     assert len({placement.shape for placement in placements}) == 1, "local shapes differ between ranks"
     for placement in placements:
         local = torch.zeros(placement.shape, dtype=torch.int64)
-        for piece in placement.pieces:
+        for piece in placement.tensor_shards:
             assert piece.logical_shape == logical[piece.name]
             assert local[piece.local_slices()].shape == once[piece.name][piece.logical_slices()].shape == piece.shape
             local[piece.local_slices()] += 1
@@ -68,11 +76,13 @@ def test_fused_heads(shape, bias: bool):
         assert placement.section_rows == (local_heads * width, local_groups * width, local_groups * width)
         assert placement.shape[0] == sum(placement.section_rows)
         at = 0
-        for piece, size, part in zip(placement.pieces, placement.section_rows, "qkv"):
+        for piece, size, part in zip(placement.tensor_shards, placement.section_rows, "qkv"):
             assert (piece.name, piece.local_start[0], piece.shape[0]) == (names[part], at, size)
             replicated = part != "q" and groups < tp
             shared_by = tp // groups
-            assert piece.sum_over == (None if not replicated else "tp" if shared_by == tp else f"tp/{shared_by}")
+            assert piece.grad_reduce_axis == (
+                None if not replicated else "tp" if shared_by == tp else f"tp/{shared_by}"
+            )
             at += size
 
 
@@ -83,7 +93,7 @@ def test_each_query_head_finds_its_key_head_on_its_own_rank(shape):
     tp, heads, groups, width, hidden = shape
     shard = qkv_shard(heads, groups, width)
     for placement in over_ranks(QKV, ((heads + 2 * groups) * width, hidden), shard, tp):
-        q, k, _ = placement.pieces
+        q, k, _ = placement.tensor_shards
         first_head, first_group = q.start[0] // width, k.start[0] // width
         local_heads, local_groups = q.shape[0] // width, k.shape[0] // width
         for index in range(local_heads):
@@ -100,8 +110,8 @@ def test_vocabulary_padding_stays_outside(vocabulary: int, tp: int, pad_to: int,
     assert rows % pad_to == 0 and vocabulary <= rows * tp < vocabulary + pad_to * tp
     for rank, placement in enumerate(placements):
         real = min(max(vocabulary - rank * rows, 0), rows)
-        assert [piece.shape[0] for piece in placement.pieces] == ([real] if real else [])
-        assert all(piece.local_start == (0, 0) and piece.sum_over is None for piece in placement.pieces)
+        assert [piece.shape[0] for piece in placement.tensor_shards] == ([real] if real else [])
+        assert all(piece.local_start == (0, 0) and piece.grad_reduce_axis is None for piece in placement.tensor_shards)
 
 
 @MANY
@@ -110,12 +120,15 @@ def test_row_split_matrix_and_its_whole_bias(outputs: int, unit: int, tp: int, s
     shard = Shard(tp=1)
     weights = over_ranks("mlp.down.weight", (outputs, unit * tp), shard, tp, sequence=sequence)
     check_tiling(weights, {"mlp.down.weight": (outputs, unit * tp)})
-    assert all(w.shape == (outputs, unit) and w.pieces[0].sum_over is None and w.pieces[0].primary for w in weights)
+    assert all(
+        w.shape == (outputs, unit) and w.tensor_shards[0].grad_reduce_axis is None and w.tensor_shards[0].primary
+        for w in weights
+    )
     biases = over_ranks("mlp.down.bias", (outputs,), shard, tp, sequence=sequence)
     check_tiling(biases, {"mlp.down.bias": (outputs,)})
-    assert [bias.pieces[0].primary for bias in biases] == [rank == 0 for rank in range(tp)]
+    assert [bias.tensor_shards[0].primary for bias in biases] == [rank == 0 for rank in range(tp)]
     # Added to a sequence-split activation, the bias sees only this rank's tokens.
-    assert all((bias.pieces[0].sum_over == "tp") == (sequence and tp > 1) for bias in biases)
+    assert all((bias.tensor_shards[0].grad_reduce_axis == "tp") == (sequence and tp > 1) for bias in biases)
 
 
 @pytest.mark.parametrize(
@@ -131,28 +144,28 @@ def test_row_split_matrix_and_its_whole_bias(outputs: int, unit: int, tp: int, s
     ],
 )
 def test_when_a_replicated_gradient_is_a_summand(partial, tp, sequence, expected):
-    placements = over_ranks("norm.weight", (8,), Shard(partial=partial), tp, sequence=sequence)
+    placements = over_ranks("norm.weight", (8,), Shard(partial_grad=partial), tp, sequence=sequence)
     check_tiling(placements, {"norm.weight": (8,)})
-    assert [placement.pieces[0].sum_over == "tp" for placement in placements] == [expected] * tp
+    assert [placement.tensor_shards[0].grad_reduce_axis == "tp" for placement in placements] == [expected] * tp
 
 
 def test_heads_that_neither_divide_nor_are_divided_are_refused():
     with pytest.raises(AssertionError, match="3 units cannot be split over 2"):
-        place(QKV, (18, 4), qkv_shard(3, 3, 2), TensorSplit(2, 0))
+        compute_placement(QKV, (18, 4), qkv_shard(3, 3, 2), ModelParallelCoordinate(2, 0))
 
 
 def test_sections_must_add_up():
     with pytest.raises(AssertionError, match="do not add up"):
-        place(QKV, (20, 4), qkv_shard(3, 3, 2), TensorSplit())
+        compute_placement(QKV, (20, 4), qkv_shard(3, 3, 2), ModelParallelCoordinate())
 
 
 def test_find_matches_module_or_parameter_and_names_the_unknown():
-    specs = {"layers.*.mlp.up": Shard(tp=0), "layers.*.[qk]_norm": Shard(partial="always"), "scale": Shard(tp=1)}
-    assert find(specs, "layers.17.mlp.up.bias").tp == 0
-    assert find(specs, "layers.0.q_norm.weight").partial == "always"
-    assert find(specs, "scale").tp == 1
+    specs = {"layers.*.mlp.up": Shard(tp=0), "layers.*.[qk]_norm": Shard(partial_grad="always"), "scale": Shard(tp=1)}
+    assert find_shard_spec(specs, "layers.17.mlp.up.bias").tp == 0
+    assert find_shard_spec(specs, "layers.0.q_norm.weight").partial_grad == "always"
+    assert find_shard_spec(specs, "scale").tp == 1
     with pytest.raises(KeyError, match=r"layers\.0\.v_norm\.weight.*layers\.\*\.mlp\.up"):
-        find(specs, "layers.0.v_norm.weight")
+        find_shard_spec(specs, "layers.0.v_norm.weight")
 
 
 def test_section_name_replaces_the_module():
@@ -167,24 +180,33 @@ def test_experts_are_split_over_both_of_their_axes(ep: int, etp: int):
     seen = {"gate": torch.zeros(4, 8, 3), "up": torch.zeros(4, 8, 3), "bias": torch.zeros(4, 3)}
     for ep_rank in range(ep):
         for etp_rank in range(etp):
-            split = TensorSplit(ep_size=ep, ep_rank=ep_rank, etp_size=etp, etp_rank=etp_rank, tp_size=3, tp_rank=2)
-            weight = place("layers.0.mlp.experts.gate_up.weight", (4, 16, 3), gate_up, split)
-            bias = place("layers.0.mlp.experts.down.bias", (4, 3), Shard(ep=0, tp=2), split)
+            split = ModelParallelCoordinate(
+                ep_size=ep, ep_rank=ep_rank, etp_size=etp, etp_rank=etp_rank, tp_size=3, tp_rank=2
+            )
+            weight = compute_placement("layers.0.mlp.experts.gate_up.weight", (4, 16, 3), gate_up, split)
+            bias = compute_placement("layers.0.mlp.experts.down.bias", (4, 3), Shard(ep=0, tp=2), split)
             assert weight.expert and bias.expert
             assert weight.shape == (4 // ep, 16 // etp, 3) and bias.shape == (4 // ep, 3)
             assert weight.section_rows == (8 // etp, 8 // etp)
-            for piece in weight.pieces:
-                assert piece.sum_over is None and piece.primary
+            for piece in weight.tensor_shards:
+                assert piece.grad_reduce_axis is None and piece.primary
                 seen[piece.name.split(".")[-2]][piece.logical_slices()] += 1
-            [piece] = bias.pieces
-            assert piece.sum_over == ("etp" if etp > 1 else None) and piece.primary == (etp_rank == 0)
+            [piece] = bias.tensor_shards
+            assert piece.grad_reduce_axis == ("etp" if etp > 1 else None) and piece.primary == (etp_rank == 0)
             seen["bias"][piece.logical_slices()] += float(piece.primary)
     assert all(bool((counts == 1).all()) for counts in seen.values())
 
 
 def test_a_tied_head_on_another_rank_is_a_copy_of_the_embedding():
-    embedding, head = Shard(tp=0, pad_to=4, ends=True), Shard(tp=0, pad_to=4, ends=True, copy_of="embedding.weight")
-    first = place("embedding.weight", (6, 2), embedding, TensorSplit())
-    last = place("head.weight", (6, 2), head, TensorSplit())
-    assert [(p.name, p.primary, p.sum_over) for p in first.pieces] == [("embedding.weight", True, "ends")]
-    assert [(p.name, p.primary, p.sum_over) for p in last.pieces] == [("embedding.weight", False, "ends")]
+    embedding, head = (
+        Shard(tp=0, pad_to=4, shared_embedding=True),
+        Shard(tp=0, pad_to=4, shared_embedding=True, replica_of="embedding.weight"),
+    )
+    first = compute_placement("embedding.weight", (6, 2), embedding, ModelParallelCoordinate())
+    last = compute_placement("head.weight", (6, 2), head, ModelParallelCoordinate())
+    assert [(p.name, p.primary, p.grad_reduce_axis) for p in first.tensor_shards] == [
+        ("embedding.weight", True, "ends")
+    ]
+    assert [(p.name, p.primary, p.grad_reduce_axis) for p in last.tensor_shards] == [
+        ("embedding.weight", False, "ends")
+    ]

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.mesh.comm_record import Record
+from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis
-from petatron.sharding.flat_shard import Part, Stretch, range_boxes, share_of
-from petatron.sharding.shard_spec import Section, Shard, TensorSplit, place
+from petatron.sharding.flat_shard import FlatShard, ParamRange, range_boxes, rank_share
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Section, Shard, compute_placement
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -43,14 +43,14 @@ def test_pieces_of_all_stretches_and_ranks_tile_the_logical_tensors(cut: list[in
     gate, up = torch.full((4, 6, 3), -1.0), torch.full((4, 6, 3), -1.0)
     for ep_rank in range(ep):
         for etp_rank in range(tp):
-            split = TensorSplit(ep_size=ep, ep_rank=ep_rank, etp_size=tp, etp_rank=etp_rank)
-            placement = place("layers.0.mlp.experts.gate_up.weight", (4, 12, 3), EXPERTS, split)
+            split = ModelParallelCoordinate(ep_size=ep, ep_rank=ep_rank, etp_size=tp, etp_rank=etp_rank)
+            placement = compute_placement("layers.0.mlp.experts.gate_up.weight", (4, 12, 3), EXPERTS, split)
             size = math.prod(placement.shape)
             bounds = sorted({0, size, *(c for c in cut if c < size)})
             for begin, end in itertools.pairwise(bounds):
-                stretch = Stretch(end - begin, (Part(placement, begin, end, 0),), (0, end - begin))
+                stretch = FlatShard(end - begin, (ParamRange(placement, begin, end, 0),), (0, end - begin))
                 values = torch.arange(begin, end, dtype=torch.float32)
-                for piece, view in stretch.pieces(values):
+                for piece, view in stretch.tensor_shards(values):
                     target = {"gate": gate, "up": up}[piece.name.split(".")[-2]][piece.logical_slices()]
                     assert (target == -1.0).all(), "no element twice"
                     target.copy_(view)
@@ -60,22 +60,26 @@ def test_pieces_of_all_stretches_and_ranks_tile_the_logical_tensors(cut: list[in
 
 def test_spoken_for_leaves_out_copies_padding_and_other_ranks_shares():
     vocabulary = Shard(tp=0, pad_to=4)
-    placement = place("embedding.weight", (6, 2), vocabulary, TensorSplit(tp_size=2, tp_rank=1))
+    placement = compute_placement("embedding.weight", (6, 2), vocabulary, ModelParallelCoordinate(tp_size=2, tp_rank=1))
     assert placement.shape == (4, 2)
-    whole = Stretch(8, (Part(placement, 0, 8, 0),), (0, 8))
-    assert whole.spoken_for() == [(0, 4)], "rows 4 and 5 are real, two rows are padding"
-    assert Stretch(8, (Part(placement, 0, 8, 0),), (3, 8)).spoken_for() == [(3, 4)]
-    norm = place("norm.weight", (3,), Shard(partial="sequence"), TensorSplit(tp_size=2, tp_rank=1))
-    assert Stretch(3, (Part(norm, 0, 3, 0),), (0, 3)).spoken_for() == [], "rank 0 speaks for it"
+    whole = FlatShard(8, (ParamRange(placement, 0, 8, 0),), (0, 8))
+    assert whole.primary_ranges() == [(0, 4)], "rows 4 and 5 are real, two rows are padding"
+    assert FlatShard(8, (ParamRange(placement, 0, 8, 0),), (3, 8)).primary_ranges() == [(3, 4)]
+    norm = compute_placement(
+        "norm.weight", (3,), Shard(partial_grad="sequence"), ModelParallelCoordinate(tp_size=2, tp_rank=1)
+    )
+    assert FlatShard(3, (ParamRange(norm, 0, 3, 0),), (0, 3)).primary_ranges() == [], "rank 0 speaks for it"
 
 
 def test_neighbouring_parameters_are_one_range():
-    placement = place("a.weight", (2, 3), Shard(), TensorSplit())
-    stretch = Stretch(12, (Part(placement, 0, 6, 0), Part(placement, 0, 6, 6)), (0, 12))
-    assert stretch.spoken_for() == [(0, 12)]
+    placement = compute_placement("a.weight", (2, 3), Shard(), ModelParallelCoordinate())
+    stretch = FlatShard(12, (ParamRange(placement, 0, 6, 0), ParamRange(placement, 0, 6, 6)), (0, 12))
+    assert stretch.primary_ranges() == [(0, 12)]
 
 
 @given(length=st.integers(0, 1000), size=st.integers(1, 9))
 def test_shares_of_all_ranks_are_the_whole(length: int, size: int):
-    shares = [share_of(length, Axis("dp", size, rank, tuple(range(size)), None, Record())) for rank in range(size)]
+    shares = [
+        rank_share(length, Axis("dp", size, rank, tuple(range(size)), None, CommRecord())) for rank in range(size)
+    ]
     assert [begin for begin, _ in shares] == [0, *[end for _, end in shares[:-1]]] and shares[-1][1] == length

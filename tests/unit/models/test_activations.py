@@ -11,30 +11,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig, load_config
-from petatron.config.pipeline_stages import Stage
+from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import ActivationShape
 from petatron.estimate.recompute_plan import plan_recompute
-from petatron.kernels.registry import Situation
+from petatron.kernels.registry import KernelContext
 from petatron.layers.linear import Linear
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder, shards
-from petatron.parallel.expert_parallel import connect_experts
-from petatron.parallel.fp8 import multiply_in_eight_bits
+from petatron.models.decoder import Decoder, shard_specs
+from petatron.parallel.expert_parallel import apply_expert_parallel
+from petatron.parallel.fp8 import apply_fp8
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.recompute import apply_recompute
 from petatron.parallel.tensor_parallel import (
-    ColumnProduct,
-    connect,
-    split_vocabulary,
-    split_weights,
-    take_weight_gradients,
+    ColumnParallelOp,
+    apply_tensor_parallel,
+    set_weight_grad_sink,
+    shard_params,
+    shard_vocabulary,
 )
-from petatron.sharding.shard_spec import TensorSplit
+from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.dist import RankPool
 from tests.unit.models.kept import kept_bytes
 
@@ -86,14 +86,14 @@ def batch_of(run: RunConfig) -> Batch:
 
 
 def build(
-    run: RunConfig, *, dtype: torch.dtype = torch.float32, stage: Stage | None = None
+    run: RunConfig, *, dtype: torch.dtype = torch.float32, stage: PipelineStage | None = None
 ) -> tuple[Decoder, RandomStreams]:
     """The whole model or a stage on one device, with weights that depend on their names only."""
     mesh = ParallelMesh.single()
     moe = None if run.moe.num_experts is None else run.moe
-    model = Decoder(run.model, moe, experts_in=moe_layers(run), stage=stage).to(dtype)
-    connect(model, shards(run.model, moe), mesh.tp, sequence=False, shared=None)
-    return filled(model), RandomStreams.start(run.train.seed, mesh)
+    model = Decoder(run.model, moe, moe_layer_mask=moe_layers(run), stage=stage).to(dtype)
+    apply_tensor_parallel(model, shard_specs(run.model, moe), mesh.tp, sequence_parallel=False, shared_generator=None)
+    return filled(model), RandomStreams.seeded(run.train.seed, mesh)
 
 
 def filled(model: Decoder) -> Decoder:
@@ -107,8 +107,8 @@ def take_gradients(model: Decoder) -> list[Tensor]:
     """As in training: products write their weights' gradients to buffers, the last one in the forward pass."""
     buffers = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
     queue = WeightGradQueue()
-    queue.deliver = lambda weight, write: write(buffers[weight], True)
-    take_weight_gradients(model, queue)
+    queue.accumulate = lambda weight, write: write(buffers[weight], True)
+    set_weight_grad_sink(model, queue)
     return list(buffers.values())
 
 
@@ -120,21 +120,21 @@ def measured(model: Decoder, batch: Batch, *, taken: bool = True, **options: Any
 
     def forward() -> Tensor:
         # What comes from the stage before is kept too, so it is made here.
-        x_SBD = None if model.stage.embedding else torch.randn(rows, requires_grad=True)
+        x_SBD = None if model.stage.has_embedding else torch.randn(rows, requires_grad=True)
         return model(batch, x_SBD, loss_weights_SB=weights_SB, **options)
 
     return kept_bytes(forward, without=[*model.parameters(), *buffers, *parts])[0]
 
 
-def check(run: RunConfig, *, stage: Stage | None = None, dtype: torch.dtype = torch.float32) -> None:
+def check(run: RunConfig, *, stage: PipelineStage | None = None, dtype: torch.dtype = torch.float32) -> None:
     """Every kind of recompute keeps what the formula says, and less than none."""
-    shape, batch = ActivationShape.of(run, device="cpu"), batch_of(run)
-    assert shape.element == dtype.itemsize
+    shape, batch = ActivationShape.from_config(run, device="cpu"), batch_of(run)
+    assert shape.element_bytes == dtype.itemsize
     found: dict[str, tuple[int, int]] = {}
     for name, memory in RECOMPUTE.items():
         model, streams = build(run, dtype=dtype, stage=stage)
         apply_recompute(model, memory, streams, shape=shape)
-        found[name] = measured(model, batch), plan_recompute(memory, shape, model.stage).kept_bytes
+        found[name] = measured(model, batch), plan_recompute(memory, shape, model.stage).saved_bytes
     _compare(found, without_effect="layernorm")
 
 
@@ -157,17 +157,19 @@ def test_in_other_precisions(flag: str):
     )
 
 
-@pytest.mark.parametrize("stage", [Stage((0,), True, False), Stage((1, 2), False, False), Stage((2,), False, True)])
-def test_of_pipeline_stages(stage: Stage):
+@pytest.mark.parametrize(
+    "stage", [PipelineStage((0,), True, False), PipelineStage((1, 2), False, False), PipelineStage((2,), False, True)]
+)
+def test_of_pipeline_stages(stage: PipelineStage):
     check(run_of(LLAMA), stage=stage)
 
 
 def test_fused_attention_over_windows_keeps_no_more():
     """But for the bounds of each token: at 16 tokens, 4 heads and 2 rows the scores would be 8192 bytes a layer."""
     run = run_of(f"{LLAMA} --window-size 5")
-    shape, (model, _) = ActivationShape.of(run, device="cpu"), build(run)
+    shape, (model, _) = ActivationShape.from_config(run, device="cpu"), build(run)
     assert (
-        0 <= measured(model, batch_of(run)) - plan_recompute(MemoryConfig(), shape, model.stage).kept_bytes < 3 * 1024
+        0 <= measured(model, batch_of(run)) - plan_recompute(MemoryConfig(), shape, model.stage).saved_bytes < 3 * 1024
     )
 
 
@@ -175,16 +177,16 @@ def test_fused_attention_over_windows_keeps_no_more():
 def test_autograd_keeps_the_gradient_of_the_last_weight(flag: str):
     """Where nobody takes it, as with fully sharded weights; in float32, padding included."""
     run = run_of(f"{LLAMA} {flag}")
-    shape = replace(ActivationShape.of(run, device="cpu"), fully_sharded=True)
+    shape = replace(ActivationShape.from_config(run, device="cpu"), fully_sharded=True)
     model, _ = build(run, dtype=torch.bfloat16 if flag else torch.float32)
     assert model.head is not None and model.head.weight is not None
     model.head.weight = torch.nn.Parameter(torch.zeros(136, 32, dtype=model.head.weight.dtype))
     real = measured(model, batch_of(run), taken=False)
-    assert real == plan_recompute(MemoryConfig(), shape, model.stage).kept_bytes
+    assert real == plan_recompute(MemoryConfig(), shape, model.stage).saved_bytes
     sharded = run_of(f"{LLAMA} --data-parallel-sharding-strategy optim_grads_params", world_size=2)
     assert (
-        ActivationShape.of(sharded, device="cpu").fully_sharded
-        and not ActivationShape.of(run, device="cpu").fully_sharded
+        ActivationShape.from_config(sharded, device="cpu").fully_sharded
+        and not ActivationShape.from_config(run, device="cpu").fully_sharded
     )
 
 
@@ -206,7 +208,7 @@ SOME_EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-si
 
 def _measured_mixture(model: Decoder, batch: Batch) -> int:
     reports: dict[int, Tensor] = {}
-    found = measured(model, batch, extra_loss_scale=torch.tensor(0.5), reports=reports)
+    found = measured(model, batch, aux_loss_scale=torch.tensor(0.5), router_statistics=reports)
     return found - sum(report.nbytes for report in reports.values())
 
 
@@ -214,8 +216,8 @@ def _measured_mixture(model: Decoder, batch: Batch) -> int:
 def test_of_mixtures_up_to_what_routing_keeps(kind: str):
     """The formula leaves out indices, weights and scores: a few numbers per token, choice and expert."""
     run = run_of(f"{SOME_EXPERTS} {MIXTURES[kind]}")
-    shape, batch = ActivationShape.of(run, device="cpu"), batch_of(run)
-    assert shape.mixed == (True, False, True)
+    shape, batch = ActivationShape.from_config(run, device="cpu"), batch_of(run)
+    assert shape.moe_layer_mask == (True, False, True)
     left_out: dict[str, int] = {}
     found: dict[str, int] = {}
     for modules in ("moe_act", "mlp", "layernorm", "shared_experts", "layernorm shared_experts", "moe"):
@@ -223,7 +225,7 @@ def test_of_mixtures_up_to_what_routing_keeps(kind: str):
         memory = replace(SELECTIVE, recompute_modules=tuple(modules.split()))
         apply_recompute(model, memory, streams, shape=shape)
         found[modules] = _measured_mixture(model, batch)
-        left_out[modules] = found[modules] - plan_recompute(memory, shape, model.stage).kept_bytes
+        left_out[modules] = found[modules] - plan_recompute(memory, shape, model.stage).saved_bytes
     of_whole = left_out.pop("moe")
     assert max(left_out.values()) - min(left_out.values()) < 16, f"whatever is recomputed: {left_out}"
     assert 0 <= of_whole <= min(left_out.values()) <= 2 * (shape.tokens * (2 * 40 + 4 * 24) + 4 * 32 * 8)
@@ -240,14 +242,14 @@ def test_in_eight_bits(recipe: str, experts: bool):
     flags = f"{SOME_EXPERTS} --moe-shared-expert-intermediate-size {width}" if experts else LLAMA
     sizes = f"--ffn-hidden-size {width} --hidden-size {128 if recipe == 'blockwise' else 32} --seq-length 64"
     run = run_of(f"{flags} {sizes} --bf16 --fp8-format hybrid --fp8-recipe {recipe}")
-    shape, batch = ActivationShape.of(run, device="cpu"), batch_of(run)
-    situation = Situation.of(torch.device("cpu"), torch.bfloat16, compiles=False)
+    shape, batch = ActivationShape.from_config(run, device="cpu"), batch_of(run)
+    situation = KernelContext.of(torch.device("cpu"), torch.bfloat16, allow_compile=False)
     more: set[int] = set()
     for name in ("nothing", "core_attn", "mlp", "attention", *(() if experts else ("uniform-1",))):
         model, streams = build(run, dtype=torch.bfloat16)
-        assert multiply_in_eight_bits([model], run.precision, situation, keep_weights=False).linears
+        assert apply_fp8([model], run.precision, situation, cache_weights=False).linears
         apply_recompute(model, RECOMPUTE[name], streams, shape=shape)
-        more.add(_measured_mixture(model, batch) - plan_recompute(RECOMPUTE[name], shape, model.stage).kept_bytes)
+        more.add(_measured_mixture(model, batch) - plan_recompute(RECOMPUTE[name], shape, model.stage).saved_bytes)
     assert len(more) == 1
     assert 0 < more.pop() < 2 * 128 * 90 if experts else more == {0}
 
@@ -256,16 +258,20 @@ def _measure_on_rank(flags: str, names: list[str]) -> dict[str, tuple[int, int]]
     run = run_of(flags, world_size=dist.get_world_size())
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
     sequence = run.parallel.sequence_parallel
-    shape, batch = ActivationShape.of(run, device="cpu"), batch_of(run)
+    shape, batch = ActivationShape.from_config(run, device="cpu"), batch_of(run)
     found: dict[str, tuple[int, int]] = {}
     for name in names:
-        streams = RandomStreams.start(run.train.seed, mesh)
-        model, table = Decoder(run.model), shards(run.model)
-        split_weights(model, table, TensorSplit(tp_size=mesh.tp.size, tp_rank=mesh.tp.rank, sequence_parallel=sequence))
-        connect(model, table, mesh.tp, sequence=sequence, shared=streams.shared)
-        split_vocabulary(model, table, mesh.tp)
+        streams = RandomStreams.seeded(run.train.seed, mesh)
+        model, table = Decoder(run.model), shard_specs(run.model)
+        shard_params(
+            model,
+            table,
+            ModelParallelCoordinate(tp_size=mesh.tp.size, tp_rank=mesh.tp.rank, sequence_parallel=sequence),
+        )
+        apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=sequence, shared_generator=streams.tp_shared)
+        shard_vocabulary(model, table, mesh.tp)
         apply_recompute(filled(model), RECOMPUTE[name], streams, shape=shape)
-        found[name] = measured(model, batch), plan_recompute(RECOMPUTE[name], shape, model.stage).kept_bytes
+        found[name] = measured(model, batch), plan_recompute(RECOMPUTE[name], shape, model.stage).saved_bytes
     return found
 
 
@@ -283,13 +289,13 @@ def _measure_both_ways(flags: str) -> tuple[int, int]:
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
     found: list[int] = []
     for regather in (True, False):
-        model, table = Decoder(run.model), shards(run.model)
-        split_weights(model, table, TensorSplit(mesh.tp.size, mesh.tp.rank, sequence_parallel=True))
-        connect(model, table, mesh.tp, sequence=True, shared=None)
-        split_vocabulary(model, table, mesh.tp)
+        model, table = Decoder(run.model), shard_specs(run.model)
+        shard_params(model, table, ModelParallelCoordinate(mesh.tp.size, mesh.tp.rank, sequence_parallel=True))
+        apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=True, shared_generator=None)
+        shard_vocabulary(model, table, mesh.tp)
         for module in filled(model).modules():
-            if isinstance(module, Linear) and isinstance(module.product, ColumnProduct) and not regather:
-                module.product = replace(module.product, regather=False)
+            if isinstance(module, Linear) and isinstance(module.linear_op, ColumnParallelOp) and not regather:
+                module.linear_op = replace(module.linear_op, regather=False)
         found.append(measured(model, batch_of(run)))
     return found[0], found[1]
 
@@ -306,8 +312,8 @@ def _measure_experts_on_rank(flags: str, asked: list[str]) -> list[int]:
     """What is kept beyond the formula, for everything that is asked to be recomputed."""
     run = run_of(flags, world_size=dist.get_world_size())
     mesh, sequence = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank()), run.parallel.sequence_parallel
-    shape, batch, table = ActivationShape.of(run, device="cpu"), batch_of(run), shards(run.model, run.moe)
-    split = TensorSplit(
+    shape, batch, table = ActivationShape.from_config(run, device="cpu"), batch_of(run), shard_specs(run.model, run.moe)
+    split = ModelParallelCoordinate(
         tp_size=mesh.tp.size,
         tp_rank=mesh.tp.rank,
         sequence_parallel=sequence,
@@ -319,13 +325,13 @@ def _measure_experts_on_rank(flags: str, asked: list[str]) -> list[int]:
     more: list[int] = []
     for modules in asked:
         memory = replace(SELECTIVE, recompute_modules=tuple(modules.split()))
-        model = Decoder(run.model, run.moe, experts_in=moe_layers(run))
-        split_weights(model, table, split)
-        connect(model, table, mesh.tp, sequence=sequence, shared=None)
-        split_vocabulary(model, table, mesh.tp)
-        connect_experts(filled(model), mesh, run.moe)
-        apply_recompute(model, memory, RandomStreams.start(run.train.seed, mesh), shape=shape)
-        more.append(_measured_mixture(model, batch) - plan_recompute(memory, shape, model.stage).kept_bytes)
+        model = Decoder(run.model, run.moe, moe_layer_mask=moe_layers(run))
+        shard_params(model, table, split)
+        apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=sequence, shared_generator=None)
+        shard_vocabulary(model, table, mesh.tp)
+        apply_expert_parallel(filled(model), mesh, run.moe)
+        apply_recompute(model, memory, RandomStreams.seeded(run.train.seed, mesh), shape=shape)
+        more.append(_measured_mixture(model, batch) - plan_recompute(memory, shape, model.stage).saved_bytes)
     return more
 
 

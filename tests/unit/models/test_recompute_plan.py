@@ -14,20 +14,27 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError
 from petatron.base.text import gigabytes
 from petatron.config import load_config
-from petatron.config.pipeline_stages import Stage
+from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import FULL, ActivationShape, layer_bytes
-from petatron.estimate.recompute_plan import DENSE, MIXED, RecomputePlan, effective, plan_recompute, recompute_flops
+from petatron.estimate.recompute_plan import (
+    DENSE_MODULES,
+    MOE_MODULES,
+    RecomputePlan,
+    effective_modules,
+    plan_recompute,
+    recompute_flops,
+)
 from petatron.parallel.recompute import apply_recompute
 from tests.unit.models.test_activations import LLAMA, batch_of, build, measured, run_of
 
-STAGE = Stage(tuple(range(6)), embedding=False, loss=False)
+STAGE = PipelineStage(tuple(range(6)), has_embedding=False, has_loss=False)
 
 
 @cache
 def shape_of(preset: str, flags: str = "") -> ActivationShape:
     argv = f"--mock-data --train-iters 1 --lr 1e-3 --micro-batch-size 1 --bf16 {flags}".split()
-    return ActivationShape.of(load_config(argv, preset=preset, world_size=8).config, device="cuda")
+    return ActivationShape.from_config(load_config(argv, preset=preset, world_size=8).config, device="cuda")
 
 
 SHAPES = {
@@ -45,7 +52,9 @@ def fit(shape: ActivationShape, budget_bytes: float, **options: int) -> Recomput
 
 
 def flops(shape: ActivationShape, plan: RecomputePlan) -> float:
-    return sum(recompute_flops(shape, modules, mixed=kind) for modules, kind in zip(plan.modules, shape.mixed))
+    return sum(
+        recompute_flops(shape, modules, is_moe=kind) for modules, kind in zip(plan.modules, shape.moe_layer_mask)
+    )
 
 
 def test_full_recompute_in_groups():
@@ -68,19 +77,19 @@ def test_modules_that_a_layer_has():
     plan = plan_recompute(MemoryConfig(recompute_granularity="selective", recompute_modules=asked), shape, STAGE)
     assert plan.modules[:2] == (frozenset({"core_attn", "layernorm"}), frozenset({"core_attn", "mlp"}))
     assert plan.groups == ((1, False),) * 6
-    assert effective(shape, ("attention", "core_attn"), mixed=False) == {"attention"}
-    assert effective(shape, ("moe", "moe_act", "shared_experts", "mlp"), mixed=True) == {"moe"}
-    assert effective(shape, ("moe", FULL), mixed=True) == {FULL}
+    assert effective_modules(shape, ("attention", "core_attn"), is_moe=False) == {"attention"}
+    assert effective_modules(shape, ("moe", "moe_act", "shared_experts", "mlp"), is_moe=True) == {"moe"}
+    assert effective_modules(shape, ("moe", FULL), is_moe=True) == {FULL}
 
 
 def test_norms_are_recomputed_only_where_it_frees_something():
     for kind in ("llama", "gpt"):
-        assert effective(SHAPES[kind](), ("layernorm", "mlp"), mixed=False) == {"mlp"}
+        assert effective_modules(SHAPES[kind](), ("layernorm", "mlp"), is_moe=False) == {"mlp"}
     experts = SHAPES["mixtral"]()
-    assert effective(experts, ("layernorm", "attention"), mixed=True) == {"layernorm", "attention"}
-    assert effective(experts, ("layernorm", "moe"), mixed=True) == {"moe"}
+    assert effective_modules(experts, ("layernorm", "attention"), is_moe=True) == {"layernorm", "attention"}
+    assert effective_modules(experts, ("layernorm", "moe"), is_moe=True) == {"moe"}
     wide = shape_of("mixtral-8x7b", "--ep 8 --moe-router-dtype fp32")
-    assert effective(wide, ("layernorm",), mixed=True) == frozenset()
+    assert effective_modules(wide, ("layernorm",), is_moe=True) == frozenset()
 
 
 @pytest.mark.parametrize("precision", ["", "--bf16", "--fp64"])
@@ -103,8 +112,8 @@ def test_people_are_told_of_norms_that_free_nothing(flags: str, precision: str):
         pytest.skip("eight bits are not for fp64")
     asked = f"{LLAMA} --recompute-granularity selective --recompute-modules layernorm {flags} {precision}"
     loaded = load_config(asked.split(), world_size=2)
-    shape = ActivationShape.of(loaded.config, device="cpu")
-    freed = any(effective(shape, ("layernorm",), mixed=kind) for kind in shape.mixed)
+    shape = ActivationShape.from_config(loaded.config, device="cpu")
+    freed = any(effective_modules(shape, ("layernorm",), is_moe=kind) for kind in shape.moe_layer_mask)
     assert any("layernorm has no effect" in notice for notice in loaded.notices) != freed
 
 
@@ -124,14 +133,14 @@ def test_a_norm_costs_what_is_made_again(modules: tuple[str, ...], norms: int):
 @pytest.mark.parametrize("kind", SHAPES)
 def test_more_recompute_never_keeps_more(kind: str):
     shape = SHAPES[kind]()
-    for mixed in set(shape.mixed):
-        names = MIXED if mixed else DENSE
+    for mixed in set(shape.moe_layer_mask):
+        names = MOE_MODULES if mixed else DENSE_MODULES
         for chosen in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1)):
-            kept = layer_bytes(shape, effective(shape, chosen, mixed=mixed), mixed=mixed)
+            kept = layer_bytes(shape, effective_modules(shape, chosen, is_moe=mixed), is_moe=mixed)
             for name in (*names, FULL):
-                following = effective(shape, (*chosen, name), mixed=mixed)
-                assert layer_bytes(shape, following, mixed=mixed) <= kept, (chosen, name)
-                assert recompute_flops(shape, following, mixed=mixed) >= 0
+                following = effective_modules(shape, (*chosen, name), is_moe=mixed)
+                assert layer_bytes(shape, following, is_moe=mixed) <= kept, (chosen, name)
+                assert recompute_flops(shape, following, is_moe=mixed) >= 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,9 +148,11 @@ def test_more_recompute_never_keeps_more(kind: str):
     kind=st.sampled_from(sorted(SHAPES)),
     share=st.floats(0.0, 1.2),
     in_flight=st.integers(1, 16),
-    stages_here=st.integers(1, 3),
+    num_local_stages=st.integers(1, 3),
 )
-def test_a_budget_is_kept_and_nothing_is_recomputed_in_vain(kind: str, share: float, in_flight: int, stages_here: int):
+def test_a_budget_is_kept_and_nothing_is_recomputed_in_vain(
+    kind: str, share: float, in_flight: int, num_local_stages: int
+):
     shape = SHAPES[kind]()
     most = plan_recompute(MemoryConfig(), shape, STAGE, in_flight=in_flight)
     least = plan_recompute(
@@ -151,9 +162,9 @@ def test_a_budget_is_kept_and_nothing_is_recomputed_in_vain(kind: str, share: fl
         in_flight=in_flight,
     )
     budget = least.peak_bytes + share * (most.peak_bytes - least.peak_bytes) + 1
-    plan = fit(shape, budget * stages_here, in_flight=in_flight, stages_here=stages_here)
+    plan = fit(shape, budget * num_local_stages, in_flight=in_flight, num_local_stages=num_local_stages)
     assert plan.peak_bytes <= budget
-    assert plan.peak_bytes >= in_flight * plan.kept_bytes
+    assert plan.peak_bytes >= in_flight * plan.saved_bytes
     assert flops(shape, plan) <= flops(shape, least) * 1.001
     if share >= 1.0:
         assert plan == most
@@ -165,14 +176,14 @@ def test_a_budget_is_kept_and_nothing_is_recomputed_in_vain(kind: str, share: fl
 
 def _peak(shape: ActivationShape, chosen: list[set[str]], in_flight: int) -> int:
     """Written down once more: all that is kept, and the most that one layer makes again."""
-    from_none = [layer_bytes(shape, (), mixed=kind) for kind in shape.mixed]
+    from_none = [layer_bytes(shape, (), is_moe=kind) for kind in shape.moe_layer_mask]
     if shape.sequence_parallel:
-        gathered = shape.batch * shape.sequence * shape.model.hidden_size * shape.element
+        gathered = shape.batch * shape.sequence * shape.model.hidden_size * shape.element_bytes
         made = [gathered * sum(name in modules for name in ("attention", "mlp", FULL, FULL)) for modules in chosen]
     else:
         made = [0] * len(chosen)
-    kept = [layer_bytes(shape, modules, mixed=kind) for modules, kind in zip(chosen, shape.mixed)]
-    ends = plan_recompute(MemoryConfig(), shape, STAGE).kept_bytes - sum(from_none[: len(chosen)])
+    kept = [layer_bytes(shape, modules, is_moe=kind) for modules, kind in zip(chosen, shape.moe_layer_mask)]
+    ends = plan_recompute(MemoryConfig(), shape, STAGE).saved_bytes - sum(from_none[: len(chosen)])
     return in_flight * (sum(kept) + ends) + max(none - now + more for none, now, more in zip(from_none, kept, made))
 
 
@@ -182,7 +193,8 @@ def test_cheap_ones_come_first(kind: str):
     top = plan_recompute(MemoryConfig(), shape, STAGE, in_flight=4).peak_bytes
     plans = [fit(shape, top * share, in_flight=4) for share in (0.98, 0.7, 0.4, 0.15)]
     counts = [
-        {name: sum(name in modules for modules in plan.modules) for name in (*MIXED, "mlp", FULL)} for plan in plans
+        {name: sum(name in modules for modules in plan.modules) for name in (*MOE_MODULES, "mlp", FULL)}
+        for plan in plans
     ]
     branches = ("attention", "moe" if kind == "mixtral" else "mlp")
     cheapest = ("layernorm",) if kind == "mixtral" else branches
@@ -197,11 +209,11 @@ def test_cheap_ones_come_first(kind: str):
 def test_a_budget_that_nothing_can_keep():
     shape = SHAPES["llama"]()
     with pytest.raises(ConfigError) as caught:
-        fit(shape, 1e9, in_flight=8, stages_here=2)
+        fit(shape, 1e9, in_flight=8, num_local_stages=2)
     text = str(caught.value)
     found = re.search(r"budget-gb 1 is too small: 8 micro-batches at a time in each of 2 stages need ([\d.]+) GB", text)
     assert found and f"Give at least {found.group(1)}" in text
-    plan = fit(shape, float(found.group(1)) * 1e9, in_flight=8, stages_here=2)
+    plan = fit(shape, float(found.group(1)) * 1e9, in_flight=8, num_local_stages=2)
     assert all(modules == {FULL} for modules in plan.modules)
 
 
@@ -228,7 +240,7 @@ def test_gigabytes_are_never_rounded_down(count: int):
 
 def test_a_stage_keeps_to_its_budget():
     run = run_of(LLAMA)
-    shape, batch = ActivationShape.of(run, device="cpu"), batch_of(run)
+    shape, batch = ActivationShape.from_config(run, device="cpu"), batch_of(run)
     plain, _ = build(run)
     before = measured(plain, batch)
     for share in (0.9, 0.7, 0.5):
@@ -237,4 +249,4 @@ def test_a_stage_keeps_to_its_budget():
         line = apply_recompute(model, memory, streams, shape=shape, in_flight=2)
         plan = plan_recompute(memory, shape, model.stage, in_flight=2)
         assert line == plan.describe()
-        assert measured(model, batch) == plan.kept_bytes <= before * share
+        assert measured(model, batch) == plan.saved_bytes <= before * share

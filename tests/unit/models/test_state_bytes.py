@@ -8,13 +8,13 @@ import pytest
 
 import petatron
 from petatron.config import RunConfig
-from petatron.config.pipeline_stages import Stage, stages
-from petatron.estimate.flops import padded_vocabulary, parameter_count
-from petatron.estimate.state_bytes import StateBytes, held_elements, state_bytes
+from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
+from petatron.estimate.flops import padded_vocab_size, parameter_count
+from petatron.estimate.state_bytes import StateBytes, local_element_counts, state_bytes
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.pipeline_plan import pipeline_plan
-from petatron.sharding.flat_buffer import FlatGroup
-from petatron.train.fake_rank import pretend_rank
+from petatron.sharding.flat_buffer import FlatParamGroup
+from petatron.train.fake_rank import fake_rank
 
 BASE = "--mock-data --lr 1e-3 --train-iters 1 --num-layers 4 --vocab-size 1000 --make-vocab-size-divisible-by 8"
 EXPERTS = "--num-experts 8 --moe-layer-freq 2 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 64"
@@ -26,13 +26,13 @@ def run_of(flags: str, world_size: int = 1) -> RunConfig:
 
 def held(model: ParallelModel) -> tuple[int, int]:
     """Elements of all buffers, and of what this rank updates, padding of buckets to equal parts included."""
-    groups = [group for group in model.groups if isinstance(group, FlatGroup)]
-    owned = sum(stretch.length for group in groups for stretch in group.stretches)
+    groups = [group for group in model.param_groups if isinstance(group, FlatParamGroup)]
+    owned = sum(stretch.length for group in groups for stretch in group.flat_shards)
     return sum(group.flat_weights.numel() for group in groups), owned
 
 
-def here(run: RunConfig, pipeline_rank: int) -> list[Stage]:
-    plan, every = pipeline_plan(run), stages(run)
+def here(run: RunConfig, pipeline_rank: int) -> list[PipelineStage]:
+    plan, every = pipeline_plan(run), pipeline_stages(run)
     return [stage for number, stage in enumerate(every) if plan.rank_of(number) == pipeline_rank]
 
 
@@ -52,20 +52,20 @@ def here(run: RunConfig, pipeline_rank: int) -> list[Stage]:
 def test_elements_are_those_of_the_buffers(flags: str, world_size: int, ranks: dict[int, int]):
     run = run_of(f"{flags} --bf16", world_size)
     for rank, pipeline_rank in ranks.items():
-        with pretend_rank(run, rank) as model:
+        with fake_rank(run, rank) as model:
             total, owned = held(model)
         found = state_bytes(run, here(run, pipeline_rank))
-        elements = held_elements(run, here(run, pipeline_rank))
+        elements = local_element_counts(run, here(run, pipeline_rank))
         assert elements.dense + elements.experts == pytest.approx(total, rel=2e-3)
         assert found.weights == pytest.approx(2 * total, rel=2e-3)
         assert found.gradients == pytest.approx(4 * total, rel=2e-3)
-        assert found.masters == pytest.approx(4 * owned, rel=2e-3)
+        assert found.master_weights == pytest.approx(4 * owned, rel=2e-3)
         assert found.moments == pytest.approx(8 * owned, rel=2e-3)
 
 
 def test_elements_of_one_rank_are_the_models_parameters():
     run = run_of("--make-vocab-size-divisible-by 1")
-    elements = held_elements(run)
+    elements = local_element_counts(run)
     assert (elements.dense, elements.experts) == (parameter_count(run.model), 0)
 
 
@@ -84,9 +84,9 @@ def test_elements_of_one_rank_are_the_models_parameters():
 )
 def test_bytes_of_an_element(flags: str, wanted: tuple[int, ...]):
     run = run_of(flags)
-    n = held_elements(run).dense
+    n = local_element_counts(run).dense
     found = state_bytes(run)
-    assert (found.weights, found.gradients, found.masters, found.moments) == tuple(width * n for width in wanted)
+    assert (found.weights, found.gradients, found.master_weights, found.moments) == tuple(width * n for width in wanted)
     assert found.total == sum(wanted) * n and found.optimizer == (wanted[2] + wanted[3]) * n
 
 
@@ -96,24 +96,24 @@ def test_weights_that_travel_in_eight_bits_lie_apart_where_they_are_owned():
     found = {}
     for way in ("", "--fp8-param-gather"):
         run = run_of(f"{flags} {way}", 4)
-        with pretend_rank(run, 1) as model:
-            groups = [group for group in model.groups if isinstance(group, FlatGroup)]
+        with fake_rank(run, 1) as model:
+            groups = [group for group in model.param_groups if isinstance(group, FlatParamGroup)]
             total = sum(group.flat_weights.numel() for group in groups)
             own = {weight.untyped_storage()._cdata: weight.nbytes for group in groups for weight in group.weights()}
             whole = {group.flat_weights.untyped_storage()._cdata for group in groups}
         found[way] = (state_bytes(run).weights, sum(size for place, size in own.items() if place not in whole))
-        assert total == pytest.approx(held_elements(run).dense, rel=2e-3)
+        assert total == pytest.approx(local_element_counts(run).dense, rel=2e-3)
     (plain, none), (predicted, apart) = found.values()
     assert none == 0 and predicted - plain == pytest.approx(apart, rel=5e-3)
 
 
 def test_what_is_offloaded_is_not_on_the_device():
     run = run_of("--bf16")
-    n = held_elements(run).dense
+    n = local_element_counts(run).dense
     memory = replace(run.memory, optimizer_cpu_offload=True, optimizer_offload_fraction=0.75)
     found = state_bytes(replace(run, memory=memory))
     assert (found.weights, found.gradients) == (2 * n, 4 * n)
-    assert (found.masters, found.moments) == (n, 2 * n)
+    assert (found.master_weights, found.moments) == (n, 2 * n)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,14 @@ def test_what_is_offloaded_is_not_on_the_device():
 def test_fully_sharded(strategy: str, gathered: str):
     sharded = f"--bf16 --dp 4 --data-parallel-sharding-strategy {strategy} --num-layers 8"
     run = run_of(sharded, 4)
-    elements = held_elements(run)
+    elements = local_element_counts(run)
     n = elements.dense
-    weights = n if gathered == "all" else 2 * elements.largest_layer + elements.ends
-    assert elements.ends + 8 * elements.largest_layer == n
-    assert elements.head == elements.ends - run.model.hidden_size * padded_vocabulary(run.model, tensor_parallel=1)
+    weights = n if gathered == "all" else 2 * elements.largest_layer + elements.embedding_and_head
+    assert elements.embedding_and_head + 8 * elements.largest_layer == n
+    assert elements.head == elements.embedding_and_head - run.model.hidden_size * padded_vocab_size(
+        run.model, tp_size=1
+    )
     for flags, on_the_wire in (("", 4), ("--grad-reduce-in-bf16", 2)):
         whole = 2 * elements.head + (2 + on_the_wire) * elements.largest_layer
         found = state_bytes(run_of(f"{sharded} {flags}", 4))
-        assert found == StateBytes(weights=2 * weights, gradients=n + whole, masters=n, moments=2 * n)
+        assert found == StateBytes(weights=2 * weights, gradients=n + whole, master_weights=n, moments=2 * n)

@@ -6,19 +6,19 @@ from hypothesis import strategies as st
 
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import TrainConfig
-from petatron.train.global_batch_size import BatchSchedule
+from petatron.train.global_batch_size import BatchSizeSchedule
 
 
 @st.composite
-def schedules(draw) -> BatchSchedule:
+def schedules(draw) -> BatchSizeSchedule:
     start, increment, count = draw(st.integers(1, 12)), draw(st.integers(1, 7)), draw(st.integers(0, 6))
     ramp = draw(st.integers(0, 300))
-    return BatchSchedule(final=start + count * increment, start=start, increment=increment, ramp_samples=ramp)
+    return BatchSizeSchedule(final=start + count * increment, start=start, increment=increment, ramp_samples=ramp)
 
 
 def test_values_by_hand():
     run = RunConfig(train=TrainConfig(global_batch_size=32, rampup_batch_size=(16, 8, 100)))
-    schedule = BatchSchedule.from_config(run)
+    schedule = BatchSizeSchedule.from_config(run)
     assert [schedule.at(consumed) for consumed in (0, 49, 50, 99, 100, 10**9)] == [16, 16, 24, 24, 32, 32]
     # 4 x 16 = 64, then 2 x 24 = 112, then 32 for ever
     assert [schedule.samples_after(iterations) for iterations in (0, 4, 5, 6, 7)] == [0, 64, 88, 112, 144]
@@ -27,7 +27,7 @@ def test_values_by_hand():
 
 
 def test_constant_batch():
-    schedule = BatchSchedule.from_config(RunConfig(train=TrainConfig(global_batch_size=6)))
+    schedule = BatchSizeSchedule.from_config(RunConfig(train=TrainConfig(global_batch_size=6)))
     assert schedule.at(0) == schedule.at(100) == 6
     assert schedule.samples_after(7) == 42
     assert (schedule.iterations_for(42), schedule.iterations_for(41)) == (7, 6)
@@ -70,11 +70,11 @@ def test_ramp_follows_the_definition(schedule, consumed):
 
 
 def test_long_runs_take_no_loop_over_iterations():
-    schedule = BatchSchedule(final=4096, start=32, increment=32, ramp_samples=10**12)
+    schedule = BatchSizeSchedule(final=4096, start=32, increment=32, ramp_samples=10**12)
     samples = schedule.samples_after(10**12)  # a loop would take days
     assert schedule.iterations_for(samples) == 10**12
 
 
 def test_increments_must_end_at_the_final_size():
     with pytest.raises(AssertionError, match="final batch size"):
-        BatchSchedule(final=10, start=4, increment=4, ramp_samples=100)
+        BatchSizeSchedule(final=10, start=4, increment=4, ramp_samples=100)

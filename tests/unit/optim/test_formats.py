@@ -10,7 +10,7 @@ import torch
 from petatron.config import resolve_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build import build_loader, build_model, build_optimizer
-from petatron.train.state.checkpointing import chunks, load_checkpoint, save_checkpoint
+from petatron.train.state.checkpointing import checkpoint_chunks, load_checkpoint, save_checkpoint
 from tests.parity.harness import TINY, tiny_run
 
 NARROW = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --train-iters 8"
@@ -34,7 +34,9 @@ class Training:
         return losses
 
     def state(self) -> dict[tuple, torch.Tensor]:
-        return {(chunk.key, chunk.start): chunk.tensor.clone() for chunk in chunks(self.model, self.optimizer)}
+        return {
+            (chunk.key, chunk.start): chunk.tensor.clone() for chunk in checkpoint_chunks(self.model, self.optimizer)
+        }
 
 
 def same(ours: dict[tuple, torch.Tensor], theirs: dict[tuple, torch.Tensor]) -> bool:

@@ -22,7 +22,7 @@ def _numbers(run: RunConfig) -> tuple[float, float, int]:
     model = build_model(run, mesh)
     optimizer = build_optimizer(run, model)
     model.train_step(next(iter(build_loader(run, mesh))))
-    weights, zeros = float(optimizer.weight_norm()), int(optimizer.zero_grad_elements())
+    weights, zeros = float(optimizer.weight_norm()), int(optimizer.count_zero_grads())
     return float(optimizer.step().grad_norm), weights, zeros
 
 

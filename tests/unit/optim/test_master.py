@@ -1,4 +1,4 @@
-"""MasterOptimizer against plain torch optimizers on an unsharded model."""
+"""MixedPrecisionOptimizer against plain torch optimizers on an unsharded model."""
 
 import copy
 from collections import Counter
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.decoder import takes_weight_decay
-from petatron.optim.mixed_precision import MasterOptimizer
-from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
-from petatron.sharding.flat_shard import group_pieces
-from petatron.sharding.shard_spec import Shard, TensorSplit, place
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
+from petatron.sharding.flat_shard import group_tensor_shards
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 
 
 def small_model(dtype: torch.dtype) -> nn.Module:
@@ -22,18 +22,22 @@ def small_model(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
 
 
-def flatten(model: nn.Module) -> list[FlatGroup]:
-    placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
-    options, uses = FlatOptions(bucket_size=10**9), Counter(model.parameters())
-    return flatten_parameters([model], placements, takes_weight_decay, ParallelMesh.single(), options, uses=uses)
+def flatten(model: nn.Module) -> list[FlatParamGroup]:
+    placements = {
+        n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
+    }
+    options, uses = FlatBufferOptions(bucket_size=10**9), Counter(model.parameters())
+    return flatten_parameters(
+        [model], placements, takes_weight_decay, ParallelMesh.single(), options, grads_per_micro_batch=uses
+    )
 
 
-def collect(groups: list[FlatGroup], *, scale: float = 1.0) -> None:
+def collect(groups: list[FlatParamGroup], *, scale: float = 1.0) -> None:
     """Move autograd's gradients into the flat buffers, as the reduction does."""
     for group in groups:
-        for slot in group.slots:
+        for slot in group.params:
             assert slot.parameter.grad is not None
-            group.view(group.flat_grads, slot).copy_(slot.parameter.grad * scale)
+            group.param_view(group.flat_grads, slot).copy_(slot.parameter.grad * scale)
             slot.parameter.grad = None
 
 
@@ -52,7 +56,7 @@ def train_ours(
 ) -> tuple[nn.Module, list]:
     model = small_model(dtype)
     groups = flatten(model)
-    optimizer = MasterOptimizer(config, groups, ParallelMesh.single())
+    optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single())
     norms = []
     for step in range(1, steps + 1):
         loss_of(model, step, dtype).backward()
@@ -110,7 +114,9 @@ def test_sgd_equals_torch(momentum: float):
 def test_weight_decay_touches_only_matrices():
     model = small_model(torch.float32)
     before = copy.deepcopy(model)
-    optimizer = MasterOptimizer(OptimizerConfig(lr=0.5, weight_decay=0.2), flatten(model), ParallelMesh.single())
+    optimizer = MixedPrecisionOptimizer(
+        OptimizerConfig(lr=0.5, weight_decay=0.2), flatten(model), ParallelMesh.single()
+    )
     optimizer.step()  # zero gradients: only decay moves anything; rates come from the config
     for (name, now), then in zip(model.named_parameters(), before.parameters()):
         assert torch.equal(now, then * 0.9 if then.dim() > 1 else then), name
@@ -130,7 +136,7 @@ def test_loss_scale_is_undone_to_the_last_bit():
 def test_a_bad_gradient_leaves_everything_as_it_was(rule: str, bad: float, dtype: torch.dtype):
     model = small_model(dtype)
     groups = flatten(model)
-    optimizer = MasterOptimizer(OptimizerConfig(optimizer=rule, lr=0.1), groups, ParallelMesh.single())  # type: ignore[arg-type]
+    optimizer = MixedPrecisionOptimizer(OptimizerConfig(optimizer=rule, lr=0.1), groups, ParallelMesh.single())  # type: ignore[arg-type]
 
     def step(number: int, spoil: float | None) -> Tensor:
         loss_of(model, number, dtype).backward()
@@ -143,17 +149,17 @@ def test_a_bad_gradient_leaves_everything_as_it_was(rule: str, bad: float, dtype
         return [g.flat_weights.clone() for g in groups] + [view.clone() for _, _, _, view in optimizer.moments()]
 
     assert not step(1, None)
-    weights, facts = everything(), optimizer.facts()
+    weights, facts = everything(), optimizer.scalar_state()
     assert step(2, bad)
     assert all(torch.equal(a, b) for a, b in zip(weights, everything()))
-    assert optimizer.facts() == facts == ({"updates": 1.0} if rule == "adam" else {})
+    assert optimizer.scalar_state() == facts == ({"updates": 1.0} if rule == "adam" else {})
     assert not step(3, None)
     after_skip = everything()
     assert not any(torch.equal(a, b) for a, b in zip(weights[: len(groups)], after_skip))
 
     model = small_model(dtype)
     groups = flatten(model)
-    optimizer = MasterOptimizer(OptimizerConfig(optimizer=rule, lr=0.1), groups, ParallelMesh.single())  # type: ignore[arg-type]
+    optimizer = MixedPrecisionOptimizer(OptimizerConfig(optimizer=rule, lr=0.1), groups, ParallelMesh.single())  # type: ignore[arg-type]
     step(1, None), step(3, None)
     assert all(torch.equal(a, b) for a, b in zip(after_skip, everything())), "the bad step left a trace"
 
@@ -164,13 +170,13 @@ def test_small_updates_add_up_in_the_master_weights():
     model.weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     groups = flatten(model)
     config = OptimizerConfig(optimizer="sgd", lr=1e-4, sgd_momentum=0.0, clip_grad=0.0)
-    optimizer = MasterOptimizer(config, groups, ParallelMesh.single())
+    optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single())
     lost = torch.ones(4, dtype=torch.bfloat16)
     for _ in range(100):
         groups[0].flat_grads.fill_(1.0)
         optimizer.step()
         lost -= 1e-4
-    [(_, _, master)] = optimizer.weights()
+    [(_, _, master)] = optimizer.master_weights()
     assert master.dtype == torch.float32
     torch.testing.assert_close(master, torch.full((4,), 0.99), rtol=1e-5, atol=0)
     assert torch.equal(model.weight.detach(), master.bfloat16()) and not model.weight.eq(1.0).any()
@@ -179,30 +185,30 @@ def test_small_updates_add_up_in_the_master_weights():
 
 def test_masters_are_the_weights_where_nothing_is_narrower():
     groups = flatten(small_model(torch.float32))
-    optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
+    optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
     assert {kind for kind, _, _, _ in optimizer.moments()} == {"exp_avg", "exp_avg_sq"}
-    own = {view.data_ptr() for group in groups for _, view in group_pieces(group, group.weights())}
-    assert {view.data_ptr() for _, _, view in optimizer.weights()} == own
+    own = {view.data_ptr() for group in groups for _, view in group_tensor_shards(group, group.weights())}
+    assert {view.data_ptr() for _, _, view in optimizer.master_weights()} == own
 
 
 def test_loaded_master_weights_reach_the_model():
     model = small_model(torch.bfloat16)
     groups = flatten(model)
-    optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
-    for _, _, view in optimizer.weights():
+    optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
+    for _, _, view in optimizer.master_weights():
         view.fill_(0.5)
-    optimizer.write_back()
+    optimizer.copy_master_to_model_weights()
     assert all(parameter.eq(0.5).all() for parameter in model.parameters())
 
 
 def test_restored_facts_continue_the_bias_correction():
     def one_step(updates: float) -> Tensor:
         groups = flatten(small_model(torch.float32))
-        optimizer = MasterOptimizer(OptimizerConfig(lr=0.1), groups, ParallelMesh.single())
-        optimizer.restore_facts({"updates": updates})
+        optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=0.1), groups, ParallelMesh.single())
+        optimizer.load_scalar_state({"updates": updates})
         groups[0].flat_grads.fill_(1.0)
         optimizer.step()
-        assert optimizer.facts() == {"updates": updates + 1.0}
+        assert optimizer.scalar_state() == {"updates": updates + 1.0}
         return groups[0].flat_weights.clone()
 
     assert not torch.equal(one_step(0.0), one_step(1000.0))
@@ -211,12 +217,12 @@ def test_restored_facts_continue_the_bias_correction():
 def test_zeros_and_weight_norm():
     model = small_model(torch.float32)
     groups = flatten(model)
-    optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
+    optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
     for group in groups:
         group.flat_grads.fill_(1.0)
     groups[0].flat_grads[:6] = 0.0
     groups[1].flat_grads[2] = 0.0
-    assert int(optimizer.zero_grad_elements()) == 7
+    assert int(optimizer.count_zero_grads()) == 7
     expected = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm()
     torch.testing.assert_close(optimizer.weight_norm(), expected)
 
@@ -227,16 +233,16 @@ def test_gradients_in_bfloat16_are_taken_as_they_are():
     for grad_dtype in (None, torch.bfloat16):
         model = nn.Module()
         model.weight = nn.Parameter(torch.ones(10, 100, dtype=torch.bfloat16))
-        placements = {"weight": place("weight", (10, 100), Shard(), TensorSplit())}
-        options, uses = FlatOptions(bucket_size=1, grad_dtype=grad_dtype), Counter(model.parameters())
+        placements = {"weight": compute_placement("weight", (10, 100), Shard(), ModelParallelCoordinate())}
+        options, uses = FlatBufferOptions(bucket_size=1, grad_dtype=grad_dtype), Counter(model.parameters())
         mesh = ParallelMesh.single()
-        [group] = flatten_parameters([model], placements, takes_weight_decay, mesh, options, uses=uses)
+        [group] = flatten_parameters([model], placements, takes_weight_decay, mesh, options, grads_per_micro_batch=uses)
         assert group.flat_grads.dtype == (grad_dtype or torch.float32)
         group.flat_grads.copy_(values)
-        optimizer = MasterOptimizer(OptimizerConfig(lr=0.1, clip_grad=0.5), [group], mesh)
+        optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=0.1, clip_grad=0.5), [group], mesh)
         result = optimizer.step()
         assert result.grad_norm.dtype == torch.float32
         assert torch.equal(group.flat_grads, values.to(group.flat_grads.dtype)), "gradients are only read"
-        found.append((float(result.grad_norm), next(view.clone() for _, _, view in optimizer.weights())))
+        found.append((float(result.grad_norm), next(view.clone() for _, _, view in optimizer.master_weights())))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-7)

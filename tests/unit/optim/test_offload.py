@@ -18,12 +18,12 @@ from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.decoder import takes_weight_decay
 from petatron.optim import mixed_precision
-from petatron.optim.mixed_precision import MasterOptimizer
-from petatron.optim.state_offload import DiskSide, Lanes, PinnedSide, Shuttle, Visit
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.optim.state_segments import plan_ranges
-from petatron.optim.state_storage import DiskHome, offload_place
-from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
-from petatron.sharding.shard_spec import Shard, TensorSplit, place
+from petatron.optim.state_storage import DiskStorage, describe_offload_target
+from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.heard import heard
 
 
@@ -87,12 +87,12 @@ class NowLane:
 LENGTHS = (5, 5, 5, 3, 5, 5, 1, 4)
 
 
-def visits_of(homes: list[tuple[Tensor, Tensor]], step: int) -> list[Visit]:
+def visits_of(homes: list[tuple[Tensor, Tensor]], step: int) -> list[SwapTask]:
     def work(number: int, buffers: tuple[Tensor, ...]) -> None:
         buffers[0].mul_(2).add_(step + number)
         buffers[1].add_(buffers[0])
 
-    visits = [Visit(home, lambda buffers, n=number: work(n, buffers)) for number, home in enumerate(homes)]
+    visits = [SwapTask(home, lambda buffers, n=number: work(n, buffers)) for number, home in enumerate(homes)]
     return visits[::-1] if step % 2 else visits  # what was last in one step is first in the next
 
 
@@ -104,7 +104,7 @@ def expected() -> list[tuple[Tensor, Tensor]]:
     homes = fresh_homes()
     for step in range(3):
         for visit in visits_of(homes, step):
-            visit.work(visit.home)
+            visit.update(visit.state)
     return homes
 
 
@@ -117,11 +117,11 @@ def assert_equal(homes: list[tuple[Tensor, Tensor]]) -> None:
 def test_no_interleaving_of_lanes_changes_the_result(seed: int):
     device = Device(seed)
     dtypes = (torch.float32, torch.float64)
-    shuttle = Shuttle(Lanes(*device.lanes), PinnedSide(), dtypes, 5, torch.device("cpu"))  # type: ignore[arg-type]
+    shuttle = StateSwapper(SwapStreams(*device.lanes), PinnedStaging(), dtypes, 5, torch.device("cpu"))  # type: ignore[arg-type]
     homes = fresh_homes()
     for step in range(3):
         shuttle.run(visits_of(homes, step))
-    shuttle.settle()
+    shuttle.synchronize()
     assert_equal(homes)
 
 
@@ -129,8 +129,8 @@ def test_no_interleaving_of_lanes_changes_the_result(seed: int):
 def test_buffers_are_filled_after_what_used_their_memory_before(seed: int):
     """The host may free a tensor, and the buffers get its memory, while the lane that computes has yet to read and write it."""
     device = Device(seed)
-    lanes, dtypes = Lanes(*device.lanes), (torch.float32, torch.float64)  # type: ignore[arg-type]
-    shuttle = Shuttle(lanes, PinnedSide(), dtypes, 5, torch.device("cpu"))
+    lanes, dtypes = SwapStreams(*device.lanes), (torch.float32, torch.float64)  # type: ignore[arg-type]
+    shuttle = StateSwapper(lanes, PinnedStaging(), dtypes, 5, torch.device("cpu"))
     read: list[float] = []
 
     def use(tensor: Tensor) -> None:
@@ -143,32 +143,32 @@ def test_buffers_are_filled_after_what_used_their_memory_before(seed: int):
     homes = fresh_homes()
     for step in range(3):
         shuttle.run(visits_of(homes, step))
-    shuttle.settle()
+    shuttle.synchronize()
     assert set(read) == {7.0}
     assert_equal(homes)
 
 
 def test_state_on_disk_goes_through_pinned_memory_and_back():
     dtypes = (torch.float32, torch.float64)
-    side = DiskSide(dtypes, 5, pinned=False)
-    lanes = Lanes(NowLane(), NowLane(), NowLane())  # type: ignore[arg-type]
-    shuttle = Shuttle(lanes, side, dtypes, 5, torch.device("cpu"))
+    side = DiskStaging(dtypes, 5, pinned=False)
+    lanes = SwapStreams(NowLane(), NowLane(), NowLane())  # type: ignore[arg-type]
+    shuttle = StateSwapper(lanes, side, dtypes, 5, torch.device("cpu"))
     homes = fresh_homes()
     for step in range(3):
         shuttle.run(visits_of(homes, step))
-    shuttle.settle()
+    shuttle.synchronize()
     assert_equal(homes)
     shuttle.run([])
 
 
 def test_a_failure_of_the_disk_is_not_lost():
-    side = DiskSide((torch.float32,), 4, pinned=False, depth=1)
-    lanes = Lanes(NowLane(), NowLane(), NowLane())  # type: ignore[arg-type]
-    shuttle = Shuttle(lanes, side, (torch.float32,), 4, torch.device("cpu"), depth=1)
+    side = DiskStaging((torch.float32,), 4, pinned=False, num_buffers=1)
+    lanes = SwapStreams(NowLane(), NowLane(), NowLane())  # type: ignore[arg-type]
+    shuttle = StateSwapper(lanes, side, (torch.float32,), 4, torch.device("cpu"), num_buffers=1)
     good, bad = torch.zeros(4), torch.zeros(1, requires_grad=True)  # a leaf that wants gradients refuses the copy back
-    shuttle.run([Visit((good,), lambda buffers: None), Visit((bad,), lambda buffers: None)])
+    shuttle.run([SwapTask((good,), lambda buffers: None), SwapTask((bad,), lambda buffers: None)])
     with pytest.raises(RuntimeError, match="leaf"):
-        shuttle.settle()
+        shuttle.synchronize()
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:
@@ -176,10 +176,14 @@ def model_of(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(9, 17), nn.LayerNorm(17), nn.Linear(17, 11)).to(dtype)
 
 
-def flatten(model: nn.Module) -> list[FlatGroup]:
-    placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
-    options, uses = FlatOptions(bucket_size=10**9), Counter(model.parameters())
-    return flatten_parameters([model], placements, takes_weight_decay, ParallelMesh.single(), options, uses=uses)
+def flatten(model: nn.Module) -> list[FlatParamGroup]:
+    placements = {
+        n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
+    }
+    options, uses = FlatBufferOptions(bucket_size=10**9), Counter(model.parameters())
+    return flatten_parameters(
+        [model], placements, takes_weight_decay, ParallelMesh.single(), options, grads_per_micro_batch=uses
+    )
 
 
 def trained(memory: MemoryConfig, dtype: torch.dtype, moments: str = "fp32", rule: str = "adam") -> dict[tuple, Tensor]:
@@ -188,7 +192,7 @@ def trained(memory: MemoryConfig, dtype: torch.dtype, moments: str = "fp32", rul
     groups = flatten(model)
     formats = {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
     config = OptimizerConfig(lr=0.1, optimizer=rule, **formats)  # type: ignore[arg-type]
-    optimizer = MasterOptimizer(config, groups, ParallelMesh.single(), memory=memory)
+    optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single(), memory=memory)
     generator = torch.Generator().manual_seed(4)
     for _ in range(3):
         for group in groups:
@@ -196,7 +200,7 @@ def trained(memory: MemoryConfig, dtype: torch.dtype, moments: str = "fp32", rul
         optimizer.step()
         norm = optimizer.weight_norm()  # waits, as late lanes need it before new gradients are written from here
     found = {("norm",): norm}
-    for kind, pieces in (("master", optimizer.weights()), ("moment", optimizer.moments())):
+    for kind, pieces in (("master", optimizer.master_weights()), ("moment", optimizer.moments())):
         for *head, _, piece, view in pieces:
             name = str(head[0]) if kind == "moment" else kind
             whole = found.setdefault(
@@ -231,7 +235,7 @@ def test_offload_changes_no_bit(
     plain = trained(MemoryConfig(), dtype, moments, rule)
     monkeypatch.setattr(mixed_precision, "plan_ranges", partial(plan_ranges, chunk=64))
     if visiting:  # as on a device that cannot reach the state where it lies
-        monkeypatch.setattr(MasterOptimizer, "_build_shuttle", build_shuttle)
+        monkeypatch.setattr(MixedPrecisionOptimizer, "_build_state_swapper", build_shuttle)
     memory = MemoryConfig(
         optimizer_cpu_offload=place == "host",
         optimizer_nvme_offload=str(tmp_path / "new") if place == "disk" else None,
@@ -245,24 +249,24 @@ def test_offload_changes_no_bit(
     assert not list(tmp_path.rglob("*.bin")), "the file has no name while it is in use"
 
 
-def build_shuttle(optimizer: MasterOptimizer, memory: MemoryConfig) -> Shuttle | None:
+def build_shuttle(optimizer: MixedPrecisionOptimizer, memory: MemoryConfig) -> StateSwapper | None:
     away = [segment for segment in optimizer._segments if segment.range.offloaded]
     dtypes = [state.dtype for state in away[0].state]
     on_disk = memory.optimizer_nvme_offload is not None
-    side = DiskSide(dtypes, 64, pinned=False) if on_disk else PinnedSide()
-    lanes = Lanes(NowLane(), NowLane(), NowLane()) if on_disk else Lanes(*Device(5).lanes)  # type: ignore[arg-type]
-    return Shuttle(lanes, side, dtypes, 64, torch.device("cpu"))
+    side = DiskStaging(dtypes, 64, pinned=False) if on_disk else PinnedStaging()
+    lanes = SwapStreams(NowLane(), NowLane(), NowLane()) if on_disk else SwapStreams(*Device(5).lanes)  # type: ignore[arg-type]
+    return StateSwapper(lanes, side, dtypes, 64, torch.device("cpu"))
 
 
 def test_a_loaded_state_reaches_the_model_from_where_it_lives(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mixed_precision, "plan_ranges", partial(plan_ranges, chunk=64))
     model = model_of(torch.bfloat16)
     memory = MemoryConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-    optimizer = MasterOptimizer(OptimizerConfig(lr=1.0), flatten(model), ParallelMesh.single(), memory=memory)
-    assert optimizer.weights_apart
-    for _, _, view in optimizer.weights():
+    optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=1.0), flatten(model), ParallelMesh.single(), memory=memory)
+    assert optimizer.has_master_weights
+    for _, _, view in optimizer.master_weights():
         view.fill_(0.5)
-    optimizer.write_back()
+    optimizer.copy_master_to_model_weights()
     assert all(parameter.eq(0.5).all() for parameter in model.parameters())
 
 
@@ -293,21 +297,24 @@ def test_the_log_says_how_much_waits_where(
 ):
     monkeypatch.chdir(tmp_path)
     with heard("petatron.optim.mixed_precision") as messages:
-        MasterOptimizer(OptimizerConfig(lr=1.0), flatten(model_of(dtype)), ParallelMesh.single(), memory=memory)
+        MixedPrecisionOptimizer(OptimizerConfig(lr=1.0), flatten(model_of(dtype)), ParallelMesh.single(), memory=memory)
     assert messages == ([] if line is None else [line])
 
 
 def test_a_gpu_gains_from_both_places():
     gpu = torch.device("cuda")
-    assert (offload_place(None, gpu), offload_place("scratch", gpu)) == ("host memory", "a file in scratch")
+    assert (describe_offload_target(None, gpu), describe_offload_target("scratch", gpu)) == (
+        "host memory",
+        "a file in scratch",
+    )
 
 
 def test_a_folder_that_cannot_hold_the_state(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match=r"Cannot keep 0\.00 GB of optimizer state in .*file.*writable folder"):
-        DiskHome(str(tmp_path / "file"), 100)
+        DiskStorage(str(tmp_path / "file"), 100)
     with pytest.raises(TrainError, match=r"No such file or directory: .*missing/state"):
-        DiskHome(str(tmp_path / "missing" / "state"), 100)
+        DiskStorage(str(tmp_path / "missing" / "state"), 100)
     with pytest.raises(TrainError, match="with more space, or use --optimizer-cpu-offload"):
-        DiskHome(str(tmp_path), 1 << 60)
+        DiskStorage(str(tmp_path), 1 << 60)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

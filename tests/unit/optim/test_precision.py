@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from petatron.config.schema.parallel import PrecisionConfig
-from petatron.optim.loss_scaler import ConstantScale, DynamicScale, build_scaler, compute_dtype
+from petatron.optim.loss_scaler import ConstantLossScaler, DynamicLossScaler, build_loss_scaler, compute_dtype
 
 
 @pytest.mark.parametrize(
@@ -22,17 +22,17 @@ def test_dtypes(precision, compute):
     assert compute_dtype(precision) == compute
 
 
-def scale(**settings) -> DynamicScale:
+def scale(**settings) -> DynamicLossScaler:
     values = {"initial_loss_scale": 16.0, "min_loss_scale": 2.0, "loss_scale_window": 3, "hysteresis": 2, **settings}
-    return DynamicScale(PrecisionConfig(fp16=True, **values))
+    return DynamicLossScaler(PrecisionConfig(fp16=True, **values))
 
 
-def values(scaler: DynamicScale, story: str) -> list[float]:
+def values(scaler: DynamicLossScaler, story: str) -> list[float]:
     """The scale after each step of a story of clean (.) and overflowing (x) steps."""
     seen = []
     for step in story:
         scaler.update(step == "x")
-        seen.append(scaler.value)
+        seen.append(scaler.scale)
     return seen
 
 
@@ -63,16 +63,16 @@ def test_state_survives_json_and_continues_alike():
 
 def test_dynamic_scale_starts_fresh_from_a_constant_one():
     scaler = scale()
-    scaler.restore(ConstantScale(4.0).state())
-    assert scaler.value == 16.0
+    scaler.restore(ConstantLossScaler(4.0).state())
+    assert scaler.scale == 16.0
 
 
 def test_build():
-    dynamic = build_scaler(PrecisionConfig(fp16=True))
-    assert isinstance(dynamic, DynamicScale) and dynamic.value == 2.0**32
-    constant = build_scaler(PrecisionConfig(fp16=True, loss_scale=128.0))
+    dynamic = build_loss_scaler(PrecisionConfig(fp16=True))
+    assert isinstance(dynamic, DynamicLossScaler) and dynamic.scale == 2.0**32
+    constant = build_loss_scaler(PrecisionConfig(fp16=True, loss_scale=128.0))
     constant.update(True)
     constant.restore({"value": 3.0})
-    assert isinstance(constant, ConstantScale) and constant.value == 128.0 and constant.state() == {}
-    assert build_scaler(PrecisionConfig(bf16=True, loss_scale=8.0)).value == 1.0
-    assert build_scaler(PrecisionConfig()).value == 1.0
+    assert isinstance(constant, ConstantLossScaler) and constant.scale == 128.0 and constant.state() == {}
+    assert build_loss_scaler(PrecisionConfig(bf16=True, loss_scale=8.0)).scale == 1.0
+    assert build_loss_scaler(PrecisionConfig()).scale == 1.0

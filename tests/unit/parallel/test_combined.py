@@ -13,7 +13,7 @@ import torch.distributed as dist
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
-from petatron.parallel.pipeline.combined_forward_backward import CombinedPasses
+from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.train.build import build_loader, build_model
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
@@ -25,7 +25,7 @@ class Passes:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.combined = CombinedPasses(torch.device("cpu"))
+        self.combined = CombinedForwardBackward(torch.device("cpu"))
 
     def of(self, words: str) -> Callable[[], None]:
         def work() -> None:
@@ -33,7 +33,7 @@ class Passes:
                 if word == "fail":
                     raise ValueError("broken")
                 self.log.append(word)
-                self.combined.hand_over()
+                self.combined.switch_to_other_pass()
 
         return work
 
@@ -84,7 +84,7 @@ def test_ctrl_c_is_raised_and_stops_the_backward_pass():
     passes = Passes()
 
     def interrupted() -> None:
-        passes.combined.hand_over()
+        passes.combined.switch_to_other_pass()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -100,7 +100,7 @@ def test_a_failure_inside_autograd_is_raised_as_it_is():
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            passes.combined.hand_over()
+            passes.combined.switch_to_other_pass()
             raise LookupError("in the backward pass")
 
     passes = Passes()

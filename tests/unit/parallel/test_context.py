@@ -18,12 +18,12 @@ from petatron.kernels.attention import reference
 from petatron.kernels.attention.blocks import PartialAttention
 from petatron.kernels.attention.documents import Documents
 from petatron.layers.attention import CoreAttention
-from petatron.mesh.comm_record import Record
+from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
-from petatron.parallel.context import ContextAttention, connect_context, ring_attention, split_batch
-from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank, zigzag
+from petatron.parallel.context import ContextParallelAttention, apply_context_parallel, ring_attention, split_batch
+from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank, zigzag_positions
 from tests.dist import RankFailure, RankPool
 from tests.longform import every_second, later
 
@@ -49,11 +49,11 @@ CASES: dict[str, tuple[int, int, int | None, Tensor | None]] = {
 
 
 def axis(size: int, rank: int) -> Axis:
-    return Axis("cp", size, rank, tuple(range(size)), None, Record())
+    return Axis("cp", size, rank, tuple(range(size)), None, CommRecord())
 
 
 def held(size: int, rank: int, length: int) -> list[int]:
-    return [position for run in zigzag(rank, size, length) for position in run]
+    return [position for run in zigzag_positions(rank, size, length) for position in run]
 
 
 def inputs(heads: int, groups: int) -> list[Tensor]:
@@ -93,7 +93,7 @@ class TestOrder:
 
     def test_a_length_that_cannot_be_cut(self):
         with pytest.raises(AssertionError, match="12 tokens cannot be cut into 2 x 4 chunks"):
-            zigzag(0, 4, 12)
+            zigzag_positions(0, 4, 12)
 
 
 class TestSplitBatch:
@@ -126,7 +126,7 @@ def attend(comm_type: str, sizes: tuple[int, ...], case: tuple) -> dict[str, obj
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = ParallelMesh(Layout(cp=size), rank)
     model = Holder(window)
-    connect_context(model, mesh, comm_type=comm_type, sizes=sizes)
+    apply_context_parallel(model, mesh, comm_type=comm_type, hierarchical_sizes=sizes)
     positions = held(size, rank, S)
     q, k, v, grad = (x[positions] for x in inputs(heads, groups))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -138,8 +138,8 @@ def attend(comm_type: str, sizes: tuple[int, ...], case: tuple) -> dict[str, obj
     return {
         "positions": positions,
         "found": found,
-        "forward": Counter((e.axis, e.op, e.elements, e.bytes) for e in events if e.number <= half),
-        "backward": Counter((e.axis, e.op, e.elements, e.bytes) for e in events if e.number > half),
+        "forward": Counter((e.axis, e.op, e.elements, e.bytes) for e in events if e.sequence_number <= half),
+        "backward": Counter((e.axis, e.op, e.elements, e.bytes) for e in events if e.sequence_number > half),
     }
 
 
@@ -212,7 +212,7 @@ def drop(comm_type: str, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = ParallelMesh(Layout(cp=size), rank)
     model = Holder(None, dropout=0.25).train()
-    connect_context(model, mesh, comm_type=comm_type, sizes=sizes)
+    apply_context_parallel(model, mesh, comm_type=comm_type, hierarchical_sizes=sizes)
     torch.manual_seed(rank)
     batch = 300
     q, k = (torch.zeros(S // size, batch, 4, E, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -239,12 +239,14 @@ def test_dropout(ranks: RankPool, comm_type: str, size: int):
 def test_one_rank_keeps_its_core():
     model = Holder(5)
     core = model.core
-    connect_context(model, ParallelMesh.single(), comm_type="p2p")
+    apply_context_parallel(model, ParallelMesh.single(), comm_type="p2p")
     assert model.core is core
 
 
 def test_the_core_keeps_its_settings():
-    core = ContextAttention(CoreAttention(window=7, dropout=0.1), heads=axis(1, 0), keys=axis(2, 0), way="ring")
+    core = ContextParallelAttention(
+        CoreAttention(window=7, dropout=0.1), head_axis=axis(1, 0), kv_axis=axis(2, 0), kv_exchange="ring"
+    )
     assert isinstance(core, CoreAttention) and (core.window, core.dropout) == (7, 0.1)
 
 
@@ -252,20 +254,20 @@ def events_before_each_computation() -> tuple[list[int], list[int]]:
     """How many events have been recorded when each block of keys is computed with, forward and backward."""
     mesh = ParallelMesh(Layout(cp=dist.get_world_size()), dist.get_rank())
     model = Holder(None)
-    connect_context(model, mesh, comm_type="p2p")
+    apply_context_parallel(model, mesh, comm_type="p2p")
     q, k, v, _ = (x[held(mesh.cp.size, mesh.rank, S)].requires_grad_() for x in inputs(4, 4))
     forward, backward = [], []
-    meet, back = PartialAttention.meet, ring_attention.block_backward
+    attend, back = PartialAttention.attend_block, ring_attention.block_backward
 
-    def watched_meet(*args: Any, **kwargs: Any) -> None:
+    def watched_attend(*args: Any, **kwargs: Any) -> None:
         forward.append(mesh.record.count)
-        meet(*args, **kwargs)
+        attend(*args, **kwargs)
 
     def watched_back(*args: Any, **kwargs: Any) -> None:
         backward.append(mesh.record.count - forward[-1])
         back(*args, **kwargs)
 
-    with mock.patch.object(PartialAttention, "meet", watched_meet):
+    with mock.patch.object(PartialAttention, "attend_block", watched_attend):
         out = model.core(q, k, v)
     with mock.patch.object(ring_attention, "block_backward", watched_back):
         out.sum().backward()

@@ -14,7 +14,7 @@ from petatron.layers.attention import CoreAttention
 from petatron.layers.dropout import Dropout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.parallel.context.zigzag import zigzag
+from petatron.parallel.context.zigzag import zigzag_positions
 from petatron.train.build import build_loader, build_model
 from tests.dist import RankPool
 
@@ -34,7 +34,7 @@ def masks(layout: str) -> dict[str, Tensor]:
     stage = next(iter(model.stages.values()))
     stage.embedding_dropout.probability = 0.0  # only the first stage has it: streams that start alike would drift apart
     block = next(iter(stage.layers.values()))
-    held = [position for run in zigzag(mesh.cp.rank, mesh.cp.size, LENGTH) for position in run]
+    held = [position for run in zigzag_positions(mesh.cp.rank, mesh.cp.size, LENGTH) for position in run]
     found: dict[str, Tensor] = {}
 
     def weights_for_outputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -16,14 +16,19 @@ from torch import Tensor
 
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.kernels.moe.permute import REFERENCE
-from petatron.layers.forward_context import Pass
-from petatron.layers.moe.load_balancing import Together
-from petatron.layers.moe.moe_layer import MoE, dispatch_here
+from petatron.layers.forward_context import ForwardContext
+from petatron.layers.moe.load_balancing import ReductionGroup
+from petatron.layers.moe.moe_layer import MoELayer, dispatch_locally
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.parallel.expert_parallel import AllGather, AllToAll, build_dispatcher, connect_experts
-from petatron.sharding.shard_spec import Shard, TensorSplit, place
+from petatron.parallel.expert_parallel import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    apply_expert_parallel,
+    build_dispatcher,
+)
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.counted_rows import counted
 from tests.dist import RankPool
 from tests.longform import every_second
@@ -56,8 +61,8 @@ def config(case: str, dispatcher: str) -> MoEConfig:
     return MoEConfig(**fields, moe_token_dispatcher_type=dispatcher)  # pyright: ignore[reportArgumentType]
 
 
-def whole_layer(model: str, moe: MoEConfig) -> MoE:
-    layer = MoE(MODELS[model], moe, number=0).double()
+def whole_layer(model: str, moe: MoEConfig) -> MoELayer:
+    layer = MoELayer(MODELS[model], moe, layer_index=0).double()
     generator = torch.Generator().manual_seed(5)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=generator)
@@ -66,30 +71,30 @@ def whole_layer(model: str, moe: MoEConfig) -> MoE:
     return layer
 
 
-def cut_layer(model: str, moe: MoEConfig, mesh: ParallelMesh) -> MoE:
+def cut_layer(model: str, moe: MoEConfig, mesh: ParallelMesh) -> MoELayer:
     """This rank's part of the whole layer's weights, and the seams filled."""
     layer = whole_layer(model, moe)
     ep, etp = mesh["ep"], mesh["etp"]
-    split = TensorSplit(ep_size=ep.size, ep_rank=ep.rank, etp_size=etp.size, etp_rank=etp.rank)
+    split = ModelParallelCoordinate(ep_size=ep.size, ep_rank=ep.rank, etp_size=etp.size, etp_rank=etp.rank)
     for name in ("gate_up", "up", "down"):
         product = getattr(layer.experts, name, None)
         if product is None:
             continue
         for leaf, parameter in list(product.named_parameters()):
             setattr(product, leaf, torch.nn.Parameter(part_of(f"{name}.{leaf}", parameter.data, split)))
-    connect_experts(layer, mesh, moe)
+    apply_expert_parallel(layer, mesh, moe)
     return layer
 
 
-def part_of(name: str, whole: Tensor, split: TensorSplit) -> Tensor:
+def part_of(name: str, whole: Tensor, split: ModelParallelCoordinate) -> Tensor:
     if name.startswith("gate_up"):
         half = Shard(ep=0, tp=1)
         return torch.cat([_box(f"x.{name}", half_of, half, split) for half_of in whole.chunk(2, dim=1)], dim=1)
     return _box(f"x.{name}", whole, Shard(ep=0, tp=2 if name.startswith("down") else 1), split)
 
 
-def _box(name: str, whole: Tensor, shard: Shard, split: TensorSplit) -> Tensor:
-    (piece,) = place(name, tuple(whole.shape), shard, split).pieces
+def _box(name: str, whole: Tensor, shard: Shard, split: ModelParallelCoordinate) -> Tensor:
+    (piece,) = compute_placement(name, tuple(whole.shape), shard, split).tensor_shards
     return whole[piece.logical_slices()].clone()
 
 
@@ -127,16 +132,16 @@ def reference(model: str, moe: MoEConfig, mesh: ParallelMesh, tokens: Tokens) ->
     cuts = pieces if by_rank else 1
     if moe.moe_router_load_balancing_type == "global_aux_loss":
         counts = [layer.router(tokens.part(d)[0], with_loss=False)[2][:E].long() for d in range(dp)]
-        layer.router.stage = Together(dp, lambda x: x.copy_(sum(counts)))
+        layer.router.stage_group = ReductionGroup(dp, lambda x: x.copy_(sum(counts)))
     outputs, report = {}, torch.zeros(E + 6, dtype=torch.float64)
     for d in range(dp):
         for cut in range(cuts):
             x, grad = tokens.part(d, cut, cuts)
-            passing = Pass(extra_loss_scale=torch.tensor(SCALE))
+            passing = ForwardContext(aux_loss_scale=torch.tensor(SCALE))
             y = layer(x, passing)
             y.backward(grad)
             assert x.grad is not None
-            report += passing.reports[0]
+            report += passing.router_statistics[0]
             parts = pieces // cuts
             for i, both in enumerate(zip(y.detach().chunk(parts), x.grad.chunk(parts))):
                 outputs[d, cut * parts + i] = both
@@ -149,24 +154,24 @@ def close(found: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda message: f"{what}: {message}")
 
 
-def check(model: str, case: str, dispatcher: str, mesh: ParallelMesh, *, turned: bool = False) -> None:
-    """`turned`: this rank's tokens lie in memory sequence by sequence."""
+def check(model: str, case: str, dispatcher: str, mesh: ParallelMesh, *, batch_first: bool = False) -> None:
+    """`batch_first`: this rank's tokens lie in memory sequence by sequence."""
     moe, tokens = config(case, dispatcher), Tokens.draw(mesh.dp.size)
     expected, layer = reference(model, moe, mesh, tokens), cut_layer(model, moe, mesh)
     where = f"{model} {case} {dispatcher} {mesh.layout}"
     x, grad = tokens.part(mesh.dp.rank, mesh["sequence"].rank, mesh["sequence"].size)
-    if turned:
+    if batch_first:
         x = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    passing = Pass(extra_loss_scale=torch.tensor(SCALE))
+    passing = ForwardContext(aux_loss_scale=torch.tensor(SCALE))
     y = layer(x, passing)
     y.backward(grad)
     assert x.grad is not None and y.stride() == x.stride()
     output, x_grad = expected.outputs[mesh.dp.rank, mesh["sequence"].rank]
     close(y.detach(), output, f"{where} output")
     close(x.grad, x_grad, f"{where} input gradient")
-    close(collectives.all_reduce(passing.reports[0], mesh["stage"]), expected.report, f"{where} report")
+    close(collectives.all_reduce(passing.router_statistics[0], mesh["stage"]), expected.report, f"{where} report")
     ep, etp = mesh["ep"], mesh["etp"]
-    split = TensorSplit(ep_size=ep.size, ep_rank=ep.rank, etp_size=etp.size, etp_rank=etp.rank)
+    split = ModelParallelCoordinate(ep_size=ep.size, ep_rank=ep.rank, etp_size=etp.size, etp_rank=etp.rank)
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, f"{where}: {name} has no gradient"
         whole, found = expected.gradients[name], parameter.grad
@@ -185,7 +190,7 @@ def _compare(layout: Layout, dispatchers: tuple[str, ...], cases: tuple[str, ...
     for dispatcher in dispatchers:
         for number, case in enumerate(cases):
             odd = number % 2 == 1
-            check("gated" if odd else "plain", case, dispatcher, mesh, turned=odd)
+            check("gated" if odd else "plain", case, dispatcher, mesh, batch_first=odd)
             if case == "aux":
                 check("gated", case, dispatcher, mesh)
 
@@ -228,9 +233,9 @@ def test_eight_ranks(ranks: RankPool, layout: str):
 
 def test_without_expert_parallelism_there_is_only_sorting():
     mesh = ParallelMesh.single()
-    assert build_dispatcher(mesh, config("aux", "alltoall")) is dispatch_here
+    assert build_dispatcher(mesh, config("aux", "alltoall")) is dispatch_locally
     layer = cut_layer("plain", config("aux", "alltoall"), mesh)
-    assert layer.router.sequence.ranks == 1 and layer.experts.down.bias_share == 1.0
+    assert layer.router.sequence_group.num_ranks == 1 and layer.experts.down.bias_scale == 1.0
 
 
 def _dispatchers(layout: Layout) -> list[str]:
@@ -239,7 +244,10 @@ def _dispatchers(layout: Layout) -> list[str]:
 
 
 def test_the_dispatcher_asked_for_is_used(ranks: RankPool):
-    assert ranks.run(_dispatchers, 2, Layout(dp_shard=2, ep=2)) == [[AllToAll.__name__, AllGather.__name__]] * 2
+    assert (
+        ranks.run(_dispatchers, 2, Layout(dp_shard=2, ep=2))
+        == [[AllToAllDispatcher.__name__, AllGatherDispatcher.__name__]] * 2
+    )
 
 
 def _calls(layout: Layout, dispatcher: str) -> Counter[str]:
@@ -248,14 +256,14 @@ def _calls(layout: Layout, dispatcher: str) -> Counter[str]:
     layer = cut_layer("gated", config("aux", dispatcher), mesh)
     layer.experts.kernels, calls = counted(REFERENCE)
     x, grad = Tokens.draw(mesh.dp.size).part(mesh.dp.rank, mesh["sequence"].rank, mesh["sequence"].size)
-    layer(x, Pass()).backward(grad)
+    layer(x, ForwardContext()).backward(grad)
     return calls
 
 
 def test_tokens_travel_with_the_kernels_of_their_experts(ranks: RankPool):
     layout = Layout(dp_shard=2, ep=2)
-    weights_outside = Counter(take_rows=1, sum_rows=2, combine_backward=1)
-    weights_inside = Counter(take_rows=2, sum_rows=2, weighted_activation=2, weighted_activation_backward=1)
+    weights_outside = Counter(permute_rows=1, unpermute_rows=2, unpermute_backward=1)
+    weights_inside = Counter(permute_rows=2, unpermute_rows=2, weighted_activation=2, weighted_activation_backward=1)
     assert ranks.run(_calls, 2, layout, "alltoall") == [weights_outside] * 2
     assert ranks.run(_calls, 2, layout, "allgather") == [weights_inside] * 2
 
@@ -265,10 +273,14 @@ def _traffic(layout: Layout, dispatcher: str, case: str) -> tuple[list, list]:
     mesh = ParallelMesh(layout, dist.get_rank())
     layer = cut_layer("gated", replace(config(case, dispatcher), moe_aux_loss_coeff=0.0), mesh)
     x, grad = Tokens.draw(mesh.dp.size).part(mesh.dp.rank, mesh["sequence"].rank, mesh["sequence"].size)
-    y = layer(x, Pass())
+    y = layer(x, ForwardContext())
     half = mesh.record.count
     y.backward(grad)
-    keep = [(e.number <= half, e.op, str(e.dtype)[6:], e.elements) for e in mesh.record.events() if e.axis == "ep_etp"]
+    keep = [
+        (e.sequence_number <= half, e.op, str(e.dtype)[6:], e.elements)
+        for e in mesh.record.events()
+        if e.axis == "ep_etp"
+    ]
     return [event[1:] for event in keep if event[0]], [event[1:] for event in keep if not event[0]]
 
 
@@ -329,7 +341,7 @@ def _looks(layout: Layout, dispatcher: str, case: str) -> int:
     layer = cut_layer("plain", config(case, dispatcher), mesh)
     x, grad = Tokens.draw(mesh.dp.size).part(mesh.dp.rank, mesh["sequence"].rank, mesh["sequence"].size)
     with Seen("_local_scalar_dense") as seen:
-        layer(x, Pass()).backward(grad)
+        layer(x, ForwardContext()).backward(grad)
     return seen.count
 
 
@@ -357,7 +369,7 @@ def _balance_traffic(layout: Layout) -> dict[str, list[tuple[str, int]]]:
         layer = cut_layer("gated", config(kind, "alltoall"), mesh)
         for scale in (torch.tensor(1.0), None):
             since = mesh.record.count
-            layer(x, Pass(extra_loss_scale=scale))
+            layer(x, ForwardContext(aux_loss_scale=scale))
             events = [e for e in mesh.record.events(since=since) if e.axis != "ep_etp"]
             found[f"{kind} {'with' if scale is not None else 'without'}"] = [(e.axis, e.elements) for e in events]
     return found

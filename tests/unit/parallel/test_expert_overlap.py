@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.kernels.gemm import PLAIN, WeightGrad
-from petatron.layers.forward_context import Pass
+from petatron.kernels.gemm import PLAIN_GEMM, WeightGrad
+from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.moe.moe_layer import MoE
-from petatron.layers.ops.linear_op import Multiply
-from petatron.layers.ops.recompute_output import remade
+from petatron.layers.moe.moe_layer import MoELayer
+from petatron.layers.ops.linear_op import GemmOp
+from petatron.layers.ops.recompute_output import as_recomputable
 from petatron.mesh import collectives, overlapped_all_to_all
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.overlapped_all_to_all import start_exchange
+from petatron.mesh.overlapped_all_to_all import start_overlapped_all_to_all
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
-from petatron.parallel.expert_parallel import connect_experts
+from petatron.parallel.expert_parallel import apply_expert_parallel
 from petatron.parallel.recompute import recomputed
 from tests.dist import RankPool
 
@@ -48,11 +48,11 @@ class LoggedGemm:
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         self.log.append(self.name)
-        return PLAIN.forward(x_RD, weight)
+        return PLAIN_GEMM.forward(x_RD, weight)
 
     def backward(self, grad_RO: Tensor, weight: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, WeightGrad]:
         self.log.append(f"{self.name} grad")
-        return PLAIN.backward(grad_RO, weight, kept)
+        return PLAIN_GEMM.backward(grad_RO, weight, kept)
 
 
 class LoggedExchanges:
@@ -70,7 +70,7 @@ class LoggedExchanges:
             self._log.append("wait")
             handle.wait()
 
-        return out, Handle(after=wait)
+        return out, Handle(on_complete=wait)
 
     def __enter__(self) -> None:
         self._patch.start()
@@ -79,20 +79,20 @@ class LoggedExchanges:
         self._patch.stop()
 
 
-def build_layer(mesh: ParallelMesh, moe: MoEConfig, log: list[str]) -> MoE:
-    layer = MoE(MODEL, moe, number=0).double()
+def build_layer(mesh: ParallelMesh, moe: MoEConfig, log: list[str]) -> MoELayer:
+    layer = MoELayer(MODEL, moe, layer_index=0).double()
     generator = torch.Generator().manual_seed(3)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=generator)
     here = E // mesh.ep.size
     for product in (layer.experts.get_submodule("gate_up"), layer.experts.down):
         product.weight = torch.nn.Parameter(product.weight.data[mesh.ep.rank * here :][:here].clone())
-    connect_experts(layer, mesh, moe)
+    apply_expert_parallel(layer, mesh, moe)
     assert layer.shared is not None
     for name, linear in (("first", layer.shared.get_submodule("gate_up")), ("second", layer.shared.down)):
         assert isinstance(linear, Linear)
-        multiply = Multiply(LoggedGemm(log, name))  # pyright: ignore[reportArgumentType]
-        linear.product = lambda x, weight, multiply=multiply: multiply(remade(x), weight)
+        multiply = GemmOp(LoggedGemm(log, name))  # pyright: ignore[reportArgumentType]
+        linear.linear_op = lambda x, weight, multiply=multiply: multiply(as_recomputable(x), weight)
     layer.experts.register_forward_hook(lambda *_: log.append("experts"))
     layer.experts.register_full_backward_hook(lambda *_: log.append("experts grad"))
     return layer
@@ -110,17 +110,17 @@ def _run(moe: MoEConfig, *, recompute: str = "") -> Outcome:
     mesh = ParallelMesh(Layout(dp_shard=2, ep=2), dist.get_rank())
     log: list[str] = []
     layer = build_layer(mesh, moe, log)
-    streams = RandomStreams.start(1, mesh, drawn=False)
+    streams = RandomStreams.seeded(1, mesh, used_in_step=False)
     assert layer.shared is not None
     if recompute == "shared_experts":
-        layer.shared.forward, layer.shared_in_halves = recomputed(layer.shared.forward, streams), False
+        layer.shared.forward, layer.shared_runs_in_halves = recomputed(layer.shared.forward, streams), False
     elif recompute == "moe":
         layer.forward = recomputed(layer.forward, streams)
     generator = torch.Generator().manual_seed(10 + mesh.rank)
     x, grad = (torch.randn(S, B, D, dtype=torch.float64, generator=generator) for _ in range(2))
     x.requires_grad_()
     with LoggedExchanges(log):
-        y = layer(x, Pass())
+        y = layer(x, ForwardContext())
         log.append("backward")
         y.backward(grad)
     tensors = {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
@@ -179,9 +179,9 @@ def _exchange(apart: bool) -> tuple[Tensor, Tensor, list[tuple[str, int, str]]]:
     send, receive = [rank + 1] * 3, [1, 2, 3]
     x = (torch.arange(6 * (rank + 1), dtype=torch.float64).view(-1, 2) + 100 * rank).requires_grad_()
     if apart:
-        out = start_exchange(x, axis, send=send, receive=receive).wait()
+        out = start_overlapped_all_to_all(x, axis, send=send, receive=receive).wait()
     else:
-        out = collectives.exchange(x, axis, send=send, receive=receive)
+        out = collectives.differentiable_all_to_all(x, axis, send=send, receive=receive)
     (out * torch.arange(1.0, 7.0, dtype=torch.float64)[:, None] * (rank + 1)).sum().backward()
     assert x.grad is not None
     return out.detach(), x.grad, [(e.op, e.elements, e.caller.split(":")[0]) for e in mesh.record.events()]

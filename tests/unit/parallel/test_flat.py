@@ -6,14 +6,16 @@ from torch import nn
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import takes_weight_decay
-from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
-from petatron.sharding.flat_shard import group_pieces
-from petatron.sharding.shard_spec import Placement, Section, Shard, TensorSplit, place
+from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
+from petatron.sharding.flat_shard import group_tensor_shards
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Section, Shard, compute_placement
 
 
-def flatten(model: nn.Module, placements: dict[str, Placement], **options: int) -> list[FlatGroup]:
+def flatten(model: nn.Module, placements: dict[str, Placement], **options: int) -> list[FlatParamGroup]:
     mesh = ParallelMesh.single()
-    return flatten_parameters([model], placements, takes_weight_decay, mesh, FlatOptions(bucket_size=10**9, **options))
+    return flatten_parameters(
+        [model], placements, takes_weight_decay, mesh, FlatBufferOptions(bucket_size=10**9, **options)
+    )
 
 
 def test_parameters_are_views_that_keep_their_values():
@@ -21,27 +23,34 @@ def test_parameters_are_views_that_keep_their_values():
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     x = torch.randn(5, 3)
     out = model(x)
-    placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
+    placements = {
+        n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
+    }
     groups = flatten(model, placements)
     assert torch.equal(model(x), out)
     plain, decayed = groups
-    assert [slot.name for slot in decayed.slots] == ["2.weight", "0.weight"] and decayed.decay
-    assert [slot.name for slot in plain.slots] == ["2.bias", "1.bias", "1.weight", "0.bias"] and not plain.decay
+    assert [slot.name for slot in decayed.params] == ["2.weight", "0.weight"] and decayed.takes_weight_decay
+    assert [slot.name for slot in plain.params] == [
+        "2.bias",
+        "1.bias",
+        "1.weight",
+        "0.bias",
+    ] and not plain.takes_weight_decay
     for group in groups:
         group.flat_weights.mul_(2.0)
-        assert group.flat_weights.numel() == sum(slot.parameter.numel() for slot in group.slots)
-        for slot in group.slots:
+        assert group.flat_weights.numel() == sum(slot.parameter.numel() for slot in group.params)
+        for slot in group.params:
             assert torch.equal(slot.parameter.detach(), 2.0 * before[slot.name])
-            assert slot.parameter.data_ptr() == group.view(group.flat_weights, slot).data_ptr()
+            assert slot.parameter.data_ptr() == group.param_view(group.flat_weights, slot).data_ptr()
 
 
 def test_pieces_are_views_of_the_logical_sections():
     model = nn.Module()
     model.qkv = nn.Linear(2, 8, bias=False)
     shard = Shard(tp=0, sections=(Section("q", 4, 2), Section("k", 2, 1), Section("v", 2, 1)))
-    placements = {"qkv.weight": place("a.qkv.weight", (8, 2), shard, TensorSplit())}
+    placements = {"qkv.weight": compute_placement("a.qkv.weight", (8, 2), shard, ModelParallelCoordinate())}
     [group] = flatten(model, placements)
-    found = {piece.name: view for piece, view in group_pieces(group, group.weights())}
+    found = {piece.name: view for piece, view in group_tensor_shards(group, group.weights())}
     assert list(found) == ["a.q.weight", "a.k.weight", "a.v.weight"]
     found["a.k.weight"].fill_(7.0)
     assert model.qkv.weight.detach()[4:6].eq(7.0).all() and not model.qkv.weight.detach()[6:].eq(7.0).any()
@@ -49,9 +58,11 @@ def test_pieces_are_views_of_the_logical_sections():
 
 def test_dtypes_do_not_mix():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False, dtype=torch.bfloat16))
-    placements = {n: place(n, (2, 2), Shard(), TensorSplit()) for n, _ in model.named_parameters()}
+    placements = {
+        n: compute_placement(n, (2, 2), Shard(), ModelParallelCoordinate()) for n, _ in model.named_parameters()
+    }
     groups = flatten(model, placements)
-    assert sorted((next(group.slots).name, group.flat_weights.dtype, group.flat_grads.dtype) for group in groups) == [
+    assert sorted((next(group.params).name, group.flat_weights.dtype, group.flat_grads.dtype) for group in groups) == [
         ("0.weight", torch.float32, torch.float32),
         ("1.weight", torch.bfloat16, torch.float32),
     ]
@@ -60,29 +71,38 @@ def test_dtypes_do_not_mix():
 def test_stages_and_experts_do_not_mix():
     stages = [nn.ModuleDict({"a": nn.Linear(2, 2, bias=False)}), nn.ModuleDict({"b": nn.Linear(2, 2, bias=False)})]
     stages[1]["e"] = nn.Linear(2, 2, bias=False)
-    placements = {name: place(name, (2, 2), Shard(), TensorSplit()) for name in ("a.weight", "b.weight")}
-    placements["e.weight"] = place("e.weight", (2, 2), Shard(ep=0), TensorSplit())
+    placements = {
+        name: compute_placement(name, (2, 2), Shard(), ModelParallelCoordinate()) for name in ("a.weight", "b.weight")
+    }
+    placements["e.weight"] = compute_placement("e.weight", (2, 2), Shard(ep=0), ModelParallelCoordinate())
     mesh = ParallelMesh.single()
-    groups = flatten_parameters(stages, placements, takes_weight_decay, mesh, FlatOptions(bucket_size=1))
-    found = [([slot.name for slot in group.slots], group.stage, group.axes.whole.name) for group in groups]
+    groups = flatten_parameters(stages, placements, takes_weight_decay, mesh, FlatBufferOptions(bucket_size=1))
+    found = [
+        ([slot.name for slot in group.params], group.virtual_stage, group.axes.data_parallel.name) for group in groups
+    ]
     assert found == [(["a.weight"], 0, "dp_cp"), (["e.weight"], 1, "edp"), (["b.weight"], 1, "dp_cp")]
 
 
 def test_a_parameter_of_two_stages_lies_once_and_counts_twice():
     shared = nn.Linear(2, 2, bias=False)
     stages = [nn.ModuleDict({"embedding": shared}), nn.ModuleDict({"head": shared})]
-    placements = {name: place(name, (2, 2), Shard(), TensorSplit()) for name in ("embedding.weight", "head.weight")}
+    placements = {
+        name: compute_placement(name, (2, 2), Shard(), ModelParallelCoordinate())
+        for name in ("embedding.weight", "head.weight")
+    }
     mesh = ParallelMesh.single()
-    [group] = flatten_parameters(stages, placements, takes_weight_decay, mesh, FlatOptions(bucket_size=1))
-    assert [(slot.name, slot.uses) for slot in group.slots] == [("embedding.weight", 2)]
+    [group] = flatten_parameters(stages, placements, takes_weight_decay, mesh, FlatBufferOptions(bucket_size=1))
+    assert [(slot.name, slot.grads_per_micro_batch) for slot in group.params] == [("embedding.weight", 2)]
 
 
 def test_shared_buckets_divide_into_aligned_parts():
     model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
-    placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
+    placements = {
+        n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
+    }
     layout = Layout(dp_shard=1)
     mesh = ParallelMesh(layout, 0)
-    options = FlatOptions(bucket_size=1, sharded=True)
+    options = FlatBufferOptions(bucket_size=1, sharded=True)
     [group] = flatten_parameters([model], placements, takes_weight_decay, mesh, options)
     assert [(bucket.begin, bucket.end) for bucket in group.buckets] == [(0, 21), (21, 56)], "one rank needs no padding"
-    assert [stretch.length for stretch in group.stretches] == [21, 35]
+    assert [stretch.length for stretch in group.flat_shards] == [21, 35]

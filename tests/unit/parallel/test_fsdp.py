@@ -16,25 +16,31 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from petatron.config import load_config
-from petatron.config.pipeline_stages import Stage
+from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.run import RunConfig
-from petatron.layers.forward_context import Pass
-from petatron.mesh.comm_record import Record
-from petatron.mesh.launch.environment import SINGLE
+from petatron.layers.forward_context import ForwardContext
+from petatron.mesh.comm_record import CommRecord
+from petatron.mesh.launch.environment import SINGLE_PROCESS
 from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder, initial_std, one_by_one, shards, takes_weight_decay
-from petatron.optim.mixed_precision import MasterOptimizer
-from petatron.parallel.data.fsdp import ShardedGradients, ShardedGroup, owned_stretch, shard_dim, shard_stages
-from petatron.parallel.data.gradient_reduction import GradientSync
-from petatron.parallel.expert_parallel import connect_experts
-from petatron.parallel.tensor_parallel import connect, split_vocabulary, split_weights
-from petatron.sharding.flat_buffer import FlatOptions, flatten_parameters
-from petatron.sharding.flat_shard import ParameterGroup, group_pieces
-from petatron.sharding.initial_values import normal_piece
-from petatron.sharding.shard_spec import Placement, Shard, TensorSplit, place
+from petatron.models.decoder import Decoder, initial_std, run_layers_sequentially, shard_specs, takes_weight_decay
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from petatron.parallel.data.fsdp import (
+    FsdpGradientReducer,
+    FsdpParamGroup,
+    fully_shard_stages,
+    owned_flat_shard,
+    shard_dim,
+)
+from petatron.parallel.data.gradient_reduction import GradientReducer
+from petatron.parallel.expert_parallel import apply_expert_parallel
+from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
+from petatron.sharding.flat_buffer import FlatBufferOptions, flatten_parameters
+from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
+from petatron.sharding.initial_values import draw_normal_shard
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, compute_placement
 from tests.dist import RankPool
 
 MODEL = (
@@ -63,7 +69,7 @@ class Case:
     cut: bool = False
     recompute: int = 0  # blocks recomputed together
     dtype: torch.dtype = torch.float64
-    wire_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 def config(flags: str) -> RunConfig:
@@ -72,11 +78,14 @@ def config(flags: str) -> RunConfig:
 
 def build_stages(case: Case, mesh: ParallelMesh, device: str) -> tuple[list[Decoder], dict[str, Placement]]:
     run = config(case.flags)
-    ends = [Stage((0, 1), embedding=True, loss=True)]
+    ends = [PipelineStage((0, 1), has_embedding=True, has_loss=True)]
     if case.cut:
-        ends = [Stage((0,), embedding=True, loss=False), Stage((1,), embedding=False, loss=True)]
+        ends = [
+            PipelineStage((0,), has_embedding=True, has_loss=False),
+            PipelineStage((1,), has_embedding=False, has_loss=True),
+        ]
     sequence = mesh.tp.size > 1
-    split = TensorSplit(
+    split = ModelParallelCoordinate(
         tp_size=mesh.tp.size,
         tp_rank=mesh.tp.rank,
         sequence_parallel=sequence,
@@ -86,27 +95,27 @@ def build_stages(case: Case, mesh: ParallelMesh, device: str) -> tuple[list[Deco
         etp_rank=mesh["etp"].rank,
     )
     moe = run.moe if run.moe.num_experts is not None else None
-    table = shards(run.model, moe)
+    table = shard_specs(run.model, moe)
     stages, placements = [], {}
     for stage in ends:
         with torch.device(device):
-            model = Decoder(run.model, moe, experts_in=[False, moe is not None], stage=stage)
+            model = Decoder(run.model, moe, moe_layer_mask=[False, moe is not None], stage=stage)
             model.to(torch.promote_types(case.dtype, torch.float32))
-        placements |= split_weights(model, table, split)
+        placements |= shard_params(model, table, split)
         for parameter in model.parameters():
             nn.init.zeros_(parameter)  # the vocabulary's padding
-        connect(model, table, mesh.tp, sequence=sequence, shared=None)
-        split_vocabulary(model, table, mesh.tp)
-        connect_experts(model, mesh, run.moe)
+        apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=sequence, shared_generator=None)
+        shard_vocabulary(model, table, mesh.tp)
+        apply_expert_parallel(model, mesh, run.moe)
         if case.recompute:
             model.run_layers = partial(run_recomputed, together=case.recompute)
         stages.append(model)
     return stages, placements
 
 
-def run_recomputed(blocks: Sequence[nn.Module], x: Tensor, passing: Pass, *, together: int) -> Tensor:
+def run_recomputed(blocks: Sequence[nn.Module], x: Tensor, passing: ForwardContext, *, together: int) -> Tensor:
     for first in range(0, len(blocks), together):
-        x = checkpoint(one_by_one, blocks[first : first + together], x, passing, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
+        x = checkpoint(run_layers_sequentially, blocks[first : first + together], x, passing, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
     return x
 
 
@@ -114,9 +123,9 @@ def run_recomputed(blocks: Sequence[nn.Module], x: Tensor, passing: Pass, *, tog
 def fill(groups: Sequence[ParameterGroup], flags: str) -> None:
     model = config(flags).model
     for group in groups:
-        for piece, view in group_pieces(group, group.weights()):
+        for piece, view in group_tensor_shards(group, group.weights()):
             std = initial_std(model, piece.name)
-            view.fill_(1.0) if std is None else view.copy_(normal_piece(piece, seed=1, std=std))
+            view.fill_(1.0) if std is None else view.copy_(draw_normal_shard(piece, seed=1, std=std))
 
 
 def batches(step: int) -> list[Batch]:
@@ -134,7 +143,7 @@ def walk(stages: Sequence[nn.Module], order: str, own: Sequence[Batch], tokens: 
             x: Tensor | None = None
             for index, stage in enumerate(stages):
                 taken = None if x is None else x.detach().requires_grad_()
-                x = stage(own[number], taken, extra_loss_scale=None, reports={})
+                x = stage(own[number], taken, aux_loss_scale=None, router_statistics={})
                 kept[index, number] = (x, taken)
         else:
             grad = None
@@ -150,7 +159,7 @@ Pieces = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
 def pieces(groups: Sequence[ParameterGroup], what: Callable[[ParameterGroup], list[Tensor]]) -> Pieces:
     found: Pieces = {}
     for group in groups:
-        for piece, view in group_pieces(group, what(group)):
+        for piece, view in group_tensor_shards(group, what(group)):
             found.setdefault(piece.name, []).append((piece.logical_slices(), view.detach().clone()))
     return found
 
@@ -168,15 +177,15 @@ class Seen:
 
 def shard(
     case: Case, stages: Sequence[Decoder], placements: dict[str, Placement], mesh: ParallelMesh
-) -> list[ShardedGroup]:
-    return shard_stages(
+) -> list[FsdpParamGroup]:
+    return fully_shard_stages(
         stages,
         placements,
         mesh,
         takes_weight_decay,
         strategy=case.strategy,  # pyright: ignore[reportArgumentType]
         compute_dtype=case.dtype,
-        wire_dtype=case.wire_dtype,
+        reduce_dtype=case.reduce_dtype,
     )
 
 
@@ -187,22 +196,22 @@ def train(case: Case) -> Seen:
     stages, placements = build_stages(case, mesh, "meta" if dist.is_initialized() else "cpu")
     if dist.is_initialized():
         groups: Sequence[ParameterGroup] = shard(case, stages, placements, mesh)
-        gradients = ShardedGradients(groups, mesh)  # pyright: ignore[reportArgumentType]
+        gradients = FsdpGradientReducer(groups, mesh)  # pyright: ignore[reportArgumentType]
     else:
-        groups = flatten_parameters(stages, placements, takes_weight_decay, mesh, FlatOptions(bucket_size=10**9))
-        gradients = GradientSync(groups, mesh, overlap=False)  # pyright: ignore[reportArgumentType]
+        groups = flatten_parameters(stages, placements, takes_weight_decay, mesh, FlatBufferOptions(bucket_size=10**9))
+        gradients = GradientReducer(groups, mesh, overlap=False)  # pyright: ignore[reportArgumentType]
     fill(groups, case.flags)
-    optimizer = MasterOptimizer(config(case.flags).optim, groups, mesh)
+    optimizer = MixedPrecisionOptimizer(config(case.flags).optim, groups, mesh)
     seen, norms = [], []
     for step in range(STEPS):
         own = batches(step)[mesh.dp.rank :: mesh.dp.size]
         order = case.order if len(own) == MICRO_BATCHES else " ".join(f"F{n} B{n}" for n in range(len(own)))
-        gradients.begin(len(own))
+        gradients.start_step(len(own))
         walk(stages, order, own, 12 * 8)
-        gradients.finish()
+        gradients.finish_grad_sync()
         seen.append(pieces(groups, lambda group: group.grads()))
         norms.append(float(optimizer.step().grad_norm))
-    spoken = sum(end - begin for group in groups for s in group.stretches for begin, end in s.spoken_for())
+    spoken = sum(end - begin for group in groups for s in group.flat_shards for begin, end in s.primary_ranges())
     with torch.no_grad():
         logits = None if case.cut else stages[0].logits(torch.arange(6).unsqueeze(0))
     return Seen(seen, pieces(groups, lambda group: group.weights()), norms, spoken, logits)
@@ -277,21 +286,21 @@ def test_experts_are_shared_over_their_own_ranks(ranks: RankPool, layout: Layout
     check(ranks, Case(layout, flags=EXPERTS))
 
 
-@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
-def test_low_precision_comes_close(ranks: RankPool, wire_dtype: torch.dtype | None):
-    case = Case(Layout(dp_shard=4), dtype=torch.bfloat16, wire_dtype=wire_dtype)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_low_precision_comes_close(ranks: RankPool, reduce_dtype: torch.dtype | None):
+    case = Case(Layout(dp_shard=4), dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     check(ranks, case, gradient=0.1, weight=0.1)
 
 
-def one_step(case: Case, order: str) -> tuple[list[ShardedGroup], ParallelMesh]:
+def one_step(case: Case, order: str) -> tuple[list[FsdpParamGroup], ParallelMesh]:
     mesh = ParallelMesh(case.layout, dist.get_rank())
     stages, placements = build_stages(case, mesh, "meta")
     groups = shard(case, stages, placements, mesh)
-    gradients = ShardedGradients(groups, mesh)
+    gradients = FsdpGradientReducer(groups, mesh)
     fill(groups, case.flags)
-    gradients.begin(order.count("F"))
+    gradients.start_step(order.count("F"))
     walk(stages, order, batches(0), 8)
-    gradients.finish()
+    gradients.finish_grad_sync()
     return groups, mesh
 
 
@@ -306,7 +315,7 @@ def _dtypes(case: Case) -> tuple[set[torch.dtype], ...]:
 def test_precision_of_what_is_kept_and_of_what_travels(ranks: RankPool):
     bf16, fp32, hybrid = torch.bfloat16, torch.float32, Layout(dp_outer=2, dp_shard=2)
     assert ranks.run(_dtypes, 4, Case(hybrid, dtype=bf16))[0] == ({bf16}, {fp32}, {fp32})
-    assert ranks.run(_dtypes, 4, Case(hybrid, dtype=bf16, wire_dtype=bf16))[0] == ({bf16}, {bf16}, {fp32})
+    assert ranks.run(_dtypes, 4, Case(hybrid, dtype=bf16, reduce_dtype=bf16))[0] == ({bf16}, {bf16}, {fp32})
     assert ranks.run(_dtypes, 4, Case(hybrid, dtype=fp32))[0] == ({fp32}, {fp32}, {fp32})
 
 
@@ -317,13 +326,13 @@ def _bits_below_bf16(case: Case) -> bool:
 
 
 def test_what_travels_in_bf16_adds_up_in_fp32(ranks: RankPool):
-    case = Case(Layout(dp_shard=2), dtype=torch.bfloat16, wire_dtype=torch.bfloat16)
+    case = Case(Layout(dp_shard=2), dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     assert all(ranks.run(_bits_below_bf16, 2, case))
 
 
 def _counts(case: Case, rank: int) -> tuple[int, int]:
     """A rank of a world that does not exist: elements it keeps of dense parameters and of experts."""
-    environment = replace(SINGLE, rank=rank, world_size=case.layout.world_size)
+    environment = replace(SINGLE_PROCESS, rank=rank, world_size=case.layout.world_size)
     start_process_group(environment, backend="fake")
     mesh = ParallelMesh(case.layout, rank, device=torch.device("meta"))
     stages, placements = build_stages(case, mesh, "meta")
@@ -331,9 +340,9 @@ def _counts(case: Case, rank: int) -> tuple[int, int]:
     assert all(weight.device.type == "meta" for group in groups for weight in group.weights())
     held = [0, 0]
     for group in groups:
-        for stretch, weight, grad in zip(group.stretches, group.weights(), group.grads(), strict=True):
+        for stretch, weight, grad in zip(group.flat_shards, group.weights(), group.grads(), strict=True):
             assert weight.shape == grad.shape == (stretch.length,)
-            expert = bool(stretch.parts) and stretch.parts[0].placement.expert
+            expert = bool(stretch.param_ranges) and stretch.param_ranges[0].placement.expert
             held[expert] += stretch.length
     return held[0], held[1]
 
@@ -359,17 +368,17 @@ def _padded_elements(shape: tuple[int, ...], ranks: int) -> int:
 @settings(max_examples=80, deadline=None)
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), ranks=st.integers(1, 6))
 def test_every_element_is_kept_once(shape: tuple[int, ...], ranks: int):
-    placement = place("x.weight", shape, Shard(), TensorSplit())
+    placement = compute_placement("x.weight", shape, Shard(), ModelParallelCoordinate())
     whole = torch.arange(math.prod(shape))
     found = []
-    alone = Axis("dp_outer", 1, 0, (0,), None, Record())
+    alone = Axis("dp_outer", 1, 0, (0,), None, CommRecord())
     for rank in range(ranks):
-        axis = Axis("shard", ranks, rank, tuple(range(ranks)), None, Record())
-        stretch = owned_stretch(placement, axis, alone)
+        axis = Axis("shard", ranks, rank, tuple(range(ranks)), None, CommRecord())
+        stretch = owned_flat_shard(placement, axis, alone)
         flat = torch.empty(stretch.length, dtype=torch.int64)
-        for part in stretch.parts:
+        for part in stretch.param_ranges:
             flat[part.offset : part.offset + part.end - part.begin] = whole[part.begin : part.end]
-        for piece, view in stretch.pieces(flat):
+        for piece, view in stretch.tensor_shards(flat):
             assert torch.equal(view, whole.view(shape)[piece.logical_slices()])
         found.append(flat)
         assert stretch.length * ranks <= _padded_elements(shape, ranks)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import shards, takes_weight_decay
-from petatron.parallel.data.param_gather_wait import wait_before_use
-from petatron.parallel.tensor_parallel import split_weights
-from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
-from petatron.sharding.shard_spec import TensorSplit
+from petatron.models.decoder import shard_specs, takes_weight_decay
+from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
+from petatron.parallel.tensor_parallel import shard_params
+from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
+from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.unit.models.test_activations import BASE, LLAMA, batch_of, build, run_of
 
 MODELS = {
@@ -31,22 +31,22 @@ def test_every_weight_is_waited_for_before_it_is_used(model: str, monkeypatch: p
     wanted = decoder(batch_of(run)).detach()
     moe = run.moe if run.moe.num_experts is not None else None
     values = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
-    placements = split_weights(decoder, shards(run.model, moe), TensorSplit())
+    placements = shard_params(decoder, shard_specs(run.model, moe), ModelParallelCoordinate())
     for name, parameter in decoder.named_parameters():
         parameter.data.copy_(values[name])
     groups = flatten_parameters(
-        [decoder], placements, takes_weight_decay, ParallelMesh.single(), FlatOptions(bucket_size=500)
+        [decoder], placements, takes_weight_decay, ParallelMesh.single(), FlatBufferOptions(bucket_size=500)
     )
     assert len(groups) > 1 and max(len(group.buckets) for group in groups) > 3
     gathered = {id(group): group.flat_weights.clone() for group in groups}
 
-    def arrive(group: FlatGroup, indices: Iterable[int] | None = None) -> None:
-        for index in range(len(group.buckets)) if indices is None else indices:
+    def arrive(group: FlatParamGroup, bucket_indices: Iterable[int] | None = None) -> None:
+        for index in range(len(group.buckets)) if bucket_indices is None else bucket_indices:
             bucket = group.buckets[index]
             group.flat_weights[bucket.begin : bucket.end] = gathered[id(group)][bucket.begin : bucket.end]
 
-    monkeypatch.setattr(FlatGroup, "wait", arrive)
-    wait_before_use([decoder], groups)
+    monkeypatch.setattr(FlatParamGroup, "wait_for_params", arrive)
+    wait_for_params_before_use([decoder], groups)
     for group in groups:
         group.flat_weights.fill_(float("nan"))
     with torch.no_grad():

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import takes_weight_decay
-from petatron.parallel.data.gradient_reduction import GradientSync
-from petatron.sharding.flat_buffer import FlatGroup, FlatOptions, flatten_parameters
-from petatron.sharding.shard_spec import Shard, TensorSplit, place
+from petatron.parallel.data.gradient_reduction import GradientReducer
+from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.dist import RankPool
 
 WIDTH, LAYERS = 4, 5
@@ -57,14 +57,18 @@ def batch(rank: int, micro_batch: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(2, WIDTH, generator=generator).to(dtype)
 
 
-def flatten(model: nn.Module, mesh: ParallelMesh, *, bucket_size: int = 1, sharded: bool = False) -> list[FlatGroup]:
-    placements = {n: place(n, tuple(p.shape), Shard(), TensorSplit()) for n, p in model.named_parameters()}
-    options = FlatOptions(bucket_size=bucket_size, sharded=sharded)
+def flatten(
+    model: nn.Module, mesh: ParallelMesh, *, bucket_size: int = 1, sharded: bool = False
+) -> list[FlatParamGroup]:
+    placements = {
+        n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
+    }
+    options = FlatBufferOptions(bucket_size=bucket_size, sharded=sharded)
     return flatten_parameters([model], placements, takes_weight_decay, mesh, options)
 
 
-def by_name(groups: list[FlatGroup]) -> dict[str, Tensor]:
-    return {slot.name: group.view(group.flat_grads, slot).clone() for group in groups for slot in group.slots}
+def by_name(groups: list[FlatParamGroup]) -> dict[str, Tensor]:
+    return {slot.name: group.param_view(group.flat_grads, slot).clone() for group in groups for slot in group.params}
 
 
 def _step(case: Case) -> dict[str, Any]:
@@ -72,19 +76,19 @@ def _step(case: Case) -> dict[str, Any]:
     mesh = ParallelMesh(Layout(dp_shard=dist.get_world_size() if dist.is_initialized() else 1), rank)
     model = Chain(case.dtype)
     groups = flatten(model, mesh, bucket_size=case.bucket_size)
-    sync = GradientSync(groups, mesh, overlap=case.overlap)
+    sync = GradientReducer(groups, mesh, overlap=case.overlap)
     seen: list[tuple[str, int]] = []
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda _, name=name: seen.append((name, mesh.record.count)))
     for _ in range(case.steps):
-        sync.begin(case.micro_batches)
+        sync.start_step(case.micro_batches)
         for micro_batch in range(case.micro_batches - 1):
             model(batch(rank, micro_batch, case.dtype), case.order(rank)).backward()
         unsent = mesh.record.count
         seen.clear()
         model(batch(rank, case.micro_batches - 1, case.dtype), case.order(rank)).backward()
         during = mesh.record.count
-        sync.finish()
+        sync.finish_grad_sync()
     return {
         "grads": by_name(groups),
         "events": [(event.axis, event.op, event.elements, event.bytes) for event in mesh.record.events()],
@@ -154,15 +158,15 @@ def _watch_progress(overlap: bool) -> tuple[list[int], int]:
     mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
     model = _Ordered()
     groups = flatten(model, mesh)
-    sync = GradientSync(groups, mesh, overlap=overlap)
+    sync = GradientReducer(groups, mesh, overlap=overlap)
     under_way: list[int] = []
-    sync.begin(1)
+    sync.start_step(1)
     x = torch.ones(2, WIDTH)
     for layer in model.layers:
         x = layer(x)
         x.register_hook(lambda _: under_way.append(mesh.record.count))
     x.sum().backward()
-    sync.finish()
+    sync.finish_grad_sync()
     return under_way, mesh.record.count
 
 
@@ -198,11 +202,11 @@ def test_bfloat16_would_lose_what_float32_keeps():
     model.weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     mesh = ParallelMesh.single()
     groups = flatten(model, mesh)
-    sync = GradientSync(groups, mesh, overlap=True)
-    sync.begin(101)
+    sync = GradientReducer(groups, mesh, overlap=True)
+    sync.start_step(101)
     for factor in (256.0, *[1.0] * 100):
         (model.weight * factor).sum().backward()
-    sync.finish()
+    sync.finish_grad_sync()
     assert groups[0].flat_grads.tolist() == [356.0] * 3
 
 
@@ -215,18 +219,18 @@ def _partial() -> dict[str, Any]:
     """tp 4: a vector summed over all four, a matrix of two units each shared by two ranks, a matrix that is nobody's sum."""
     rank = dist.get_rank()
     mesh = ParallelMesh(Layout(tp=4), rank)
-    shards = {"norm": Shard(partial="always"), "shared": Shard(tp=0), "plain": Shard()}
+    shards = {"norm": Shard(partial_grad="always"), "shared": Shard(tp=0), "plain": Shard()}
     logical = {"norm": (3,), "shared": (2, 3), "plain": (2, 2)}
-    split = TensorSplit(tp_size=4, tp_rank=rank)
-    placements = {name: place(name, logical[name], shards[name], split) for name in shards}
+    split = ModelParallelCoordinate(tp_size=4, tp_rank=rank)
+    placements = {name: compute_placement(name, logical[name], shards[name], split) for name in shards}
     model = nn.Module()
     for name, placement in placements.items():
         model.register_parameter(name, nn.Parameter(torch.ones(placement.shape)))
-    groups = flatten_parameters([model], placements, takes_weight_decay, mesh, FlatOptions(bucket_size=1))
-    sync = GradientSync(groups, mesh, overlap=True)
-    sync.begin(1)
+    groups = flatten_parameters([model], placements, takes_weight_decay, mesh, FlatBufferOptions(bucket_size=1))
+    sync = GradientReducer(groups, mesh, overlap=True)
+    sync.start_step(1)
     sum(parameter.sum() * 10.0**rank for parameter in model.parameters()).backward()
-    sync.finish()
+    sync.finish_grad_sync()
     events = [(event.axis, event.op, event.elements) for event in mesh.record.events()]
     return {"values": {name: set(grad.flatten().tolist()) for name, grad in by_name(groups).items()}, "events": events}
 
@@ -240,8 +244,8 @@ def test_summands_are_added_over_the_ranks_that_hold_them(ranks: RankPool):
 def test_more_gradients_than_micro_batches_is_an_error():
     mesh = ParallelMesh.single()
     model = nn.Linear(2, 2, bias=False)
-    sync = GradientSync(flatten(model, mesh), mesh, overlap=True)
-    sync.begin(1)
+    sync = GradientReducer(flatten(model, mesh), mesh, overlap=True)
+    sync.start_step(1)
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(AssertionError, match="more gradients"):
         model(torch.ones(1, 2)).sum().backward()
@@ -252,25 +256,27 @@ def _written_past(sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
     model = Chain()
     groups = flatten(model, mesh, bucket_size=30, sharded=sharded)
-    sync = GradientSync(groups, mesh, overlap=True)
-    sync.begin(2)
+    sync = GradientReducer(groups, mesh, overlap=True)
+    sync.start_step(2)
     for micro_batch in range(2):
         model(batch(mesh.rank, micro_batch, torch.float32), list(range(LAYERS))).backward()
-    written = sync.written()
-    sync.finish()
+    written = sync.params_with_grad()
+    sync.finish_grad_sync()
     expected, sent = by_name(groups), mesh.record.count
     assert written == set(model.parameters()) - {model.unused}
 
     local = Chain()
     for micro_batch in range(2):
         local(batch(mesh.rank, micro_batch, torch.float32), list(range(LAYERS))).backward()
-    sync.begin(2)
+    sync.start_step(2)
     for group in groups:
-        for slot in group.slots:
+        for slot in group.params:
             grad = local.get_parameter(slot.name).grad
-            group.view(group.flat_grads, slot).copy_(torch.full_like(slot.parameter, 7.0) if grad is None else grad)
-    sync.assume_written(written)
-    sync.finish()
+            group.param_view(group.flat_grads, slot).copy_(
+                torch.full_like(slot.parameter, 7.0) if grad is None else grad
+            )
+    sync.mark_written(written)
+    sync.finish_grad_sync()
     return expected, by_name(groups), mesh.record.count - 2 * sent
 
 
@@ -295,22 +301,24 @@ def _scatter(case: Sharded) -> dict[str, Any]:
     mesh = ParallelMesh(Layout(dp_outer=case.outer, dp_shard=world // case.outer), rank)
     model = Chain(torch.float32)
     groups = flatten(model, mesh, bucket_size=case.bucket_size, sharded=True)
-    sync = GradientSync(groups, mesh, overlap=True, wire_dtype=torch.bfloat16 if case.bf16 else None)
-    sync.begin(2)
+    sync = GradientReducer(groups, mesh, overlap=True, reduce_dtype=torch.bfloat16 if case.bf16 else None)
+    sync.start_step(2)
     for micro_batch in range(2):
         model(batch(rank, micro_batch, torch.float32), list(range(LAYERS))).backward()
-    sync.finish()
+    sync.finish_grad_sync()
     found = {}
     for group in groups:
         kept = torch.full_like(group.flat_grads, float("nan"))
         for bucket in group.buckets:
-            begin, end = group.owned_part(bucket)
+            begin, end = group.owned_range(bucket)
             kept[begin:end] = group.flat_grads[begin:end]
-        found |= {slot.name: group.view(kept, slot).clone() for slot in group.slots}
+        found |= {slot.name: group.param_view(kept, slot).clone() for slot in group.params}
         for weights in group.weights():
             weights.fill_(float(mesh["shard"].rank))
-        group.publish()
-    owners = {slot.name: group.view(group.flat_weights, slot).clone() for group in groups for slot in group.slots}
+        group.all_gather_params()
+    owners = {
+        slot.name: group.param_view(group.flat_weights, slot).clone() for group in groups for slot in group.params
+    }
     padded = sum(group.flat_grads.numel() for group in groups)
     events = [(event.axis, event.op, event.bytes) for event in mesh.record.events()]
     return {"grads": found, "owners": owners, "padded": padded, "events": events}
@@ -350,7 +358,7 @@ def test_a_model_that_nobody_holds_is_let_go():
     """Its process groups keep threads, so a leak would add up in a long-lived process."""
     mesh = ParallelMesh.single()
     model = nn.Linear(2, 2, bias=False)
-    sync = GradientSync(flatten(model, mesh), mesh, overlap=True)
+    sync = GradientReducer(flatten(model, mesh), mesh, overlap=True)
     gone = weakref.ref(sync)
     del sync, model
     gc.collect()

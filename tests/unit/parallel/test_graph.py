@@ -19,10 +19,10 @@ from petatron.kernels.attention.documents import Documents
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
-from petatron.parallel.data.gradient_reduction import GradientSync
+from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.parallel.pipeline.cuda_graph import KEPT, WARM_UP, CudaRecorder, Replay, Work
-from petatron.parallel.pipeline.executor import Outcome
+from petatron.parallel.pipeline.cuda_graph import MAX_GRAPHS, WARM_UP_STEPS, CudaGraphCapture, Replay, StepFunction
+from petatron.parallel.pipeline.executor import StepResult
 from petatron.schedule.actions import TimedAction
 from petatron.train.build import build_model, build_optimizer
 from tests.parity.harness import tiny_run
@@ -34,52 +34,54 @@ class StandIn:
     """Records on a CPU, and counts what it is asked for."""
 
     def __init__(self, model: ParallelModel) -> None:
-        assert isinstance(model.gradients, GradientSync)
-        self.model, self.sync = model, model.gradients
+        assert isinstance(model.gradient_reducer, GradientReducer)
+        self.model, self.sync = model, model.gradient_reducer
         self.calls: list[str] = []
 
-    def run(self, work: Work) -> Outcome:
+    def run(self, step: StepFunction) -> StepResult:
         self.calls.append("run")
-        return work()
+        return step()
 
-    def record(self, work: Work) -> tuple[Outcome, Replay]:
-        self.calls.append("record")
-        begun, kept = self._notes(), [group.flat_grads.clone() for group in self.sync._groups]
+    def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
+        self.calls.append("capture")
+        begun, kept = self._notes(), [group.flat_grads.clone() for group in self.sync._param_groups]
         generator = torch.get_rng_state()
-        outcome = work()
+        outcome = step()
         torch.set_rng_state(generator)
-        for group, grads in zip(self.sync._groups, kept, strict=True):
+        for group, grads in zip(self.sync._param_groups, kept, strict=True):
             group.flat_grads.copy_(grads)
-        for made in (outcome.total, *outcome.reports.values()):
+        for made in (outcome.loss_sum, *outcome.router_statistics.values()):
             made.fill_(float("nan"))
 
         def replay() -> None:
             self.calls.append("replay")
             now = self._notes()
             self._restore(begun)
-            made = work()
+            made = step()
             self._restore(now)
-            self.model.eight_bits.new_step()
-            outcome.total.copy_(made.total)
-            for layer, report in outcome.reports.items():
-                report.copy_(made.reports[layer])
+            self.model.fp8_gemms.new_step()
+            outcome.loss_sum.copy_(made.loss_sum)
+            for layer, report in outcome.router_statistics.items():
+                report.copy_(made.router_statistics[layer])
 
         return outcome, replay
 
-    def forget(self) -> None:
-        self.calls.append("forget")
+    def reset_pool(self) -> None:
+        self.calls.append("reset_pool")
 
     def _notes(self) -> Notes:
         sends = [send for queue in self.sync._queues for send in queue]
-        return [main.fresh for main in self.sync._main.values()], [(send.waiting, list(send.handles)) for send in sends]
+        return [main.overwrite_next for main in self.sync._main_grads.values()], [
+            (send.num_pending, list(send.handles)) for send in sends
+        ]
 
     def _restore(self, notes: Notes) -> None:
         fresh, waiting = notes
-        for main, value in zip(self.sync._main.values(), fresh, strict=True):
-            main.fresh = value
+        for main, value in zip(self.sync._main_grads.values(), fresh, strict=True):
+            main.overwrite_next = value
         sends = [send for queue in self.sync._queues for send in queue]
         for send, (left, handles) in zip(sends, waiting, strict=True):
-            send.waiting, send.handles = left, list(handles)
+            send.num_pending, send.handles = left, list(handles)
 
 
 def batches(count: int, step: int) -> list[Batch]:
@@ -108,18 +110,18 @@ def train(flags: str, counts: Sequence[int], *, recorded: bool, evaluate_after: 
     optimizer = build_optimizer(run, model)
     stand_in = StandIn(model)
     if recorded:
-        model.record_steps(stand_in)
+        model.use_cuda_graphs(stand_in)
     losses, evaluated, routers = [], [], []
     for step, count in enumerate(counts):
         losses.append(float(model.train_step(batches(count, step), loss_scale=2.0 + step)))
         optimizer.step(lr=1e-2, weight_decay=0.1, loss_scale=2.0 + step)
-        routers.append(model.routers.totals)
+        routers.append(model.router_statistics.totals)
         if step in evaluate_after:
             evaluated.append(float(model.evaluate(batches(3, 99))[0]))
     return Trained(
         losses,
         evaluated,
-        [weight.clone() for group in model.groups for weight in group.weights()],
+        [weight.clone() for group in model.param_groups for weight in group.weights()],
         routers,
         stand_in.calls,
     )
@@ -149,7 +151,7 @@ def test_a_recorded_run_is_the_same_run(model: str):
     counts = [2] * 7
     plain = train(MODELS[model], counts, recorded=False, evaluate_after=(1, 4))
     found = train(MODELS[model], counts, recorded=True, evaluate_after=(1, 4))
-    assert found.calls == ["forget", *["run"] * WARM_UP, "record", *["replay"] * 4]
+    assert found.calls == ["reset_pool", *["run"] * WARM_UP_STEPS, "capture", *["replay"] * 4]
     assert len(set(plain.losses)) == len(plain.losses)
     same(found, plain)
 
@@ -158,24 +160,24 @@ def test_each_number_of_micro_batches_has_a_recording():
     counts = [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 1, 2, 3]
     found = train("", counts, recorded=True)
     same(found, train("", counts, recorded=False))
-    kinds = "forget run run run record replay forget run run run record replay record replay replay record replay replay replay"
+    kinds = "reset_pool run run run capture replay reset_pool run run run capture replay capture replay replay capture replay replay replay"
     assert found.calls == kinds.split(), "the third size adds gradients like the second, and needs no warm-up"
 
 
 def test_recordings_that_were_not_used_for_long_are_dropped():
-    counts = [2, 2, 2, *range(2, 2 + KEPT), 2, 2 + KEPT, 2, 3]
+    counts = [2, 2, 2, *range(2, 2 + MAX_GRAPHS), 2, 2 + MAX_GRAPHS, 2, 3]
     found = train("", counts, recorded=True)
     same(found, train("", counts, recorded=False))
-    fresh = ["record", "replay"]
-    assert found.calls == ["forget", *["run"] * 3, *fresh * KEPT, "replay", *fresh, "replay", *fresh]
+    fresh = ["capture", "replay"]
+    assert found.calls == ["reset_pool", *["run"] * 3, *fresh * MAX_GRAPHS, "replay", *fresh, "replay", *fresh]
 
 
 def test_a_step_that_is_timed_is_not_replayed():
     model = build_model(tiny_run(), ParallelMesh.single())
     stand_in = StandIn(model)
-    model.record_steps(stand_in)
+    model.use_cuda_graphs(stand_in)
     timed: list[TimedAction] = []
-    for step in range(WARM_UP + 2):
+    for step in range(WARM_UP_STEPS + 2):
         model.train_step(batches(2, step))
     model.train_step(batches(2, 9), timeline=timed.extend)
     assert len(timed) == 4 and stand_in.calls[-2:] == ["replay", "run"]
@@ -184,11 +186,11 @@ def test_a_step_that_is_timed_is_not_replayed():
 def test_what_gets_no_gradient_has_one_of_zero_after_a_replay():
     model = build_model(tiny_run(), ParallelMesh.single())
     stand_in = StandIn(model)
-    model.record_steps(stand_in)
-    grads = {slot.name: g.view(g.flat_grads, slot) for g in stand_in.sync._groups for slot in g.slots}
+    model.use_cuda_graphs(stand_in)
+    grads = {slot.name: g.param_view(g.flat_grads, slot) for g in stand_in.sync._param_groups for slot in g.params}
     model.module.get_parameter("norm.weight").requires_grad_(False)
     frozen = grads.pop("norm.weight")
-    for step in range(WARM_UP + 2):
+    for step in range(WARM_UP_STEPS + 2):
         frozen.fill_(float("nan"))
         model.train_step(batches(1, step))
         assert torch.equal(frozen, torch.zeros_like(frozen))
@@ -197,7 +199,7 @@ def test_what_gets_no_gradient_has_one_of_zero_after_a_replay():
 
 def test_packed_documents_are_refused():
     model = build_model(tiny_run(), ParallelMesh.single())
-    model.record_steps(StandIn(model))
+    model.use_cuda_graphs(StandIn(model))
     [batch] = batches(1, 0)
     packed = replace(batch, documents=Documents.of(torch.zeros(2, 16, dtype=torch.int64)))
     with pytest.raises(TrainError, match="packed documents cannot be recorded"):
@@ -263,8 +265,8 @@ class FakeGraph:
         self.replayed += 1
 
 
-def raising(error: Exception) -> Callable[[], Outcome]:
-    def work() -> Outcome:
+def raising(error: Exception) -> Callable[[], StepResult]:
+    def work() -> StepResult:
         raise error
 
     return work
@@ -274,32 +276,32 @@ def test_a_recorder_runs_and_records_on_one_stream(monkeypatch: pytest.MonkeyPat
     cuda = FakeCuda()
     cuda.install(monkeypatch)
     outside = cuda.here
-    recorder = CudaRecorder(torch.device("cuda", 0))
-    made = Outcome(torch.zeros(()))
+    recorder = CudaGraphCapture(torch.device("cuda", 0))
+    made = StepResult(torch.zeros(()))
     seen: list[FakeStream] = []
 
-    def work() -> Outcome:
+    def work() -> StepResult:
         seen.append(cuda.here)
         return made
 
     assert recorder.run(work) is made
     assert seen[0] is not outside and seen[0].waited == [outside] and outside.waited == [seen[0]]
-    outcome, replay = recorder.record(work)
+    outcome, replay = recorder.capture(work)
     replay()
     graph = replay.__self__  # type: ignore[attr-defined]
     assert outcome is made and graph.replayed == 1 and graph.stream is seen[0] and graph.pool == 1
-    recorder.forget()
-    assert recorder.record(work)[1].__self__.pool == 2  # type: ignore[attr-defined]
+    recorder.reset_pool()
+    assert recorder.capture(work)[1].__self__.pool == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("breaks", [None, RuntimeError("the recording is invalid")])
 def test_what_cannot_be_recorded_is_said(monkeypatch: pytest.MonkeyPatch, breaks: Exception | None):
     FakeCuda(breaks).install(monkeypatch)
-    recorder = CudaRecorder(torch.device("cuda", 0))
+    recorder = CudaGraphCapture(torch.device("cuda", 0))
     with pytest.raises(TrainError, match=r"Leave --cuda-graphs out\. What torch says: somebody asked the device"):
-        recorder.record(raising(RuntimeError("somebody asked the device")))
+        recorder.capture(raising(RuntimeError("somebody asked the device")))
     with pytest.raises(torch.OutOfMemoryError, match="too large"):
-        recorder.record(raising(torch.OutOfMemoryError("too large")))
+        recorder.capture(raising(torch.OutOfMemoryError("too large")))
 
 
 def test_devices_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch):
@@ -307,7 +309,7 @@ def test_devices_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(
         TrainError, match=r"needs a GPU of compute capability 8\.0 \(Ampere\) or later, and this one has 7\.5"
     ):
-        CudaRecorder(torch.device("cuda", 0))
+        CudaGraphCapture(torch.device("cuda", 0))
 
 
 def test_on_another_device_it_is_said_to_have_no_effect(caplog: pytest.LogCaptureFixture):

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.pipeline_stages import Stage
+from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import ActivationShape
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.parallel import activation_offload
-from petatron.parallel.activation_offload import HostLink, HostMemory, apply_activation_offload
+from petatron.parallel.activation_offload import HostBufferPool, HostLink, apply_activation_offload
 from petatron.parallel.recompute import apply_recompute
 from tests.unit.models.kept import alive_bytes, kept_bytes
 from tests.unit.models.test_activations import BASE, LLAMA, RECOMPUTE, batch_of, build, run_of
@@ -39,8 +39,8 @@ def offloading(
     model, streams = build(run, **options)
     memory = replace(memory or MemoryConfig(), cpu_offloading_num_layers=number)
     link = HostLink(torch.device("cpu"))
-    apply_recompute(model, memory, streams, shape=ActivationShape.of(run, device="cpu"), in_flight=2)
-    line = apply_activation_offload(model, memory, link, smallest_bytes=smallest)
+    apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cpu"), in_flight=2)
+    line = apply_activation_offload(model, memory, link, min_bytes=smallest)
     assert (line is None) == (number == 0)
     return model, link
 
@@ -52,7 +52,7 @@ def train(model: Decoder, run: RunConfig) -> Bits:
     waiting, bits = [], {}
     for at in range(3):
         shifted = Batch(batch.tokens.roll(at, 1), batch.labels.roll(at, 1), batch.loss_mask)
-        waiting.append(model(shifted, extra_loss_scale=torch.tensor(0.25)))
+        waiting.append(model(shifted, aux_loss_scale=torch.tensor(0.25)))
         bits[f"losses {at}"] = waiting[-1].detach()
         if len(waiting) == 2:
             waiting.pop(0).sum().backward()
@@ -78,14 +78,14 @@ def test_no_bit_changes(model: str, recompute: str):
     for number in (1, 3):
         offloaded, link = offloading(run, number, RECOMPUTE[recompute])
         assert differing(train(offloaded, run), wanted) == []
-        assert link.sent_bytes > 0
+        assert link.offloaded_bytes > 0
 
 
 def test_the_test_sees_a_tensor_that_comes_back_wrong(monkeypatch: pytest.MonkeyPatch):
     run = run_of(MODELS["llama"])
     wanted = train(offloading(run, 0)[0], run)
     broken, link = offloading(run, 1)
-    monkeypatch.setattr(link.back, "copy", lambda target, source: target.zero_())
+    monkeypatch.setattr(link.to_device, "copy", lambda target, source: target.zero_())
     assert differing(train(broken, run), wanted) != []
 
 
@@ -99,10 +99,10 @@ def test_what_was_sent_is_free_on_the_device(number: int, recompute: str):
     for count in (0, number):
         model, link = offloading(run, count, RECOMPUTE[recompute])
         train(model, run)  # afterwards there are buffers for all
-        link.sent_bytes = 0
-        known = [*model.parameters(), batch.tokens, batch.labels, batch.loss_mask, *link.memory.slabs]
+        link.offloaded_bytes = 0
+        known = [*model.parameters(), batch.tokens, batch.labels, batch.loss_mask, *link.buffers.slabs]
         kept.append(kept_bytes(lambda model=model: model(batch), without=known)[0])
-        sent = link.sent_bytes
+        sent = link.offloaded_bytes
     assert sent > 0
     assert kept[0] - kept[1] == sent
 
@@ -115,7 +115,7 @@ def test_nothing_is_left_after_the_backward_pass():
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    known = [*model.parameters(), *grads, batch.tokens, batch.labels, batch.loss_mask, *link.memory.slabs]
+    known = [*model.parameters(), *grads, batch.tokens, batch.labels, batch.loss_mask, *link.buffers.slabs]
     assert alive_bytes(lambda: model(batch).sum().backward(), without=known) == 0
 
 
@@ -123,10 +123,10 @@ def test_buffers_are_used_again():
     run = run_of(MODELS["llama"])
     model, link = offloading(run, 2)
     train(model, run)
-    made = sum(slab.numel() for slab in link.memory.slabs)
+    made = sum(slab.numel() for slab in link.buffers.slabs)
     for _ in range(3):
         train(model, run)
-    assert sum(slab.numel() for slab in link.memory.slabs) == made
+    assert sum(slab.numel() for slab in link.buffers.slabs) == made
 
 
 def test_a_graph_that_is_dropped_gives_its_buffers_back():
@@ -134,9 +134,9 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back():
     model, link = offloading(run, 2)
     model(batch_of(run))
     gc.collect()
-    made = len(link.memory.slabs)
+    made = len(link.buffers.slabs)
     model(batch_of(run))
-    assert len(link.memory.slabs) == made > 0
+    assert len(link.buffers.slabs) == made > 0
 
 
 def test_layers_come_back_one_ahead(monkeypatch: pytest.MonkeyPatch):
@@ -144,19 +144,19 @@ def test_layers_come_back_one_ahead(monkeypatch: pytest.MonkeyPatch):
     run = run_of(f"{LLAMA} --num-layers 8")
     order: list[str] = []
     numbers: dict[int, int] = {}
-    init, fetch = activation_offload._Group.__init__, activation_offload._Group.fetch
+    init, fetch = activation_offload._OffloadGroup.__init__, activation_offload._OffloadGroup.start_reload
 
     def numbered(self: Any, *args: Any) -> None:
         init(self, *args)
         numbers[id(self)] = len(numbers)
 
     def noted(self: Any) -> None:
-        if not self._begun:
+        if not self._reload_started:
             order.append(f"fetch {numbers[id(self)]}")
         fetch(self)
 
-    monkeypatch.setattr(activation_offload._Group, "__init__", numbered)
-    monkeypatch.setattr(activation_offload._Group, "fetch", noted)
+    monkeypatch.setattr(activation_offload._OffloadGroup, "__init__", numbered)
+    monkeypatch.setattr(activation_offload._OffloadGroup, "start_reload", noted)
     model, _ = offloading(run, 4)
     for at, layer in enumerate(model.layers.values()):
         layer.register_full_backward_hook(lambda *_, at=at: order.append(f"layer {at}"))
@@ -172,7 +172,7 @@ def test_layers_come_back_one_ahead(monkeypatch: pytest.MonkeyPatch):
 def test_at_most_two_layers_are_on_their_way(monkeypatch: pytest.MonkeyPatch):
     run = run_of(f"{LLAMA} --num-layers 6")
     events: list[int] = []
-    send, let_go = activation_offload._Group.send, activation_offload._Group.let_go
+    send, let_go = activation_offload._OffloadGroup.offload, activation_offload._OffloadGroup.free_device_memory
     groups: list[Any] = []
 
     def sending(self: Any, memory: Any) -> Any:
@@ -183,11 +183,11 @@ def test_at_most_two_layers_are_on_their_way(monkeypatch: pytest.MonkeyPatch):
 
     def leaving(self: Any) -> None:
         let_go(self)
-        assert self._leaving == {}
+        assert self._offloading == {}
         groups.remove(self)
 
-    monkeypatch.setattr(activation_offload._Group, "send", sending)
-    monkeypatch.setattr(activation_offload._Group, "let_go", leaving)
+    monkeypatch.setattr(activation_offload._OffloadGroup, "offload", sending)
+    monkeypatch.setattr(activation_offload._OffloadGroup, "free_device_memory", leaving)
     model, _ = offloading(run, 6)
     model(batch_of(run)).sum().backward()
     assert events == [1, 2, 2, 2, 2, 2]
@@ -198,11 +198,11 @@ def test_small_tensors_weights_and_what_others_hold_stay():
     run = run_of(LLAMA)
     model, link = offloading(run, 3, smallest=1 << 20)
     train(model, run)
-    assert link.sent_bytes == 0
-    model, link = offloading(run, 3, stage=Stage((0, 1, 2), embedding=False, loss=False))
+    assert link.offloaded_bytes == 0
+    model, link = offloading(run, 3, stage=PipelineStage((0, 1, 2), has_embedding=False, has_loss=False))
     sent: list[int] = []
-    send = link.out.copy
-    link.out.copy = lambda target, source: sent.append(source.untyped_storage()._cdata) or send(target, source)
+    send = link.to_host.copy
+    link.to_host.copy = lambda target, source: sent.append(source.untyped_storage()._cdata) or send(target, source)
     x = torch.randn(16, 2, 32, requires_grad=True)
     batch = batch_of(run)
     y = model(batch, x)
@@ -217,8 +217,8 @@ def test_a_weight_is_recognised_by_its_memory_and_by_its_name():
     weights = torch.zeros(64)
     module = nn.Linear(4, 4, bias=False)
     module.weight = nn.Parameter(weights[:16].view(4, 4))
-    forward = activation_offload._Forward(HostLink(torch.device("cpu")), 1, [])
-    forward.enter(module, offloaded=True)
+    forward = activation_offload._OffloadForward(HostLink(torch.device("cpu")), 1, [])
+    forward.enter_layer(module, offloaded=True)
     other, gathered = torch.ones(4, 4), nn.Parameter(torch.ones(4, 4))
     for stays in (weights[32:], module.weight, module.weight.t(), gathered, gathered.t()):
         assert isinstance(forward.pack(stays), Tensor)
@@ -231,12 +231,12 @@ def test_a_weight_is_recognised_by_its_memory_and_by_its_name():
 
 def test_views_of_one_memory_are_sent_once_and_keep_their_strides():
     link = HostLink(torch.device("cpu"))
-    forward = activation_offload._Forward(link, 1, [])
-    forward.enter(nn.Identity(), offloaded=True)
+    forward = activation_offload._OffloadForward(link, 1, [])
+    forward.enter_layer(nn.Identity(), offloaded=True)
     whole = torch.randn(6, 10)
     views = [whole, whole[:, 2:5], whole.t()[3:], whole.view(-1)[7:9], whole.view(torch.int32)[1]]
     stored = [forward.pack(view) for view in views]
-    assert link.sent_bytes == whole.nbytes
+    assert link.offloaded_bytes == whole.nbytes
     forward.finish()
     back = [forward.unpack(each) for each in stored]
     for view, found in zip(views, back, strict=True):
@@ -250,14 +250,14 @@ def test_without_gradients_nothing_moves():
     plain, _ = offloading(run, 0)
     with torch.no_grad():
         assert torch.equal(model.eval()(batch_of(run)), plain.eval()(batch_of(run)))
-    assert link.sent_bytes == 0
+    assert link.offloaded_bytes == 0
 
 
 def test_a_graph_may_be_used_twice():
     run = run_of(MODELS["llama"])
     found: list[list[Tensor]] = []
     for number in (0, 2):
-        model, _ = offloading(run, number, stage=Stage((0, 1, 2), embedding=True, loss=False))
+        model, _ = offloading(run, number, stage=PipelineStage((0, 1, 2), has_embedding=True, has_loss=False))
         loss = model(batch_of(run)).square().sum()
         first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         found.append([*first, *torch.autograd.grad(loss, list(model.parameters()))])
@@ -278,13 +278,13 @@ def test_a_failing_layer_leaves_nothing_open():
 
 @pytest.mark.parametrize("size", [1, 512, 513, 4096, 100_000, 1_048_577])
 def test_buffers_are_little_larger_than_asked(size: int):
-    memory = HostMemory(pinned=False)
-    buffer = memory.take(size)
+    memory = HostBufferPool(pinned=False)
+    buffer = memory.allocate(size)
     assert size <= buffer.numel() <= max(512, size * 9 // 8 + 512)
-    again = memory.take(size)
+    again = memory.allocate(size)
     assert again.data_ptr() != buffer.data_ptr()
-    memory.give_back(buffer)
-    assert memory.take(size).data_ptr() == buffer.data_ptr()
+    memory.release(buffer)
+    assert memory.allocate(size).data_ptr() == buffer.data_ptr()
 
 
 def test_slabs_hold_many_buffers(monkeypatch: pytest.MonkeyPatch):
@@ -292,8 +292,8 @@ def test_slabs_hold_many_buffers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(activation_offload, "_SLAB_BYTES", 1 << 14)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
-    memory = HostMemory(pinned=True)
-    buffers = [memory.take(size) for size in (5000, 5000, 5000, 60_000, 512)]
+    memory = HostBufferPool(pinned=True)
+    buffers = [memory.allocate(size) for size in (5000, 5000, 5000, 60_000, 512)]
     assert [slab.numel() for slab in memory.slabs] == [1 << 14, 1 << 16]
     spans = sorted((buffer.data_ptr(), buffer.data_ptr() + buffer.numel()) for buffer in buffers)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))

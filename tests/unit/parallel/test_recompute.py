@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from petatron.config import RunConfig
-from petatron.config.pipeline_stages import Stage
+from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import FULL, ActivationShape
-from petatron.estimate.recompute_plan import effective, recompute_flops
+from petatron.estimate.recompute_plan import effective_modules, recompute_flops
 from petatron.kernels import norm as reference_norm
 from petatron.layers.dropout import Dropout
 from petatron.layers.moe.experts import GroupedLinear
@@ -25,10 +25,10 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder, shards
-from petatron.parallel.recompute import Region, apply_recompute, recomputed
-from petatron.parallel.tensor_parallel import connect, split_vocabulary, split_weights
-from petatron.sharding.shard_spec import TensorSplit
+from petatron.models.decoder import Decoder, shard_specs
+from petatron.parallel.recompute import RecomputeRegion, apply_recompute, recomputed
+from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
+from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.dist import RankPool
 from tests.unit.models.kept import alive_bytes
 from tests.unit.models.test_activations import (
@@ -78,18 +78,18 @@ def train(run: RunConfig, memory: MemoryConfig, *, shared: bool = False, taken: 
     if shared:
         for module in model.modules():
             if isinstance(module, Dropout):
-                module.generator = streams.shared
+                module.generator = streams.tp_shared
     names = [name for name, _ in model.named_parameters()]
-    apply_recompute(model, memory, streams, shape=ActivationShape.of(run, device="cpu"), in_flight=2)
+    apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cpu"), in_flight=2)
     assert [name for name, _ in model.named_parameters()] == names
     torch.manual_seed(1)
     batch = batch_of(run)
     batches = [Batch(batch.tokens.roll(at, 1), batch.labels.roll(at, 1), batch.loss_mask) for at in range(3)]
     reports: list[dict[int, Tensor]] = [{} for _ in batches]
-    options = {"extra_loss_scale": torch.tensor(0.25), "loss_weights_SB": torch.ones(16, 2) if taken else None}
+    options = {"aux_loss_scale": torch.tensor(0.25), "loss_weights_SB": torch.ones(16, 2) if taken else None}
     waiting, bits = [], {}
     for at, (batch, report) in enumerate(zip(batches, reports)):
-        waiting.append(model(batch, reports=report, **options))
+        waiting.append(model(batch, router_statistics=report, **options))
         bits[f"losses {at}"] = waiting[-1].detach()
         if len(waiting) == 2:
             waiting.pop(0).sum().backward()
@@ -139,7 +139,7 @@ def test_the_test_sees_a_stream_that_is_not_restored(monkeypatch: pytest.MonkeyP
 
 def _flops(run: RunConfig, memory: MemoryConfig) -> int:
     model, streams = build(run)
-    apply_recompute(model, memory, streams, shape=ActivationShape.of(run, device="cpu"))
+    apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cpu"))
     with FlopCounterMode(display=False) as counter:
         model(batch_of(run)).sum().backward()
     return counter.get_total_flops()
@@ -151,7 +151,7 @@ def test_the_last_product_of_a_branch_is_not_repeated(model: str, name: str):
     """Counted are products; the formula has attention scores, norms and activations too."""
     run = run_of({"gpt": f"{BASE} --hidden-dropout 0", "llama": LLAMA}[model])
     more = _flops(run, RECOMPUTE[name]) - _flops(run, MemoryConfig())
-    shape = ActivationShape.of(run, device="cpu")
+    shape = ActivationShape.from_config(run, device="cpu")
     tokens, hidden, inner = shape.tokens, 32, 48
     qkv, out = 6 * tokens * hidden * hidden, 2 * tokens * hidden * hidden
     first = 2 * tokens * hidden * inner * (2 if shape.gated else 1)
@@ -170,7 +170,7 @@ def test_the_last_product_of_a_branch_is_not_repeated(model: str, name: str):
     modules = {"all": ("attention", "mlp", "layernorm"), "uniform-1": ("full",), "uniform-2": ("full",)}.get(
         name, (name,)
     )
-    formula = 3 * recompute_flops(shape, effective(shape, modules, mixed=False))
+    formula = 3 * recompute_flops(shape, effective_modules(shape, modules, is_moe=False))
     uncounted = 3 * tokens * (2 * 16 * hidden + 12 * (2 * hidden + inner))
     assert more - last <= formula <= more + uncounted
 
@@ -200,12 +200,12 @@ EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
 def test_what_experts_repeat(flags: str, name: str):
     """Products are those of the formula, once; it has attention scores, norms and activations besides."""
     run = run_of(f"{LLAMA} {flags} --num-layers 1")
-    shape, kind = ActivationShape.of(run, device="cpu"), "moe" if name == "moe" else FULL
+    shape, kind = ActivationShape.from_config(run, device="cpu"), "moe" if name == "moe" else FULL
     more = _flops(run, (MIXED | RECOMPUTE)[name]) - _flops(run, MemoryConfig())
     scores = 2 * 16 * 32 if kind == FULL else 0
     elementwise = shape.tokens * (scores + 12 * (2 * 32 + 2 * 24 + 40))
     gate = 2 * shape.tokens * 32
-    formula = recompute_flops(shape, effective(shape, (kind,), mixed=True), mixed=True)
+    formula = recompute_flops(shape, effective_modules(shape, (kind,), is_moe=True), is_moe=True)
     assert more - gate <= formula <= more + elementwise
 
 
@@ -220,9 +220,9 @@ class _CountingNorm:
         self.forward.append(x_RD.shape[-1])
         return reference_norm.rms_norm(x_RD, *args, **options)
 
-    def rms_norm_backward(self, grad_RD: Tensor, *args: Any, again: bool = True, **options: Any) -> Any:
-        self.again += [grad_RD.shape[-1]] * again
-        return reference_norm.rms_norm_backward(grad_RD, *args, again=again, **options)
+    def rms_norm_backward(self, grad_RD: Tensor, *args: Any, recompute_output: bool = True, **options: Any) -> Any:
+        self.again += [grad_RD.shape[-1]] * recompute_output
+        return reference_norm.rms_norm_backward(grad_RD, *args, recompute_output=recompute_output, **options)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_a_norm_runs_again_for_a_branch_or_a_router(model: str, name: str, more:
         for module in decoder.modules():
             if isinstance(module, RMSNorm):
                 module.kernels = kernels
-        apply_recompute(decoder, memory, streams, shape=ActivationShape.of(run, device="cpu"))
-        decoder(batch_of(run), extra_loss_scale=torch.tensor(0.5)).sum().backward()
+        apply_recompute(decoder, memory, streams, shape=ActivationShape.from_config(run, device="cpu"))
+        decoder(batch_of(run), aux_loss_scale=torch.tensor(0.5)).sum().backward()
         counts.append((len(kernels.forward), len(kernels.again)))
     assert counts[0] == (7, 6), "two in each of three layers, and the last one, whose output no product keeps"
     assert counts[1] == (7 + more, 6)
@@ -258,13 +258,13 @@ def test_hooks_of_a_product_run_before_it():
     """Weights may still be on their way when a step begins; a hook of each module waits for them."""
     run = run_of(MODELS["moe"])
     decoder, streams = build(run)
-    apply_recompute(decoder, (MIXED | DENSE)["moe_act"], streams, shape=ActivationShape.of(run, device="cpu"))
+    apply_recompute(decoder, (MIXED | DENSE)["moe_act"], streams, shape=ActivationShape.from_config(run, device="cpu"))
     down = decoder.get_submodule("layers.0.mlp.experts.down")
     assert isinstance(down, GroupedLinear)
     order: list[str] = []
-    multiplication = down.multiplication
+    multiplication = down.grouped_gemm
     down.register_forward_pre_hook(lambda *_: order.append("hook"))
-    down.multiplication = lambda counts: order.append("product") or multiplication(counts)
+    down.grouped_gemm = lambda counts: order.append("product") or multiplication(counts)
     decoder(batch_of(run)).sum().backward()
     assert order == ["hook", "product"]
 
@@ -279,7 +279,7 @@ def test_nothing_is_left_after_the_backward_pass(name: str, taken: bool):
         parameter.grad = torch.zeros_like(parameter)
     known = [*model.parameters(), *(p.grad for p in model.parameters()), batch.tokens, batch.labels, batch.loss_mask]
     known += [weights_SB, *take_gradients(model)] if weights_SB is not None else []
-    apply_recompute(model, (MIXED | DENSE)[name], streams, shape=ActivationShape.of(run, device="cpu"))
+    apply_recompute(model, (MIXED | DENSE)[name], streams, shape=ActivationShape.from_config(run, device="cpu"))
 
     def step() -> None:
         model(batch, loss_weights_SB=weights_SB).sum().backward()
@@ -290,7 +290,7 @@ def test_nothing_is_left_after_the_backward_pass(name: str, taken: bool):
 def test_without_gradients_nothing_is_kept_or_repeated():
     run = run_of(MODELS["llama"])
     model, streams = build(run)
-    apply_recompute(model, RECOMPUTE["three"], streams, shape=ActivationShape.of(run, device="cpu"))
+    apply_recompute(model, RECOMPUTE["three"], streams, shape=ActivationShape.from_config(run, device="cpu"))
     plain, _ = build(run)
     for each in (model, plain):
         each.eval()
@@ -304,8 +304,8 @@ def test_a_graph_may_be_used_twice(name: str):
     run = run_of(MODELS["llama"])
     found: list[list[Tensor]] = []
     for memory in (MemoryConfig(), RECOMPUTE[name]):
-        model, streams = build(run, stage=Stage((0, 1, 2), embedding=True, loss=False))
-        apply_recompute(model, memory, streams, shape=ActivationShape.of(run, device="cpu"))
+        model, streams = build(run, stage=PipelineStage((0, 1, 2), has_embedding=True, has_loss=False))
+        apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cpu"))
         loss = model(batch_of(run)).square().sum()
         assert model.embedding is not None
         first = torch.autograd.grad(loss, [model.embedding.weight], retain_graph=True)
@@ -317,7 +317,7 @@ def test_a_graph_may_be_used_twice(name: str):
 
 def test_regions_nest():
     torch.manual_seed(0)
-    streams = RandomStreams.start(3, ParallelMesh.single())
+    streams = RandomStreams.seeded(3, ParallelMesh.single())
     weights = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
 
     def inner(x: Tensor, factor: float) -> Tensor:
@@ -339,7 +339,7 @@ def test_regions_nest():
 
 @pytest.mark.parametrize("change", ["shape", "fewer"])
 def test_a_second_run_that_differs_is_noticed(change: str):
-    streams = RandomStreams.start(3, ParallelMesh.single())
+    streams = RandomStreams.seeded(3, ParallelMesh.single())
     calls: list[int] = []
 
     def moody(x: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ def test_a_second_run_that_differs_is_noticed(change: str):
             return x.exp() * x.sin()
         return {"shape": lambda: x[:1].exp() * x[:1].sin(), "fewer": lambda: x.exp() * 1.0}[change]()
 
-    y = Region(moody, streams)(torch.ones(3, requires_grad=True))
+    y = RecomputeRegion(moody, streams)(torch.ones(3, requires_grad=True))
     with pytest.raises(AssertionError, match="the second run saved"):
         y.sum().backward()
 
@@ -356,13 +356,15 @@ def test_a_second_run_that_differs_is_noticed(change: str):
 def _train_on_rank(flags: str, name: str) -> tuple[Bits, Counter[tuple[str, int]]]:
     run = run_of(flags, world_size=dist.get_world_size())
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
-    streams = RandomStreams.start(run.train.seed, mesh)
+    streams = RandomStreams.seeded(run.train.seed, mesh)
     sequence = run.parallel.sequence_parallel
-    model, table = Decoder(run.model), shards(run.model)
-    split_weights(model, table, TensorSplit(tp_size=mesh.tp.size, tp_rank=mesh.tp.rank, sequence_parallel=sequence))
-    connect(model, table, mesh.tp, sequence=sequence, shared=streams.shared)
-    split_vocabulary(model, table, mesh.tp)
-    apply_recompute(filled(model), RECOMPUTE[name], streams, shape=ActivationShape.of(run, device="cpu"))
+    model, table = Decoder(run.model), shard_specs(run.model)
+    shard_params(
+        model, table, ModelParallelCoordinate(tp_size=mesh.tp.size, tp_rank=mesh.tp.rank, sequence_parallel=sequence)
+    )
+    apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=sequence, shared_generator=streams.tp_shared)
+    shard_vocabulary(model, table, mesh.tp)
+    apply_recompute(filled(model), RECOMPUTE[name], streams, shape=ActivationShape.from_config(run, device="cpu"))
     batch = batch_of(run)
     torch.manual_seed(dist.get_rank())
     losses = model(batch)

@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config.checks.moe_overlap import COMBINED
-from petatron.plan.pipeline_simulator import Costs, pair_messages, peak_activations, simulate
+from petatron.config.checks.moe_overlap import OVERLAP_SCHEDULES
+from petatron.plan.pipeline_simulator import ActionCosts, messages_by_peer, peak_activations, simulate
 from petatron.schedule import (
     SCHEDULES,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     build_schedule,
     forward_only,
     schedule_problem,
     stage_rank,
 )
-from petatron.schedule.actions import COMPUTE, needed_by, produced_by
+from petatron.schedule.actions import COMPUTE_KINDS, needed_by, produced_by
 from petatron.schedule.gpipe_and_1f1b import micro_batch_groups
 from petatron.schedule.pipeline_plan import PipelinePlan
-from petatron.schedule.send_recv import with_transfers
+from petatron.schedule.send_recv import insert_send_recv
 
 
 @st.composite
@@ -39,7 +39,7 @@ def _text(actions: tuple[Action, ...]) -> str:
 
 
 def _kinds(schedule: Schedule, rank: int) -> str:
-    return "".join(action.kind for action in schedule.actions[rank] if action.kind in COMPUTE)
+    return "".join(action.kind for action in schedule.actions[rank] if action.kind in COMPUTE_KINDS)
 
 
 def _stages_of(schedule: Schedule, rank: int) -> tuple[int, ...]:
@@ -62,21 +62,21 @@ def _stuck(schedule: Schedule) -> list[str]:
     while moved:
         moved = False
         for rank in range(schedule.ranks):
-            while (action := head(rank)) is not None and action.kind in COMPUTE:
+            while (action := head(rank)) is not None and action.kind in COMPUTE_KINDS:
                 if not all((rank, need) in made for need in needed_by(action, stages=schedule.stages)):
                     break
                 if (product := produced_by(action)) is not None:
                     made.add((rank, product))
                 at[rank] += 1
                 moved = True
-            if action is None or action.kind not in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            if action is None or action.kind not in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
                 continue
-            forward = action.kind is Kind.SEND_FORWARD
+            forward = action.kind is ActionKind.SEND_FORWARD
             stage = action.stage + (1 if forward else -1)
             receiver = schedule.rank_of(stage)
-            kind = Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD
+            kind = ActionKind.RECEIVE_FORWARD if forward else ActionKind.RECEIVE_BACKWARD
             if head(receiver) == Action(kind, stage, action.micro_batch):
-                product = (Kind.FORWARD if forward else Kind.INPUT_GRAD, action.stage, action.micro_batch)
+                product = (ActionKind.FORWARD if forward else ActionKind.INPUT_GRAD, action.stage, action.micro_batch)
                 assert (rank, product) in made, f"rank {rank} sends what it has not made: {action}"
                 made.add((receiver, product))
                 at[rank] += 1
@@ -93,8 +93,11 @@ def test_every_micro_batch_passes_every_stage_once_each_way(shape: dict):
     assert max(count.values()) == 1
     for stage in range(schedule.stages):
         for m in range(schedule.micro_batches):
-            kinds = {kind for kind in COMPUTE if Action(kind, stage, m) in count}
-            assert kinds in ({Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
+            kinds = {kind for kind in COMPUTE_KINDS if Action(kind, stage, m) in count}
+            assert kinds in (
+                {ActionKind.FORWARD, ActionKind.BACKWARD},
+                {ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD},
+            )
     for rank, actions in enumerate(schedule.actions):
         assert {action.stage for action in actions} == set(_stages_of(schedule, rank))
 
@@ -113,10 +116,10 @@ def test_both_ends_list_their_messages_in_the_same_order(shape: dict, data: st.D
         group_size = data.draw(st.none() | st.integers(shape["ranks"], shape["ranks"] + 5))
     schedule = build_schedule(**shape, group_size=group_size)
     for rank in range(schedule.ranks):
-        for peer, messages in pair_messages(schedule, rank).items():
-            assert messages == pair_messages(schedule, peer)[rank]
+        for peer, messages in messages_by_peer(schedule, rank).items():
+            assert messages == messages_by_peer(schedule, peer)[rank]
     boundaries = sum(schedule.rank_of(s) != schedule.rank_of(s + 1) for s in range(schedule.stages - 1))
-    transfers = sum(action.kind not in COMPUTE for actions in schedule.actions for action in actions)
+    transfers = sum(action.kind not in COMPUTE_KINDS for actions in schedule.actions for action in actions)
     assert transfers == 4 * boundaries * schedule.micro_batches
 
 
@@ -169,8 +172,8 @@ def test_groups_cover_the_micro_batches_and_none_is_larger_than_the_first(m: int
 def test_forward_only_has_the_same_stages_and_no_backward(shape: dict):
     evaluation, training = forward_only(**shape), build_schedule(**shape)
     assert _stuck(evaluation) == []
-    forwards = [action for actions in evaluation.actions for action in actions if action.kind in COMPUTE]
-    assert {action.kind for action in forwards} == {Kind.FORWARD}
+    forwards = [action for actions in evaluation.actions for action in actions if action.kind in COMPUTE_KINDS]
+    assert {action.kind for action in forwards} == {ActionKind.FORWARD}
     assert len(set(forwards)) == len(forwards) == evaluation.stages * evaluation.micro_batches
     for rank in range(training.ranks):
         assert _stages_of(evaluation, rank) == _stages_of(training, rank)
@@ -225,18 +228,20 @@ def test_what_is_no_schedule_says_why(shape: tuple, words: str):
 
 def test_a_group_size_is_nothing_to_the_other_schedules():
     shape = {"ranks": 4, "virtual": 1, "micro_batches": 8}
-    assert build_schedule("1f1b", **shape, group_size=2).batches == build_schedule("1f1b", **shape).batches
+    assert (
+        build_schedule("1f1b", **shape, group_size=2).action_batches == build_schedule("1f1b", **shape).action_batches
+    )
 
 
 def test_orders_that_wait_in_a_circle_are_refused():
-    backward_first = [[Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]]
+    backward_first = [[Action(ActionKind.BACKWARD, 0, 0), Action(ActionKind.FORWARD, 0, 0)]]
     with pytest.raises(ValueError, match=r"never ends: rank 0 waits for B\(stage 0, micro-batch 0\)"):
-        with_transfers(backward_first, [0])
+        insert_send_recv(backward_first, [0])
 
 
 def _replay(schedule: Schedule, *, latency: float) -> float:
     """Bubble when a rank's transfers run one batch after the other and a batch is there only as a whole (NCCL)."""
-    cost = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT_GRAD: 1.0, Kind.WEIGHT_GRAD: 1.0}
+    cost = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.INPUT_GRAD: 1.0, ActionKind.WEIGHT_GRAD: 1.0}
     at, free, stream = [0] * schedule.ranks, [0.0] * schedule.ranks, [0.0] * schedule.ranks
     begun: dict[tuple[Action, int], float] = {}  # a transfer on one end's stream
     over: dict[Action, float] = {}  # a receive, with all of its batch
@@ -245,10 +250,10 @@ def _replay(schedule: Schedule, *, latency: float) -> float:
     while moved:
         moved = False
         for rank in range(schedule.ranks):
-            while at[rank] < len(schedule.batches[rank]):
-                batch = schedule.batches[rank][at[rank]]
+            while at[rank] < len(schedule.action_batches[rank]):
+                batch = schedule.action_batches[rank][at[rank]]
                 first = batch[0]
-                if first.kind in COMPUTE:
+                if first.kind in COMPUTE_KINDS:
                     needs = [need for action in batch if (need := _receive_of(schedule, action)) is not None]
                     if any(need not in over for need in needs):
                         break
@@ -267,27 +272,29 @@ def _replay(schedule: Schedule, *, latency: float) -> float:
                     over |= dict.fromkeys(batch, done)
                 at[rank] += 1
                 moved = True
-    assert at == [len(batches) for batches in schedule.batches], "batches wait for each other in a circle"
+    assert at == [len(batches) for batches in schedule.action_batches], "batches wait for each other in a circle"
     return 1.0 - busy / (schedule.ranks * max(free))
 
 
 def _receive_of(schedule: Schedule, action: Action) -> Action | None:
     """The receive that a computation waits for."""
-    forward = action.kind is Kind.FORWARD
-    if action.kind is Kind.WEIGHT_GRAD:
+    forward = action.kind is ActionKind.FORWARD
+    if action.kind is ActionKind.WEIGHT_GRAD:
         return None
     source = action.stage + (-1 if forward else 1)
     if not 0 <= source < schedule.stages or schedule.rank_of(source) == schedule.rank_of(action.stage):
         return None
-    return Action(Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD, action.stage, action.micro_batch)
+    return Action(
+        ActionKind.RECEIVE_FORWARD if forward else ActionKind.RECEIVE_BACKWARD, action.stage, action.micro_batch
+    )
 
 
 def _other_end(schedule: Schedule, action: Action) -> tuple[Action, int]:
     partner = {
-        Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
-        Kind.RECEIVE_FORWARD: (Kind.SEND_FORWARD, -1),
-        Kind.SEND_BACKWARD: (Kind.RECEIVE_BACKWARD, -1),
-        Kind.RECEIVE_BACKWARD: (Kind.SEND_BACKWARD, 1),
+        ActionKind.SEND_FORWARD: (ActionKind.RECEIVE_FORWARD, 1),
+        ActionKind.RECEIVE_FORWARD: (ActionKind.SEND_FORWARD, -1),
+        ActionKind.SEND_BACKWARD: (ActionKind.RECEIVE_BACKWARD, -1),
+        ActionKind.RECEIVE_BACKWARD: (ActionKind.SEND_BACKWARD, 1),
     }
     kind, step = partner[action.kind]
     return Action(kind, action.stage + step, action.micro_batch), schedule.rank_of(action.stage + step)
@@ -296,7 +303,7 @@ def _other_end(schedule: Schedule, action: Action) -> tuple[Action, int]:
 @settings(max_examples=60, deadline=None)
 @given(shapes(), st.integers(0, 3))
 def test_combined_passes_are_of_two_micro_batches_and_wait_for_nothing_of_each_other(shape: dict, larger: int):
-    if shape["name"] not in COMBINED and shape["ranks"] > 1:
+    if shape["name"] not in OVERLAP_SCHEDULES and shape["ranks"] > 1:
         with pytest.raises(ValueError, match="cannot combine them; 1f1b and interleaved can"):
             build_schedule(**shape, combined=True)
         return
@@ -305,12 +312,14 @@ def test_combined_passes_are_of_two_micro_batches_and_wait_for_nothing_of_each_o
     plain = build_schedule(**shape, group_size=group_size)
     assert _stuck(schedule) == []
     _replay(schedule, latency=0.02)  # asserts that no batches wait for each other
-    for rank, batches in enumerate(schedule.batches):
-        pairs = [batch for batch in batches if batch[0].kind in COMPUTE and len(batch) > 1]
+    for rank, batches in enumerate(schedule.action_batches):
+        pairs = [batch for batch in batches if batch[0].kind in COMPUTE_KINDS and len(batch) > 1]
         for forward, backward in pairs:
-            assert (forward.kind, backward.kind) == (Kind.FORWARD, Kind.BACKWARD)
-            assert (Kind.FORWARD, forward.stage, forward.micro_batch) not in needed_by(backward, stages=schedule.stages)
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            assert (forward.kind, backward.kind) == (ActionKind.FORWARD, ActionKind.BACKWARD)
+            assert (ActionKind.FORWARD, forward.stage, forward.micro_batch) not in needed_by(
+                backward, stages=schedule.stages
+            )
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             orders = [[a for a in found.actions[rank] if a.kind is kind] for found in (schedule, plain)]
             assert orders[0] == orders[1], "sums of gradients and draws of random numbers keep their order"
     if schedule.ranks == schedule.stages == 1:
@@ -319,7 +328,7 @@ def test_combined_passes_are_of_two_micro_batches_and_wait_for_nothing_of_each_o
 
 def test_combined_orders_written_out():
     def text(schedule: Schedule, rank: int) -> str:
-        batches = [batch for batch in schedule.batches[rank] if batch[0].kind in COMPUTE]
+        batches = [batch for batch in schedule.action_batches[rank] if batch[0].kind in COMPUTE_KINDS]
         return " ".join("+".join(f"{action.kind}{action.micro_batch}" for action in batch) for batch in batches)
 
     alone = build_schedule("1f1b", ranks=1, virtual=1, micro_batches=3, combined=True)
@@ -335,7 +344,7 @@ def test_combined_passes_cost_no_bubble(ranks: int, virtual: int, micro_batches:
     name = "1f1b" if virtual == 1 else "interleaved"
     shape = {"ranks": ranks, "virtual": virtual, "micro_batches": micro_batches}
     plain, combined = (build_schedule(name, **shape, combined=combined) for combined in (False, True))
-    costs = Costs(forward=1.0, backward=2.0)
+    costs = ActionCosts(forward=1.0, backward=2.0)
     assert simulate(combined, costs).bubble == pytest.approx(simulate(plain, costs).bubble, abs=1e-9)
 
 
@@ -346,6 +355,6 @@ def test_combined_passes_cost_no_bubble(ranks: int, virtual: int, micro_batches:
 def test_batches_that_complete_as_one_cost_no_bubble(name: str, virtual: int, ranks: int, micro_batches: int):
     schedule = build_schedule(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
     bubbles = [_replay(schedule, latency=latency) for latency in (0.0, 0.02)]
-    ideal = simulate(schedule, Costs(forward=1.0, backward=2.0)).bubble
+    ideal = simulate(schedule, ActionCosts(forward=1.0, backward=2.0)).bubble
     assert bubbles[0] == pytest.approx(ideal, abs=0.01)
     assert bubbles[1] <= ideal + 0.05

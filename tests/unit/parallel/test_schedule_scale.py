@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from petatron.schedule import (
     SCHEDULES,
     Action,
-    Kind,
+    ActionKind,
     build_schedule,
     computations,
     forward_only,
@@ -19,9 +19,9 @@ from petatron.schedule import (
     rank_schedule,
     stage_rank,
 )
-from petatron.schedule.actions import most_held, needed_by, produced_by
+from petatron.schedule.actions import max_held_micro_batches, needed_by, produced_by
 
-COSTS = {Kind.FORWARD: 10, Kind.BACKWARD: 20, Kind.INPUT_GRAD: 10, Kind.WEIGHT_GRAD: 10}
+COSTS = {ActionKind.FORWARD: 10, ActionKind.BACKWARD: 20, ActionKind.INPUT_GRAD: 10, ActionKind.WEIGHT_GRAD: 10}
 
 
 @st.composite
@@ -37,7 +37,7 @@ def shapes(draw: st.DrawFn) -> dict:
 
 
 def played(orders: list[list[Action]], rank_of: list[int]) -> list[list[tuple[Action, ...]]]:
-    """The rule of `transfers.py` as an event queue: a message is written into both lists when its computation ends."""
+    """The rule of `send_recv.py` as an event queue: a message is written into both lists when its computation ends."""
     lists: list[list[list[Action]]] = [[] for _ in orders]
     written, at, busy = [-1] * len(orders), [0] * len(orders), [False] * len(orders)
     here: list[set] = [set() for _ in orders]
@@ -74,13 +74,13 @@ def played(orders: list[list[Action]], rank_of: list[int]) -> list[list[tuple[Ac
             ended.append(action)
             here[rank].add(produced_by(action))
         for action in sorted(ended, key=lambda a: (a.kind != "F", -a.stage if a.kind == "F" else a.stage)):
-            forward, product = action.kind is Kind.FORWARD, produced_by(action)
+            forward, product = action.kind is ActionKind.FORWARD, produced_by(action)
             stage = action.stage + (1 if forward else -1)
             if product is None or not 0 <= stage < len(rank_of) or rank_of[stage] == rank_of[action.stage]:
                 continue
             kinds = ("SF", "RF") if forward else ("SB", "RB")
-            transfer(rank_of[action.stage], Action(Kind(kinds[0]), action.stage, action.micro_batch), now)
-            transfer(rank_of[stage], Action(Kind(kinds[1]), stage, action.micro_batch), now)
+            transfer(rank_of[action.stage], Action(ActionKind(kinds[0]), action.stage, action.micro_batch), now)
+            transfer(rank_of[stage], Action(ActionKind(kinds[1]), stage, action.micro_batch), now)
             heappush(events, (now + 1, rank_of[stage], product))
         for rank in dict.fromkeys(touched):
             start(rank, now)
@@ -93,7 +93,7 @@ def test_transfers_stand_where_an_event_queue_puts_them(shape: dict):
     stages = shape["ranks"] * shape["virtual"]
     rank_of = [stage_rank(shape["name"], stage, ranks=shape["ranks"], stages=stages) for stage in range(stages)]
     expected = played([list(order) for order in computations(**shape)], rank_of)
-    assert [list(batches) for batches in build_schedule(**shape).batches] == expected
+    assert [list(batches) for batches in build_schedule(**shape).action_batches] == expected
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,8 +101,10 @@ def test_transfers_stand_where_an_event_queue_puts_them(shape: dict):
 def test_a_rank_has_its_part_of_the_whole_schedule(shape: dict):
     training, evaluation = build_schedule(**shape), forward_only(**shape)
     for rank in range(shape["ranks"]):
-        assert tuple(rank_schedule(**shape, rank=rank).batches()) == training.batches[rank]
-        assert tuple(rank_schedule(**shape, rank=rank, training=False).batches()) == evaluation.batches[rank]
+        assert tuple(rank_schedule(**shape, rank=rank).action_batches()) == training.action_batches[rank]
+        assert (
+            tuple(rank_schedule(**shape, rank=rank, training=False).action_batches()) == evaluation.action_batches[rank]
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -110,7 +112,7 @@ def test_a_rank_has_its_part_of_the_whole_schedule(shape: dict):
 def test_micro_batches_in_flight_follow_from_the_computations(shape: dict):
     schedule = build_schedule(**shape)
     whole = [
-        most_held(action for action in schedule.actions[schedule.rank_of(stage)] if action.stage == stage)
+        max_held_micro_batches(action for action in schedule.actions[schedule.rank_of(stage)] if action.stage == stage)
         for stage in range(schedule.stages)
     ]
     assert list(in_flight(**shape)) == whole
@@ -126,7 +128,7 @@ def test_a_rank_keeps_a_few_bytes_per_action():
         kept = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    actions = sum(len(batch) for batch in schedule.batches())
+    actions = sum(len(batch) for batch in schedule.action_batches())
     assert actions == 4 * 128 * (2 + 4)
     assert schedule.actions.num_bytes == 10 * actions
     assert kept < 64_000

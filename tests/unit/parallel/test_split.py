@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import petatron
-from petatron.models.decoder import Decoder, initial_std, shards
-from petatron.parallel.tensor_parallel import split_weights
-from petatron.sharding.initial_values import normal_piece
-from petatron.sharding.shard_spec import TensorSplit
+from petatron.models.decoder import Decoder, initial_std, shard_specs
+from petatron.parallel.tensor_parallel import shard_params
+from petatron.sharding.initial_values import draw_normal_shard
+from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.heard import heard
 from tests.parity.harness import tiny_run
 
@@ -30,15 +30,15 @@ def logical_tensors(flags: str, tp: int) -> tuple[dict[str, torch.Tensor], set[t
     for rank in range(tp):
         with torch.device("meta"):
             model = Decoder(config)
-        placements = split_weights(model, shards(config), TensorSplit(tp, rank, sequence_parallel=True))
+        placements = shard_params(model, shard_specs(config), ModelParallelCoordinate(tp, rank, sequence_parallel=True))
         shapes.add(tuple(tuple(parameter.shape) for parameter in model.parameters()))
         for name, placement in placements.items():
             std = initial_std(config, name)
-            for piece in placement.pieces:
+            for piece in placement.tensor_shards:
                 if piece.primary:
                     target = whole.setdefault(piece.name, torch.full(piece.logical_shape, float("nan")))
                     assert target[piece.logical_slices()].isnan().all(), f"{piece.name} is held twice"
-                    value = torch.zeros(piece.shape) if std is None else normal_piece(piece, seed=5, std=std)
+                    value = torch.zeros(piece.shape) if std is None else draw_normal_shard(piece, seed=5, std=std)
                     target[piece.logical_slices()] = value
     return whole, shapes
 
@@ -57,7 +57,7 @@ def test_fused_layers_learn_their_local_widths():
     config = tiny_run("--num-query-groups 2").model
     with torch.device("meta"):
         model = Decoder(config)
-    split_weights(model, shards(config), TensorSplit(4, 1))
+    shard_params(model, shard_specs(config), ModelParallelCoordinate(4, 1))
     block = model.layers["0"]
     assert block.attention.qkv.sections == (8, 8, 8)  # one query head, one key and one value head shared by two ranks
     assert block.mlp.gate_up.sections == (12, 12)

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.layers.norm import RMSNorm
-from petatron.layers.ops.linear_op import Multiply
+from petatron.layers.ops.linear_op import GemmOp
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
-from petatron.parallel.tensor_parallel import ColumnProduct
+from petatron.parallel.tensor_parallel import ColumnParallelOp
 from tests.dist import RankPool
 from tests.unit.layers.logged import Logged
 
@@ -28,10 +28,10 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def leaves(*, by_batch: bool) -> tuple[Tensor, Tensor]:
+def leaves(*, batch_first: bool) -> tuple[Tensor, Tensor]:
     """The same values, whichever of sequences and tokens comes first in memory."""
     x = normal(S, B, D, seed=1)
-    x = x.transpose(0, 1).contiguous().transpose(0, 1) if by_batch else x
+    x = x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x
     return x.requires_grad_(), normal(OUT, D, seed=2).requires_grad_()
 
 
@@ -41,26 +41,26 @@ def norm() -> RMSNorm:
     return norm
 
 
-def _backward(sequence: bool, by_batch: bool, postpones: bool) -> tuple[list[str], Tensor | None, Tensor]:
+def _backward(sequence: bool, batch_first: bool, postpones: bool) -> tuple[list[str], Tensor | None, Tensor]:
     """What happened when, the input's gradient, and the gradient of a rank's rows of the weight."""
     rank, log, taken = dist.get_rank(), [], torch.zeros(OUT // RANKS, D, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("start_all_reduce", "start_all_gather", "start_reduce_scatter"):
             patch.setattr(collectives, name, _logged(name, log))
         queue = WeightGradQueue()
-        queue.deliver = lambda weight, write: write(taken, True)
+        queue.accumulate = lambda weight, write: write(taken, True)
         axis = ParallelMesh(Layout(tp=RANKS), rank).tp
-        x, weight = leaves(by_batch=by_batch)
+        x, weight = leaves(batch_first=batch_first)
         part = (x.chunk(RANKS)[rank] if sequence else x).detach().requires_grad_()
-        product = ColumnProduct(axis, sequence, Multiply(Logged(log), queue))
-        y = product(norm().join(part)[1], weight.chunk(RANKS)[rank].detach().requires_grad_())
+        product = ColumnParallelOp(axis, sequence, GemmOp(Logged(log), queue))
+        y = product(norm().add_and_norm(part)[1], weight.chunk(RANKS)[rank].detach().requires_grad_())
         log.clear()
         gradient = normal(S, B, OUT, seed=3).chunk(RANKS, -1)[rank]
         if postpones:
-            with queue.collecting("later"):
+            with queue.deferring("later"):
                 y.backward(gradient)
             log.append("later")
-            queue.compute("later")
+            queue.compute_deferred("later")
         else:
             y.backward(gradient)
     return log, part.grad, taken
@@ -77,7 +77,7 @@ def _logged(name: str, log: list[str]) -> Callable[..., Handle]:
             handle.wait()
             log.append(f"{word} is there")
 
-        return Handle(after=arrive)
+        return Handle(on_complete=arrive)
 
     return call
 
@@ -95,7 +95,7 @@ LATER = ["g W", "all_reduce begins", "all_reduce is there", "later", "g^T x"]
 
 
 @pytest.mark.parametrize(
-    ("sequence", "by_batch", "postpones", "order"),
+    ("sequence", "batch_first", "postpones", "order"),
     [
         (False, False, False, SUMMED),
         (False, True, False, SUMMED),
@@ -104,12 +104,12 @@ LATER = ["g W", "all_reduce begins", "all_reduce is there", "later", "g^T x"]
     ],
 )
 def test_communication_runs_beside_products(
-    ranks: RankPool, sequence: bool, by_batch: bool, postpones: bool, order: list[str]
+    ranks: RankPool, sequence: bool, batch_first: bool, postpones: bool, order: list[str]
 ):
-    x, weight = leaves(by_batch=by_batch)
-    y = F.linear(norm().join(x)[1].value, weight)
+    x, weight = leaves(batch_first=batch_first)
+    y = F.linear(norm().add_and_norm(x)[1].value, weight)
     x_grad, weight_grad = torch.autograd.grad(y, (x, weight), normal(S, B, OUT, seed=3))
-    found = ranks.run(_backward, RANKS, sequence, by_batch, postpones)
+    found = ranks.run(_backward, RANKS, sequence, batch_first, postpones)
     assert all(log == order for log, _, _ in found)
     torch.testing.assert_close(torch.cat([taken for *_, taken in found]), weight_grad)
     parts = x_grad.chunk(RANKS) if sequence else [x_grad] * RANKS
@@ -119,6 +119,6 @@ def test_communication_runs_beside_products(
 
 def test_one_rank_sends_nothing():
     mesh = ParallelMesh.single(torch.device("cpu"))
-    x, weight = leaves(by_batch=False)
-    ColumnProduct(mesh.tp, sequence=False)(x, weight).sum().backward()
+    x, weight = leaves(batch_first=False)
+    ColumnParallelOp(mesh.tp, sequence_parallel=False)(x, weight).sum().backward()
     assert not list(mesh.record.events())

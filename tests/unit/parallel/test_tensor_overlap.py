@@ -11,14 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.gemm import Plain
-from petatron.layers.ops.linear_op import Multiply
-from petatron.layers.ops.recompute_output import Remade
+from petatron.kernels.gemm import PlainGemm
+from petatron.layers.ops.linear_op import GemmOp
+from petatron.layers.ops.recompute_output import Recomputable
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.parallel.tensor_parallel import ColumnProduct, GatherOverlap, RowProduct, ScatterOverlap
+from petatron.parallel.tensor_parallel import AllGatherOverlap, ColumnParallelOp, ReduceScatterOverlap, RowParallelOp
 from tests.dist import RankPool
 from tests.unit.models.kept import kept_bytes
 
@@ -29,12 +29,12 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def laid_out(x: Tensor, *, by_batch: bool) -> Tensor:
+def laid_out(x: Tensor, *, batch_first: bool) -> Tensor:
     """A copy of [S, B, D] with sequences or tokens first in memory."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1) if by_batch else x.contiguous()
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x.contiguous()
 
 
-class LoggedGemm(Plain):
+class LoggedGemm(PlainGemm):
     """A plain multiplication that logs the chunks it computes: number of blocks x rows of each."""
 
     def __init__(self, log: list[str]) -> None:
@@ -57,7 +57,7 @@ def _logged(name: str, log: list[str]) -> Callable[..., Handle]:
             handle.wait()
             log.append(f"wait {word} {number}")
 
-        return Handle(after=wait)
+        return Handle(on_complete=wait)
 
     return call
 
@@ -69,7 +69,7 @@ class Case:
     kind: str
     chunks: int
     batch: int | None = B
-    by_batch: bool = False
+    batch_first: bool = False
     saves: bool = False
 
     def run(self) -> tuple[list[str], Tensor, Tensor, Tensor]:
@@ -80,19 +80,19 @@ class Case:
                 patch.setattr(collectives, name, _logged(name, log))
             axis = ParallelMesh(Layout(tp=dist.get_world_size()), dist.get_rank()).tp
             x, weight, grad = (self.parts(axis.size)[name][axis.rank] for name in ("x", "weight", "grad"))
-            x, weight = laid_out(x, by_batch=self.by_batch).requires_grad_(), weight.contiguous().requires_grad_()
-            y = self.linear(axis, Multiply(LoggedGemm(log)))(x.view_as(x), weight)
+            x, weight = laid_out(x, batch_first=self.batch_first).requires_grad_(), weight.contiguous().requires_grad_()
+            y = self.linear(axis, GemmOp(LoggedGemm(log)))(x.view_as(x), weight)
             forward = list(log)
             y.backward(grad)
         assert x.grad is not None and weight.grad is not None
         return forward, y.detach(), x.grad, weight.grad
 
-    def linear(self, axis: Axis, multiply: Multiply) -> ColumnProduct | Callable[[Tensor, Tensor], Tensor]:
+    def linear(self, axis: Axis, multiply: GemmOp) -> ColumnParallelOp | Callable[[Tensor, Tensor], Tensor]:
         if self.kind == "column":
-            overlap = GatherOverlap(axis, self.chunks)
-            return ColumnProduct(axis, True, multiply, regather=not self.saves, overlap=overlap)
-        product = RowProduct(axis, True, multiply, overlap=ScatterOverlap(axis, self.chunks))
-        return (lambda x, weight: product(Remade(x, None), weight)) if self.saves else product
+            overlap = AllGatherOverlap(axis, self.chunks)
+            return ColumnParallelOp(axis, True, multiply, regather=not self.saves, overlap=overlap)
+        product = RowParallelOp(axis, True, multiply, overlap=ReduceScatterOverlap(axis, self.chunks))
+        return (lambda x, weight: product(Recomputable(x, None), weight)) if self.saves else product
 
     def whole(self) -> dict[str, Tensor]:
         mid = () if self.batch is None else (self.batch,)
@@ -160,9 +160,9 @@ def test_ranks_before_and_after_the_own_one_are_two_gemms(ranks: RankPool):
         Case("row", 9),
         Case("column", 2, batch=None),
         Case("row", 3, batch=None),
-        Case("column", 3, by_batch=True),
-        Case("row", 3, by_batch=True),
-        Case("row", 2, by_batch=True, saves=True),
+        Case("column", 3, batch_first=True),
+        Case("row", 3, batch_first=True),
+        Case("row", 2, batch_first=True, saves=True),
         Case("column", 3, saves=True),
         Case("row", 3, saves=True),
     ],
@@ -178,10 +178,10 @@ def _saved(regather: bool) -> list[int]:
     axis = ParallelMesh(Layout(tp=2), dist.get_rank()).tp
     x, weight = normal(S, B, D, seed=1).requires_grad_(), normal(OUT, D, seed=2).requires_grad_()
     linears = [
-        ColumnProduct(axis, True, regather=regather),
-        RowProduct(axis, True),
-        ColumnProduct(axis, True, regather=regather, overlap=GatherOverlap(axis, 3)),
-        RowProduct(axis, True, overlap=ScatterOverlap(axis, 3)),
+        ColumnParallelOp(axis, True, regather=regather),
+        RowParallelOp(axis, True),
+        ColumnParallelOp(axis, True, regather=regather, overlap=AllGatherOverlap(axis, 3)),
+        RowParallelOp(axis, True, overlap=ReduceScatterOverlap(axis, 3)),
     ]
     return [kept_bytes(lambda: linear(x.view_as(x), weight), without=[x, weight])[0] for linear in linears]  # noqa: B023
 

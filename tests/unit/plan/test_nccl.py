@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from petatron.mesh.diagnose.nccl_program import play
+from petatron.mesh.diagnose.nccl_program import simulate_program
 from petatron.plan.nccl_deadlock import POLICIES, pipeline_program, unordered_makespan
-from petatron.plan.pipeline_simulator import Costs, simulate
-from petatron.schedule import Kind, Schedule, build_schedule, forward_only
+from petatron.plan.pipeline_simulator import ActionCosts, simulate
+from petatron.schedule import ActionKind, Schedule, build_schedule, forward_only
 from petatron.schedule.actions import Action
 
 Case = tuple[str, int, int, int]
@@ -29,7 +29,7 @@ SAFE = ("group_batch", "pair", "pair_direction", "alone")
 
 
 def _ends(schedule: Schedule, policy: str, **rules: bool) -> bool:
-    return play(pipeline_program(schedule, POLICIES[policy], Costs()), **rules).ends
+    return simulate_program(pipeline_program(schedule, POLICIES[policy], ActionCosts()), **rules).completes
 
 
 def _training(case: Case) -> Schedule:
@@ -46,10 +46,10 @@ def _check(schedules: Iterable[Schedule], policies: Iterable[str]) -> None:
     """With the strictest rules: what ends under them ends under all others."""
     for schedule in schedules:
         for policy in policies:
-            program = pipeline_program(schedule, POLICIES[policy], Costs())
-            outcome = play(program, lazy_connect=True, one_queue=True)
+            program = pipeline_program(schedule, POLICIES[policy], ActionCosts())
+            outcome = simulate_program(program, lazy_connect=True, single_stream=True)
             what = (policy, schedule.name, schedule.ranks, schedule.stages, schedule.micro_batches)
-            assert outcome.ends, (what, [str(wait) for wait in outcome.waits])
+            assert outcome.completes, (what, [str(wait) for wait in outcome.blocked_calls])
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 16])
@@ -108,7 +108,7 @@ def test_where_it_did_not_deadlock():
 
 def test_the_report_names_both_ends():
     schedule = build_schedule("zb-h1", ranks=3, virtual=1, micro_batches=4)
-    waits = play(pipeline_program(schedule, POLICIES["lone_unbatched"], Costs())).waits
+    waits = simulate_program(pipeline_program(schedule, POLICIES["lone_unbatched"], ActionCosts())).blocked_calls
     assert str(waits[0]) == "rank 0 waits in send to rank 1 on communicator 0-1 for rank 1"
     assert str(waits[1]) == "rank 1 waits in receive from rank 0 on communicator 0-1-2 for rank 0"
 
@@ -124,10 +124,10 @@ def test_connecting_lazily_would_be_safe_for_policies_that_are():
 @pytest.mark.parametrize(("name", "virtual"), STAGES)
 def test_communicators_per_direction_cost_least(name: str, virtual: int):
     schedule = build_schedule(name, ranks=4, virtual=virtual, micro_batches=9)
-    for costs, noise in ((Costs(), 0.0), (Costs(transfer=0.1), 0.2)):
+    for costs, noise in ((ActionCosts(), 0.0), (ActionCosts(transfer=0.1), 0.2)):
         ideal = unordered_makespan(schedule, costs, noise=noise, seed=3)
         times = {
-            policy: play(pipeline_program(schedule, POLICIES[policy], costs, noise=noise, seed=3)).makespan
+            policy: simulate_program(pipeline_program(schedule, POLICIES[policy], costs, noise=noise, seed=3)).makespan
             for policy in SAFE
         }
         assert ideal <= times["pair_direction"] + 1e-9
@@ -140,7 +140,7 @@ def test_a_rank_has_at_most_four_communicators_per_direction():
     """To and from both neighbours, however long the pipeline."""
     for name, virtual in STAGES:
         schedule = build_schedule(name, ranks=5, virtual=virtual, micro_batches=6)
-        members = pipeline_program(schedule, POLICIES["pair_direction"], Costs()).communicators.values()
+        members = pipeline_program(schedule, POLICIES["pair_direction"], ActionCosts()).communicators.values()
         assert max(sum(rank in pair for pair in members) for rank in range(5)) == 4
 
 
@@ -148,17 +148,19 @@ def test_noise_is_a_function_of_the_seed():
     schedule = build_schedule("1f1b", ranks=3, virtual=1, micro_batches=5)
 
     def makespan(seed: int) -> float:
-        return play(pipeline_program(schedule, POLICIES["pair"], Costs(), noise=0.2, seed=seed)).makespan
+        return simulate_program(
+            pipeline_program(schedule, POLICIES["pair"], ActionCosts(), noise=0.2, seed=seed)
+        ).makespan
 
     assert makespan(1) == makespan(1) != makespan(2)
 
 
 def test_crossed_orders_are_found_under_every_policy():
     """Two ranks that send to each other before they receive: only a batch, or a communicator per direction, saves them."""
-    send = [(Action(Kind.SEND_FORWARD, 0, 0),), (Action(Kind.SEND_BACKWARD, 1, 0),)]
-    receive = [(Action(Kind.RECEIVE_BACKWARD, 0, 0),), (Action(Kind.RECEIVE_FORWARD, 1, 0),)]
+    send = [(Action(ActionKind.SEND_FORWARD, 0, 0),), (Action(ActionKind.SEND_BACKWARD, 1, 0),)]
+    receive = [(Action(ActionKind.RECEIVE_BACKWARD, 0, 0),), (Action(ActionKind.RECEIVE_FORWARD, 1, 0),)]
     apart = Schedule("1f1b", 2, 2, 1, tuple((send[rank], receive[rank]) for rank in range(2)))
     together = Schedule("1f1b", 2, 2, 1, tuple((send[rank] + receive[rank],) for rank in range(2)))
     assert {policy: _ends(apart, policy) for policy in SAFE} == dict.fromkeys(SAFE, False) | {"pair_direction": True}
     assert {policy: _ends(together, policy) for policy in SAFE} == dict.fromkeys(SAFE, True) | {"alone": False}
-    assert not _ends(apart, "pair_direction", one_queue=True)
+    assert not _ends(apart, "pair_direction", single_stream=True)

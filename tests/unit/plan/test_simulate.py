@@ -10,33 +10,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import pipelining
 
-from petatron.plan.pipeline_simulator import Costs, Simulation, peak_activations, simulate, theoretical_bubble
-from petatron.schedule import Action, Kind, Schedule, build_schedule, forward_only, stage_rank
-from petatron.schedule.send_recv import with_transfers
+from petatron.plan.pipeline_simulator import ActionCosts, Simulation, peak_activations, simulate, theoretical_bubble
+from petatron.schedule import Action, ActionKind, Schedule, build_schedule, forward_only, stage_rank
+from petatron.schedule.send_recv import insert_send_recv
 
 KINDS = {
-    "FORWARD": Kind.FORWARD,
-    "FULL_BACKWARD": Kind.BACKWARD,
-    "BACKWARD_INPUT": Kind.INPUT_GRAD,
-    "BACKWARD_WEIGHT": Kind.WEIGHT_GRAD,
+    "FORWARD": ActionKind.FORWARD,
+    "FULL_BACKWARD": ActionKind.BACKWARD,
+    "BACKWARD_INPUT": ActionKind.INPUT_GRAD,
+    "BACKWARD_WEIGHT": ActionKind.WEIGHT_GRAD,
 }
 UNEQUAL = (
-    Costs(),
-    Costs(forward=1.0, input_grad=1.2, weight_grad=0.8),
-    Costs(forward=1.0, input_grad=1.0, weight_grad=0.7, transfer=0.1),
-    Costs(transfer=0.5),
+    ActionCosts(),
+    ActionCosts(forward=1.0, input_grad=1.2, weight_grad=0.8),
+    ActionCosts(forward=1.0, input_grad=1.0, weight_grad=0.7, transfer=0.1),
+    ActionCosts(transfer=0.5),
 )
 
 
-def _run(name: str, p: int, v: int, m: int, costs: Costs | None = None) -> Simulation:
-    return simulate(build_schedule(name, ranks=p, virtual=v, micro_batches=m), costs or Costs())
+def _run(name: str, p: int, v: int, m: int, costs: ActionCosts | None = None) -> Simulation:
+    return simulate(build_schedule(name, ranks=p, virtual=v, micro_batches=m), costs or ActionCosts())
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_bubble_of_gpipe_and_1f1b(p: int, m: int):
     for name in ("gpipe", "1f1b"):
-        result = _run(name, p, 1, m, Costs(forward=1, backward=2))
+        result = _run(name, p, 1, m, ActionCosts(forward=1, backward=2))
         assert result.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
         assert result.makespan == 3 * (m + p - 1)
 
@@ -71,7 +71,7 @@ def test_stated_theory_is_what_is_simulated(name: str, p: int, m: int):
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 7), st.integers(1, 16))
 def test_zero_bubble_beats_1f1b_on_the_same_model(p: int, m: int):
-    half = Costs(forward=0.5, input_grad=0.5, weight_grad=0.5)
+    half = ActionCosts(forward=0.5, input_grad=0.5, weight_grad=0.5)
     one, h1 = _run("1f1b", p, 1, m), _run("zb-h1", p, 1, m)
     interleaved, v = _run("interleaved", p, 2, m, half), _run("zb-v", p, 2, m, half)
     assert h1.makespan < one.makespan and h1.bubble < one.bubble
@@ -110,7 +110,7 @@ def _torch_schedule(name: str, p: int, v: int, m: int) -> Schedule | None:
                 seen[kind, action.stage_index] += 1
         orders.append(order)
     placement = [stage_rank(name, s, ranks=p, stages=p * v) for s in range(p * v)]
-    return Schedule(name, p, p * v, m, with_transfers(orders, placement))
+    return Schedule(name, p, p * v, m, insert_send_recv(orders, placement))
 
 
 @pytest.mark.parametrize(
@@ -142,33 +142,33 @@ def test_never_worse_than_pytorch(name: str, v: int):
 )
 def test_any_costs_end_and_nothing_overlaps(name: str, p: int, m: int, times: list[float], transfer: float):
     v = 2 if name in ("interleaved", "zb-v") else 1
-    costs = Costs(forward=lambda s: times[s], weight_grad=lambda s: times[-1 - s], transfer=transfer)
+    costs = ActionCosts(forward=lambda s: times[s], weight_grad=lambda s: times[-1 - s], transfer=transfer)
     schedule = build_schedule(name, ranks=p, virtual=v, micro_batches=m)
     result = simulate(schedule, costs)
     work = sum(times[s] + times[-1 - s] + 1.0 for s in range(p * v)) * m
-    assert sum(result.busy) == pytest.approx(work)
+    assert sum(result.busy_time) == pytest.approx(work)
     when = {timed.action: timed for rank in result.events for timed in rank}
     for rank in result.events:
         assert all(one.end <= two.start + 1e-9 for one, two in pairwise(rank))
     for action, timed in when.items():
-        if action.kind is Kind.FORWARD and action.stage > 0:
-            before = when[Action(Kind.FORWARD, action.stage - 1, action.micro_batch)]
+        if action.kind is ActionKind.FORWARD and action.stage > 0:
+            before = when[Action(ActionKind.FORWARD, action.stage - 1, action.micro_batch)]
             apart = schedule.rank_of(action.stage) != schedule.rank_of(action.stage - 1)
             assert timed.start >= before.end + transfer * apart - 1e-9
 
 
 def test_transfers_delay_and_share_the_way():
-    alone = _run("1f1b", 2, 1, 1, Costs(transfer=0.5))
+    alone = _run("1f1b", 2, 1, 1, ActionCosts(transfer=0.5))
     assert alone.makespan == 6 + 2 * 0.5
-    slow = simulate(forward_only("gpipe", ranks=2, virtual=1, micro_batches=3), Costs(transfer=4))
+    slow = simulate(forward_only("gpipe", ranks=2, virtual=1, micro_batches=3), ActionCosts(transfer=4))
     # The messages follow each other without a gap: each receive was posted before the computation in front of it.
     assert [timed.start for timed in slow.events[1]] == [5, 9, 13]
     assert slow.peak_activations == (0, 0)
 
 
 def test_a_whole_backward_costs_its_halves_unless_it_is_given():
-    assert Costs(input_grad=2, weight_grad=3).of(Kind.BACKWARD, 0) == 5
-    assert Costs(backward=4, input_grad=2).of(Kind.BACKWARD, 0) == 4
+    assert ActionCosts(input_grad=2, weight_grad=3).time_of(ActionKind.BACKWARD, 0) == 5
+    assert ActionCosts(backward=4, input_grad=2).time_of(ActionKind.BACKWARD, 0) == 4
 
 
 def alone(ranks: tuple[tuple[Action, ...], ...]) -> tuple[tuple[tuple[Action, ...], ...], ...]:
@@ -184,23 +184,27 @@ def test_deadlock_names_what_each_rank_waits_for():
         1,
         alone(
             (
-                (Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0), Action(Kind.SEND_FORWARD, 0, 0)),
-                (Action(Kind.RECEIVE_FORWARD, 1, 0), Action(Kind.FORWARD, 1, 0)),
+                (
+                    Action(ActionKind.BACKWARD, 0, 0),
+                    Action(ActionKind.FORWARD, 0, 0),
+                    Action(ActionKind.SEND_FORWARD, 0, 0),
+                ),
+                (Action(ActionKind.RECEIVE_FORWARD, 1, 0), Action(ActionKind.FORWARD, 1, 0)),
             )
         ),
     )
     with pytest.raises(ValueError, match=r"rank 0 waits for B\(stage 0.*; rank 1 waits for F\(stage 1"):
-        simulate(crossed, Costs())
-    early = Schedule("1f1b", 2, 2, 1, alone(((Action(Kind.SEND_FORWARD, 0, 0),), ())))
+        simulate(crossed, ActionCosts())
+    early = Schedule("1f1b", 2, 2, 1, alone(((Action(ActionKind.SEND_FORWARD, 0, 0),), ())))
     with pytest.raises(ValueError, match="rank 0 sends before it has anything to send"):
-        simulate(early, Costs())
+        simulate(early, ActionCosts())
 
 
 def test_messages_in_different_orders_are_found():
-    def moved(kinds: list[tuple[Kind, int, int]]) -> tuple[Action, ...]:
+    def moved(kinds: list[tuple[ActionKind, int, int]]) -> tuple[Action, ...]:
         return tuple(Action(*kind) for kind in kinds)
 
-    F, SF, RF = Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
+    F, SF, RF = ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD
     crossed = Schedule(
         "gpipe",
         2,
@@ -214,4 +218,4 @@ def test_messages_in_different_orders_are_found():
         ),
     )
     with pytest.raises(ValueError, match="ranks 0 and 1 list their messages in different orders"):
-        simulate(crossed, Costs())
+        simulate(crossed, ActionCosts())

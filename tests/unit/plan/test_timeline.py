@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import DataError
-from petatron.plan.pipeline_simulator import Costs, simulate
+from petatron.plan.pipeline_simulator import ActionCosts, simulate
 from petatron.plan.timeline_drawing import timeline_svg, timeline_text
-from petatron.schedule import Action, Kind, TimedAction, build_schedule
+from petatron.schedule import Action, ActionKind, TimedAction, build_schedule
 from petatron.schedule.measured_timeline import read_measured, write_measured
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def _events(name: str, p: int, v: int, m: int):
-    return simulate(build_schedule(name, ranks=p, virtual=v, micro_batches=m), Costs()).events
+    return simulate(build_schedule(name, ranks=p, virtual=v, micro_batches=m), ActionCosts()).events
 
 
 def test_svg_has_a_box_for_every_computation_at_its_time():
@@ -81,11 +81,11 @@ def test_lower_case_for_the_second_stage():
 
 def test_nothing_to_draw_is_an_error():
     with pytest.raises(ValueError, match="nothing to draw"):
-        timeline_text([[TimedAction(Action(Kind.SEND_FORWARD, 0, 0), 0.0, 1.0)]])
+        timeline_text([[TimedAction(Action(ActionKind.SEND_FORWARD, 0, 0), 0.0, 1.0)]])
 
 
 def test_instant_actions_are_drawn():
-    one = [[TimedAction(Action(Kind.FORWARD, 0, 0), 5.0, 5.0)]]
+    one = [[TimedAction(Action(ActionKind.FORWARD, 0, 0), 5.0, 5.0)]]
     assert timeline_text(one).startswith("rank 0")
     assert "<svg" in timeline_svg(one, title="")
 
@@ -110,7 +110,7 @@ def test_measured_timelines_come_back_as_they_went(tmp_path: Path):
         ('{"name": "1f1b", "ranks": [[{"kind": "F"}]]}', "'stage' is missing"),
         (
             '{"name": "1f1b", "ranks": [[{"kind": "X", "stage": 0, "micro_batch": 0, "start": 0, "end": 1}]]}',
-            "'X' is not a valid Kind",
+            "'X' is not a valid ActionKind",
         ),
         (
             '{"name": "1f1b", "ranks": [[{"kind": "F", "stage": 0, "micro_batch": 0, "start": 2, "end": 1}]]}',

@@ -117,7 +117,7 @@ def test_training_that_stops_early(
 
     space = Workspace(options.out)
     space.open()
-    space.mark("data", "any")
+    space.set_stage_key("data", "any")
 
     def stop(*args: object, **kwargs: object) -> int:
         (space.training / "step-00000005").mkdir(parents=True)
@@ -135,7 +135,7 @@ def test_the_next_commands_are_commands(options: QuickstartOptions, tmp_path: Pa
     options = dataclasses.replace(options, out=str(tmp_path / "with space"))
     space = Workspace(options.out)
     space.open()
-    space.mark("data", "any")
+    space.set_stage_key("data", "any")
     stages.prepare_settings(space, options)
     lines = [shlex.split(line) for line in next_commands(space, options).splitlines() if "petatron" in line]
     assert [line[1] for line in lines] == ["verify", "train", "config", "data", "doctor"]

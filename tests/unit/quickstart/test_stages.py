@@ -16,14 +16,14 @@ from petatron.quickstart.corpus import Corpus, SourceFile
 from petatron.quickstart.options import QuickstartOptions
 from petatron.quickstart.stages import (
     Workspace,
-    key_of,
     prepare_corpus,
     prepare_data,
     prepare_settings,
     prepare_tokenizer,
+    stage_key,
+    stop_message,
     training_flags,
     training_settings,
-    why_stopped,
 )
 
 TEXT = "def main(argv):\n    return [word for word in argv if word]\n\n\n"
@@ -48,9 +48,9 @@ def all_stages(space: Workspace, corpus: Corpus, options: QuickstartOptions) -> 
     data, third = prepare_data(space)
     assert data["train"].num_documents == len(corpus.train)
     assert data["held_out"].num_documents == len(corpus.held_out)
-    before = space.keys().get("training")
+    before = space.stage_keys().get("training")
     prepare_settings(space, options)
-    return [first, second, third, before == space.keys()["training"]]
+    return [first, second, third, before == space.stage_keys()["training"]]
 
 
 def test_finished_stages_are_kept_and_changes_redo_what_follows(space: Workspace) -> None:
@@ -89,9 +89,9 @@ def test_a_stage_that_fails_is_not_finished(space: Workspace) -> None:
         raise DataError("the disk is full")
 
     with pytest.raises(DataError):
-        space.stage("any", "key", [output], work)
-    assert space.stage("any", "key", [output], lambda: output.write_text("whole")) is False
-    assert space.stage("any", "key", [output], work) is True
+        space.run_stage("any", "key", [output], work)
+    assert space.run_stage("any", "key", [output], lambda: output.write_text("whole")) is False
+    assert space.run_stage("any", "key", [output], work) is True
 
 
 def test_fresh_removes_what_the_quickstart_made_and_nothing_else(space: Workspace) -> None:
@@ -101,7 +101,7 @@ def test_fresh_removes_what_the_quickstart_made_and_nothing_else(space: Workspac
     assert space.tokenizer.is_file()
     space.open(fresh=True)
     assert sorted(path.name for path in space.root.iterdir()) == ["notes.txt", "stages.json"]
-    assert space.keys() == {}
+    assert space.stage_keys() == {}
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -124,12 +124,24 @@ def test_an_unusable_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{half", "[1, 2]"])
 def test_an_unreadable_list_of_stages_means_nothing_is_finished(space: Workspace, text: str) -> None:
     (space.root / "stages.json").write_text(text)
-    assert space.keys() == {}
+    assert space.stage_keys() == {}
 
 
 def test_keys_depend_on_every_part() -> None:
-    assert key_of("a", 1) == key_of("a", 1)
-    assert len({key_of("a", 1), key_of("a", 2), key_of("b", 1), key_of("a1"), key_of({"x": 1}), key_of({"x": 2})}) == 6
+    assert stage_key("a", 1) == stage_key("a", 1)
+    assert (
+        len(
+            {
+                stage_key("a", 1),
+                stage_key("a", 2),
+                stage_key("b", 1),
+                stage_key("a1"),
+                stage_key({"x": 1}),
+                stage_key({"x": 2}),
+            }
+        )
+        == 6
+    )
 
 
 def test_the_settings_are_a_valid_run(space: Workspace) -> None:
@@ -147,9 +159,9 @@ def test_why_a_run_stopped(tmp_path: Path) -> None:
     messages = ["stopping at iteration 3: old", "resumed", "stopping at iteration 5: new", "saved checkpoint"]
     records = [*({"kind": "event", "message": message} for message in messages), {"kind": "train"}]
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + "\n")
-    assert why_stopped(metrics) == "stopping at iteration 5: new"
+    assert stop_message(metrics) == "stopping at iteration 5: new"
     metrics.write_text('{"kind": "train"}\n{"kind": "event", "message": "saved"}\n')
-    assert why_stopped(metrics) == ""
+    assert stop_message(metrics) == ""
     metrics.write_text("{half")
     with pytest.raises(DataError, match=r"cannot be read.*--fresh"):
-        why_stopped(metrics)
+        stop_message(metrics)

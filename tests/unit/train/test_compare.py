@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from petatron.mesh.mesh import ParallelMesh
-from petatron.verify.compare_traces import BOUNDS, Bounds, compare
-from petatron.verify.trace import Injection, Part, StepTrace, assemble, record_steps
+from petatron.verify.compare_traces import TOLERANCES, Tolerances, compare_traces
+from petatron.verify.trace import Injection, StepTrace, TracedShard, assemble_tensors, record_steps
 from tests.parity.harness import tiny_run
 
-TIGHT = Bounds(loss=1e-9, gradient=1e-8, parameter=1e-7)
+TIGHT = Tolerances(loss=1e-9, gradient=1e-8, parameter=1e-7)
 
 
-def part(kind: str, name: str, values: Tensor) -> Part:
-    return Part(kind, name, tuple(values.shape), (0,) * values.dim(), values.double())
+def part(kind: str, name: str, values: Tensor) -> TracedShard:
+    return TracedShard(kind, name, tuple(values.shape), (0,) * values.dim(), values.double())
 
 
 def step(number: int = 1, *, loss: float = 2.0, **changes: Tensor | None) -> StepTrace:
@@ -31,11 +31,11 @@ def step(number: int = 1, *, loss: float = 2.0, **changes: Tensor | None) -> Ste
 
 
 def value(trace: StepTrace, kind: str, name: str) -> Tensor:
-    return next(p.values for p in trace.parts if (p.kind, p.name) == (kind, name)).clone()
+    return next(p.values for p in trace.shards if (p.kind, p.name) == (kind, name)).clone()
 
 
-def verdict(reference: list[StepTrace], candidate: list[StepTrace], bounds: Bounds = TIGHT):
-    return compare([reference], [candidate], bounds)
+def verdict(reference: list[StepTrace], candidate: list[StepTrace], bounds: Tolerances = TIGHT):
+    return compare_traces([reference], [candidate], bounds)
 
 
 def test_equal_runs_agree():
@@ -52,7 +52,7 @@ def test_loss():
 
 
 def test_the_loss_of_every_rank_counts():
-    found = compare([[step()]], [[step()], [StepTrace(2.0002, 1.0)]], TIGHT)
+    found = compare_traces([[step()]], [[step()], [StepTrace(2.0002, 1.0)]], TIGHT)
     assert found.first_departure == "step 1: loss differs by 1.0e-04 (bound 1e-09)"
     assert found.steps[0].candidate_loss == 2.0002
 
@@ -62,7 +62,7 @@ def test_a_replica_that_drifts_is_named(kind: str):
     """Two data-parallel ranks hold the same tensors; the second one's copy is off, whichever comes last."""
     drifted = step(**{f"{kind}_b": value(step(), kind, "b") + 1e-3})
     for ranks in ([[step()], [drifted]], [[drifted], [step()]]):
-        found = compare([[step()]], ranks, TIGHT)
+        found = compare_traces([[step()]], ranks, TIGHT)
         assert found.first_departure is not None and f"{kind} b" in found.first_departure
 
 
@@ -130,14 +130,14 @@ def test_step_count():
 
 def test_a_hole_between_the_ranks_pieces_is_found():
     whole = step()
-    halves = [StepTrace(2.0, 1.0, list(whole.parts)) for _ in range(2)]
+    halves = [StepTrace(2.0, 1.0, list(whole.shards)) for _ in range(2)]
     gradient = value(whole, "gradient", "a")
     for rank, trace in enumerate(halves):
         rows = slice(0, 2) if rank == 0 else slice(2, 3)  # nobody speaks for row 3
-        trace.parts[0] = Part("gradient", "a", (4, 3), (rows.start, 0), gradient[rows])
-    found = compare([[whole]], [[half] for half in halves], TIGHT)
+        trace.shards[0] = TracedShard("gradient", "a", (4, 3), (rows.start, 0), gradient[rows])
+    found = compare_traces([[whole]], [[half] for half in halves], TIGHT)
     assert found.first_departure is not None and "gradient a differs by inf" in found.first_departure
-    assert torch.equal(assemble(p for half in halves for p in half.parts)[("gradient", "a")][:3], gradient[:3])
+    assert torch.equal(assemble_tensors(p for half in halves for p in half.shards)[("gradient", "a")][:3], gradient[:3])
 
 
 def test_noise_over_noise_is_not_a_difference():
@@ -181,16 +181,16 @@ def test_an_injected_fault_is_found_where_it_was_put():
         return list(record_steps(run, ParallelMesh.single(), injection=injection))
 
     reference = traces(None)
-    assert compare([reference], [traces(None)], BOUNDS["float64"]).agrees
+    assert compare_traces([reference], [traces(None)], TOLERANCES["float64"]).agrees
     for name in ("layers.0.attention.k.weight", "norm.weight"):
-        found = compare([reference], [traces(Injection(name, 3))], BOUNDS["float64"])
+        found = compare_traces([reference], [traces(Injection(name, 3))], TOLERANCES["float64"])
         assert found.first_departure is not None
         assert found.first_departure.startswith(f"step 3: gradient {name} differs by")
 
 
 def test_tensors_are_kept_only_where_asked():
     run = tiny_run("--train-iters 4 --num-layers 1")
-    traces = list(record_steps(run, ParallelMesh.single(), keep=lambda number: number == 4))
-    assert [bool(trace.parts) for trace in traces] == [False, False, False, True]
-    found = compare([traces], [traces], BOUNDS["float32"])
+    traces = list(record_steps(run, ParallelMesh.single(), keep_tensors=lambda number: number == 4))
+    assert [bool(trace.shards) for trace in traces] == [False, False, False, True]
+    found = compare_traces([traces], [traces], TOLERANCES["float32"])
     assert found.agrees and [len(s.worst) for s in found.steps] == [0, 0, 0, 2]

@@ -1,15 +1,15 @@
 """A resumed run says everything that differs from its checkpoint, and what that means."""
 
 from petatron.config import load_config
-from petatron.config.schema.fields import by_path
-from petatron.train.state.resume_diff import _effect, changes, plain
+from petatron.config.schema.fields import fields_by_path
+from petatron.train.state.resume_diff import _effect, config_for_checkpoint, resume_changes
 
 BASE = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 10 --global-batch-size 4"
 
 
 def _changes(flags: str) -> list[str]:
-    then = plain(load_config(BASE.split()).config)
-    return changes(then, load_config(f"{BASE} {flags}".split()).config, iteration=6, samples=24)
+    then = config_for_checkpoint(load_config(BASE.split()).config)
+    return resume_changes(then, load_config(f"{BASE} {flags}".split()).config, iteration=6, consumed_samples=24)
 
 
 def test_nothing_changed():
@@ -53,7 +53,9 @@ def test_fp8_is_how_products_are_done_and_not_how_weights_are_kept():
 def test_only_the_three_formats_of_weights_change_the_precision_of_weights():
     """Every other setting of the section has a word of its own."""
     said = {
-        info.name: _effect("precision", info.name) or "" for info in by_path().values() if info.section == "precision"
+        info.name: _effect("precision", info.name) or ""
+        for info in fields_by_path().values()
+        if info.section == "precision"
     }
     assert {name for name, effect in said.items() if "widest precision" in effect} == {"fp16", "bf16", "fp64"}
     of_products = {name for name, effect in said.items() if effect.startswith("matrix products")}
@@ -66,14 +68,14 @@ def test_only_the_three_formats_of_weights_change_the_precision_of_weights():
 
 
 def test_every_setting_of_the_config_has_a_word_or_is_left_out_on_purpose():
-    silent = {info.section for info in by_path().values() if _effect(info.section, info.name) is None}
+    silent = {info.section for info in fields_by_path().values() if _effect(info.section, info.name) is None}
     assert silent <= {"checkpoint", "log", "launch", "tokenizer", "data", "train"}
-    said = {f"{info.section}.{info.name}" for info in by_path().values() if _effect(info.section, info.name)}
+    said = {f"{info.section}.{info.name}" for info in fields_by_path().values() if _effect(info.section, info.name)}
     assert {"data.split", "optim.lr", "parallel.tensor_model_parallel_size", "memory.recompute_granularity"} <= said
 
 
 def test_a_setting_that_came_later_than_the_checkpoint_had_its_default_then():
     run = load_config(BASE.split()).config
-    then = plain(run)
+    then = config_for_checkpoint(run)
     del then["model"]["qk_layernorm"], then["train"]["seed"]
-    assert changes(then, run, iteration=6, samples=24) == []
+    assert resume_changes(then, run, iteration=6, consumed_samples=24) == []

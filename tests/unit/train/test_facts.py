@@ -16,7 +16,7 @@ from petatron.base import device
 from petatron.base.errors import ConfigError
 from petatron.cli import doctor
 from petatron.config.schema.model import ModelConfig
-from petatron.estimate.flops import formula, model_flops_per_token, padded_vocabulary, parameter_count
+from petatron.estimate.flops import flops_formula, model_flops_per_token, padded_vocab_size, parameter_count
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 
@@ -79,10 +79,10 @@ def test_formats_a_device_lacks_have_no_peak() -> None:
 
 
 def test_cpu_facts() -> None:
-    facts = device.detect("cpu")
+    facts = device.detect_device("cpu")
     assert facts.kind == "cpu" and facts.name and facts.memory_bytes > 1e8
     assert facts.peak_flops is None and facts.peak("bfloat16") is None
-    assert device.memory_in_use("cpu") > 1e6
+    assert device.peak_memory_bytes("cpu") > 1e6
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> None:
@@ -94,21 +94,21 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> None
 
 def test_cuda_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(monkeypatch, "NVIDIA H200", 4)
-    facts = device.detect("auto", local_rank=3)
+    facts = device.detect_device("auto", local_rank=3)
     assert (facts.kind, facts.memory_bytes, facts.reason) == ("cuda", 80 * 10**9, "CUDA device 3 of 4")
     assert facts.peak("bfloat16") == pytest.approx(989.4e12)
     with pytest.raises(ConfigError, match="no device for local rank 4: 4 are visible"):
-        device.detect("cuda", local_rank=4)
+        device.detect_device("cuda", local_rank=4)
     pretend_cuda(monkeypatch, "NVIDIA Next 9000", 1)
-    unknown = device.detect("cuda", local_rank=4)  # bound to its own device by the launcher
+    unknown = device.detect_device("cuda", local_rank=4)  # bound to its own device by the launcher
     assert unknown.peak_flops is None and "not in the table" in unknown.reason
 
 
 def test_cuda_asked_for_but_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(monkeypatch, "", 0)
-    assert device.detect("auto").reason == "no CUDA device is visible; no MFU"
+    assert device.detect_device("auto").reason == "no CUDA device is visible; no MFU"
     with pytest.raises(ConfigError, match="--device cuda needs a CUDA device"):
-        device.detect("cuda")
+        device.detect_device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_flops_are_what_torch_counts(model: ModelConfig) -> None:
 
 
 def test_flops_scale_with_the_padding() -> None:
-    assert padded_vocabulary(GPT) == 1024
-    assert padded_vocabulary(GPT, tensor_parallel=3) == 1152
-    more = model_flops_per_token(GPT, tensor_parallel=3) - model_flops_per_token(GPT)
+    assert padded_vocab_size(GPT) == 1024
+    assert padded_vocab_size(GPT, tp_size=3) == 1152
+    more = model_flops_per_token(GPT, tp_size=3) - model_flops_per_token(GPT)
     assert more == 6 * 64 * (1152 - 1024)
 
 
@@ -175,7 +175,7 @@ def test_a_window_saves_attention() -> None:
 
 
 def test_the_formula_names_its_convention() -> None:
-    assert "s^2/2" in formula() and "s^2/2" not in formula(causal=False)
+    assert "s^2/2" in flops_formula() and "s^2/2" not in flops_formula(causal=False)
 
 
 def test_doctor_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +202,10 @@ def test_doctor_tells_how_experts_and_weight_gradients_are_multiplied(capsys: py
     assert (
         "weight gradients: added by a product of operands widened to float32; not one kernel: the device is no" in out
     )
-    experts, gradients = doctor._products("cuda", torch.bfloat16)
+    experts, gradients = doctor._gemm_kernels("cuda", torch.bfloat16)
     assert experts.startswith("experts' products: one kernel for all experts;")
     assert gradients.startswith("weight gradients: added in float32 by the product that makes them;")
-    experts, _ = doctor._products("cuda", torch.float16)
+    experts, _ = doctor._gemm_kernels("cuda", torch.float16)
     assert experts == "experts' products: one expert after the other; not one kernel: it takes bfloat16"
 
 
@@ -226,6 +226,6 @@ def test_what_does_not_run_is_not_listed(tmp_path: Path) -> None:
     def refuse() -> None:
         raise RuntimeError("no kernel")
 
-    assert not doctor._works(refuse)
-    assert doctor._works(lambda: None)
+    assert not doctor._succeeds(refuse)
+    assert doctor._succeeds(lambda: None)
     assert doctor._writable(str(tmp_path)) and not doctor._writable(str(tmp_path / "absent"))

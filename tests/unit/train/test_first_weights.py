@@ -16,7 +16,7 @@ from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.parallel import parallelize
-from petatron.train.state.checkpointing import chunks, holds_weights
+from petatron.train.state.checkpointing import checkpoint_chunks, has_weights
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
@@ -26,13 +26,13 @@ from tests.parity.harness import tiny_run
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what is drawn."""
     names: list[str] = []
-    draw = parallelize.normal_piece
+    draw = parallelize.draw_normal_shard
 
     def noted(piece, **arguments):
         names.append(piece.name)
         return draw(piece, **arguments)
 
-    monkeypatch.setattr(parallelize, "normal_piece", noted)
+    monkeypatch.setattr(parallelize, "draw_normal_shard", noted)
     return names
 
 
@@ -40,19 +40,19 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def saved(tmp_path: Path) -> Path:
     """A checkpoint whose weights are not those that a run draws."""
     state = TrainState.build(tiny_run(f"--save {tmp_path}/saved"), ParallelMesh.single())
-    for chunk in chunks(state.model, state.optimizer):
+    for chunk in checkpoint_chunks(state.model, state.optimizer):
         chunk.tensor.add_(0.5)
-    state.note_data("none")
+    state.record_data_fingerprint("none")
     state.save()
     return tmp_path / "saved"
 
 
 def started(run: RunConfig) -> TrainState:
-    return TrainState.start(run, ParallelMesh.single())
+    return TrainState.build_for_load(run, ParallelMesh.single())
 
 
 def tensors(state: TrainState) -> dict[tuple, Tensor]:
-    return {(chunk.key, chunk.start): chunk.tensor for chunk in chunks(state.model, state.optimizer)}
+    return {(chunk.key, chunk.start): chunk.tensor for chunk in checkpoint_chunks(state.model, state.optimizer)}
 
 
 def assert_equal(one: TrainState, two: TrainState) -> None:
@@ -66,7 +66,7 @@ def assert_equal(one: TrainState, two: TrainState) -> None:
 def test_a_resumed_run_draws_nothing_and_has_every_bit(saved: Path, tmp_path: Path, drawn: list[str], flags: str):
     if flags:  # a checkpoint of this model
         state = TrainState.build(tiny_run(f"{flags} --save {tmp_path}/own"), ParallelMesh.single())
-        state.note_data("none")
+        state.record_data_fingerprint("none")
         state.save()
         saved = tmp_path / "own"
     run = tiny_run(f"{flags} --load {saved}")
@@ -85,7 +85,7 @@ def test_pretrained_weights_replace_the_first_ones(saved: Path, tmp_path: Path, 
     drawn.clear()
     state = started(tiny_run(f"--load {tmp_path}/nothing-yet --pretrained-checkpoint {source}"))
     assert not state.load(f"{tmp_path}/nothing-yet")
-    state.take_weights(str(source))
+    state.load_pretrained_weights(str(source))
     assert not drawn
     there = tensors(TrainState.build(tiny_run(), ParallelMesh.single()))
     for key, tensor in tensors(state).items():
@@ -126,7 +126,7 @@ def _seen(run: RunConfig, folder: str) -> bool:
     """Only the first rank is told where the checkpoint is."""
     rank = dist.get_rank()
     mesh = ParallelMesh(Layout.from_config(run.parallel), rank)
-    return holds_weights(folder if rank == 0 else f"{folder}/elsewhere", mesh)
+    return has_weights(folder if rank == 0 else f"{folder}/elsewhere", mesh)
 
 
 def test_all_ranks_go_by_what_the_first_sees(ranks: RankPool, saved: Path, tmp_path: Path):

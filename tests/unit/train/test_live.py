@@ -16,11 +16,11 @@ from petatron.train.report.console import (
     ConsoleSink,
     LiveSink,
     LossPlot,
-    choose_console,
+    braille_curve,
+    build_console_sink,
     column_means,
-    compact,
-    curve,
-    thin,
+    downsample,
+    format_compact,
     y_range,
 )
 from petatron.train.report.metrics import event_record, validation_record
@@ -52,12 +52,12 @@ def view() -> Iterator[LiveSink]:
 
 
 def test_the_view_shows_what_matters(view: LiveSink) -> None:
-    assert "waiting for the first iteration" in text_of(view.view())
+    assert "waiting for the first iteration" in text_of(view.render())
     for iteration in range(1, 101):
         view.write(log_record(iteration=iteration, lm_loss=3 + 5 / iteration).as_record())
     view.write(validation_record(iteration=100, lm_loss=3.25, consumed_samples=8))
     view.write(event_record("saved step-100", iteration=100))
-    shown = text_of(view.view())
+    shown = text_of(view.render())
     for words in ("iteration 100 of 1,000", "10%", "3.0500", "3.2500", "1.02M", "40.5%", "61.23 GB", "saved step-100"):
         assert words in shown, words
     assert "◆" in shown
@@ -69,7 +69,7 @@ def test_the_view_shows_what_matters(view: LiveSink) -> None:
 def test_a_loss_that_is_missing_or_not_a_number_is_survived(view: LiveSink) -> None:
     view.write(log_record(lm_loss=None, grad_norm=None, eta_s=None, mfu=None).as_record())
     view.write(log_record(lm_loss=float("nan")).as_record())
-    assert "nan" in text_of(view.view())
+    assert "nan" in text_of(view.render())
 
 
 def test_log_messages_go_through_the_view_while_it_runs() -> None:
@@ -101,22 +101,24 @@ def test_closing_gives_the_terminal_back() -> None:
 @pytest.mark.parametrize(("out", "err", "live"), [(True, True, True), (False, True, False), (True, False, False)])
 def test_auto_needs_two_terminals(out: bool, err: bool, live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    sink = choose_console("auto", out=Terminal() if out else io.StringIO(), err=Terminal() if err else io.StringIO())
+    sink = build_console_sink(
+        "auto", out=Terminal() if out else io.StringIO(), err=Terminal() if err else io.StringIO()
+    )
     sink.close()
     assert isinstance(sink, LiveSink) == live
 
 
 def test_auto_stays_plain_on_a_dumb_terminal_or_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(choose_console("auto", out=Terminal(), err=Terminal()), ConsoleSink)
+    assert isinstance(build_console_sink("auto", out=Terminal(), err=Terminal()), ConsoleSink)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert isinstance(choose_console("auto", out=Terminal(), err=Terminal()), ConsoleSink)
+    assert isinstance(build_console_sink("auto", out=Terminal(), err=Terminal()), ConsoleSink)
 
 
 def test_on_and_off_mean_it() -> None:
-    assert isinstance(choose_console("off", out=Terminal(), err=Terminal()), ConsoleSink)
-    forced = choose_console("on", out=io.StringIO(), err=io.StringIO())
+    assert isinstance(build_console_sink("off", out=Terminal(), err=Terminal()), ConsoleSink)
+    forced = build_console_sink("on", out=io.StringIO(), err=io.StringIO())
     forced.close()
     assert isinstance(forced, LiveSink)
 
@@ -130,12 +132,12 @@ def test_plain_lines_are_flushed_one_by_one() -> None:
 
 
 def test_a_falling_line_falls() -> None:
-    rows = curve(np.linspace(1.0, 0.0, 16), width=8, height=4, low=0.0, high=1.0)
+    rows = braille_curve(np.linspace(1.0, 0.0, 16), width=8, height=4, low=0.0, high=1.0)
     assert rows == ["⠑⢄      ", "  ⠑⢄    ", "    ⠑⢄  ", "      ⠑⢄"]
 
 
 def test_a_jump_is_a_vertical_stroke() -> None:
-    rows = curve(np.array([1.0, 1.0, 0.0, 0.0]), width=2, height=2, low=0.0, high=1.0)
+    rows = braille_curve(np.array([1.0, 1.0, 0.0, 0.0]), width=2, height=2, low=0.0, high=1.0)
     assert rows == ["⠉⡆", " ⣇"]
 
 
@@ -173,7 +175,7 @@ def test_an_empty_plot_is_nothing() -> None:
 def test_thinning_keeps_the_mean_and_the_order(count: int, limit: int) -> None:
     points: list[tuple[float, float]] = []
     for index in range(count):
-        points = thin([*points, (float(index), float(index))], limit)
+        points = downsample([*points, (float(index), float(index))], limit)
     assert len(points) <= limit
     assert points == sorted(points)
     assert points[0][0] >= 0 and points[-1][0] <= count - 1
@@ -184,4 +186,4 @@ def test_thinning_keeps_the_mean_and_the_order(count: int, limit: int) -> None:
     [(0, "0"), (950.4, "950"), (12_432, "12.4k"), (999_000, "999k"), (1.3e6, "1.30M"), (2e9, "2.00G")],
 )
 def test_compact(number: float, text: str) -> None:
-    assert compact(number) == text
+    assert format_compact(number) == text

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petatron.base.device import detect
+from petatron.base.device import detect_device
 from petatron.base.errors import TrainError
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.manager import CheckpointManager
@@ -16,8 +16,8 @@ from petatron.config import RunConfig, load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build import RunLength, build_loaders
-from petatron.train.loop import Loop, Outcome, evaluate
-from petatron.train.report.metrics import Record
+from petatron.train.loop import TrainingResult, TrainLoop, evaluate
+from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
 from tests.parity.harness import TINY, tiny_run
@@ -29,9 +29,9 @@ class Memory:
     """A sink that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[MetricRecord] = []
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricRecord) -> None:
         self.records.append(record)
 
     def close(self) -> None:
@@ -41,19 +41,19 @@ class Memory:
         return [record[name] for record in self.records if record["kind"] == kind]
 
 
-def start(run: RunConfig) -> tuple[TrainState, Loop, Memory]:
+def start(run: RunConfig) -> tuple[TrainState, TrainLoop, Memory]:
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank() if dist.is_initialized() else 0)
     state, sink = TrainState.build(run, mesh), Memory()
-    return state, Loop(state, build_loaders(run, mesh), [sink], detect("cpu")), sink
+    return state, TrainLoop(state, build_loaders(run, mesh), [sink], detect_device("cpu")), sink
 
 
-def finish(flags: str) -> tuple[TrainState, Outcome, Memory]:
+def finish(flags: str) -> tuple[TrainState, TrainingResult, Memory]:
     state, loop, sink = start(tiny_run(f"{SMALL} {flags}"))
     return state, loop.run(), sink
 
 
 def weights(state: TrainState) -> torch.Tensor:
-    return torch.cat([weight for group in state.model.groups for weight in group.weights()]).clone()
+    return torch.cat([weight for group in state.model.param_groups for weight in group.weights()]).clone()
 
 
 def sampled_run(flags: str) -> RunConfig:
@@ -66,7 +66,7 @@ def sampled_run(flags: str) -> RunConfig:
 
 def test_plain_run_reports_and_ends():
     state, outcome, sink = finish("--train-iters 4")
-    assert outcome == Outcome(4, None, None)
+    assert outcome == TrainingResult(4, None, None)
     assert sink.column("iteration") == [1, 2, 3, 4] and sink.column("consumed_samples") == [8, 16, 24, 32]
     assert sink.column("consumed_tokens") == [64, 128, 192, 256]
     losses = sink.column("lm_loss")
@@ -77,7 +77,7 @@ def test_plain_run_reports_and_ends():
 
 def test_learning_rate_follows_the_schedule():
     state, _, sink = finish("--train-iters 6")
-    assert sink.column("lr") == [state.rates.at(step, 8 * step) for step in range(6)]
+    assert sink.column("lr") == [state.lr_schedule.at(step, 8 * step) for step in range(6)]
     assert len(set(sink.column("lr"))) > 3
 
 
@@ -100,16 +100,16 @@ def test_batch_ramp():
     loop.run()
     assert seen == sink.column("global_batch_size") == [2, 2, 2, 4, 4, 6, 8, 8]
     assert sink.column("consumed_samples") == [2, 4, 6, 10, 14, 20, 28, 36]
-    assert state.progress.update_samples == RunLength.of(run).samples == 36
+    assert state.progress.update_samples == RunLength.from_config(run).samples == 36
 
 
 def test_run_measured_in_samples():
     run = sampled_run("--train-samples 44 --lr-decay-samples 44 --lr-warmup-samples 16")
-    assert RunLength.of(run) == RunLength(iterations=5, samples=44)
+    assert RunLength.from_config(run) == RunLength(iterations=5, samples=44)
     state, loop, sink = start(run)
-    assert loop.run() == Outcome(5, None, None)
+    assert loop.run() == TrainingResult(5, None, None)
     assert sink.column("consumed_samples") == [8, 16, 24, 32, 40], "a last short batch is left out"
-    assert sink.column("lr") == [state.rates.at(step, 8 * step) for step in range(5)]
+    assert sink.column("lr") == [state.lr_schedule.at(step, 8 * step) for step in range(5)]
     assert sink.column("lr")[2] == max(sink.column("lr")), "warm-up ends after 16 samples"
 
 
@@ -117,7 +117,7 @@ def test_exit_interval_saves_and_resumes(tmp_path: Path):
     flags = f"--train-iters 5 --hidden-dropout 0.1 --save {tmp_path}"
     whole, _, _ = finish(f"--train-iters 5 --hidden-dropout 0.1 --save {tmp_path / 'whole'}")
     state, outcome, sink = finish(f"{flags} --exit-interval 3")
-    assert (outcome.iteration, outcome.stopped_early) == (3, "--exit-interval 3")
+    assert (outcome.iteration, outcome.stop_reason) == (3, "--exit-interval 3")
     assert CheckpointManager(str(tmp_path), state.mesh.world).latest() == 3
     memory, *messages = sink.column("message", "event")
     assert memory.startswith("memory: predicted")
@@ -127,7 +127,7 @@ def test_exit_interval_saves_and_resumes(tmp_path: Path):
 
     resumed, loop, sink = start(tiny_run(f"{SMALL} {flags} --load {tmp_path}"))
     assert resumed.load(str(tmp_path))
-    assert loop.run() == Outcome(5, None, None)
+    assert loop.run() == TrainingResult(5, None, None)
     assert sink.column("iteration") == [4, 5]
     assert torch.equal(weights(resumed), weights(whole))
 
@@ -168,15 +168,15 @@ def test_another_batch_size_after_a_resume(tmp_path: Path, by: str, iterations: 
     run = configured(f"--load {tmp_path} --global-batch-size 4 --override-opt-param-scheduler")
     state = TrainState.build(run, ParallelMesh.single())
     assert state.load(str(tmp_path)) and state.progress.consumed_samples == 16
-    loaders = build_loaders(run, state.mesh, train_samples=state.length().samples)
-    assert Loop(state, loaders, [], detect("cpu")).run() == Outcome(iterations, None, None)
+    loaders = build_loaders(run, state.mesh, train_samples=state.run_length().samples)
+    assert TrainLoop(state, loaders, [], detect_device("cpu")).run() == TrainingResult(iterations, None, None)
     assert state.progress.consumed_samples == samples
 
 
 def test_other_data_after_a_resume_is_noticed():
     state = TrainState.build(tiny_run(SMALL + " --train-iters 4"), ParallelMesh.single())
-    assert state.note_data("these samples") == [] and state.note_data("these samples") == []
-    [warning] = state.note_data("those samples")
+    assert state.record_data_fingerprint("these samples") == [] and state.record_data_fingerprint("these samples") == []
+    [warning] = state.record_data_fingerprint("those samples")
     assert "differs from the checkpoint's" in warning
 
 
@@ -186,7 +186,7 @@ def spoil(state: TrainState, iteration: int, value: float = float("nan")) -> Non
 
     def spoiled(batches, **more):
         if state.progress.iteration + 1 == iteration:
-            state.model.groups[0].weights()[0][5] = value
+            state.model.param_groups[0].weights()[0][5] = value
         return inner(batches, **more)
 
     state.model.train_step = spoiled
@@ -292,13 +292,13 @@ def test_every_rank_hears_of_one_ranks_bad_number(ranks: RankPool):
 def test_a_save_that_was_begun_survives_the_end_of_the_run(tmp_path, monkeypatch):
     """A step fails while a checkpoint is still being written: it is finished first."""
     gate = threading.Event()
-    publish = step_folder.publish
+    publish = step_folder.publish_step
 
     def late(*args, **more):
         assert gate.wait(20)
         publish(*args, **more)
 
-    monkeypatch.setattr(step_folder, "publish", late)
+    monkeypatch.setattr(step_folder, "publish_step", late)
     state, loop, sink = start(
         tiny_run(f"{SMALL} --train-iters 6 --log-interval 1 --save {tmp_path} --save-interval 2 --async-save")
     )
@@ -306,5 +306,5 @@ def test_a_save_that_was_begun_survives_the_end_of_the_run(tmp_path, monkeypatch
     threading.Timer(0.3, gate.set).start()
     with pytest.raises(TrainError, match="first at iteration 3"):
         loop.run()
-    assert list(step_folder.steps(tmp_path)) == [2]
+    assert list(step_folder.list_steps(tmp_path)) == [2]
     assert f"saved checkpoint of iteration 2 to {tmp_path}" in sink.column("message", "event")

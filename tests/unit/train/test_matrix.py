@@ -15,26 +15,26 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, load_config
-from petatron.mesh.launch.environment import SINGLE
-from petatron.verify.matrix import MATRIX, MODELS, Entry, entry, select
+from petatron.mesh.launch.environment import SINGLE_PROCESS
+from petatron.verify.matrix import MATRIX, MODEL_FLAGS, MatrixEntry, parse_entry, select_entries
 from petatron.verify.matrix_run import (
-    Case,
-    Outcome,
-    fail,
+    CaseResult,
+    MatrixCase,
     make_case,
     read_cases,
-    read_outcome,
+    read_result,
+    record_failure,
     run_cases,
     write_cases,
 )
-from petatron.verify.random_model import random_model
-from petatron.verify.verify import plan
+from petatron.verify.random_model import random_model_flags
+from petatron.verify.verify import plan_verification
 
 AXES = ("tp+sp", "pp", "vpp", "cp", "ep", "dp+zero1", "fsdp")
 
 
 @cache
-def _config(found: Entry) -> RunConfig:
+def _config(found: MatrixEntry) -> RunConfig:
     words = f"{found.model_flags} --hidden-dropout 0 --attention-dropout 0 --train-iters 1 {found.flags}"
     return load_config(words.split(), world_size=found.world_size).config
 
@@ -65,7 +65,7 @@ def test_entries_are_layouts_of_their_size():
     assert len(SIZES) == len(MATRIX), "names are unique"
     for found in MATRIX:
         assert found.world_size == _config(found).parallel.world_size <= 8, found.name
-    assert {found.model for found in MATRIX} == set(MODELS)
+    assert {found.model for found in MATRIX} == set(MODEL_FLAGS)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -123,31 +123,33 @@ def _copies(config: RunConfig) -> int:
 
 
 def test_select():
-    assert select() == MATRIX
-    assert {found.model for found in select(pattern="moe:*")} == {"moe"}
-    assert [found.name for found in select(pattern="tp4-sp")] == [
+    assert select_entries() == MATRIX
+    assert {found.model for found in select_entries(pattern="moe:*")} == {"moe"}
+    assert [found.name for found in select_entries(pattern="tp4-sp")] == [
         *("dense:tp4-sp", "gpt:tp4-sp", "dense:tp4-sp-overlap", "gpt:tp4-sp-overlap"),
         *("dense:tp4-sp-overlap.recompute-selective", "moe:tp4-sp-overlap.ep2.etp1.recompute-experts"),
     ]
-    some = select(sample=5, seed=3)
-    assert some == select(sample=5, seed=3) != select(sample=5, seed=4) and len(some) == 5
+    some = select_entries(sample=5, seed=3)
+    assert some == select_entries(sample=5, seed=3) != select_entries(sample=5, seed=4) and len(some) == 5
     assert list(some) == sorted(some, key=MATRIX.index)
-    assert select(pattern="dense:tp2-sp", sample=9) == (entry("dense:tp2-sp"),), "a whole name means itself"
-    assert {found.world_size for found in select(max_ranks=4, sample=60)} == {2, 4}
+    assert select_entries(pattern="dense:tp2-sp", sample=9) == (parse_entry("dense:tp2-sp"),), (
+        "a whole name means itself"
+    )
+    assert {found.world_size for found in select_entries(max_ranks=4, sample=60)} == {2, 4}
     with pytest.raises(ConfigError, match="--only tp9 fits no layout"):
-        select(pattern="tp9")
+        select_entries(pattern="tp9")
     with pytest.raises(ConfigError, match=r"--nproc 3 is too few for dense:tp4\. Use 4 or more"):
-        select(pattern="dense:tp4", max_ranks=3)
+        select_entries(pattern="dense:tp4", max_ranks=3)
 
 
 def test_one_model_has_one_reference_which_verify_uses_too():
     cases = [
         make_case(found, model_flags=found.model_flags, steps=2, dtype="float64")
-        for found in select(pattern="dense:*2*", sample=6, seed=1)
+        for found in select_entries(pattern="dense:*2*", sample=6, seed=1)
     ]
     assert len({case.reference_name for case in cases}) == 1
     for case in cases:
-        by_itself = plan(f"{case.model_flags} {case.layout_flags}".split(), steps=2, dtype="float64")
+        by_itself = plan_verification(f"{case.model_flags} {case.layout_flags}".split(), steps=2, dtype="float64")
         ours, theirs = load_config(case.reference_argv).config, by_itself.reference.config
         for section in ("model", "moe", "optim", "schedule", "train", "data", "precision"):
             assert getattr(ours, section) == getattr(theirs, section)
@@ -157,17 +159,22 @@ def test_one_model_has_one_reference_which_verify_uses_too():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="does not divide"):
-        make_case(entry("dense:tp4"), model_flags=f"{MODELS['dense']} --num-query-groups 3", steps=1, dtype="float64")
+        make_case(
+            parse_entry("dense:tp4"),
+            model_flags=f"{MODEL_FLAGS['dense']} --num-query-groups 3",
+            steps=1,
+            dtype="float64",
+        )
     with pytest.raises(ConfigError, match="names no tensor"):
-        found = entry("dense:tp2")
+        found = parse_entry("dense:tp2")
         make_case(found, model_flags=found.model_flags, steps=1, dtype="float64", inject="layers.0.nothing")
 
 
 @pytest.mark.parametrize("name", ["dense:tp4-sp", "deep:pp4-vpp2", "moe:tp2-sp.pp2.cp2.ep4.etp1", "dense:cp4-a2a"])
 def test_random_models_fit_and_differ(name: str):
-    found = entry(name)
-    models = [random_model(found, seed=seed) for seed in range(3)]
-    assert models[0] == random_model(found, seed=0)
+    found = parse_entry(name)
+    models = [random_model_flags(found, seed=seed) for seed in range(3)]
+    assert models[0] == random_model_flags(found, seed=0)
     assert len(set(models)) == len(models)
     for flags in models:
         config = load_config(make_case(found, model_flags=flags, steps=1, dtype="float64").argv).config
@@ -175,21 +182,23 @@ def test_random_models_fit_and_differ(name: str):
         assert (config.moe.num_experts is not None) == (found.model == "moe")
 
 
-ALONE = entry("dense:recompute-full")
+ALONE = parse_entry("dense:recompute-full")
 
 
-def _run(folder: Path) -> list[tuple[str, Outcome]]:
+def _run(folder: Path) -> list[tuple[str, CaseResult]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    told: list[tuple[str, Outcome]] = []
+    told: list[tuple[str, CaseResult]] = []
     run_cases(
-        folder, dataclasses.replace(SINGLE, master_port=port), lambda case, outcome: told.append((case.name, outcome))
+        folder,
+        dataclasses.replace(SINGLE_PROCESS, master_port=port),
+        lambda case, outcome: told.append((case.name, outcome)),
     )
     return told
 
 
-def _case(**changes) -> Case:
+def _case(**changes) -> MatrixCase:
     small = f"{ALONE.model_flags} --num-layers 1 --vocab-size 19 --global-batch-size 2"
     return dataclasses.replace(make_case(ALONE, model_flags=small, steps=2, dtype="float64"), **changes)
 
@@ -201,7 +210,7 @@ def test_run_compares_and_cleans_up(tmp_path: Path):
     assert first.agrees and first.gradient is not None and first.gradient <= 1e-9
     assert second.departure is not None and "step 2: gradient layers.0.mlp.up.weight" in second.departure
     assert second.gradient is not None and second.gradient > 1e-3
-    assert [read_outcome(tmp_path, number) for number in (0, 1)] == [first, second]
+    assert [read_result(tmp_path, number) for number in (0, 1)] == [first, second]
     assert not list(tmp_path.glob("case-*")) and len(list(tmp_path.glob("reference-*"))) == 1
     assert _run(tmp_path) == [], "what has an outcome is not run again"
 
@@ -211,9 +220,9 @@ def test_a_failing_case_leaves_its_error_and_is_not_tried_again(tmp_path: Path):
     write_cases([broken, _case()], tmp_path)
     with pytest.raises(ConfigError):
         _run(tmp_path)
-    outcome = read_outcome(tmp_path, 0)
+    outcome = read_result(tmp_path, 0)
     assert outcome is not None and not outcome.agrees and "rank 0: 1 problem" in (outcome.error or "")
-    assert read_outcome(tmp_path, 1) is None
+    assert read_result(tmp_path, 1) is None
     assert [outcome.agrees for _, outcome in _run(tmp_path)] == [True]
 
 
@@ -221,14 +230,14 @@ def test_the_first_cause_is_believed(tmp_path: Path):
     for rank, (echo, time) in enumerate([(True, 1.0), (False, 3.0), (False, 2.0)]):
         facts = {"name": "x", "rank": rank, "text": f"text {rank}", "echo": echo, "time": time, "seconds": 1.5}
         (tmp_path / f"error-00004-{rank:05d}.json").write_text(json.dumps(facts))
-    outcome = read_outcome(tmp_path, 4)
-    assert outcome == Outcome("x", error="rank 2: text 2", seconds=1.5)
-    assert fail(tmp_path, 5, "y", "killed") == read_outcome(tmp_path, 5) == Outcome("y", error="killed")
+    outcome = read_result(tmp_path, 4)
+    assert outcome == CaseResult("x", error="rank 2: text 2", seconds=1.5)
+    assert record_failure(tmp_path, 5, "y", "killed") == read_result(tmp_path, 5) == CaseResult("y", error="killed")
 
 
 def test_cases_and_infinite_differences_survive_the_file(tmp_path: Path):
     case = _case(inject="head.weight@1")
     write_cases([case], tmp_path)
     assert read_cases(tmp_path) == [case] and case.command.endswith("--inject head.weight@1")
-    (tmp_path / "outcome-00000.json").write_text(json.dumps(dataclasses.asdict(Outcome("x", loss=math.inf))))
-    assert read_outcome(tmp_path, 0) == Outcome("x", loss=math.inf)
+    (tmp_path / "outcome-00000.json").write_text(json.dumps(dataclasses.asdict(CaseResult("x", loss=math.inf))))
+    assert read_result(tmp_path, 0) == CaseResult("x", loss=math.inf)

@@ -11,12 +11,12 @@ import pytest
 import petatron
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.checks.check_all import check
+from petatron.config.checks.check_all import check_config
 from petatron.estimate.memory import advice
-from petatron.estimate.memory.advice import candidates
-from petatron.estimate.memory.forecast import heaviest
-from petatron.estimate.memory.options import kinds_of
-from petatron.estimate.memory.time_cost import predicted_time
+from petatron.estimate.memory.advice import suggest_changes
+from petatron.estimate.memory.forecast import largest_forecast
+from petatron.estimate.memory.options import option_groups
+from petatron.estimate.memory.time_cost import predicted_step_time
 
 BASE = "--mock-data --lr 1e-4 --train-iters 1 --bf16"
 GB = 10**9
@@ -31,35 +31,35 @@ def load(preset: str, flags: str, world_size: int = 1) -> RunConfig:
 
 
 def needs(run: RunConfig) -> int:
-    return heaviest(run, device="cuda").total
+    return largest_forecast(run, device="cuda").total
 
 
 def offered(run: RunConfig, capacity: int) -> str:
-    return "\n".join(change.flags for change in candidates(run, capacity))
+    return "\n".join(change.flags for change in suggest_changes(run, capacity))
 
 
 def open_to(run: RunConfig) -> set[str]:
-    return {variant.flags for kind in kinds_of(run) for variant in kind.variants}
+    return {variant.flags for kind in option_groups(run) for variant in kind.options}
 
 
 def brute_force(run: RunConfig, capacity: int, most: int) -> list[tuple[float, int]]:
     """Cost and bytes of everything that fits with at most so many kinds of change, worked out one by one."""
     found: list[tuple[float, int]] = []
-    kinds, before = list(kinds_of(run)), predicted_time(run)
+    kinds, before = list(option_groups(run)), predicted_step_time(run)
     for together in range(1, most + 1):
         for chosen in combinations(kinds, together):
-            for variants in product(*(kind.variants for kind in chosen)):
+            for variants in product(*(kind.options for kind in chosen)):
                 changed = run
                 for variant in variants:
                     changed = variant.edit(changed)
-                if check(changed, require_training=False):
+                if check_config(changed, require_training=False):
                     continue
                 try:
                     size = needs(changed)
                 except ConfigError:
                     continue
                 if size <= capacity:
-                    found.append((predicted_time(changed) / before - 1.0, size))
+                    found.append((predicted_step_time(changed) / before - 1.0, size))
     return sorted(found)
 
 
@@ -78,10 +78,10 @@ SMALL = "--vocab-size 1000 --seq-length 64 --num-layers 3 --micro-batch-size 2"
 def test_nothing_cheaper_is_missed(flags: str, world_size: int, share: float):
     run = load("tiny-llama", flags, world_size)
     capacity = int(share * needs(run))
-    cheapest, found = brute_force(run, capacity, 3), candidates(run, capacity)
+    cheapest, found = brute_force(run, capacity, 3), suggest_changes(run, capacity)
     if cheapest:
         # A per cent is not worth another kind of change.
-        assert cheapest[0][0] - 1e-9 <= found[0].cost <= cheapest[0][0] + 0.011
+        assert cheapest[0][0] - 1e-9 <= found[0].time_cost <= cheapest[0][0] + 0.011
     assert all(change.total_bytes <= capacity for change in found)
 
 
@@ -105,16 +105,16 @@ def test_a_run_that_fits_fully_sharded_is_told_so(
     run, room = load(preset, layout, world_size), (device_gb - 2) * GB
     fitting = load(preset, f"{layout} {change}", world_size)
     assert needs(fitting) / GB == pytest.approx(total_gb, abs=0.05)
-    found = candidates(run, room)
+    found = suggest_changes(run, room)
     assert len(found) >= 3
-    assert found[0].cost <= predicted_time(fitting) / predicted_time(run) - 1.0
+    assert found[0].time_cost <= predicted_step_time(fitting) / predicted_step_time(run) - 1.0
     assert f"{FSDP}_params" in found[0].flags
 
 
 def test_bf16_gradients_are_offered_where_they_are_allowed():
     flags = "--vocab-size 128256 --seq-length 8192"
     run = load("llama3-8b", flags)
-    best = candidates(run, 78 * GB)[0]
+    best = suggest_changes(run, 78 * GB)[0]
     assert "--main-grads-dtype bf16" in best.flags and "small parts of a gradient's sum are lost" in best.remark
     assert GRADIENTS in open_to(run)
     half = replace(run, precision=replace(run.precision, bf16=False, fp16=True))
@@ -124,7 +124,7 @@ def test_bf16_gradients_are_offered_where_they_are_allowed():
     for share in (0.95, 0.8, 0.6, 0.5):
         assert GRADIENTS not in offered(sharded, int(share * needs(sharded))), "refused where all is fully sharded"
     wide = petatron.load("llama3-8b", shlex.split(f"{BASE} {flags}".replace("--bf16", "")))
-    assert all(change.flags.startswith("--bf16 ") for change in candidates(wide, 78 * GB))
+    assert all(change.flags.startswith("--bf16 ") for change in suggest_changes(wide, 78 * GB))
     assert GRADIENTS in offered(wide, 78 * GB)
 
 
@@ -148,7 +148,7 @@ def test_sharing_more_where_gradients_are_narrow():
     flags = "--vocab-size 128256 --use-distributed-optimizer --main-grads-dtype bf16"
     run = load("llama3-8b", flags, 8)
     capacity = int(0.5 * needs(run))
-    change = next(change for change in candidates(run, capacity) if FSDP in change.flags)
+    change = next(change for change in suggest_changes(run, capacity) if FSDP in change.flags)
     assert f"{FSDP}_params --main-grads-dtype fp32" in change.flags
     assert needs(load("llama3-8b", f"{flags} {change.flags}", 8)) == change.total_bytes <= capacity
 
@@ -163,11 +163,11 @@ def test_more_than_three_changes_if_no_three_do():
     flags = f"{SMALL} --global-batch-size 8 --tp 2"
     run = load("tiny-llama", flags, 4)
     capacity = min(size for _, size in brute_force(run, needs(run), 3)) - 1
-    found = candidates(run, capacity)
+    found = suggest_changes(run, capacity)
     assert found
     for change in found:
         assert needs(load("tiny-llama", f"{flags} {change.flags}", 4)) == change.total_bytes <= capacity
-    assert candidates(run, capacity // 4) == []
+    assert suggest_changes(run, capacity // 4) == []
 
 
 def test_changes_that_the_layout_allows():
@@ -186,10 +186,10 @@ def test_changes_that_the_layout_allows():
 def test_the_search_is_short(monkeypatch: pytest.MonkeyPatch):
     """A plan of all stages is most of the work; there are more than ten thousand candidates."""
     plans: list[int] = []
-    made = advice.memory_plans
-    monkeypatch.setattr(advice, "memory_plans", lambda *a, **k: plans.append(1) or made(*a, **k))
+    made = advice.recompute_plans
+    monkeypatch.setattr(advice, "recompute_plans", lambda *a, **k: plans.append(1) or made(*a, **k))
     run = load("llama3-70b", "--vocab-size 128256 --tp 8 --pp 4 --global-batch-size 128 --micro-batch-size 4", 256)
     for share in (0.9, 0.25, 0.05, 0.01):
         plans.clear()
-        candidates(run, int(share * needs(run)))
+        suggest_changes(run, int(share * needs(run)))
         assert len(plans) < 1000

@@ -10,8 +10,8 @@ import pytest
 
 import petatron
 from petatron.config import RunConfig
-from petatron.estimate.memory.time_cost import predicted_time, visits_time
-from petatron.estimate.state_bytes import held_elements
+from petatron.estimate.memory.time_cost import optimizer_offload_time, predicted_step_time
+from petatron.estimate.state_bytes import local_element_counts
 
 # Llama-3-8B; the layers have 6.98e9 of 8.03e9 elements.
 FLAGS = "--mock-data --lr 1e-4 --train-iters 1 --bf16 --vocab-size 128256 --seq-length"
@@ -25,7 +25,7 @@ def load(flags: str, *, length: int = 8192, world_size: int = 8) -> RunConfig:
 
 def extra(flags: str, beside: str = "", *, length: int = 8192, world_size: int = 8) -> float:
     """Seconds that flags add to a run with other ones."""
-    times = [predicted_time(load(each, length=length, world_size=world_size)) for each in (flags, beside)]
+    times = [predicted_step_time(load(each, length=length, world_size=world_size)) for each in (flags, beside)]
     return times[0] - times[1]
 
 
@@ -50,7 +50,7 @@ def test_what_is_not_hidden_is_waited_for(world_size: int, link: float):
     batch = f"--global-batch-size {4 * world_size}"
     part = ELEMENTS * (1 - 1 / world_size) / link
     gradients, weights = 4 * part, 2 * part
-    ends = held_elements(load(batch, world_size=world_size)).ends / ELEMENTS
+    ends = local_element_counts(load(batch, world_size=world_size)).embedding_and_head / ELEMENTS
     copy = 2 * 2 * ELEMENTS / 4e12
     near = partial(pytest.approx, rel=0.03, abs=0.01 * gradients)
     measure = partial(extra, length=64, world_size=world_size)
@@ -68,7 +68,7 @@ def test_fully_sharded_weights_in_eight_bits_are_cast_for_every_use():
     batch = "--micro-batch-size 4 --global-batch-size 64"
     plain = extra(f"{batch} {STRATEGY} optim_grads", f"{batch} {HIDDEN}")
     eight = extra(f"{batch} {STRATEGY} optim_grads --fp8-hybrid", f"{batch} {HIDDEN} --fp8-hybrid")
-    ends = held_elements(load(batch)).ends
+    ends = local_element_counts(load(batch)).embedding_and_head
     assert eight - plain == pytest.approx(2 * 2 * 6 * (ELEMENTS - ends) / 4e12)
 
 
@@ -86,5 +86,5 @@ def test_fully_sharded_weights_in_eight_bits_are_cast_for_every_use():
 def test_optimizer_offload_takes_what_is_away_over_the_link(flags: str, bytes_each: float):
     """docs/memory.md: 0.24 s per billion parameters, 0.16 with narrow moments; fully sharded, master weights stay."""
     run = load(f"--optimizer-cpu-offload {flags}")
-    assert visits_time(run) == pytest.approx(bytes_each * ELEMENTS / 50e9)
-    assert visits_time(replace(run, memory=replace(run.memory, optimizer_cpu_offload=False))) == 0.0
+    assert optimizer_offload_time(run) == pytest.approx(bytes_each * ELEMENTS / 50e9)
+    assert optimizer_offload_time(replace(run, memory=replace(run.memory, optimizer_cpu_offload=False))) == 0.0

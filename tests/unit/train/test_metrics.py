@@ -15,10 +15,10 @@ from petatron.train.report.metrics import (
     IntervalMeter,
     LogRecord,
     StepMetrics,
-    as_text,
-    duration,
     event_record,
-    megatron_line,
+    format_duration,
+    format_record,
+    megatron_log_line,
     perplexity,
     validation_line,
     validation_record,
@@ -52,7 +52,7 @@ def meter(clock: Clock, **changes: object) -> IntervalMeter:
 
 def test_an_interval_adds_up() -> None:
     clock = Clock()
-    interval = meter(clock, consumed_tokens=5000, memory=lambda: 42)
+    interval = meter(clock, consumed_tokens=5000, read_memory_bytes=lambda: 42)
     interval.update(step(3, 2.0))
     interval.update(step(4, 4.0, grad_norm=torch.tensor(0.5), loss_scale=8.0, num_zeros=7, params_norm=3.0))
     clock.now = 0.5
@@ -155,7 +155,7 @@ def test_reporting_nothing_is_a_mistake_of_ours() -> None:
 
 
 def test_the_line_to_the_letter() -> None:
-    line = megatron_line(log_record())
+    line = megatron_log_line(log_record())
     stamp = re.match(r" \[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6})\] ", line)
     assert stamp is not None
     assert line[stamp.end() :] == (
@@ -185,18 +185,18 @@ def test_the_line_to_the_letter() -> None:
     ],
 )
 def test_the_usual_log_parsers(pattern: str, value: tuple[str, ...]) -> None:
-    found = re.search(pattern, megatron_line(log_record(num_zeros=12, params_norm=99.5, skipped=2, nan=1)))
+    found = re.search(pattern, megatron_log_line(log_record(num_zeros=12, params_norm=99.5, skipped=2, nan=1)))
     assert found is not None and found.groups() == value
 
 
 def test_fields_split_at_bars() -> None:
-    fields = dict(part.rsplit(":", 1) for part in megatron_line(log_record(eta_s=None)).split("|")[1:-1])
+    fields = dict(part.rsplit(":", 1) for part in megatron_log_line(log_record(eta_s=None)).split("|")[1:-1])
     assert float(fields[" lm loss"]) == 6.123456
     assert fields[" ETA"].strip() == "n/a"
 
 
 def test_optional_fields_are_left_out() -> None:
-    line = megatron_line(log_record(lm_loss=None, grad_norm=None, mfu=None), throughput=False)
+    line = megatron_log_line(log_record(lm_loss=None, grad_norm=None, mfu=None), throughput=False)
     for absent in ("lm loss", "grad norm", "num zeros", "params norm", "throughput per GPU"):
         assert absent not in line
     assert " MFU: n/a |" in line
@@ -214,7 +214,7 @@ def test_perplexity_is_capped() -> None:
 
 
 def test_durations() -> None:
-    assert [duration(x) for x in (0.4, 3661, 90061, None, math.inf)] == [
+    assert [format_duration(x) for x in (0.4, 3661, 90061, None, math.inf)] == [
         "0:00:00",
         "1:01:01",
         "1 day, 1:01:01",
@@ -226,6 +226,6 @@ def test_durations() -> None:
 def test_records_round_trip_and_read_as_text() -> None:
     record = log_record()
     assert LogRecord.from_record(record.as_record()) == record
-    assert as_text(record.as_record()) == megatron_line(record)
-    assert "on test set" in as_text(validation_record(iteration=1, lm_loss=1.0, consumed_samples=8, split="test"))
-    assert as_text(event_record("resumed at iteration 5", iteration=5)) == "resumed at iteration 5"
+    assert format_record(record.as_record()) == megatron_log_line(record)
+    assert "on test set" in format_record(validation_record(iteration=1, lm_loss=1.0, consumed_samples=8, split="test"))
+    assert format_record(event_record("resumed at iteration 5", iteration=5)) == "resumed at iteration 5"

@@ -12,7 +12,7 @@ import torch
 
 from petatron.base.errors import ConfigError
 from petatron.config import load_config, resolve_config
-from petatron.train.report.profiler import StepProfile, profile_directory
+from petatron.train.report.profiler import StepProfiler, profile_directory
 from petatron.train.run import run_training
 from tests.heard import heard
 from tests.parity.harness import TINY, tiny_run
@@ -53,18 +53,18 @@ def test_rank_0_speaks_for_the_ranks_that_are_traced(tmp_path: Path):
     told: list[str] = []
     for rank in (1, 0):
         run = tiny_run(flags, world_size=2)
-        profile = StepProfile(run, rank=rank, iterations=20, device=torch.device("cpu"), tell=told.append)
+        profile = StepProfiler(run, rank=rank, iterations=20, device=torch.device("cpu"), log_event=told.append)
         profile.begin(1)
     assert told == [f"--profile: will trace iterations 10 to 11 on rank 1 into {tmp_path}"]
 
 
-def start(flags: str, *, rank: int = 0, iterations: int = 20) -> tuple[StepProfile, list[str]]:
+def start(flags: str, *, rank: int = 0, iterations: int = 20) -> tuple[StepProfiler, list[str]]:
     told: list[str] = []
     device = torch.device("cpu")
-    return StepProfile(tiny_run(flags), rank=rank, iterations=iterations, device=device, tell=told.append), told
+    return StepProfiler(tiny_run(flags), rank=rank, iterations=iterations, device=device, log_event=told.append), told
 
 
-def steps(profile: StepProfile, numbers: range) -> None:
+def steps(profile: StepProfiler, numbers: range) -> None:
     with profile:
         for number in numbers:
             profile.begin(number)
@@ -142,7 +142,7 @@ def test_another_rank_says_that_it_could_not_write(tmp_path: Path):
     """As an error: of other ranks than 0 nothing else is shown."""
     folder, told = tmp_path / "traces", list[str]()
     run = tiny_run(f"--tp 2 --profile --profile-ranks 0 1 --profile-dir {folder} --profile-step-start 1", world_size=2)
-    profile = StepProfile(run, rank=1, iterations=20, device=torch.device("cpu"), tell=told.append)
+    profile = StepProfiler(run, rank=1, iterations=20, device=torch.device("cpu"), log_event=told.append)
     folder.rmdir()
     folder.write_text("in the way")
     with heard("petatron", level=logging.ERROR) as messages:

@@ -17,7 +17,7 @@ from petatron.base.errors import ConfigError, TrainError
 from petatron.config.schema.training import LogConfig
 from petatron.train.report.console import ConsoleSink
 from petatron.train.report.metrics import event_record, validation_record
-from petatron.train.report.sinks import METRICS_FILE, JsonlSink, TensorBoardSink, WandbSink, build_sinks, scalars
+from petatron.train.report.sinks import METRICS_FILE, JsonlSink, TensorBoardSink, WandbSink, build_sinks, tagged_scalars
 from tests.unit.train.records import log_record
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,7 +73,7 @@ def test_jsonl_is_strict_json_even_with_nan(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / METRICS_FILE)
     sink.write({"kind": "train", "iteration": 1, "lm_loss": math.nan, "list": [math.inf, {"x": -math.inf}]})
     text = (tmp_path / METRICS_FILE).read_text()
-    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    found = json.loads(text, parse_constant=lambda name: pytest.record_failure(f"{name} is not JSON"))
     assert math.isnan(float(found["lm_loss"])) and found["list"] == ["inf", {"x": "-inf"}]
 
 
@@ -115,15 +115,17 @@ def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
 
 
 def test_scalars_use_megatrons_tags() -> None:
-    values = scalars(log_record(mfu=None).as_record())
+    values = tagged_scalars(log_record(mfu=None).as_record())
     assert values["lm loss"] == 6.123456
     assert values["iteration-time"] == pytest.approx(0.51234)
     assert {"learning-rate", "batch-size", "loss-scale", "grad-norm", "throughput"} <= values.keys()
     assert "mfu" not in values and "num-zeros" not in values
-    valid = scalars(validation_record(iteration=1, lm_loss=0.0, consumed_samples=1))
+    valid = tagged_scalars(validation_record(iteration=1, lm_loss=0.0, consumed_samples=1))
     assert valid == {"lm loss validation": 0.0, "lm loss validation ppl": 1.0}
-    assert "lm loss test" in scalars(validation_record(iteration=1, lm_loss=0.0, consumed_samples=1, split="test"))
-    assert scalars(event_record("x", iteration=1)) == {}
+    assert "lm loss test" in tagged_scalars(
+        validation_record(iteration=1, lm_loss=0.0, consumed_samples=1, split="test")
+    )
+    assert tagged_scalars(event_record("x", iteration=1)) == {}
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_wandb(tmp_path: Path, wandb_runs: list[FakeRun]) -> None:
-    sink = WandbSink("project", name="first", directory=tmp_path, run_facts={"num_layers": 2})
+    sink = WandbSink("project", name="first", directory=tmp_path, config_values={"num_layers": 2})
     sink.write(log_record().as_record())
     sink.write(event_record("saved", iteration=100))
     sink.close()

@@ -16,7 +16,7 @@ from petatron.config import TrainConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train import loop as loop_module
-from petatron.train.signals import Stopping
+from petatron.train.signals import StopMonitor
 from tests.dist import RankPool
 from tests.heard import heard
 from tests.unit.train.test_loop import SMALL, start, tiny_run
@@ -51,7 +51,7 @@ def test_one_rank_stops_after_the_step_that_a_signal_came_in(
     monkeypatch.setattr(loop_module, "train_step", interrupted)
     _, loop, sink = start(tiny_run(f"{SMALL} --train-iters 5 --save {tmp_path}"))
     outcome = loop.run()
-    assert (outcome.iteration, outcome.stopped_early) == (2, "received SIGINT")
+    assert (outcome.iteration, outcome.stop_reason) == (2, "received SIGINT")
     assert sink.column("iteration") == [1, 2]
     messages = sink.column("message", "event")
     assert "stopping at iteration 2: received SIGINT" in messages and "saved checkpoint of iteration 2" in messages[-1]
@@ -68,8 +68,8 @@ def test_one_rank_stops_after_the_step_that_a_signal_came_in(
 )
 def test_a_signal_is_answered_once_and_at_once(told: list[str], number: signal.Signals, saves: bool, said: str):
     before = signal.getsignal(number), threading.active_count()
-    with Stopping(TrainConfig(), ParallelMesh.single().control, saves=saves) as stopping:
-        assert stopping.reason(1) is None
+    with StopMonitor(TrainConfig(), ParallelMesh.single().control, will_save=saves) as stopping:
+        assert stopping.stop_reason(1) is None
         os.kill(os.getpid(), number)
         until(lambda: bool(told))
         if number == signal.SIGINT:
@@ -77,14 +77,14 @@ def test_a_signal_is_answered_once_and_at_once(told: list[str], number: signal.S
                 os.kill(os.getpid(), number)
         else:
             os.kill(os.getpid(), number)
-        assert stopping.reason(2) == f"received {number.name}"
+        assert stopping.stop_reason(2) == f"received {number.name}"
     assert told == [said]
     assert (signal.getsignal(number), threading.active_count()) == before and signal.set_wakeup_fd(-1) == -1
 
 
 def test_it_is_said_while_the_main_thread_is_busy_elsewhere(told: list[str]):
     """A signal that another thread gets: Python's handler must wait for the main thread, the line need not."""
-    with Stopping(TrainConfig(), ParallelMesh.single().control) as stopping:
+    with StopMonitor(TrainConfig(), ParallelMesh.single().control) as stopping:
         threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
         lock = threading.Lock()
         lock.acquire()
@@ -92,11 +92,11 @@ def test_it_is_said_while_the_main_thread_is_busy_elsewhere(told: list[str]):
         waiter.start()
         lock.acquire()  # a wait in a library, from which no bytecode is run
         waiter.join()
-        assert stopping.reason(1) == "received SIGTERM"
+        assert stopping.stop_reason(1) == "received SIGTERM"
 
 
 def test_an_interrupt_between_two_others_is_not_forgotten():
-    with Stopping(TrainConfig(), ParallelMesh.single().control):
+    with StopMonitor(TrainConfig(), ParallelMesh.single().control):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
@@ -105,17 +105,17 @@ def test_an_interrupt_between_two_others_is_not_forgotten():
 
 def test_one_rank_heeds_a_time_limit_at_once():
     control = ParallelMesh.single().control
-    with Stopping(TrainConfig(exit_duration_in_mins=1.0), control, started_s=time.monotonic() - 61) as stopping:
-        assert stopping.reason(1) == "--exit-duration-in-mins 1 is over"
+    with StopMonitor(TrainConfig(exit_duration_in_mins=1.0), control, started_s=time.monotonic() - 61) as stopping:
+        assert stopping.stop_reason(1) == "--exit-duration-in-mins 1 is over"
 
 
 def _two_ranks() -> tuple[list[str | None], list[str]]:
     mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
-    with heard("petatron.train.signals") as said, Stopping(TrainConfig(), mesh.control) as stopping:
+    with heard("petatron.train.signals") as said, StopMonitor(TrainConfig(), mesh.control) as stopping:
         if mesh.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: bool(said))
-        reasons = [stopping.reason(iteration) for iteration in (1, 2)]
+        reasons = [stopping.stop_reason(iteration) for iteration in (1, 2)]
     return reasons, said
 
 
@@ -138,7 +138,7 @@ def test_one_rank_stops_an_evaluation_at_the_next_batch_and_saves(tmp_path: Path
 
     monkeypatch.setattr(state.model, "evaluate", interrupted)
     outcome = loop.run()
-    assert (outcome.iteration, outcome.stopped_early, outcome.valid_loss, len(seen)) == (2, "received SIGINT", None, 3)
+    assert (outcome.iteration, outcome.stop_reason, outcome.valid_loss, len(seen)) == (2, "received SIGINT", None, 3)
     assert not sink.column("lm_loss", "valid")
     assert sink.column("message", "event")[-3:] == [
         "the evaluation (valid) was interrupted after 3 of 50 batches and reports no loss",
@@ -162,7 +162,7 @@ def test_the_evaluations_after_the_last_step_are_interrupted_too(
         return look(batches)
 
     monkeypatch.setattr(state.model, "evaluate", interrupted)
-    assert loop.run().stopped_early == "received SIGTERM"
+    assert loop.run().stop_reason == "received SIGTERM"
     assert told == ["SIGTERM: stopping the evaluation"], "what is saved was saved before it"
     assert len(sink.column("split", "valid")) == (split == "test")
 
@@ -170,11 +170,11 @@ def test_the_evaluations_after_the_last_step_are_interrupted_too(
 def _asked_at(slow_ms: list[float]) -> tuple[list[int], str | None, int]:
     """The batches at which a rank of two asks, when rank 1 gets a signal at batch 60 and ranks are unequally slow."""
     mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
-    with Stopping(TrainConfig(), mesh.control) as stopping, stopping.watch_evaluation(saves=True) as watch:
+    with StopMonitor(TrainConfig(), mesh.control) as stopping, stopping.evaluation_stop_check(will_save=True) as watch:
         asked: list[int] = []
         for batch in range(10_000):
             before = mesh.record.count
-            reason = watch.reason(batch)
+            reason = watch.stop_reason(batch)
             if mesh.record.count > before:
                 asked.append(batch)
             if reason is not None:

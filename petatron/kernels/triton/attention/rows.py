@@ -19,7 +19,9 @@ from torch import Tensor
 
 
 @triton.jit
-def _copy(tokens, rows, row, number, length, batch_stride, sequence_stride, WIDTH: tl.constexpr, GATHER: tl.constexpr):
+def _copy_row(
+    tokens, rows, row, number, length, batch_stride, sequence_stride, WIDTH: tl.constexpr, GATHER: tl.constexpr
+):
     BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -34,7 +36,7 @@ def _copy(tokens, rows, row, number, length, batch_stride, sequence_stride, WIDT
 
 
 @triton.jit
-def _move(
+def _move_packed_rows(
     source,
     length,
     tokens_0,
@@ -56,38 +58,38 @@ def _move(
 ):
     row = tl.program_id(0)
     number = tl.load(source + row)
-    _copy(tokens_0, rows_0, row, number, length, batch_0, sequence_0, WIDTH_0, GATHER)
+    _copy_row(tokens_0, rows_0, row, number, length, batch_0, sequence_0, WIDTH_0, GATHER)
     if WIDTH_1 > 0:
-        _copy(tokens_1, rows_1, row, number, length, batch_1, sequence_1, WIDTH_1, GATHER)
+        _copy_row(tokens_1, rows_1, row, number, length, batch_1, sequence_1, WIDTH_1, GATHER)
     if WIDTH_2 > 0:
-        _copy(tokens_2, rows_2, row, number, length, batch_2, sequence_2, WIDTH_2, GATHER)
+        _copy_row(tokens_2, rows_2, row, number, length, batch_2, sequence_2, WIDTH_2, GATHER)
 
 
-def gather_rows(tensors_SBHE: Sequence[Tensor], source_R: Tensor) -> list[Tensor]:
+def gather_rows(tensors_SBHE: Sequence[Tensor], token_index_R: Tensor) -> list[Tensor]:
     """[R, H, E] of each: the token that a row asks for, zeros where it asks for none."""
     tokens = [x if _row_is_dense(x) else x.contiguous() for x in tensors_SBHE]
-    rows = [torch.empty((source_R.shape[0], *x.shape[2:]), dtype=x.dtype, device=x.device) for x in tokens]
-    _launch(tokens, rows, source_R, gather=True)
+    rows = [torch.empty((token_index_R.shape[0], *x.shape[2:]), dtype=x.dtype, device=x.device) for x in tokens]
+    _launch(tokens, rows, token_index_R, gather=True)
     return rows
 
 
-def scatter_rows(rows_RHE: Sequence[Tensor], source_R: Tensor, *, into_SBHE: Sequence[Tensor]) -> None:
+def scatter_rows(rows_RHE: Sequence[Tensor], token_index_R: Tensor, *, into_SBHE: Sequence[Tensor]) -> None:
     """Write rows to their tokens, as many tensors as there are to write into; padding goes nowhere."""
     assert all(_row_is_dense(x) for x in into_SBHE), "the heads of a token are to lie next to each other"
-    _launch(into_SBHE, [x.contiguous() for x in rows_RHE], source_R, gather=False)
+    _launch(into_SBHE, [x.contiguous() for x in rows_RHE], token_index_R, gather=False)
 
 
 def _row_is_dense(x_SBHE: Tensor) -> bool:
     return x_SBHE.stride(3) == 1 and x_SBHE.stride(2) == x_SBHE.shape[3]
 
 
-def _launch(tokens: Sequence[Tensor], rows: Sequence[Tensor], source_R: Tensor, *, gather: bool) -> None:
+def _launch(tokens: Sequence[Tensor], rows: Sequence[Tensor], token_index_R: Tensor, *, gather: bool) -> None:
     count = len(tokens)
     assert 1 <= count == len(rows) <= 3, "one to three tensors at once"
     numbers = [min(number, count - 1) for number in range(3)]  # a tensor that is not there stands for nothing
     widths = [x.shape[2] * x.shape[3] for x in tokens] + [0, 0]
-    _move[(source_R.shape[0],)](
-        source_R,
+    _move_packed_rows[(token_index_R.shape[0],)](
+        token_index_R,
         tokens[0].shape[0],
         *(tokens[number] for number in numbers),
         *(rows[number] for number in numbers),

@@ -31,13 +31,13 @@ from torch import Tensor
 
 from petatron.kernels.fp8.cast_and_gemm import (
     BLOCK,
-    SQUARES_MULTIPLE,
-    Cast,
+    BLOCK_SCALE_MULTIPLE,
     Fp8Kernels,
-    Operand,
-    hardware_grouped_product,
-    hardware_product,
-    top_exponent,
+    Fp8Matrix,
+    Fp8Operand,
+    hardware_gemm,
+    hardware_grouped_gemm,
+    max_exponent,
 )
 
 _TILE = BLOCK
@@ -51,27 +51,27 @@ _NOT_FINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def magnitude(x):
+def magnitude_bits(x):
     """The bits of |x|."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
 def _scale_bits(bits, TOP: tl.constexpr):
-    """The bits of the scale for a largest magnitude, see `power_scale`."""
+    """The bits of the scale for a largest magnitude, see `power_of_two_scale`."""
     exponent = ((bits + 0x1FFFFF) >> 23) - 127 - TOP
     exponent = tl.minimum(tl.maximum(exponent, -126), 126)
     return tl.where((bits > 0) & (bits < _NOT_FINITE), (exponent + 127) << 23, 127 << 23)
 
 
 @triton.jit
-def inverse_of(scale_bits):
+def inverse_scale(scale_bits):
     """1 / scale, of a power of two in bits."""
     return ((254 << 23) - scale_bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def rounded(x, inverse, dtype: tl.constexpr):
+def quantise_unclamped(x, inverse, dtype: tl.constexpr):
     """x / scale in eight bits, with a scale that comes from the numbers themselves, which leaves none too large."""
     x = x.to(tl.float32)
     # x - x is 0, and NaN for what is not finite.
@@ -79,7 +79,7 @@ def rounded(x, inverse, dtype: tl.constexpr):
 
 
 @triton.jit
-def _round_limited(x, inverse, dtype: tl.constexpr, TOP: tl.constexpr):
+def _quantise_clamped(x, inverse, dtype: tl.constexpr, TOP: tl.constexpr):
     x = x.to(tl.float32)
     limit: tl.constexpr = 1.75 * 2**TOP
     # Minimum and maximum drop NaN, so it comes back afterwards.
@@ -87,7 +87,7 @@ def _round_limited(x, inverse, dtype: tl.constexpr, TOP: tl.constexpr):
 
 
 @triton.jit
-def _tile(tile, R, C, TILE: tl.constexpr):
+def _tile_offsets(tile, R, C, TILE: tl.constexpr):
     across = tl.cdiv(C, TILE)
     row = (tile // across) * TILE + tl.arange(0, TILE)
     column = (tile % across) * TILE + tl.arange(0, TILE)
@@ -111,14 +111,14 @@ def _store_columns(out_CR, values, row, column, R, C):
 
 
 @triton.jit
-def _largest(x, amax, count, RUN: tl.constexpr):
+def _amax(x, amax, count, RUN: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * RUN + tl.arange(0, RUN)
-    bits = magnitude(tl.load(x + at, mask=at < count, other=0.0))
+    bits = magnitude_bits(tl.load(x + at, mask=at < count, other=0.0))
     tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["latest", "cleared"])
-def _next_scale(history_L, scale, latest, cleared, LENGTH: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
+def _update_scale(history_L, scale, latest, cleared, LENGTH: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     bits = tl.load(history_L + at, mask=at < LENGTH, other=0)
     bits = tl.where(bits < _NOT_FINITE, bits, 0)
@@ -131,33 +131,33 @@ def _cast_tensor(
     x_RC, rows_RC, columns_CR, scale, amax, R, C, DELAYED: tl.constexpr, TOP: tl.constexpr, TILE: tl.constexpr
 ):
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, column, inside = _tile(tile, R, C, TILE)
+    row, column, inside = _tile_offsets(tile, R, C, TILE)
     x = _load(x_RC, row, column, inside, C)
     dtype: tl.constexpr = rows_RC.dtype.element_ty
     if DELAYED:
-        values = _round_limited(x, inverse_of(tl.load(scale)), dtype, TOP)
+        values = _quantise_clamped(x, inverse_scale(tl.load(scale)), dtype, TOP)
     else:
         scale_bits = _scale_bits(tl.load(amax), TOP)
         if tile == 0:
             tl.store(scale, scale_bits)
-        values = rounded(x, inverse_of(scale_bits), dtype)
+        values = quantise_unclamped(x, inverse_scale(scale_bits), dtype)
     _store_rows(rows_RC, values, row, column, inside, C)
     _store_columns(columns_CR, values, row, column, R, C)
     if DELAYED:  # last, so that fewer registers are in use at once
-        tl.atomic_max(amax, tl.max(magnitude(x)), sem="relaxed")
+        tl.atomic_max(amax, tl.max(magnitude_bits(x)), sem="relaxed")
 
 
 @triton.jit
-def _largest_of_lines(x_RC, rows_R, columns_C, R, C, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    row, column, inside = _tile(tl.program_id(0), R, C, TILE)
-    bits = magnitude(_load(x_RC, row, column, inside, C))
+def _row_and_column_amax(x_RC, rows_R, columns_C, R, C, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    row, column, inside = _tile_offsets(tl.program_id(0), R, C, TILE)
+    bits = magnitude_bits(_load(x_RC, row, column, inside, C))
     tl.atomic_max(rows_R + row, tl.max(bits, axis=1), mask=row < R, sem="relaxed")
     if COLUMNS:
         tl.atomic_max(columns_C + column, tl.max(bits, axis=0), mask=column < C, sem="relaxed")
 
 
 @triton.jit
-def _cast_lines(
+def _cast_rows_and_columns(
     x_RC,
     rows_RC,
     columns_CR,
@@ -172,18 +172,18 @@ def _cast_lines(
     TILE: tl.constexpr,
 ):
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, column, inside = _tile(tile, R, C, TILE)
+    row, column, inside = _tile_offsets(tile, R, C, TILE)
     x = _load(x_RC, row, column, inside, C)
     dtype: tl.constexpr = rows_RC.dtype.element_ty
     bits_R = _scale_bits(tl.load(amax_R + row, mask=row < R, other=0), TOP)
     if tile % tl.cdiv(C, TILE) == 0:
         tl.store(scale_R + row, bits_R, mask=row < R)
-    _store_rows(rows_RC, rounded(x, inverse_of(bits_R)[:, None], dtype), row, column, inside, C)
+    _store_rows(rows_RC, quantise_unclamped(x, inverse_scale(bits_R)[:, None], dtype), row, column, inside, C)
     if COLUMNS:
         bits_C = _scale_bits(tl.load(amax_C + column, mask=column < C, other=0), TOP)
         if tile < tl.cdiv(C, TILE):
             tl.store(scale_C + column, bits_C, mask=column < C)
-        _store_columns(columns_CR, rounded(x, inverse_of(bits_C)[None, :], dtype), row, column, R, C)
+        _store_columns(columns_CR, quantise_unclamped(x, inverse_scale(bits_C)[None, :], dtype), row, column, R, C)
 
 
 @triton.jit
@@ -191,20 +191,20 @@ def _cast_blocks(x_RC, rows_RC, columns_CR, scale_R, scale_C, R, C, TOP: tl.cons
     """`scale_R` is [C / 128, R] in memory, `scale_C` [R / 128, C]."""
     tile = tl.program_id(0)
     across = tl.cdiv(C, TILE)
-    row, column, inside = _tile(tile, R, C, TILE)
+    row, column, inside = _tile_offsets(tile, R, C, TILE)
     x = _load(x_RC, row, column, inside, C)
     dtype: tl.constexpr = rows_RC.dtype.element_ty
-    bits = magnitude(x)
+    bits = magnitude_bits(x)
     bits_R = _scale_bits(tl.max(bits, axis=1), TOP)
     bits_C = _scale_bits(tl.max(bits, axis=0), TOP)
     tl.store(scale_R + (tile % across).to(tl.int64) * R + row, bits_R, mask=row < R)
     tl.store(scale_C + (tile // across).to(tl.int64) * C + column, bits_C, mask=column < C)
-    _store_rows(rows_RC, rounded(x, inverse_of(bits_R)[:, None], dtype), row, column, inside, C)
-    _store_columns(columns_CR, rounded(x, inverse_of(bits_C)[None, :], dtype), row, column, R, C)
+    _store_rows(rows_RC, quantise_unclamped(x, inverse_scale(bits_R)[:, None], dtype), row, column, inside, C)
+    _store_columns(columns_CR, quantise_unclamped(x, inverse_scale(bits_C)[None, :], dtype), row, column, R, C)
 
 
 @triton.jit
-def _cast_squares(
+def _cast_square_blocks(
     x_RC,
     rows_RC,
     columns_CR,
@@ -219,66 +219,66 @@ def _cast_squares(
 ):
     tile = tl.program_id(0)
     across = tl.cdiv(C, TILE)
-    row, column, inside = _tile(tile, R, C, TILE)
+    row, column, inside = _tile_offsets(tile, R, C, TILE)
     x = _load(x_RC, row, column, inside, C)
-    bits = _scale_bits(tl.max(magnitude(x)), TOP)
+    bits = _scale_bits(tl.max(magnitude_bits(x)), TOP)
     tl.store(scale_rows + (tile // across) * rows_stride + tile % across, bits)
     tl.store(scale_columns + (tile % across) * columns_stride + tile // across, bits)
-    values = rounded(x, inverse_of(bits), rows_RC.dtype.element_ty)
+    values = quantise_unclamped(x, inverse_scale(bits), rows_RC.dtype.element_ty)
     _store_rows(rows_RC, values, row, column, inside, C)
     _store_columns(columns_CR, values, row, column, R, C)
 
 
-def raise_largest(x_RC: Tensor, amax: Tensor) -> None:
+def update_amax(x_RC: Tensor, amax: Tensor) -> None:
     x_RC = x_RC.contiguous()
-    _largest[(triton.cdiv(x_RC.numel(), _RUN),)](x_RC, _bits(amax), x_RC.numel(), RUN=_RUN, num_warps=_WARPS)
+    _amax[(triton.cdiv(x_RC.numel(), _RUN),)](x_RC, _bits(amax), x_RC.numel(), RUN=_RUN, num_warps=_WARPS)
 
 
-def next_scale(
+def update_scale(
     history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
 ) -> None:
     length = history_L.numel()
-    _next_scale[(1,)](
+    _update_scale[(1,)](
         _bits(history_L),
         _bits(scale),
         latest if most_recent else -1,
         cleared,
         LENGTH=length,
-        TOP=top_exponent(dtype),
+        TOP=max_exponent(dtype),
         BLOCK=triton.next_power_of_2(length),
         num_warps=1,
     )
 
 
-def cast_tensor(x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Cast:
+def cast_tensor(x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Fp8Matrix:
     x_RC = x_RC.contiguous()
     if amax is None:
         amax = torch.zeros(1, dtype=torch.float32, device=x_RC.device)
-        raise_largest(x_RC, amax)
-    return _whole(x_RC, dtype, torch.empty_like(amax), amax, delayed=False)
+        update_amax(x_RC, amax)
+    return _cast_with_scale(x_RC, dtype, torch.empty_like(amax), amax, delayed=False)
 
 
-def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Cast:
-    return _whole(x_RC.contiguous(), dtype, scale, amax, delayed=True)
+def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
+    return _cast_with_scale(x_RC.contiguous(), dtype, scale, amax, delayed=True)
 
 
-def cast_rows(x_RC: Tensor, dtype: torch.dtype) -> Cast:
-    rows, columns = _lines(x_RC, dtype, transposed=True)
+def cast_rows(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
+    rows, columns = _cast_rowwise(x_RC, dtype, transposed=True)
     assert columns is not None
-    return Cast(rows, columns)
+    return Fp8Matrix(rows, columns)
 
 
-def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Operand:
-    return _lines(x_RC, dtype, transposed=False)[0]
+def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
+    return _cast_rowwise(x_RC, dtype, transposed=False)[0]
 
 
-def cast_blocks(x_RC: Tensor, dtype: torch.dtype) -> Cast:
+def cast_blocks(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
     x_RC = x_RC.contiguous()
     R, C = x_RC.shape
     rows, columns = _outputs(x_RC, dtype)
     scale_R = x_RC.new_empty((triton.cdiv(C, BLOCK), R), dtype=torch.float32)
     scale_C = x_RC.new_empty((triton.cdiv(R, BLOCK), C), dtype=torch.float32)
-    _cast_blocks[(_tiles(R, C),)](
+    _cast_blocks[(_num_tiles(R, C),)](
         x_RC,
         rows,
         columns,
@@ -286,20 +286,20 @@ def cast_blocks(x_RC: Tensor, dtype: torch.dtype) -> Cast:
         _bits(scale_C),
         R,
         C,
-        TOP=top_exponent(dtype),
+        TOP=max_exponent(dtype),
         TILE=_TILE,
         num_warps=_WARPS,
         maxnreg=_REGISTERS_BLOCKS,
     )
-    return Cast(Operand(rows, scale_R.t(), "blocks"), Operand(columns, scale_C.t(), "blocks"))
+    return Fp8Matrix(Fp8Operand(rows, scale_R.t(), "blocks"), Fp8Operand(columns, scale_C.t(), "blocks"))
 
 
-def cast_squares(x_RC: Tensor, dtype: torch.dtype) -> Cast:
+def cast_blocks_2d(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
     x_RC = x_RC.contiguous()
     R, C = x_RC.shape
     rows, columns = _outputs(x_RC, dtype)
-    scale_rows, scale_columns = _squares(x_RC, R, C), _squares(x_RC, C, R)
-    _cast_squares[(_tiles(R, C),)](
+    scale_rows, scale_columns = _empty_block_scales(x_RC, R, C), _empty_block_scales(x_RC, C, R)
+    _cast_square_blocks[(_num_tiles(R, C),)](
         x_RC,
         rows,
         columns,
@@ -309,17 +309,17 @@ def cast_squares(x_RC: Tensor, dtype: torch.dtype) -> Cast:
         C,
         scale_rows.stride(0),
         scale_columns.stride(0),
-        TOP=top_exponent(dtype),
+        TOP=max_exponent(dtype),
         TILE=_TILE,
         num_warps=_WARPS,
     )
-    return Cast(Operand(rows, scale_rows, "squares"), Operand(columns, scale_columns, "squares"))
+    return Fp8Matrix(Fp8Operand(rows, scale_rows, "squares"), Fp8Operand(columns, scale_columns, "squares"))
 
 
-def _whole(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, delayed: bool) -> Cast:
+def _cast_with_scale(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, delayed: bool) -> Fp8Matrix:
     R, C = x_RC.shape
     rows, columns = _outputs(x_RC, dtype)
-    _cast_tensor[(_tiles(R, C),)](
+    _cast_tensor[(_num_tiles(R, C),)](
         x_RC,
         rows,
         columns,
@@ -328,24 +328,24 @@ def _whole(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, del
         R,
         C,
         DELAYED=delayed,
-        TOP=top_exponent(dtype),
+        TOP=max_exponent(dtype),
         TILE=_TILE,
         num_warps=_WARPS,
     )
-    return Cast(Operand(rows, scale, "tensor"), Operand(columns, scale, "tensor"))
+    return Fp8Matrix(Fp8Operand(rows, scale, "tensor"), Fp8Operand(columns, scale, "tensor"))
 
 
-def _lines(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[Operand, Operand | None]:
+def _cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[Fp8Operand, Fp8Operand | None]:
     x_RC = x_RC.contiguous()
     R, C = x_RC.shape
     rows, columns = _outputs(x_RC, dtype, transposed=transposed)
-    grid = (_tiles(R, C),)
+    grid = (_num_tiles(R, C),)
     largest = torch.zeros(R + C if transposed else R, dtype=torch.int32, device=x_RC.device)
     amax_R, amax_C = largest[:R], largest[R:]
-    _largest_of_lines[grid](x_RC, amax_R, amax_C, R, C, COLUMNS=transposed, TILE=_TILE, num_warps=_WARPS)
+    _row_and_column_amax[grid](x_RC, amax_R, amax_C, R, C, COLUMNS=transposed, TILE=_TILE, num_warps=_WARPS)
     scale_R = x_RC.new_empty((R, 1), dtype=torch.float32)
     scale_C = x_RC.new_empty((C if transposed else 0, 1), dtype=torch.float32)
-    _cast_lines[grid](
+    _cast_rows_and_columns[grid](
         x_RC,
         rows,
         columns,
@@ -356,12 +356,12 @@ def _lines(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[Opera
         R,
         C,
         COLUMNS=transposed,
-        TOP=top_exponent(dtype),
+        TOP=max_exponent(dtype),
         TILE=_TILE,
         num_warps=_WARPS,
         maxnreg=_REGISTERS_LINES,
     )
-    return Operand(rows, scale_R, "rows"), Operand(columns, scale_C, "rows") if transposed else None
+    return Fp8Operand(rows, scale_R, "rows"), Fp8Operand(columns, scale_C, "rows") if transposed else None
 
 
 def _outputs(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool = True) -> tuple[Tensor, Tensor]:
@@ -372,13 +372,13 @@ def _outputs(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool = True) -> tu
     return torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((C, R) if transposed else (0,), dtype=dtype)
 
 
-def _squares(x: Tensor, rows: int, length: int) -> Tensor:
+def _empty_block_scales(x: Tensor, rows: int, length: int) -> Tensor:
     """Scales that are all 1, as the padding stays."""
-    across = triton.cdiv(triton.cdiv(length, BLOCK), SQUARES_MULTIPLE) * SQUARES_MULTIPLE
+    across = triton.cdiv(triton.cdiv(length, BLOCK), BLOCK_SCALE_MULTIPLE) * BLOCK_SCALE_MULTIPLE
     return torch.ones((triton.cdiv(rows, BLOCK), across), dtype=torch.float32, device=x.device)
 
 
-def _tiles(R: int, C: int) -> int:
+def _num_tiles(R: int, C: int) -> int:
     return triton.cdiv(R, _TILE) * triton.cdiv(C, _TILE)
 
 
@@ -387,15 +387,15 @@ def _bits(x: Tensor) -> Tensor:
 
 
 TRITON = Fp8Kernels(
-    raise_largest=raise_largest,
-    next_scale=next_scale,
+    update_amax=update_amax,
+    update_scale=update_scale,
     cast_tensor=cast_tensor,
     cast_delayed=cast_delayed,
     cast_rows=cast_rows,
     cast_blocks=cast_blocks,
-    cast_squares=cast_squares,
+    cast_blocks_2d=cast_blocks_2d,
     cast_rows_only=cast_rows_only,
-    product=hardware_product,
-    grouped_product=hardware_grouped_product,
+    gemm=hardware_gemm,
+    grouped_gemm=hardware_grouped_gemm,
 )
 """For CUDA devices of capability 9.0."""

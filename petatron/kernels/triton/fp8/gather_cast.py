@@ -16,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.fp8.cast_and_gemm import BLOCK
-from petatron.kernels.fp8.gather_cast import RUN, WireKernels
-from petatron.kernels.triton.fp8.cast_and_gemm import inverse_of, magnitude, rounded
+from petatron.kernels.fp8.gather_cast import RUN_LENGTH, GatherCastKernels
+from petatron.kernels.triton.fp8.cast_and_gemm import inverse_scale, magnitude_bits, quantise_unclamped
 
 _RUNS = 64
 _WARPS = 4
 
 
 @triton.jit
-def _place(N, RUNS: tl.constexpr, RUN: tl.constexpr):
+def _run_offsets(N, RUNS: tl.constexpr, RUN: tl.constexpr):
     """This program's runs, where their numbers are, and which of these are there."""
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     at = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
@@ -32,7 +32,7 @@ def _place(N, RUNS: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(first, columns, scales, BLOCK: tl.constexpr):
+def _scale_index(first, columns, scales, BLOCK: tl.constexpr):
     """Which scale an element's square has; the last, behind the end."""
     row = first // columns
     column = first - row * columns
@@ -40,7 +40,7 @@ def _scale_of(first, columns, scales, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["begin", "scales"])
-def _raise_largest(
+def _update_shard_amax(
     x,
     amax,
     N,
@@ -52,18 +52,18 @@ def _raise_largest(
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    run, at, inside = _place(N, RUNS, RUN)
-    bits = magnitude(tl.load(x + at, mask=inside, other=0.0))
+    run, at, inside = _run_offsets(N, RUNS, RUN)
+    bits = magnitude_bits(tl.load(x + at, mask=inside, other=0.0))
     if SQUARES:
         first = run * RUN
-        where = _scale_of(first + begin, columns, scales, BLOCK)
+        where = _scale_index(first + begin, columns, scales, BLOCK)
         tl.atomic_max(amax + where, tl.max(bits, axis=1), mask=first < N, sem="relaxed")
     else:
         tl.atomic_max(amax, tl.max(bits), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["begin", "scales"])
-def _narrow(
+def _quantise_shard(
     x,
     scale,
     out,
@@ -76,17 +76,17 @@ def _narrow(
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    run, at, inside = _place(N, RUNS, RUN)
+    run, at, inside = _run_offsets(N, RUNS, RUN)
     numbers = tl.load(x + at, mask=inside, other=0.0)
     if SQUARES:
-        bits = tl.load(scale + _scale_of(run * RUN + begin, columns, scales, BLOCK))[:, None]
+        bits = tl.load(scale + _scale_index(run * RUN + begin, columns, scales, BLOCK))[:, None]
     else:
         bits = tl.load(scale)
-    tl.store(out + at, rounded(numbers, inverse_of(bits), out.dtype.element_ty), mask=inside)
+    tl.store(out + at, quantise_unclamped(numbers, inverse_scale(bits), out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["scales"])
-def _restore(
+def _dequantise_shards(
     values,
     scale,
     out,
@@ -102,10 +102,10 @@ def _restore(
     RUN: tl.constexpr,
 ):
     part = tl.program_id(1).to(tl.int64)
-    run, at, inside = _place(N, RUNS, RUN)
+    run, at, inside = _run_offsets(N, RUNS, RUN)
     numbers = tl.load(values + part * values_stride + at, mask=inside, other=0.0).to(tl.float32)
     if SQUARES:
-        factor = tl.load(scale + _scale_of(part * N + run * RUN, columns, scales, BLOCK))[:, None]
+        factor = tl.load(scale + _scale_index(part * N + run * RUN, columns, scales, BLOCK))[:, None]
     else:
         factor = tl.load(scale)
     # Minimum and maximum drop NaN, so it comes back afterwards; not in a sum, where -0 would lose its sign.
@@ -113,16 +113,16 @@ def _restore(
     tl.store(out + part * out_stride + at, wide.to(out.dtype.element_ty), mask=inside)
 
 
-def raise_largest(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
+def update_shard_amax(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
     if x_N.numel():
-        _raise_largest[_grid(x_N.numel())](
-            x_N, amax_T.view(torch.int32), x_N.numel(), begin, columns or 1, amax_T.numel(), **_how(columns)
+        _update_shard_amax[_grid(x_N.numel())](
+            x_N, amax_T.view(torch.int32), x_N.numel(), begin, columns or 1, amax_T.numel(), **_constants(columns)
         )
 
 
-def narrow(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
+def quantise_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
     if x_N.numel():
-        _narrow[_grid(x_N.numel())](
+        _quantise_shard[_grid(x_N.numel())](
             x_N,
             scale_T.view(torch.int32),
             out_N,
@@ -130,16 +130,16 @@ def narrow(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: 
             begin,
             columns or 1,
             scale_T.numel(),
-            **_how(columns),
+            **_constants(columns),
         )
 
 
-def restore(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
+def dequantise_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
     parts, length = values_PN.shape
     if not parts * length:
         return
     assert values_PN.stride(1) == out_PN.stride(1) == 1
-    _restore[(*_grid(length), parts)](
+    _dequantise_shards[(*_grid(length), parts)](
         values_PN,
         scale_T,
         out_PN,
@@ -149,17 +149,19 @@ def restore(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int 
         columns or 1,
         scale_T.numel(),
         LIMIT=torch.finfo(out_PN.dtype).max,
-        **_how(columns),
+        **_constants(columns),
     )
 
 
 def _grid(numbers: int) -> tuple[int]:
-    return (triton.cdiv(numbers, _RUNS * RUN),)
+    return (triton.cdiv(numbers, _RUNS * RUN_LENGTH),)
 
 
-def _how(columns: int | None) -> dict[str, int | bool]:
-    return {"SQUARES": columns is not None, "BLOCK": BLOCK, "RUNS": _RUNS, "RUN": RUN, "num_warps": _WARPS}
+def _constants(columns: int | None) -> dict[str, int | bool]:
+    return {"SQUARES": columns is not None, "BLOCK": BLOCK, "RUNS": _RUNS, "RUN": RUN_LENGTH, "num_warps": _WARPS}
 
 
-TRITON = WireKernels(raise_largest=raise_largest, narrow=narrow, restore=restore)
+TRITON = GatherCastKernels(
+    update_shard_amax=update_shard_amax, quantise_shard=quantise_shard, dequantise_shards=dequantise_shards
+)
 """For CUDA devices of capability 9.0."""

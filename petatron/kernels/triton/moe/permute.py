@@ -33,18 +33,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.activation import GATED
+from petatron.kernels.activation import GATE_ACTIVATIONS
 from petatron.kernels.moe import permute as reference
-from petatron.kernels.moe.permute import Arrangement, RowKernels
-from petatron.kernels.triton.activation import activate
+from petatron.kernels.moe.permute import MoEKernels, Permutation
+from petatron.kernels.triton.activation import activation_and_slope
 
-WIDEST = 2**15
+MAX_ROW_WIDTH = 2**15
 """The widest row that stays in registers; wider ones go the plain way."""
 _TILE = 2048  # elements a program of the activation has in hand
 
 
 @triton.jit
-def _take(
+def _permute(
     x_TD, rows_RD, row_TK, choice_R, rows, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -60,7 +60,7 @@ def _take(
 
 
 @triton.jit
-def _sum(
+def _unpermute(
     rows_RD,
     weights_TK,
     out_TD,
@@ -89,7 +89,7 @@ def _sum(
 
 
 @triton.jit
-def _combine_backward(
+def _unpermute_backward(
     grad_TD,
     rows_RD,
     weights_TK,
@@ -127,7 +127,7 @@ def _combine_backward(
 
 
 @triton.jit
-def _activation(
+def _weighted_activation(
     gate_up,
     weight_R,
     out_RF,
@@ -144,13 +144,13 @@ def _activation(
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_R + row, mask=row < rows, other=0.0).to(tl.float32)
-    active, _ = activate(gate, NAME)
+    active, _ = activation_and_slope(gate, NAME)
     made = active * up * weight[:, None]
     tl.store(out_RF + row[:, None] * WIDTH + column[None, :], made.to(out_RF.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _activation_backward(
+def _weighted_activation_backward(
     grad_RF,
     gate_up,
     weight_R,
@@ -162,7 +162,7 @@ def _activation_backward(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    AGAIN: tl.constexpr,
+    RECOMPUTE_OUTPUT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     weight = tl.load(weight_R + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
@@ -175,113 +175,117 @@ def _activation_backward(
         gate = tl.load(gate_up + broad, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_up + broad + WIDTH, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_RF + narrow, mask=mask, other=0.0).to(tl.float32)
-        active, slope = activate(gate, NAME)
+        active, slope = activation_and_slope(gate, NAME)
         dots += grad * active * up
         grad *= weight
         tl.store(grad_gate_up + broad, (grad * up * slope).to(grad_gate_up.dtype.element_ty), mask=mask)
         tl.store(grad_gate_up + broad + WIDTH, (grad * active).to(grad_gate_up.dtype.element_ty), mask=mask)
-        if AGAIN:
+        if RECOMPUTE_OUTPUT:
             # The same order of factors as in the forward pass, for the same bits.
             tl.store(made_RF + narrow, (active * up * weight).to(made_RF.dtype.element_ty), mask=mask)
     tl.store(grad_weight_R + row, tl.sum(dots, axis=1).to(grad_weight_R.dtype.element_ty), mask=row < rows)
 
 
-def take_rows(x_TD: Tensor, arrangement: Arrangement) -> Tensor:
+def permute_rows(x_TD: Tensor, permutation: Permutation) -> Tensor:
     """The token of every row; zeros in padding."""
     tokens, width = x_TD.shape
-    if width > WIDEST:
-        return reference.take_rows(x_TD, arrangement)
-    out = _empty_rows(x_TD, arrangement)
+    if width > MAX_ROW_WIDTH:
+        return reference.permute_rows(x_TD, permutation)
+    out = _empty_rows(x_TD, permutation)
     if out.shape[0] and tokens:
-        _take[(tokens,)](
+        _permute[(tokens,)](
             x_TD.contiguous(),
             out,
-            arrangement.row_TK.contiguous(),
-            arrangement.choice_R.contiguous(),
+            permutation.row_TK.contiguous(),
+            permutation.choice_R.contiguous(),
             out.shape[0],
-            K=arrangement.row_TK.shape[1],
-            ALL=arrangement.kept_TK is None,
-            **_whole_row(width),
+            K=permutation.row_TK.shape[1],
+            ALL=permutation.kept_TK is None,
+            **_row_options(width),
         )
     return out
 
 
-def sum_rows(rows_RD: Tensor, arrangement: Arrangement, *, weights_TK: Tensor | None = None) -> Tensor:
+def unpermute_rows(rows_RD: Tensor, permutation: Permutation, *, weights_TK: Tensor | None = None) -> Tensor:
     """For every token the sum of its rows, each times the weight of its choice."""
-    row_TK, width = arrangement.row_TK.contiguous(), rows_RD.shape[1]
-    if width > WIDEST:
-        return reference.sum_rows(rows_RD, arrangement, weights_TK=weights_TK)
+    row_TK, width = permutation.row_TK.contiguous(), rows_RD.shape[1]
+    if width > MAX_ROW_WIDTH:
+        return reference.unpermute_rows(rows_RD, permutation, weights_TK=weights_TK)
     if not rows_RD.shape[0] or not row_TK.shape[0]:
         return rows_RD.new_zeros(row_TK.shape[0], width)
     out = rows_RD.new_empty(row_TK.shape[0], width)
-    _sum[(row_TK.shape[0],)](
+    _unpermute[(row_TK.shape[0],)](
         rows_RD.contiguous(),
         row_TK if weights_TK is None else weights_TK.contiguous(),
         out,
         row_TK,
-        _kept_bytes(arrangement),
+        _kept_mask(permutation),
         K=row_TK.shape[1],
         WEIGHTED=weights_TK is not None,
-        ALL=arrangement.kept_TK is None,
-        **_whole_row(width),
+        ALL=permutation.kept_TK is None,
+        **_row_options(width),
     )
     return out
 
 
-def combine_backward(
-    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, arrangement: Arrangement
+def unpermute_backward(
+    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, permutation: Permutation
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a weighted sum: of the rows (zeros in padding), and of the weights."""
-    row_TK = arrangement.row_TK.contiguous()
-    if rows_RD.shape[1] > WIDEST:
-        return reference.combine_backward(grad_TD, rows_RD, weights_TK, arrangement)
+    row_TK = permutation.row_TK.contiguous()
+    if rows_RD.shape[1] > MAX_ROW_WIDTH:
+        return reference.unpermute_backward(grad_TD, rows_RD, weights_TK, permutation)
     if not rows_RD.shape[0] or not row_TK.shape[0]:
         return torch.zeros_like(rows_RD), torch.zeros_like(weights_TK)
-    weights_TK, grad_RD = weights_TK.contiguous(), _empty_rows(rows_RD, arrangement)
+    weights_TK, grad_RD = weights_TK.contiguous(), _empty_rows(rows_RD, permutation)
     grad_weights = torch.empty_like(weights_TK)
-    _combine_backward[(row_TK.shape[0],)](
+    _unpermute_backward[(row_TK.shape[0],)](
         grad_TD.contiguous(),
         rows_RD.contiguous(),
         weights_TK,
         grad_RD,
         grad_weights,
         row_TK,
-        _kept_bytes(arrangement),
-        arrangement.choice_R.contiguous(),
+        _kept_mask(permutation),
+        permutation.choice_R.contiguous(),
         grad_RD.shape[0],
         K=row_TK.shape[1],
-        ALL=arrangement.kept_TK is None,
-        **_whole_row(rows_RD.shape[1]),
+        ALL=permutation.kept_TK is None,
+        **_row_options(rows_RD.shape[1]),
     )
     return grad_RD, grad_weights
 
 
 def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str) -> Tensor:
     """The activation times the weight of each row; one without a gate in plain torch."""
-    if name not in GATED:
+    if name not in GATE_ACTIVATIONS:
         return reference.weighted_activation(inner_RG, weight_R, name)
     rows, width = inner_RG.shape[0], inner_RG.shape[1] // 2
     out = inner_RG.new_empty(rows, width)
     if rows:
-        shape = _tile(width)
+        shape = _tile_options(width)
         grid = (triton.cdiv(rows, shape["ROWS"]), triton.cdiv(width, shape["BLOCK"]))
-        _activation[grid](inner_RG.contiguous(), weight_R.contiguous(), out, rows, NAME=name, num_warps=4, **shape)
+        _weighted_activation[grid](
+            inner_RG.contiguous(), weight_R.contiguous(), out, rows, NAME=name, num_warps=4, **shape
+        )
     return out
 
 
 def weighted_activation_backward(
-    grad_RF: Tensor, inner_RG: Tensor, weight_R: Tensor, name: str, *, again: bool
+    grad_RF: Tensor, inner_RG: Tensor, weight_R: Tensor, name: str, *, recompute_output: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of what went in and of the weights, and the weighted activation if it is wanted again."""
-    if name not in GATED:
-        return reference.weighted_activation_backward(grad_RF, inner_RG, weight_R, name, again=again)
+    if name not in GATE_ACTIVATIONS:
+        return reference.weighted_activation_backward(
+            grad_RF, inner_RG, weight_R, name, recompute_output=recompute_output
+        )
     rows, width = grad_RF.shape
     inner_RG, weight_R = inner_RG.contiguous(), weight_R.contiguous()
     grad_inner, grad_weight = torch.empty_like(inner_RG), torch.empty_like(weight_R)
-    made = inner_RG.new_empty(rows, width) if again else None
+    made = inner_RG.new_empty(rows, width) if recompute_output else None
     if rows:
-        shape = _tile(width)
-        _activation_backward[(triton.cdiv(rows, shape["ROWS"]),)](
+        shape = _tile_options(width)
+        _weighted_activation_backward[(triton.cdiv(rows, shape["ROWS"]),)](
             grad_RF.contiguous(),
             inner_RG,
             weight_R,
@@ -290,35 +294,35 @@ def weighted_activation_backward(
             grad_inner if made is None else made,
             rows,
             NAME=name,
-            AGAIN=again,
+            RECOMPUTE_OUTPUT=recompute_output,
             num_warps=4,
             **shape,
         )
     return grad_inner, grad_weight, made
 
 
-def _whole_row(width: int) -> dict[str, int]:
+def _row_options(width: int) -> dict[str, int]:
     """A block that holds a row, 16 elements to a thread: two loads of 16 bytes in half precision."""
     block = triton.next_power_of_2(width)
     return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
-def _tile(width: int) -> dict[str, int]:
+def _tile_options(width: int) -> dict[str, int]:
     """A few rows by as many columns as a warp reads at once, or twice that where rows are long enough."""
     block = 512 if width % 512 == 0 else 256
     return {"WIDTH": width, "BLOCK": block, "ROWS": _TILE // block}
 
 
-def _empty_rows(like: Tensor, arrangement: Arrangement) -> Tensor:
+def _empty_rows(like: Tensor, permutation: Permutation) -> Tensor:
     """Room for all rows. Every row is written that has a choice; padding has none, so that is zeros from the start."""
-    make = like.new_empty if arrangement.real_R is None else like.new_zeros
-    return make((arrangement.choice_R.shape[0], like.shape[1]))
+    make = like.new_empty if permutation.valid_R is None else like.new_zeros
+    return make((permutation.choice_R.shape[0], like.shape[1]))
 
 
-def _kept_bytes(arrangement: Arrangement) -> Tensor:
+def _kept_mask(permutation: Permutation) -> Tensor:
     """Which choices have a row, as bytes; some tensor, which is not read, when all have."""
-    kept_TK = arrangement.kept_TK
-    return arrangement.row_TK if kept_TK is None else kept_TK.contiguous().view(torch.uint8)
+    kept_TK = permutation.kept_TK
+    return permutation.row_TK if kept_TK is None else kept_TK.contiguous().view(torch.uint8)
 
 
-TRITON = RowKernels(take_rows, sum_rows, combine_backward, weighted_activation, weighted_activation_backward)
+TRITON = MoEKernels(permute_rows, unpermute_rows, unpermute_backward, weighted_activation, weighted_activation_backward)

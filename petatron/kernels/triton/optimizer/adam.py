@@ -55,10 +55,10 @@ def _hash(bits):
 
 
 @triton.jit
-def _store_rounded(pointer, value, noise, mask):
+def _store_stochastic(pointer, value, random_bits, mask):
     """Random bits are added to those that bfloat16 has no room for, which are then cut off."""
     if pointer.dtype.element_ty == tl.bfloat16:
-        bits = (value.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
+        bits = (value.to(tl.uint32, bitcast=True) + random_bits) & 0xFFFF0000
         value = bits.to(tl.float32, bitcast=True)
     tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
 
@@ -75,12 +75,12 @@ def _adamw(
     start,
     lr,
     decay,
-    rest1,
-    rest2,
+    one_minus_beta1,
+    one_minus_beta2,
     eps,
     BLOCK: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    NARROW: tl.constexpr,
+    BF16_MOMENTS: tl.constexpr,
 ):
     # 64 bits: a flat buffer may have more elements than a 32-bit number counts.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -93,26 +93,26 @@ def _adamw(
     mask = mask & (tl.load(scalars + 1).to(tl.int32) == 0)
 
     grad *= tl.load(scalars)
-    exp_avg += rest1 * (grad - exp_avg)
-    exp_avg_sq += rest2 * (grad * grad - exp_avg_sq)
+    exp_avg += one_minus_beta1 * (grad - exp_avg)
+    exp_avg_sq += one_minus_beta2 * (grad * grad - exp_avg_sq)
     change = lr * tl.load(scalars + 2) * exp_avg / (tl.sqrt(exp_avg_sq) * tl.load(scalars + 3) + eps)
     master = master - decay * master - change
 
     tl.store(master_N + at, master, mask=mask)
     if HAS_WEIGHT:
         tl.store(weight_N + at, master.to(weight_N.dtype.element_ty), mask=mask)
-    if NARROW:
+    if BF16_MOMENTS:
         seed = _hash(tl.load(scalars + 4).to(tl.int64).to(tl.uint32))
         noise = _hash((at + start).to(tl.uint32) + seed)
-        _store_rounded(exp_avg_N + at, exp_avg, noise & 0xFFFF, mask)
-        _store_rounded(exp_avg_sq_N + at, exp_avg_sq, noise >> 16, mask)
+        _store_stochastic(exp_avg_N + at, exp_avg, noise & 0xFFFF, mask)
+        _store_stochastic(exp_avg_sq_N + at, exp_avg_sq, noise >> 16, mask)
     else:
         tl.store(exp_avg_N + at, exp_avg, mask=mask)
         tl.store(exp_avg_sq_N + at, exp_avg_sq, mask=mask)
 
 
 @triton.jit
-def _squares(values_N, sums_P, length, BLOCK: tl.constexpr):
+def _sum_of_squares(values_N, sums_P, length, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(values_N + at, mask=at < length, other=0.0).to(tl.float32)
@@ -126,7 +126,7 @@ def adamw(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamRates, 
     whole = length - length % 16
     for begin, end in ((0, whole), (whole, length)):
         if begin < end:
-            _launch(grad[begin:end], state.part(begin, end), scalars, rates, start + begin)
+            _launch(grad[begin:end], state.slice_range(begin, end), scalars, rates, start + begin)
 
 
 def _launch(grad: Tensor, state: AdamState, scalars: Tensor, rates: AdamRates, start: int) -> None:
@@ -147,7 +147,7 @@ def _launch(grad: Tensor, state: AdamState, scalars: Tensor, rates: AdamRates, s
         rates.eps,
         BLOCK=_BLOCK,
         HAS_WEIGHT=state.weight is not None,
-        NARROW=torch.bfloat16 in (state.exp_avg.dtype, state.exp_avg_sq.dtype),
+        BF16_MOMENTS=torch.bfloat16 in (state.exp_avg.dtype, state.exp_avg_sq.dtype),
         num_warps=8,
     )
 
@@ -166,5 +166,5 @@ def sum_of_squares(views: Sequence[Tensor]) -> Tensor:
     starts = [0, *accumulate(triton.cdiv(count, 4) * 4 for count in counts)]
     sums = torch.zeros(starts[-1], dtype=torch.float32, device=views[0].device)
     for view, count, at in zip(large, counts, starts):
-        _squares[(count,)](view, sums[at:], view.numel() // 16 * 16, BLOCK=_SQUARES_BLOCK, num_warps=8)
+        _sum_of_squares[(count,)](view, sums[at:], view.numel() // 16 * 16, BLOCK=_SQUARES_BLOCK, num_warps=8)
     return total + sums.sum(dtype=torch.float64).float()
