@@ -388,11 +388,8 @@ def _is_step_file(name: str) -> bool:
     """Whether a file name of a manifest stays in its step: `model/x` or `state/x`."""
     folder, _, file = name.partition("/")
     legal = file not in ("", ".", "..") and "/" not in file and "\0" not in file
-    return (
-        folder in (MODEL_FOLDER, STATE_FOLDER)
-        and legal
-        and len(file.encode(errors="surrogatepass")) <= _MAX_FILE_NAME_BYTES
-    )
+    short = len(file.encode(errors="surrogatepass")) <= _MAX_FILE_NAME_BYTES
+    return folder in (MODEL_FOLDER, STATE_FOLDER) and legal and short
 
 
 def check_size(path: Path, expected: StoredFile) -> None:
