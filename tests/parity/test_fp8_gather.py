@@ -61,7 +61,8 @@ class Outcome:
 
 
 def run_of(flags: str, world_size: int) -> RunConfig:
-    common = f"--bf16 --fp8-hybrid --train-iters 3 --lr-warmup-iters 0 --num-layers {LAYERS}"
+    fp8 = "" if "--fp8-format" in flags else "--fp8-hybrid"
+    common = f"--bf16 {fp8} --train-iters 3 --lr-warmup-iters 0 --num-layers {LAYERS}"
     return tiny_run(f"{common} {flags}", world_size=world_size)
 
 
