@@ -73,7 +73,7 @@ def test_jsonl_is_strict_json_even_with_nan(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / METRICS_FILE)
     sink.write({"kind": "train", "iteration": 1, "lm_loss": math.nan, "list": [math.inf, {"x": -math.inf}]})
     text = (tmp_path / METRICS_FILE).read_text()
-    found = json.loads(text, parse_constant=lambda name: pytest.record_failure(f"{name} is not JSON"))
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert math.isnan(float(found["lm_loss"])) and found["list"] == ["inf", {"x": "-inf"}]
 
 
