@@ -252,9 +252,9 @@ def containing_step(path: Path) -> Path | None:
 
 
 def resolve_step(folder: Path, step: int | None) -> Path:
-    """Returns the folder of a step, or of the newest one; `DamagedCheckpointError` if `latest` names one that is not complete.
+    """Returns the folder of a step (None: the newest); a folder that is itself a step, or the model of one, resolves to that step.
 
-    A folder that is itself a step, or the model of one, resolves to that step.
+    Raises `DamagedCheckpointError` if `latest` names one that is not complete.
     """
     own = containing_step(folder)
     if own is not None:
@@ -413,10 +413,7 @@ def digest_mismatch_error(path: Path) -> DamagedCheckpointError:
 
 
 def check_aux_files(source: Path, manifest: Manifest) -> None:
-    """Raises if a file of the model folder other than the weights is not what was saved; weights are checked as they are read.
-
-    The first table lists these files, so a manifest without the content of its tables suffices.
-    """
+    """Raises if a non-weight file of the model folder (the first table lists them) is damaged; weights are checked when read."""
     files = manifest.files
     if not files and manifest.tables:
         files = read_table(source, manifest.tables[0]).files
