@@ -106,7 +106,7 @@ def out_of_memory_error(error: BaseException, run: RunConfig, stats: DeviceMemor
     requested = requested_bytes(error)
     now = largest_forecast(run, device="cuda")
     limit = min(stats.capacity_bytes - RESERVE_BYTES, now.total - requested)
-    request_text = f"{format_gigabytes(requested)} GB more were requested for" if requested else "an allocation failed"
+    request_text = f"{format_gigabytes(requested)} GB more were asked for" if requested else "an allocation failed"
     lines = [
         f"The device ran out of memory in {phase}: {request_text}, with {format_gigabytes(stats.allocated_bytes)} of "
         f"{format_gigabytes(stats.total_bytes)} GB in tensors.",
