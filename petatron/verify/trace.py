@@ -90,8 +90,8 @@ def record_steps(
 def _traced_shards(model: ParallelModel, kind: str) -> Iterator[TracedShard]:
     """Yields every shard this rank updates, replicas too: ranks that should hold the same may have diverged."""
     for group in model.param_groups:
-        for piece, view in group_tensor_shards(group, group.grads() if kind == "gradient" else group.weights()):
-            yield _traced_shard(kind, piece, view)
+        for shard, view in group_tensor_shards(group, group.grads() if kind == "gradient" else group.weights()):
+            yield _traced_shard(kind, shard, view)
 
 
 def _traced_shard(kind: str, shard: TensorShard, view: Tensor) -> TracedShard:
