@@ -91,8 +91,8 @@ class DeviceSpeed:
 
         side = _GEMM_SIZE[context.device.type]
         (move, moved), a, b = large_copy(context.device), context.randn(side, side), context.randn(side, side)
-        copy, product = median_ms([move, lambda: a @ b], context.device, repeat=repeat, warmup_s=_WARMUP_S)
-        return cls(moved / copy / 1e9, 2 * side**3 / product / 1e9)
+        copy, gemm = median_ms([move, lambda: a @ b], context.device, repeat=repeat, warmup_s=_WARMUP_S)
+        return cls(moved / copy / 1e9, 2 * side**3 / gemm / 1e9)
 
     def __str__(self) -> str:
         return f"copies {format_si(self.copy_tb_per_s * 1e12, 'B/s')}, multiplies {format_si(self.gemm_tflops * 1e12, 'FLOP/s')}"

@@ -215,19 +215,19 @@ def _torch_step(optimizer: MixedPrecisionOptimizer, groups: Sequence[FlatParamGr
     from petatron.sharding.flat_shard import group_tensor_shards
 
     parameters: dict[str, nn.Parameter] = {}
-    for _, piece, view in optimizer.master_weights():
-        parameters[piece.name] = nn.Parameter(view, requires_grad=True)
+    for _, shard, view in optimizer.master_weights():
+        parameters[shard.name] = nn.Parameter(view, requires_grad=True)
     for group in groups:
-        for piece, view in group_tensor_shards(group, group.grads()):
-            parameters[piece.name].grad = view
-    narrow = {piece.name: view for group in groups for piece, view in group_tensor_shards(group, group.weights())}
+        for shard, view in group_tensor_shards(group, group.grads()):
+            parameters[shard.name].grad = view
+    bf16_weights = {shard.name: view for group in groups for shard, view in group_tensor_shards(group, group.weights())}
     adam = torch.optim.AdamW(parameters.values(), lr=_LEARNING_RATE, fused=True)
-    for kind, _, piece, view in optimizer.moments():
-        state = adam.state[parameters[piece.name]]
+    for kind, _, shard, view in optimizer.moments():
+        state = adam.state[parameters[shard.name]]
         state[kind] = view
         state.setdefault("step", torch.zeros((), dtype=torch.float32, device=view.device))
     masters = [parameter.detach() for parameter in parameters.values()]
-    copies = [narrow[name] for name in parameters]
+    copies = [bf16_weights[name] for name in parameters]
 
     def step() -> None:
         nn.utils.clip_grad_norm_(parameters.values(), 1.0, foreach=True)
