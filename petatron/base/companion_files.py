@@ -1,8 +1,8 @@
-"""Files that go with a model's weights wherever they go: copied only from the model's own folder, and without naming any code.
+"""Files copied along with a model's weights: only from the model's own folder, and without settings that name code.
 
 A folder that came from others may have `chat_template.jinja` as a link to somebody's private key, which a copy would put into the
 new model for all to read. And `auto_map` in a config names Python files of a hub repository, which readers run once a user
-says that they may: a model that was converted needs none of them.
+allows it: a converted model needs none of them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 
 _MAX_BYTES = 1 << 28
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines", "attn_implementation", "_attn_implementation")
-"""Settings that say which code reads a model, the last two because they may name a repository of kernels."""
+"""Settings that name the code that loads a model, the last two because they may name a repository of kernels."""
 
 
 def find_companion_files(folder: Path, names: Iterable[str], error_class: type[PetatronError]) -> dict[str, Path]:
-    """Those of these files that a folder has; an error that names all that are links out of it."""
+    """Returns those of these files that a folder has; an error names all that are links out of it."""
     found = {name: folder / name for name in names if (folder / name).is_file()}
     strange = [
         f"{name} -> {to}" for name, path in found.items() if (to := symlink_target_outside(path, folder)) is not None
@@ -36,21 +36,21 @@ def find_companion_files(folder: Path, names: Iterable[str], error_class: type[P
 
 
 def read_companion_file(path: Path, error_class: type[PetatronError]) -> bytes:
-    """The content of one of them; a config without the settings that name code, and else byte for byte."""
+    """Reads one of them; a config without the settings that name code, anything else byte for byte."""
     with reading_untrusted(path, lambda file, why: error_class(f"{file} {why}. Copy it again, or remove it.")):
         content = read_limited_bytes(path, _MAX_BYTES)
     if not path.name.endswith("config.json"):
         return content
     try:
         settings = json.loads(content)
-        kept = strip_remote_code(settings)
+        stripped = strip_remote_code(settings)
     except (ValueError, RecursionError) as cause:
         raise error_class(f"{path} is not valid JSON: {cause}. Copy it again, or remove it.") from cause
-    return content if kept == settings else (json.dumps(kept, indent=2) + "\n").encode()
+    return content if stripped == settings else (json.dumps(stripped, indent=2) + "\n").encode()
 
 
 def strip_remote_code(value: Any) -> Any:
-    """Settings without those that name code, at any depth.
+    """Removes settings that name code, at any depth.
 
     >>> strip_remote_code({"model_type": "llama", "auto_map": {"AutoModel": "a.B"}, "text_config": {"trust_remote_code": True}})
     {'model_type': 'llama', 'text_config': {}}

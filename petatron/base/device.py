@@ -1,6 +1,6 @@
-"""What the device of this rank is and what it could do at best.
+"""The device of this rank and its peak throughput.
 
-Model FLOP/s utilisation (MFU) divides by the peak the vendor publishes for dense matrix products. Sparse figures (twice
+Model FLOP/s utilisation (MFU) divides by the peak the vendor publishes for dense GEMMs. Sparse figures (twice
 as high) and figures with half-precision accumulation are not used. A device without an entry has no known peak, and
 then MFU is not reported: an invented denominator would be worse than none. A CPU's peak depends on clocks and vector
 units that vary from core to core, so it has none either.
@@ -63,16 +63,16 @@ class DeviceInfo:
     name: str
     memory_bytes: int
     peak_flops: Mapping[str, float] | None
-    """Dense FLOP/s by number format (float32, tf32, float16, bfloat16, float8); None when not published or unclear."""
+    """Dense FLOP/s by dtype (float32, tf32, float16, bfloat16, float8); None when not published or unclear."""
     reason: str
 
     def peak(self, dtype_name: str) -> float | None:
-        """Peak FLOP/s for a number format, or None when unknown."""
+        """Returns peak FLOP/s for a dtype, or None when unknown."""
         return None if self.peak_flops is None else self.peak_flops.get(dtype_name)
 
 
 def peak_flops(name: str) -> dict[str, float] | None:
-    """Published dense peaks of a GPU by the name its driver reports."""
+    """Returns the published dense peaks of a GPU by the name its driver reports."""
     if _OTHER_SPEED.search(name):
         return None
     for pattern, (float32, tf32, half, float8) in _PEAK_TFLOPS:
@@ -84,7 +84,7 @@ def peak_flops(name: str) -> dict[str, float] | None:
 
 
 def detect_device(kind: Literal["auto", "cpu", "cuda"] = "auto", *, local_rank: int = 0) -> DeviceInfo:
-    """The device this rank will use; `auto` takes CUDA when there is one."""
+    """Returns the device this rank will use; `auto` selects CUDA when available."""
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and num_cuda == 0:
         raise ConfigError([Problem("--device", "cuda", "needs a CUDA device and none is visible", "Use --device cpu.")])
@@ -110,7 +110,7 @@ def detect_device(kind: Literal["auto", "cpu", "cuda"] = "auto", *, local_rank: 
 
 
 def peak_memory_bytes(kind: DeviceKind) -> int:
-    """Most bytes this process has held so far: allocated CUDA memory, or resident memory on a CPU."""
+    """Returns the most bytes this process has held so far: allocated CUDA memory, or resident memory on a CPU."""
     if kind == "cuda":
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Errors meant for people: each says what was found, which rule it breaks and what to do about it."""
+"""Errors for users: each tells what was found, which rule it breaks and what to do about it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CheckpointError(PetatronError):
 
 
 class LaunchError(PetatronError):
-    """Ranks could not be started, or do not form the mesh that was asked for."""
+    """Ranks could not be started, or do not form the requested mesh."""
 
 
 class PeerFailure(LaunchError):
@@ -31,7 +31,7 @@ class PeerFailure(LaunchError):
 
 
 class TrainError(PetatronError):
-    """Training cannot go on with sound numbers."""
+    """Training cannot continue with sound numbers."""
 
 
 @dataclass(frozen=True, slots=True)

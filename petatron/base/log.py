@@ -1,6 +1,6 @@
-"""Logging: one stdlib logger tree named `petatron`, quiet on every rank but the one that speaks for the run.
+"""Logging: one stdlib logger tree named `petatron`, quiet on every rank but rank 0.
 
-Library code asks for `get_logger(__name__)` and never prints; the command line calls `configure_logging` once.
+Library code uses `get_logger(__name__)` and never prints; the command line calls `configure_logging` once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class EscapedFormatter(logging.Formatter):
-    """Shows control characters in what others wrote, also in a traceback."""
+    """Escapes control characters in foreign text, also in a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable_lines(super().format(record))
 
 
 def configure_logging(*, rank: int = 0, verbose: bool = False) -> None:
-    """Send info and above of rank 0 to stderr, and errors of the other ranks with their rank; leave out torch's false alarms."""
+    """Logs info and above of rank 0 to stderr, and errors of the other ranks with their rank; filters torch's false alarms."""
     root = logging.getLogger("petatron")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(EscapedFormatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
@@ -32,5 +32,5 @@ def configure_logging(*, rank: int = 0, verbose: bool = False) -> None:
     root.propagate = False
     quiet = logging.INFO if rank == 0 else logging.ERROR
     root.setLevel(logging.DEBUG if verbose else quiet)
-    # Layers give views, and nothing works on them in place, which is what torch warns of.
+    # Layers return views, which torch warns about for in-place operations; there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

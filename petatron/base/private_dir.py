@@ -1,4 +1,4 @@
-"""Folders in this user's home that nobody else can write to or look into: what is read from there, this user's runs have written."""
+"""Folders in this user's home that nobody else can read or write: their content was written by this user's runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from petatron.base.safe_files import is_private_folder
 
 
 def private_folder(name: str) -> Path | None:
-    """`~/.petatron/<name>`, made if need be; None where there is no home, or where others could write into the folder."""
+    """Returns `~/.petatron/<name>`, created if needed; None without a home, or where others could write into the folder."""
     try:
         folder = Path.home() / ".petatron" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Files of ours in folders that others may have filled: links are not followed, drafts have names that nobody can guess, and
+"""Our files in folders that others may have filled: links are not followed, temporary names are unguessable, and
 the umask decides who may read.
 
-A folder that came from elsewhere may have a symbolic link, a pipe or a folder under any name that we use. Which folder to work
-in is the user's word, and that folder may be a link itself (to scratch storage, say); what is inside it is judged here. New files
-are created exclusively. A file that replaces another is complete before it has its name. A file that is opened again must be
-one. Removal goes by descriptors of folders, so a folder that somebody exchanges for a link meanwhile is not entered either.
+A folder that came from elsewhere may have a symbolic link, a pipe or a folder under any name that we use. The folder to work
+in is the user's choice, and may be a link itself (to scratch storage, say); what is inside it is checked here. New files
+are created exclusively. A file that replaces another is complete before it has its name. A file that is reopened must be a regular
+file. Removal uses folder descriptors, so a folder that is replaced by a link meanwhile is not entered either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REOPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # the la
 _OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _IS_A_LINK = "a symbolic link, and links are not followed"
 _MAX_DEPTH = 100
-"""Folders in folders that are removed; deeper ones are not ours, and would take all descriptors of the process."""
+"""The deepest nesting that is removed; deeper folders are not ours, and would exhaust the process's descriptors."""
 
 
 def create_file(path: Path, *, buffering: int = 0) -> BinaryIO:
@@ -48,7 +48,7 @@ def create_file(path: Path, *, buffering: int = 0) -> BinaryIO:
 
 
 def reopen_file(path: Path, flags: int = 0) -> int:
-    """The descriptor of a file that stays from run to run, made if it is missing; OSError if it is anything but a file."""
+    """Opens the descriptor of a persistent file, creating it if missing; OSError if it is anything but a file."""
     try:
         descriptor = os.open(path, _REOPEN_FLAGS | flags, 0o666)
     except OSError as error:
@@ -62,15 +62,15 @@ def reopen_file(path: Path, flags: int = 0) -> int:
 
 
 def tmp_path_for(path: Path) -> Path:
-    """A new name beside a path, for what will take its place."""
+    """Returns a new name next to a path, for the file that will replace it."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
 @contextmanager
 def open_atomic(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """A file that has its name once it is complete, in the place of a file or link that had it.
+    """Yields a temporary file that is renamed to `path` once complete, replacing a file or link.
 
-    sync: also through a power cut; without it, a reader must be able to tell half a file.
+    sync: also survives a power cut; without it, a reader must be able to detect an incomplete file.
     """
     draft = tmp_path_for(path)
     try:
@@ -86,7 +86,7 @@ def open_atomic(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a whole file, seen by others as it was or as it is to be.
+    """Writes a whole file atomically: readers see the old content or the new.
 
     >>> import tempfile
     >>> write_atomic(Path(tempfile.mkdtemp()) / "config.yaml", "model: {}")
@@ -96,7 +96,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it; it may be there, but not as a link or a file."""
+    """Creates a folder and its parents; it may exist, but not as a link or a file."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -107,9 +107,9 @@ def make_folder(path: Path) -> None:
 
 
 def remove_tree(path: Path, on_removed: Callable[[Path], None] = lambda path: None) -> None:
-    """Removes a file, a link, or a folder with all that is in it, but never what a link points to; it may be missing.
+    """Removes a file, a link, or a folder with its contents, but never a link's target; it may be missing.
 
-    on_removed: is told of every entry that is gone, a folder's before the folder itself.
+    on_removed: called for every removed entry, a folder's before the folder itself.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -124,7 +124,7 @@ def remove_tree(path: Path, on_removed: Callable[[Path], None] = lambda path: No
 
 
 def _remove_entry(name: str, parent: int | None, path: Path, on_removed: Callable[[Path], None], depth: int) -> None:
-    """`name` is the entry as seen from the open folder `parent`, `path` the same for people."""
+    """`name` is the entry relative to the open folder `parent`, `path` the same for messages."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             if depth > _MAX_DEPTH:
@@ -142,7 +142,7 @@ def _remove_entry(name: str, parent: int | None, path: Path, on_removed: Callabl
 
 
 def is_private_folder(folder: Path) -> bool:
-    """Whether a folder belongs to this user, and nobody else may look into it.
+    """Whether a folder belongs to this user, and nobody else may read it.
 
     >>> import tempfile
     >>> is_private_folder(Path(tempfile.mkdtemp())), is_private_folder(Path("/"))
@@ -153,9 +153,9 @@ def is_private_folder(folder: Path) -> bool:
 
 
 def symlink_target(path: Path, folder: Path) -> Path | None:
-    """Where a link leads; None for what is no link, and for the links of which the hub's cache of models consists.
+    """Returns a link's target; None for anything else, and for the links of the Hugging Face hub's model cache.
 
-    The cache keeps files in `models--NAME/blobs`, and `models--NAME/snapshots/REVISION/...` are links to them. `folder` is such a
+    The cache stores files in `models--NAME/blobs`, and `models--NAME/snapshots/REVISION/...` are links to them. `folder` is such a
     revision, or is inside one.
     """
     if not path.is_symlink():
@@ -165,7 +165,7 @@ def symlink_target(path: Path, folder: Path) -> Path | None:
 
 
 def symlink_target_outside(path: Path, folder: Path) -> Path | None:
-    """Where a link leads if that is neither inside its folder nor in the hub's cache; None for all else.
+    """Returns a link's target if it is neither inside its folder nor in the hub's cache; else None.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -178,7 +178,7 @@ def symlink_target_outside(path: Path, folder: Path) -> Path | None:
 
 
 def _hub_blob_folders(folder: Path) -> list[Path]:
-    """The folder of blobs that belongs to a revision, or to a folder in one."""
+    """Returns the blob folder of a revision, or of a folder in one."""
     whole = Path(os.path.realpath(folder))
     return [
         place.parent.parent / "blobs"

@@ -1,8 +1,8 @@
-"""Files that others made: what is no file is not opened, what is too large is not read, and whatever goes wrong is one refusal.
+"""Reads untrusted files: only regular files are opened, too large ones are not read, and any failure is one error.
 
-A parser that meets bytes it was not made for may raise nearly anything: an index that is not there, a number that does not fit, a
-recursion without end, a panic of a Rust library. To the user all of these mean one thing, that the file cannot be used. So every
-importer has a door, `reading_untrusted`, and behind it the code says what it expects without guarding each line.
+A parser may raise nearly anything on malformed bytes: an index or key error, an overflow, endless recursion, a panic of a Rust
+library. To the user all of these mean that the file cannot be used. So every importer runs inside `reading_untrusted`, and the code
+there states what it expects without guarding each line.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, BinaryIO
 from petatron.base.errors import PetatronError
 
 MAX_INT64 = (1 << 63) - 1
-"""The largest size or place in a file that is believed; beyond it, arithmetic would wrap or take for ever."""
+"""The largest size or offset accepted from a file; beyond it, arithmetic would wrap or take for ever."""
 _MAX_REASON_CHARS = 200
 
 
 @contextmanager
 def reading_untrusted(path: Path, make_error: Callable[[Path, str], PetatronError]) -> Iterator[None]:
-    """Turns whatever goes wrong inside into one error, which `make_error` makes from the file and the rest of a sentence about it.
+    """Turns any failure inside into one error, which `make_error` builds from the file and a predicate about it.
 
     Our own errors pass, and so do interrupts and exits.
 
@@ -63,7 +63,7 @@ def _reason(error: BaseException) -> str:
 
 
 def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Opens a regular file; OSError for anything else, where opening a FIFO would wait and opening a device might do something.
+    """Opens a regular file; OSError for anything else: opening a FIFO would block and opening a device may have effects.
 
     >>> open_regular_file(Path("/dev/null"))
     Traceback (most recent call last):
@@ -80,7 +80,7 @@ def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """The name may have become another thing since it was looked at."""
+    """The name may have been replaced since it was checked."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -92,7 +92,7 @@ def _check_regular(status: os.stat_result, path: Path) -> None:
 
 
 def read_limited_bytes(path: Path, max_bytes: int) -> bytes:
-    """All of a file that is not larger than such files are; OSError otherwise."""
+    """Reads a file of at most `max_bytes`; OSError otherwise."""
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -104,12 +104,12 @@ def read_limited_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_limited_json(path: Path, max_bytes: int) -> Any:
-    """The values of a JSON file in UTF-8; OSError or ValueError (RecursionError) otherwise."""
+    """Reads a JSON file in UTF-8; OSError or ValueError (RecursionError) otherwise."""
     return json.loads(read_limited_bytes(path, max_bytes).decode())
 
 
 def is_count(value: object, minimum: int = 0) -> bool:
-    """Whether a value of a file is a whole number that can be a size, a place or a number of things.
+    """Whether a value of a file is an integer that can be a size, an offset or a count.
 
     >>> is_count(7), is_count(-1), is_count(True), is_count(7.0), is_count(1 << 64)
     (True, False, False, False, False)

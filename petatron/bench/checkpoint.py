@@ -1,11 +1,11 @@
 """`petatron bench checkpoint`: saving and loading against torch.save and torch.load of the same tensors, in one run.
 
 The state is that of a model trained in bf16 with Adam: bf16 weights, fp32 master weights and two fp32 moments, in the shapes
-of a decoder, on one rank. Ours is durable, checked and atomic when a save returns, so the like of it is torch.save followed by
-fsync; torch.save alone is shown too. Loads are timed twice: with the files dropped from the page cache (where the system lets
-us), and with all of them in it. Ours fills memory that a run already holds; torch.load makes new tensors, and would still have
-to copy them. Every round does everything once, in turning order (a disk that has just been written to is slower), and the median
-of the rounds' ratios counts. Extra memory is the growth of the process's peak over what it held before.
+of a decoder, on one rank. Ours is durable, checked and atomic when a save returns, so its counterpart is torch.save followed by
+fsync; torch.save alone is shown too. Loads are timed twice: with the files dropped from the page cache (where the system allows
+it), and with all of them in it. Ours fills existing tensors; torch.load allocates new ones, which would still have to be copied.
+Every round runs everything once, in rotating order (a disk that has just been written to is slower), and the median of the
+rounds' ratios counts. Extra memory is the growth of the process's peak.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> BenchResult:
     if wrong:
         raise ConfigError(wrong)
     folder = Path(args.folder or ".")
-    needed = 4 * args.gigabytes * 1e9  # ours and torch's, and as much again in memory that is written back late
+    needed = 4 * args.gigabytes * 1e9  # ours and torch's, and as much again in the page cache before write-back
     try:
         free = shutil.disk_usage(folder).free
         scratch = tempfile.TemporaryDirectory(dir=folder, prefix="bench-checkpoint-")
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> BenchResult:
 
 @dataclass(slots=True)
 class _Bench:
-    """The state to save, where it goes, and the seconds of everything measured so far."""
+    """The state to save, its folder, and the seconds of everything measured so far."""
 
     folder: Path
     manager: CheckpointManager
@@ -109,7 +109,7 @@ class _Bench:
         return [tensor.numel() * tensor.dtype.itemsize for tensor in self.tensors.values()]
 
     def round(self, number: int) -> None:
-        """Everything once. Removing files and waiting for the disk are not part of any time."""
+        """Runs everything once. Removing files and waiting for the disk are not timed."""
         theirs, step = self.folder / f"theirs-{number}.pt", 2 * number + 1
         _run_rotated([partial(self._save_theirs, theirs), partial(self._save, step)], number)
         self._loads(step, theirs, number)
@@ -179,7 +179,7 @@ class _Bench:
 
 
 def model_shapes(num_weights: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a decoder of about so many weights: layers as far as they go, the rest is embedding.
+    """Returns names and shapes of a decoder of about so many weights: as many layers as fit, the remainder is embedding.
 
     >>> shapes = model_shapes(100_000_000)
     >>> sum(a * b for a, b in shapes.values()), shapes["embedding.weight"]
@@ -206,13 +206,13 @@ def _chunks(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Chunk]:
 
     for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
         for name, shape in shapes.items():
-            # Random bytes, so that no disk or file system has an easier time than with real weights.
+            # Random bytes, so that no disk or file system compresses them better than real weights.
             values = torch.randn(shape).to(torch.bfloat16 if kind == "model" else torch.float32)
             yield Chunk(f"{kind}/{name}", shape, (0,) * len(shape), values)
 
 
 def _run_rotated(actions: Sequence[Callable[[], None]], number: int) -> None:
-    """Do all of them, each round beginning with another one."""
+    """Runs all of them, each round beginning with another one."""
     first = number % len(actions)
     for action in [*actions[first:], *actions[:first]]:
         action()
@@ -223,7 +223,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _drop_from_page_cache(folder: Path) -> bool:
-    """Let the system forget the files' content, which is on disk already; whether it could be asked to."""
+    """Drops the files' content, already on disk, from the page cache; returns whether the system supports it."""
     if not hasattr(os, "posix_fadvise"):
         return False
     for path in _files(folder):
@@ -239,7 +239,7 @@ def _read_into_page_cache(path: Path) -> None:
 
 
 def _reset_peak_memory() -> int | None:
-    """Begin to measure the peak anew; what the process holds now, or None where the system cannot."""
+    """Resets the peak memory; returns the current memory, or None where the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return _status_bytes("VmRSS")
@@ -299,5 +299,5 @@ def _result(bench: _Bench) -> BenchResult:
 
 
 def _seconds(values: list[float]) -> str:
-    """The first one apart: it makes the memory that later ones find."""
+    """Separates the first one, which allocates the memory that later ones reuse."""
     return f"{values[0]:.2f} s at first, then {statistics.median(values[1:]):.2f} s"

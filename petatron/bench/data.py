@@ -1,10 +1,10 @@
 """`petatron bench data`: what preprocessing costs beyond the tokenizer itself, and how fast a sample index is built.
 
-The yardstick is the least that could be called tokenizing: the same number of processes, each calling the `tokenizers`
-library on texts that already lie parsed in its memory, and dropping the result. Its processes are up and warm before
+The baseline is bare tokenizing: the same number of processes, each calling the `tokenizers`
+library on texts already parsed in its memory, and dropping the result. Its processes are up and warm before
 the clock starts. Ours is timed from the command to the finished files: starting processes, reading, parsing JSON,
 tokenizing, sending back, writing. The two alternate, so that a busy machine slows both, and the median of the ratios counts.
-The yardstick is taken twice: with encode_batch, the usual call, and with encode_batch_fast, which leaves out offsets.
+The baseline is measured twice: with encode_batch, the usual call, and with encode_batch_fast, which omits offsets.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> BenchResult:
 
 
 def standard_library_texts(size_bytes: int) -> list[str]:
-    """Source files of the Python standard library, repeated or cut to about the asked size."""
+    """Returns source files of the Python standard library, repeated or truncated to about the requested size."""
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     texts: list[str] = []
     total = 0
@@ -152,9 +152,9 @@ def _first_texts(texts: Sequence[str], size: int) -> Iterator[str]:
 
 @contextmanager
 def _baseline_workers(tokenizer: Path, texts: list[str], workers: int) -> Iterator[list[Connection]]:
-    """Processes that hold their share of the texts in memory and tokenize it whenever told to."""
+    """Starts processes that hold their share of the texts in memory and tokenize it on request."""
     context = get_context("spawn")
-    # Largest first, each to the worker with least so far: an uneven share would make the yardstick slower than it is.
+    # Largest first, each to the worker with least so far: an uneven share would slow the baseline down.
     shares: list[list[str]] = [[] for _ in range(workers)]
     loads = [0] * workers
     for text in sorted(texts, key=len, reverse=True):
@@ -206,7 +206,7 @@ def _baseline_seconds(pipes: Sequence[Connection], method: str) -> float:
 
 
 def measure_index(documents: int) -> dict[str, float]:
-    """Time and memory to build one epoch's sample index, in a process of its own so that the peak is its own."""
+    """Returns time and memory to build one epoch's sample index, in a subprocess so that the peak is its own."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(_index_worker, documents).result()
 

@@ -1,8 +1,8 @@
 """`petatron bench generate`: the first token and the tokens after it, ours against transformers' `generate`, in one run.
 
-One prompt, greedy, the same weights on both sides in the run's precision. The time of one new token is that of the prompt; what
-each further token costs is the difference to a longer continuation. Sides alternate in both orders, and medians count. Both are
-told to ignore the end of a text, so both make the same number of tokens.
+One prompt, greedy, the same weights on both sides in the run's precision. The time of one new token is the prefill; the cost of
+each further token is the difference to a longer continuation. Sides alternate in both orders, and medians count. Both ignore the
+end-of-document token, so both generate the same number of tokens.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _transformers(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
 
 
 def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens from the start are the same.
+    """Returns the length of the common prefix.
 
     >>> _common_prefix_length([1, 2, 3], [1, 2, 4])
     2

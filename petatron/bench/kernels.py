@@ -1,9 +1,9 @@
-"""`petatron bench kernels`: every operation of the registry, the chosen implementation beside the others.
+"""`petatron bench kernels`: every operation of the registry, the selected implementation against the others.
 
-The device's own speed is measured first, with a copy and a large product; what an operation reaches is said as a share of it.
+The device's own speed is measured first, with a copy and a large GEMM; an operation's speed is reported as a share of it.
 The share of a copy can be above 100 %: what was just written may still be in a cache. Implementations alternate in both
-orders, and medians count. A result that is too far from float64 is called WRONG, and one that fails says how; the rest goes on.
-The optimizer has a bench of its own.
+orders, and medians count. A result that is too far from float64 is called WRONG, and a failure is reported without stopping the
+others. The optimizer has its own bench.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """What the device does at best: TB/s read and written by a copy, TFLOP/s of a large product."""
+    """The device's peak speeds: TB/s read and written by a copy, TFLOP/s of a large GEMM."""
 
     copy_tb_per_s: float
     gemm_tflops: float
@@ -91,8 +91,8 @@ class DeviceSpeed:
 
         side = _GEMM_SIZE[context.device.type]
         (move, moved), a, b = large_copy(context.device), context.randn(side, side), context.randn(side, side)
-        copy, product = median_ms([move, lambda: a @ b], context.device, repeat=repeat, warmup_s=_WARMUP_S)
-        return cls(moved / copy / 1e9, 2 * side**3 / product / 1e9)
+        copy, gemm = median_ms([move, lambda: a @ b], context.device, repeat=repeat, warmup_s=_WARMUP_S)
+        return cls(moved / copy / 1e9, 2 * side**3 / gemm / 1e9)
 
     def __str__(self) -> str:
         return f"copies {format_si(self.copy_tb_per_s * 1e12, 'B/s')}, multiplies {format_si(self.gemm_tflops * 1e12, 'FLOP/s')}"
@@ -100,7 +100,7 @@ class DeviceSpeed:
 
 @dataclass(frozen=True, slots=True)
 class KernelMeasurement:
-    """What was measured of a case: milliseconds by implementation, ours first; `failures`: what went wrong instead."""
+    """Measurements of a case: milliseconds by implementation, ours first; `failures`: errors instead."""
 
     label: str
     ms: Mapping[str, float]
@@ -115,7 +115,7 @@ class KernelMeasurement:
         return next(iter(self.ms.values()), None)
 
     def rate(self, speed: DeviceSpeed) -> tuple[float, float, str]:
-        """TB/s or TFLOP/s, its share of the device's, and both in words."""
+        """Returns TB/s or TFLOP/s, its share of the device's, and both as text."""
         assert self.our_ms is not None
         if self.flops:
             reached = self.flops / self.our_ms / 1e9
@@ -172,7 +172,7 @@ def _measure_operation(name: str, context: BenchContext, *, repeat: int) -> list
 
 
 def measure_case(case: KernelCase, context: BenchContext, *, repeat: int = 1) -> KernelMeasurement:
-    """Compare with float64, then time whatever runs."""
+    """Compares with float64, then times every implementation that runs."""
     from petatron.bench.measure.timing import median_ms
 
     bound = case.tolerance or _TOLERANCE[str(context.dtype).removeprefix("torch.")]
@@ -180,7 +180,7 @@ def measure_case(case: KernelCase, context: BenchContext, *, repeat: int = 1) ->
     error = None
     for name, way in case.implementations.items():
         first = name == next(iter(case.implementations))
-        # An implementation may fail in any way its compiler likes; the others are still worth knowing.
+        # An implementation may fail in any way its compiler can; the others are still measured.
         try:
             if first:
                 error = largest_error((case.checked_call or case.call)(way), case.reference())
@@ -199,7 +199,7 @@ def _bind(call: Callable[[Any], object], implementation: Any) -> Callable[[], ob
 
 
 def largest_error(found: Sequence[torch.Tensor | None], reference: Sequence[torch.Tensor | None]) -> float:
-    """The largest distance of an output from the truth, relative to the norm of that, over its leading rows."""
+    """Returns the largest error of an output, relative to the reference's norm, over its leading rows."""
     errors = []
     for output, exact in zip(found, reference, strict=True):
         if output is not None and exact is not None:
@@ -209,7 +209,7 @@ def largest_error(found: Sequence[torch.Tensor | None], reference: Sequence[torc
 
 
 def _measure_layer(name: str, device: torch.device, *, repeat: int) -> list[tuple[str, str]]:
-    """Whole layers, which have tables of their own."""
+    """Measures whole layers, which have their own tables."""
     from petatron.bench.ops import attention, moe
 
     layer = attention if name == "attention" else moe

@@ -1,9 +1,9 @@
 """`petatron bench optimizer`: one step of our optimizer against torch's fused AdamW with clipping and a cast.
 
-Both work on the same memory: master weights, moments and gradients of a decoder of the size asked for, ours as flat buffers,
+Both work on the same memory: master weights, moments and gradients of a decoder of the requested size, ours as flat buffers,
 torch's as the list of its parameters. Torch's step is what a careful script does: clip_grad_norm_ with foreach, AdamW with fused,
 and a foreach copy of the fp32 weights into bfloat16 ones. Rounds alternate in both orders, and the median of the ratios counts.
-Bytes are what must move, gradients and state read once and written once; the copy that gives the device's own speed is taken
+Bytes are the minimum traffic, gradients and state read once and written once; the copy that gives the device's speed is timed
 in the same rounds.
 
 | bytes per parameter | read | written |
@@ -11,7 +11,7 @@ in the same rounds.
 | norm | gradient 4 | |
 | update | gradient 4, master 4, moments 8 | master 4, moments 8, weight 2 |
 
-With --offload-fraction, state lies in host memory and torch has no counterpart, so ours is timed alone.
+With --offload-fraction, state is in host memory and torch has no counterpart, so ours is timed alone.
 """
 
 from __future__ import annotations
@@ -123,18 +123,18 @@ class _Bench:
         if not fraction and args.moments == args.main_grads == "fp32":
             contenders["torch"] = _torch_step(optimizer, groups)
         bench = cls(device, size, moved, contenders, choice, fraction * size * (4 + 2 * moment))
-        for contender in contenders.values():  # compiles, and takes memory for the first time
+        for contender in contenders.values():  # compiles, and allocates
             bench.timed(contender)
             bench.timed(contender)
         return bench
 
     def round(self, order: Sequence[str]) -> None:
-        """Everything once."""
+        """Runs everything once."""
         for name in order:
             self.times.setdefault(name, []).append(self.timed(self.contenders[name]))
 
     def timed(self, step: Callable[[], object]) -> float:
-        """Milliseconds of one step. State in host memory comes on a stream of its own, so there is no head start."""
+        """Returns milliseconds of one step. Offloaded state is copied on its own stream, so there is no head start."""
         from petatron.bench.measure.timing import mean_ms
 
         return mean_ms(step, self.device, calls=_STEPS_PER_ROUND, head_start=False)
@@ -179,7 +179,7 @@ class _Bench:
 
 
 def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) -> list[FlatParamGroup]:
-    """Flat buffers of a decoder of about this size, with gradients that are not zero."""
+    """Builds flat buffers of a decoder of about this size, with nonzero gradients."""
     from collections import Counter
 
     import torch
@@ -208,26 +208,26 @@ def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) ->
 
 
 def _torch_step(optimizer: MixedPrecisionOptimizer, groups: Sequence[FlatParamGroup]) -> Callable[[], None]:
-    """The same update by torch, on the very same memory."""
+    """Returns the same update by torch, on the very same memory."""
     import torch
     from torch import nn
 
     from petatron.sharding.flat_shard import group_tensor_shards
 
     parameters: dict[str, nn.Parameter] = {}
-    for _, piece, view in optimizer.master_weights():
-        parameters[piece.name] = nn.Parameter(view, requires_grad=True)
+    for _, shard, view in optimizer.master_weights():
+        parameters[shard.name] = nn.Parameter(view, requires_grad=True)
     for group in groups:
-        for piece, view in group_tensor_shards(group, group.grads()):
-            parameters[piece.name].grad = view
-    narrow = {piece.name: view for group in groups for piece, view in group_tensor_shards(group, group.weights())}
+        for shard, view in group_tensor_shards(group, group.grads()):
+            parameters[shard.name].grad = view
+    bf16_weights = {shard.name: view for group in groups for shard, view in group_tensor_shards(group, group.weights())}
     adam = torch.optim.AdamW(parameters.values(), lr=_LEARNING_RATE, fused=True)
-    for kind, _, piece, view in optimizer.moments():
-        state = adam.state[parameters[piece.name]]
+    for kind, _, shard, view in optimizer.moments():
+        state = adam.state[parameters[shard.name]]
         state[kind] = view
         state.setdefault("step", torch.zeros((), dtype=torch.float32, device=view.device))
     masters = [parameter.detach() for parameter in parameters.values()]
-    copies = [narrow[name] for name in parameters]
+    copies = [bf16_weights[name] for name in parameters]
 
     def step() -> None:
         nn.utils.clip_grad_norm_(parameters.values(), 1.0, foreach=True)

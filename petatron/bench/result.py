@@ -1,4 +1,4 @@
-"""What a bench returns: a table for people and the same as JSON."""
+"""The result of a bench: a table and the same as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """`rows` is what a person reads (what, value); `values` is the same and more as JSON."""
+    """`rows` is the printed table (label, value); `values` is the same and more as JSON."""
 
     rows: tuple[tuple[str, str], ...]
     values: Mapping[str, object]

@@ -1,10 +1,10 @@
 """`petatron bench scale`: what a start and a save cost on one rank as the world grows, in one process on one CPU.
 
-Ranks are simulated: process groups send nothing and weights have no memory. Timed is what every rank computes for itself at each start
-and save (configuration, groups, pipeline schedule, its part of the model, what to read and to write), what the busiest rank does with
-the messages of the others, and what rank 0 does for all (the manifest). Not measured are connections, the exchange of messages and
-the disks. A quantity that grows as the world does has exponent 1 in the last column, one that does not grow 0, and one of
-exponent 2 would end a large run.
+Ranks are simulated: process groups send nothing and weights are on the meta device. Timed is what every rank computes at each start
+and save (configuration, groups, pipeline schedule, its part of the model, read and write plans), what the busiest rank does with
+the messages of the others, and what rank 0 does for all (the manifest). Not measured are connections, message exchanges and disks.
+A quantity that grows linearly with the world has exponent 1 in the last column, a constant one 0, and exponent 2 would be fatal
+for a large run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LIMIT_S, _LIMIT_RANKS = 10.0, 4096
 _MAX_EXPONENT, _MIN_REPORTED_S = (
     1.5,
     1.0,
-)  # an exponent above this is called out, of what takes at least so long: less is noise
+)  # an exponent above this is reported, for parts that take at least so long: less is noise
 Result = TypeVar("Result")
 
 
@@ -112,7 +112,7 @@ def _world_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def layout_flags(size: int, *, tp: int, pp: int, cp: int) -> list[str]:
-    """As much of each kind of parallelism as is asked for and the ranks can be divided by; the rest is data parallel.
+    """Returns the requested parallel sizes as far as they divide the ranks; the remaining factor is data parallel.
 
     >>> layout_flags(64, tp=8, pp=16, cp=1)
     ['--tp', '8', '--pp', '8', '--cp', '1']
@@ -134,7 +134,7 @@ def _run_config(args: argparse.Namespace, size: int) -> RunConfig:
     layers = load_config(data, preset=args.model, world_size=1).config.model.num_layers
     if pp > 1 and args.virtual > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(args.virtual)]
-    if layers % (pp * args.virtual if pp > 1 else 1):  # as many slots more as make both ends lighter
+    if layers % (pp * args.virtual if pp > 1 else 1):  # count embedding and loss as layers
         flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
     if tp > 1:
         flags.append("--sequence-parallel")
@@ -176,7 +176,7 @@ def _rank_groups(layout: Layout, rank: int) -> Mapping[str, tuple[int, ...]]:
 
 
 def _build_rank(found: ScaleMeasurement, config: RunConfig, layout: Layout, rank: int) -> list[tuple[int, ...]]:
-    """Makes one rank's groups and model, without memory; returns the ranks of each group it is in."""
+    """Builds one rank's groups and model on the meta device; returns the ranks of each group it is in."""
     import torch
 
     from petatron.mesh.launch.environment import SINGLE_PROCESS
@@ -198,7 +198,7 @@ def _build_rank(found: ScaleMeasurement, config: RunConfig, layout: Layout, rank
 
 
 def _count_peers(found: ScaleMeasurement, groups: Sequence[tuple[int, ...]]) -> None:
-    """Of the rank that is in most groups."""
+    """Counts the peers of the rank that is in most groups."""
     counts = found.counts
     counts["communicators"] = max(counts.get("communicators", 0), len(groups))
     counts["communicator_ranks"] = max(counts.get("communicator_ranks", 0), sum(map(len, groups)))
@@ -208,9 +208,9 @@ def _count_peers(found: ScaleMeasurement, groups: Sequence[tuple[int, ...]]) -> 
 
 
 def control_peers(size: int) -> int:
-    """How many ranks one rank connects to over the CPU group `control`, which gloo connects pair by pair on demand.
+    """Returns how many ranks one rank connects to over the CPU group `control`, which gloo connects pair by pair on demand.
 
-    All that a run does there meets ranks at distances of powers of two: rings (all-reduce, all-gather) at 1, trees (broadcast),
+    All communication there is with ranks at distances of powers of two: rings (all-reduce, all-gather) at 1, trees (broadcast),
     barriers and the checkpoint's exchange of messages at all of them, in both directions.
 
     >>> control_peers(4096)
@@ -247,7 +247,7 @@ def _line(cells: Sequence[str], last: str = "") -> str:
 
 
 def growth_exponent(values: Sequence[float], sizes: Sequence[int]) -> float | None:
-    """The power of the number of ranks that a quantity grew with between the last two sizes.
+    """Returns the exponent of a quantity's growth with the number of ranks between the last two sizes.
 
     >>> growth_exponent([0.1, 1.0, 4.0], [64, 1024, 4096])
     1.0
@@ -258,7 +258,7 @@ def growth_exponent(values: Sequence[float], sizes: Sequence[int]) -> float | No
 
 
 def _verdict(found: Sequence[ScaleMeasurement], *, checkpoint: bool) -> str:
-    """Against the bars at 4,096 ranks, and what grows faster than the world."""
+    """Compares with the limits at 4,096 ranks, and names what grows faster than the world."""
     judged = [one for one in found if one.world_size <= _LIMIT_RANKS]
     words: list[str] = []
     for title, parts in (("start", _START), ("save", _SAVE))[: 2 if checkpoint else 1]:

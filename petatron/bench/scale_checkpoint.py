@@ -1,8 +1,8 @@
-"""What a save and a load cost beside the writing and reading, on one rank of a large world: the adapter of `bench scale`.
+"""The planning cost of a save and a load on one rank of a large world, for `bench scale`.
 
-Ranks send each other messages when they plan, and the rank that gets most makes all others wait, so that one is timed. What the others
-hold is made up, as a distributed optimizer shards a model: layers over pipeline stages, rows over tensor-parallel ranks, then
-buckets of consecutive tensors in equal ranges over the ranks that share them. Everything that is timed is what a run calls.
+Ranks exchange messages when they plan, and the rank that receives most makes all others wait, so that one is timed. What the others
+hold is simulated as a distributed optimizer shards a model: layers over pipeline stages, rows over tensor-parallel ranks, then
+buckets of consecutive tensors in equal ranges over the data-parallel ranks. Everything that is timed is what a run calls.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _STATE_KINDS = (MASTER_PREFIX, "exp_avg/", "exp_avg_sq/")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 Result = TypeVar("Result")
 Timed = Callable[[str, Callable[[], Result]], Result]
-"""Runs a function and notes the seconds under a name."""
+"""Runs a function and records the seconds under a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSizes:
     """What grows with the world: the counts of the busiest rank, and the manifest, which has a line for every rank.
 
-    messages: ranks that it sends its boxes to. rows: boxes that it is told of. transfer_peers: ranks that it sends weights to or
-    receives some from, over the world's communicator.
+    messages: ranks that it sends its boxes to. rows: boxes that it receives. transfer_peers: ranks that it sends weights to or receives
+    some from, over the world's communicator.
     """
 
     boxes_of_rank: int
@@ -98,7 +98,7 @@ def measure_checkpoint(run: RunConfig, timed: Timed) -> CheckpointSizes:
 def _plan_save(
     world: _SimulatedWorld, mine: Sequence[Chunk], timed: Timed
 ) -> tuple[int, Mapping[int, Mapping[str, list[Any]]], SavePlan]:
-    """How many ranks the busiest one sends messages to, the messages that it gets, and its plan."""
+    """Returns how many ranks the busiest one sends messages to, the messages that it receives, and its plan."""
     rank = world.busiest
 
     def survey() -> tuple[SavePlanner, list[int]]:
@@ -118,7 +118,7 @@ def _plan_save(
 
 
 def _plan_load(world: _SimulatedWorld, mine: Sequence[Chunk], content: bytes, timed: Timed) -> None:
-    """A load in the layout of the save: the busiest rank asks for its boxes, and answers for the tensors that it checks."""
+    """Loads in the layout of the save: the busiest rank requests its boxes, and answers for the tensors that it checks."""
     wanted = [chunk for chunk in mine if not chunk.key.startswith(WEIGHT_PREFIX)]
 
     def questions() -> dict[int, list[MessageRow]]:
@@ -153,7 +153,7 @@ def _plan_load(world: _SimulatedWorld, mine: Sequence[Chunk], content: bytes, ti
 
 
 class _SimulatedWorld:
-    """What all ranks hold, and what the busiest of them is told."""
+    """What all ranks hold, and what the busiest of them receives."""
 
     def __init__(self, boxes: Sequence[_HeldBoxes], folder: ModelFolder) -> None:
         self.boxes, self.folder, self.world_size = boxes, folder, len(boxes)
@@ -167,7 +167,7 @@ class _SimulatedWorld:
         return owner_rank(WEIGHT_PREFIX + name, self.world_size)
 
     def _busiest(self) -> int:
-        """The rank that is told of most boxes: of state that it checks, and of weights that it writes."""
+        """Returns the rank that receives most boxes: of state that it checks, and of weights that it writes."""
         count = Counter(name for held in self.boxes for name, _, _ in held)
         rows: Counter[int] = Counter()
         for name, number in count.items():
@@ -179,7 +179,7 @@ class _SimulatedWorld:
         return rows.most_common(1)[0][0]
 
     def messages_to_busiest(self) -> dict[int, str]:
-        """By the rank that sends it. Only tensors that concern the receiver are surveyed there, so chunks have other numbers."""
+        """Returns messages by sender. Only the receiver's tensors are planned there, so chunks have other indices."""
         writes = {
             region.name
             for file in self.files
@@ -200,7 +200,7 @@ class _SimulatedWorld:
         return found
 
     def rows_for_tensors(self, names: set[str]) -> list[MessageRow]:
-        """What all tables say of these tensors and their optimizer state."""
+        """Returns the rows of all tables for these tensors and their optimizer state."""
         rows: list[MessageRow] = []
         for rank, held in enumerate(self.boxes):
             entries = [
@@ -218,7 +218,7 @@ class _SimulatedWorld:
         return rows
 
     def requests_for_tensors(self, names: set[str]) -> list[list[MessageRow]]:
-        """What each rank asks about these tensors."""
+        """Returns each rank's requests for these tensors."""
         found: list[list[MessageRow]] = []
         for held in self.boxes:
             some = [
@@ -234,7 +234,7 @@ _HeldBoxes = list[tuple[str, Shape, Box]]
 
 
 def _boxes_per_rank(shapes: Mapping[str, Shape], run: RunConfig) -> list[_HeldBoxes]:
-    """The boxes of logical tensors that each rank of the world owns, in the order of ranks."""
+    """Returns the boxes of logical tensors that each rank of the world owns, in rank order."""
     layout, bucket_size = Layout.from_config(run.parallel), run.parallel.ddp_bucket_size
     assert bucket_size is not None
     held: list[_HeldBoxes] = [[] for _ in range(layout.world_size)]
@@ -259,7 +259,7 @@ def _pipeline_stage(name: str, pp: int, num_layers: int) -> int:
 
 
 def _buckets(shapes: Mapping[str, Shape], *, tp: int, tp_rank: int, size: int) -> Iterator[_HeldBoxes]:
-    """What a tensor-parallel rank holds, rows of matrices and whole vectors, filled into buckets of at least `size` elements."""
+    """Yields a tensor-parallel rank's shards, rows of matrices and whole vectors, in buckets of at least `size` elements."""
     for vectors in (False, True):
         bucket: _HeldBoxes = []
         for name, shape in ((name, shape) for name, shape in shapes.items() if (len(shape) == 1) == vectors):
@@ -276,7 +276,7 @@ def _buckets(shapes: Mapping[str, Shape], *, tp: int, tp_rank: int, size: int) -
 
 
 def _shard_bucket(bucket: _HeldBoxes, owners: int) -> list[_HeldBoxes]:
-    """A bucket in as many equal ranges as ranks share its state, to whole rows."""
+    """Splits a bucket into one equal range per owner, to whole rows."""
     shares: list[_HeldBoxes] = [[] for _ in range(owners)]
     total, before = sum(math.prod(box.shape) for _, _, box in bucket), 0
     for name, shape, box in bucket:
@@ -315,7 +315,7 @@ def _table_and_digest(table: RankTable) -> tuple[bytes, str]:
 
 
 def _written_files(plan: SavePlan, mine: Sequence[Chunk], rank: int) -> dict[str, StoredFile]:
-    """The files that a rank has written, with a digest for every block."""
+    """Returns the files that a rank has written, with a digest for every block."""
     written = {
         rank_file_path(rank): _stored_file(sum(4 * mine[index].tensor.numel() for _, index in plan.state_entries))
     }

@@ -1,14 +1,14 @@
 """`petatron bench train`: the speed and memory of our training step, alone or against a peer's, in one run on one device.
 
-Everything a run could be told is a flag of its own (`--preset llama-1b --seq-length 4096 --micro-batch-size 8 --bf16` ...); the
-batch is one micro-batch per update, and tokens are random and lie on the device already. Contenders have the same shapes, tokens,
-first weights, fp32 master weights, AdamW and clipping (`peers`), and alternate in one process (`runner`). There, each
-keeps its state while the others run, and all use the same memory for activations. As soon as ours is built and its memory known,
+The flags are those of a run (`--preset llama-1b --seq-length 4096 --micro-batch-size 8 --bf16` ...); the batch is one micro-batch
+per update, and tokens are random and already on the device. Contenders have the same shapes, tokens, initial weights, fp32 master
+weights, AdamW and clipping (`peers`), and alternate in one process (`runner`). There, each keeps its state while the others run,
+and all share the memory of activations. Once ours is built and its memory measured,
 
     needed = contenders x our state + largest activations
 
-says whether the device holds all of them; if not, peers come one after the other beside ours; if it does not hold two, each is
-measured in a process of its own, in the order ours, theirs, theirs, ours.
+tells whether all of them fit the device; if not, peers run one after the other against ours; if two do not fit, each is measured in
+its own process, in the order ours, theirs, theirs, ours.
 
 Speed is tokens per second of the median step. MFU divides the model's arithmetic (`estimate/flops.py`) by the published peak in
 bfloat16, in both conventions: attention counted in full, as most tables do, and counted as the half that a causal model needs.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from petatron.models.batch import Batch
 
 TAKES_RUN_FLAGS = True
-# A peer's activations, as a multiple of ours, and how much of the device can be filled before memory is given back and forth.
+# A peer's activations, as a multiple of ours, and how much of the device can be filled before the allocator thrashes.
 _PEER_ACTIVATIONS = {"torchtitan": 1.6, "hf": 1.6, OWN_BF16: 1.1}
 _USABLE_MEMORY_SHARE = 0.93
 _log = get_logger(__name__)
@@ -80,9 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_peers(texts: Sequence[str]) -> list[str]:
-    """Each peer once, from names with commas between them.
+    """Parses comma-separated names, each peer once.
 
-    Our own come first: a peer may change what the compiler does from then on, as torchtitan's rowwise FP8 does.
+    Our own come first: a peer may change compiler settings for good, as torchtitan's rowwise FP8 does.
 
     >>> _parse_peers(["torchtitan,bf16", "torchtitan"])
     ['bf16', 'torchtitan']
@@ -180,7 +180,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], devi
 def _measure_in_process(
     args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceInfo
 ) -> TrainMeasurements | None:
-    """In this process, all beside each other or each peer in turn beside ours; None if the device does not hold two."""
+    """Measures in this process, all peers at once or each in turn against ours; None if two do not fit the device."""
     from petatron.bench.measure.report import TrainMeasurements
     from petatron.bench.peers.bench_model import make_batches
 
@@ -207,7 +207,7 @@ def _measure_in_process(
 def _measure_against(
     args: argparse.Namespace, first: BenchRunner, peers: Sequence[str], spec: BenchSpec, measurements: TrainMeasurements
 ) -> bool:
-    """Measure peers beside ours, in one go, and forget them; False if one does not fit."""
+    """Measures peers against ours, all at once, and frees them; False if one does not fit."""
     runners = [first]
     for peer in peers:
         runner = _build_runner(peer, spec, list(first.batches))
@@ -237,7 +237,7 @@ def _time_runners(args: argparse.Namespace, runners: list[BenchRunner], measurem
 
 
 def _fits_in_memory(first: BenchRunner, peers: Sequence[str], device: DeviceInfo) -> bool:
-    """Whether peers fit beside ours: as much state for each, and the largest activations, which all take turns to use."""
+    """Whether peers fit in addition to ours: as much state for each, and the largest activations, which are shared."""
     if first.peak_bytes is None:
         return True
     activations = max(_PEER_ACTIVATIONS[peer] for peer in peers) * (first.peak_bytes - first.held_bytes)
@@ -250,7 +250,7 @@ def _fits_in_memory(first: BenchRunner, peers: Sequence[str], device: DeviceInfo
 
 
 def _build_runner(name: str, spec: BenchSpec, batches: list[Batch]) -> BenchRunner | None:
-    """Build one, compile it and see how much memory it takes; None if that is more than there is."""
+    """Builds and compiles a contender and measures its memory; None if it does not fit."""
     import torch
 
     from petatron.bench.measure.runner import BenchRunner
@@ -274,7 +274,7 @@ def _build_runner(name: str, spec: BenchSpec, batches: list[Batch]) -> BenchRunn
 
 
 def _measure_in_subprocesses(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> TrainMeasurements:
-    """Each in a process of its own, there and back again; what a visit timed is one block."""
+    """Measures each in its own process, forwards and backwards; each process gives one block."""
     from petatron.bench.measure.report import TrainMeasurements, merge_runs
     from petatron.bench.measure.timing import alternating_orders, paired_speedups
 

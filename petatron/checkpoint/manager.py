@@ -1,11 +1,11 @@
 """`CheckpointManager`: all ranks save and load together, and fail together.
 
-`save` and `load` are collective: all ranks of the world call them, in the same order. Each stage runs
-locally, then one small all-reduce says whether all is well; if any rank failed, all raise the same CheckpointError, so a full
-disk on one machine is an error message and never a hang. The folder must be shared by all ranks.
+`save` and `load` are collective: all ranks of the world call them, in the same order. Each stage runs locally, then one small
+all-reduce tells whether every rank succeeded; if any failed, all raise the same CheckpointError, so a full disk on one machine is
+an error message and never a hang. The folder must be shared by all ranks.
 
-The layout of a run does not change, so what each rank does in a save is planned at the first one and kept. A save then has the
-same few small collectives whatever the model and the number of ranks, beside the rounds that bring weights to their writers.
+The layout does not change during a run, so the save plan is made at the first save and cached. A save then has the same few small
+collectives whatever the model and the number of ranks, plus the rounds that gather weights on their writers.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which steps stay when a new one is there: the newest `keep` (None: all), and every multiple of `retain_interval`."""
+    """Decides which steps survive pruning: the newest `keep` (None: all), and every multiple of `retain_interval`."""
 
     keep: int | None = None
     retain_interval: int | None = None
 
 
 class CheckpointManager:
-    """The checkpoints of one folder.
+    """Saves, loads and prunes the checkpoints of one folder.
 
     >>> import tempfile, torch
     >>> from petatron.mesh.mesh import ParallelMesh
@@ -87,9 +87,9 @@ class CheckpointManager:
         retention: Retention | None = None,
         sign: SignFunction | None = None,
     ) -> None:
-        """`world_axis` moves weights between devices, which are `device` on this rank; they default to `control_axis`, all ranks over
-        host memory. `async_axis` is what ranks talk over while training goes on, and needed only for that. `sign` is the same on
-        every rank: the first one signs, and all of them write digests that are worth a signature.
+        """`world_axis` carries weights between devices, `device` on this rank; they default to `control_axis`, all ranks over host memory.
+        `async_axis` is used by async saves only, so that they never share a communicator with training. `sign` is the same on every
+        rank: rank 0 signs, and all ranks write SHA-256 digests for the signature to cover.
         """
         self._folder = Path(folder)
         self._control_axis = control_axis
@@ -102,13 +102,13 @@ class CheckpointManager:
         self._sign = sign
         self._retention = retention or Retention()
         self.pruned: tuple[int, ...] = ()
-        """Steps that the last save let go of, as the first rank knows them."""
+        """Steps that the last save pruned, known on rank 0."""
         self._save_thread = AsyncSaveThread()
         self._staging = StagingBuffer()
         self._cached_plan: tuple[SavePlanKey, SavePlan, int] | None = None
 
     def latest(self) -> int | None:
-        """The newest complete step as the first rank sees it, or None."""
+        """Returns the newest complete step that rank 0 sees, or None."""
         return self.broadcast_from_rank0(lambda: step_folder.latest_step(self._folder))
 
     def save(
@@ -122,12 +122,11 @@ class CheckpointManager:
         model: ModelFolder | None = None,
         wait: bool = True,
     ) -> None:
-        """Publish a checkpoint; when this returns it is on disk, and when it raises the earlier ones are untouched.
+        """Publishes a checkpoint; when this returns it is on disk, and when it raises the earlier ones are untouched.
 
-        facts: JSON values, the same on every rank. local: this rank's own tensors, which only a run with the same
-        `same_layout_key` gets back. model: how the weights stand in the model folder; without it they are kept as boxes.
-        wait: else it returns as soon as everything is copied (a save that is still being written is waited for first), and
-        how it went is known after `drain`.
+        facts: JSON values, the same on every rank. local: this rank's own tensors, returned only to a run with the same `same_layout_key`.
+        model: how weights map to the model folder; without it they are saved as boxes. wait: False returns as soon as everything is
+        copied (after waiting for an earlier async save), and `drain` tells the outcome.
         """
         job = self._prepare(step, chunks, facts=facts, layout=same_layout_key, local=local or {}, model=model)
         if wait:
@@ -143,11 +142,11 @@ class CheckpointManager:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is still being written."""
+        """Whether an async save is still being written."""
         return self._save_thread.is_running
 
     def drain(self) -> None:
-        """Wait for a save that is being written; raises if it failed. Does nothing when none was started."""
+        """Waits for an async save and raises if it failed. Does nothing when none was started."""
         self._save_thread.wait()
 
     def _prepare(
@@ -160,7 +159,7 @@ class CheckpointManager:
         local: Mapping[str, Tensor],
         model: ModelFolder | None,
     ) -> RankWriteJob:
-        """Everything that needs the run's own tensors and the ranks' devices."""
+        """Does everything that needs the run's own tensors and the ranks' devices."""
         self.drain()
         words = self._save_error_texts(step)
         now = save_plan_key(chunks, local, model)
@@ -203,7 +202,7 @@ class CheckpointManager:
         model: ModelFolder | None,
         error_texts: tuple[str, str],
     ) -> tuple[SavePlan, int]:
-        """What this rank does in every save of this layout, and the bytes of all ranks' tensors."""
+        """Returns this rank's plan for every save of this layout, and the bytes of all ranks' tensors."""
         axis = self._control_axis
         survey = self._run_on_all_ranks(
             lambda: SavePlanner(chunks, model, rank=axis.rank, world_size=axis.size), *error_texts
@@ -224,24 +223,24 @@ class CheckpointManager:
             )
             if peak <= weight_transfers.ROUND_BYTES or round_bytes <= _MIN_ROUND_BYTES:
                 break
-            # Some rank sends to many writers at once. If each of them takes less at a time, so does the sender's memory.
+            # Some rank sends to many writers at once. Smaller rounds for each of them bound the sender's memory.
             round_bytes = max(round_bytes * weight_transfers.ROUND_BYTES // (peak + 1), _MIN_ROUND_BYTES)
         kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in local.values())
         total = all_reduce(torch.tensor([plan.primary_bytes + kept]), axis)
         return plan.with_rounds(rounds), int(total)
 
     def _ensure_free_space(self, needed_bytes: int) -> None:
-        """What a crash left behind goes before the disk is called full."""
+        """Removes what a crash left behind before calling the disk full."""
         step_folder.recover_interrupted(self._folder, self._disk)
         check_free_space(self._folder, needed_bytes)
 
     def _save_error_texts(self, step: int) -> tuple[str, str]:
-        """What a failing save could not do, and what helps."""
+        """Returns what a failing save could not do, and what helps."""
         fix = "Free space there or make it writable; earlier checkpoints are untouched"
         return f"step {step} could not be saved to {self._folder}", fix
 
     def _write_and_publish(self, write_job: RankWriteJob, axis: Axis) -> None:
-        """Write, publish, prune; every stage on all ranks, over an axis that nothing else uses at the time."""
+        """Writes, publishes and prunes; every stage on all ranks, over an axis that nothing else uses at the time."""
         folder, disk, step = self._folder, self._disk, write_job.step
         words = self._save_error_texts(step)
         with self._removing_tmp_on_error(axis):
@@ -256,13 +255,13 @@ class CheckpointManager:
                     step_folder.publish_step(
                         folder, step, tables, facts=write_job.facts, layout=write_job.layout, disk=disk, sign=self._sign
                     )
-                    # Before the others go on: they would wait for this rank in a collective that may have a time limit.
+                    # Before the other ranks continue: they would wait for this one in a collective that may time out.
                     self._prune()
 
             self._run_on_all_ranks(publish, *words, axis)
 
     def _gather_tables(self, write_result: LocalResult[TableFile], axis: Axis) -> list[TableFile]:
-        """Every rank's table as its name, size and digest, and with them whether all is well, in one all-gather."""
+        """Gathers every rank's table as name, size and digest, together with its success, in one all-gather."""
         table = write_result.result
         digest = bytes(32) if table is None else bytes.fromhex(table.digest)
         size = 0 if table is None else table.size_bytes
@@ -277,7 +276,7 @@ class CheckpointManager:
 
     @contextmanager
     def _removing_tmp_on_error(self, axis: Axis) -> Iterator[None]:
-        """Remove the draft of a save that fails: no rank is writing any more, and it would only keep the disk full."""
+        """Removes the temporary folder of a failed save: no rank writes to it any more, and it would keep the disk full."""
         try:
             yield
         except CheckpointError:
@@ -287,7 +286,7 @@ class CheckpointManager:
             raise
 
     def _prune(self) -> None:
-        """A step too many is no reason to stop a run."""
+        """Prunes old steps; a step that cannot be removed is no reason to stop a run."""
         keep = self._retention
         try:
             gone = step_folder.prune_steps(
@@ -309,13 +308,13 @@ class CheckpointManager:
         check_facts: Callable[[Mapping[str, Any]], None] | None = None,
         fallback: bool = False,
     ) -> LoadedCheckpoint:
-        """Fill every chunk from a step (None: the newest), whatever layout saved it.
+        """Fills every chunk from a step (None: the newest), whatever layout saved it (reshards).
 
-        strict: every key must be there, and no key of the same kind may be left over; else keys that are missing keep
-        their values and are named in the result. may_ignore_kind: which kinds of keys may be left in the checkpoint; all that nobody
-        asks for, unless it is given. check_facts: sees the facts before anything is filled, and may raise. fallback: if the step
-        is damaged, say so and take the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after
-        an error about a damaged file, what the chunks hold is undefined.
+        strict: every key must be in the checkpoint, and no key of the same kind may be left over; otherwise missing keys keep their
+        values and are named in the result. may_ignore_kind: which kinds of keys may be left unread; by default, all kinds that no rank
+        requests. check_facts: sees the facts before anything is filled, and may raise. fallback: if the step is damaged, warn and load the
+        newest sound one before it. Nothing is changed unless the whole checkpoint fits; after an error about a damaged file, the
+        content of the chunks is undefined.
         """
         self.drain()
         while True:
@@ -344,7 +343,7 @@ class CheckpointManager:
         return Path(self.broadcast_from_rank0(lambda: str(step_folder.resolve_step(self._folder, step))))
 
     def broadcast_from_rank0(self, read: Callable[[], Result]) -> Result:
-        """What the first rank sees on disk, on every rank; a JSON value."""
+        """Returns on every rank what rank 0 reads on disk; a JSON value."""
         found = self._run_on_all_ranks(lambda: read() if self._is_first_rank else None)
         return broadcast_object(found, self._control_axis)
 
@@ -359,9 +358,9 @@ class CheckpointManager:
         may_ignore_kind: Callable[[str], bool] | None = None,
         check_facts: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> LoadedCheckpoint:
-        """Fill chunks from a folder that a manifest describes, be it of ours or of others.
+        """Fills chunks from a folder that a manifest describes, Petatron's or another program's.
 
-        The first rank reads the manifest, and the ranks share the tables that it names (`load/box_directory.py`).
+        Rank 0 reads the manifest, and the ranks share the tables that it names (`load/box_directory.py`).
         """
         reader = RankReader(source, self._control_axis, self._run_on_all_ranks)
         head = reader.read_manifest(read_manifest)
@@ -376,13 +375,13 @@ class CheckpointManager:
     def _run_on_all_ranks(
         self, action: Callable[[], Result], failed_action: str = "", fix: str = "", axis: Axis | None = None
     ) -> Result:
-        """This rank's result of an action that every rank takes; one rank's failure is a CheckpointError on all."""
+        """Runs an action on every rank and returns this rank's result; one rank's failure is a CheckpointError on all."""
         attempt = self._run_locally(action, failed_action, fix)
         self._all_reduce_max_or_raise(attempt, [], axis)
         return attempt.result  # pyright: ignore[reportReturnType]
 
     def _run_locally(self, action: Callable[[], Result], failed_action: str = "", fix: str = "") -> LocalResult[Result]:
-        """What came of an action on this rank alone."""
+        """Runs an action on this rank alone, without raising."""
         try:
             return LocalResult(action())
         except CheckpointError as error:
@@ -395,7 +394,7 @@ class CheckpointManager:
     def _all_reduce_max_or_raise(
         self, local_result: LocalResult[Any], numbers: Sequence[int], axis: Axis | None = None
     ) -> list[int]:
-        """One small exchange: the largest of each number over all ranks, or the failure of some rank on every rank."""
+        """Max-reduces each number over all ranks in one small exchange, or raises some rank's failure on every rank."""
         axis = axis or self._control_axis
         failed, *found = recursive_doubling_max(
             torch.tensor([int(local_result.error_text is not None), *numbers]), axis
@@ -405,7 +404,7 @@ class CheckpointManager:
         return found
 
     def _raise_on_all_ranks(self, local_result: LocalResult[Any], axis: Axis) -> NoReturn:
-        """Only now are texts exchanged."""
+        """Exchanges error texts, only now that some rank has failed, and raises."""
         found = all_gather_objects([local_result.error_text, local_result.damaged], axis)
         failures = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
         damaged = all(damaged for text, damaged in found if text is not None)
@@ -415,7 +414,7 @@ class CheckpointManager:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalResult(Generic[Result]):
-    """What came of an action on one rank: its result, or why it failed and whether a file is not what was saved."""
+    """The outcome of an action on one rank: its result, or why it failed and whether a file is damaged."""
 
     result: Result | None
     error_text: str | None = None
@@ -424,7 +423,7 @@ class LocalResult(Generic[Result]):
 
 
 def _format_failures(failures: Mapping[int, str], world_size: int) -> str:
-    """All failures, each said once with the ranks it happened on."""
+    """Lists all failures, each once with the ranks it happened on."""
     ranks: dict[str, list[int]] = {}
     for rank, text in failures.items():
         ranks.setdefault(text, []).append(rank)

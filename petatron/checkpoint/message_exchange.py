@@ -1,9 +1,9 @@
-"""Messages from any rank to any other in about log2(ranks) steps, for plans of which each rank needs a small part.
+"""Sparse all-to-all of messages in about log2(ranks) steps, for plans of which each rank needs a small part.
 
-In step k every rank passes on to the rank 2^k places further all it holds that still has to go a distance with bit k set (the
-algorithm of Bruck et al., 1997, for all-to-all). A message travels over at most log2(ranks) ranks, a rank talks to as many
-others, and nobody ever holds what all ranks said: an all-gather of the same facts would bring all of them to everyone, and an
-all-to-all would connect every pair of ranks.
+In step k every rank forwards to the rank 2^k places further all messages whose remaining distance has bit k set (the algorithm
+of Bruck et al., 1997, for all-to-all). A message makes at most log2(ranks) hops, a rank communicates with as many others, and no
+rank ever holds all messages: an all-gather of the same facts would bring all of them to every rank, and an all-to-all would
+connect every pair of ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from petatron.mesh.collectives import start_ring_shift
 from petatron.mesh.mesh import Axis
 
 _Message = tuple[int, int, bytes]
-"""How far it still has to go, the rank it comes from, and its text."""
+"""Remaining distance, source rank, text."""
 
 
 def exchange_messages(messages: Mapping[int, Any], axis: Axis) -> dict[int, Any]:
-    """Send JSON values to ranks of an axis; what came from which rank, by rank. Every rank calls it."""
+    """Sends JSON values to ranks of an axis and returns what was received, by source rank. Every rank calls it."""
     if axis.size == 1:
         return dict(messages)
     held = [((to - axis.rank) % axis.size, axis.rank, json.dumps(value).encode()) for to, value in messages.items()]
@@ -38,7 +38,7 @@ def exchange_messages(messages: Mapping[int, Any], axis: Axis) -> dict[int, Any]
 
 
 def _shift(content: Tensor, axis: Axis, by: int) -> Tensor:
-    """Bytes to the rank `by` places further, and those of the rank as far behind."""
+    """Sends bytes to the rank `by` places further, and receives those of the rank as far behind."""
     size, theirs = torch.tensor([content.numel()]), torch.zeros(1, dtype=torch.int64)
     for handle in start_ring_shift([theirs], [size], axis, by=by):
         handle.wait()
@@ -49,7 +49,7 @@ def _shift(content: Tensor, axis: Axis, by: int) -> Tensor:
 
 
 def _pack(messages: list[_Message]) -> Tensor:
-    """Their number, then three integers for each, then the texts."""
+    """Packs the message count, then three integers for each, then the texts."""
     head = [len(messages), *(number for far, source, text in messages for number in (far, source, len(text)))]
     content = np.array(head, dtype="<i8").tobytes() + b"".join(text for _, _, text in messages)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What a run hands to a checkpoint and gets back from it."""
+"""The state that a run saves to a checkpoint and loads from it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ ChunkMetadata = tuple[str, Shape, torch.dtype, Box]
 """Key, logical shape, dtype and box of a chunk."""
 
 WEIGHT_PREFIX = "model/"
-"""Keys of the model's weights begin with this; they are what the model folder holds."""
+"""Key prefix of the model's weights, which are saved in the model folder."""
 MASTER_PREFIX = "master/"
-"""Keys of the same weights in the optimizer's wider precision, where it has them apart."""
+"""Key prefix of the optimizer's master weights, where they are separate tensors."""
 ROUTER_PREFIX = "router/"
-"""Keys of what routers have learnt beside their weights begin with this."""
+"""Key prefix of router state that is not a parameter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """A box of a logical tensor and the memory it lives in.
+    """A box of a logical tensor and the tensor that stores it.
 
-    key: which tensor, `kind/name`: `model/layers.0.attention.q.weight`, `exp_avg/layers.0.attention.q.weight`. Weights in the
+    key: the logical tensor, `kind/name`: `model/layers.0.attention.q.weight`, `exp_avg/layers.0.attention.q.weight`. Weights in the
     optimizer's precision are of the kind `master`.
     tensor: a view of live storage with the shape of the box, any strides; saved from and loaded into.
     primary: whether this rank is the one that saves the box, among the ranks that hold it; every rank loads it.
@@ -47,7 +47,7 @@ class Chunk:
 
     @property
     def metadata(self) -> ChunkMetadata:
-        """What other ranks need to know of it."""
+        """Returns what other ranks need to know of the chunk."""
         return self.key, self.logical_shape, self.tensor.dtype, self.box
 
     @property
@@ -57,7 +57,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelFolder:
-    """How a model's weights are kept: its tensors, and the other files of the folder (config.json, a tokenizer's) as bytes."""
+    """How a model's weights are saved: its tensors, and the other files of the folder (config.json, a tokenizer's) as bytes."""
 
     entries: tuple[FolderEntry, ...]
     aux_files: Mapping[str, bytes]
@@ -65,11 +65,11 @@ class ModelFolder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedCheckpoint:
-    """What a load found besides the tensors it filled.
+    """What a load returns besides the tensors it filled.
 
     facts: what `save` was given, as JSON values.
     local: this rank's own tensors (random states), or None when they were saved under another layout.
-    missing_keys: keys that were asked for and are not in the checkpoint; always empty for a strict load.
+    missing_keys: requested keys that the checkpoint does not contain; always empty for a strict load.
     """
 
     step: int

@@ -1,7 +1,7 @@
 """`petatron bench`: measurements that compare two ways of doing the same work in one run, on this machine.
 
 A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES. One that sets
-TAKES_RUN_FLAGS also gets the flags it did not ask for, as `run(args, flags)`: they are those of a training run; a preset may come
+TAKES_RUN_FLAGS also gets the flags its parser does not know, as `run(args, flags)`: those of a training run; a preset may come
 first.
 """
 
@@ -71,9 +71,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_writable(path: Path) -> None:
-    """Fail before the minutes of a measurement, not after them; leaves everything as it was.
+    """Fails before the minutes of a measurement, not after them; leaves everything unchanged.
 
-    Trying is the only sure way: permissions do not tell of a file system that is read-only.
+    It tries to write: permissions do not reveal a read-only file system.
     """
     try:
         there = path.exists()

@@ -1,4 +1,4 @@
-"""`petatron checkpoint`: look into checkpoints, prove that they are whole, compare, prune and convert them."""
+"""`petatron checkpoint`: inspects, verifies, compares, prunes and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _summary_values(summary: CheckpointSummary) -> dict[str, Any]:
 
 
 def _layout(summary: CheckpointSummary) -> str:
-    """`tp 2, dp 2 (optim sharded), 4 ranks`, or the words of whoever saved it."""
+    """Returns `tp 2, dp 2 (optim sharded), 4 ranks`, or the layout text of another program."""
     parallel: Mapping[str, Any] = summary.config.get("parallel") or {}
     if not parallel:
         return summary.layout or "unknown"
@@ -259,7 +259,7 @@ def _print_reports(reports: Sequence[VerificationReport], newest: Path | None) -
 
 
 class _Progress:
-    """Says on stderr how far long work is, at most every few seconds and never for short work."""
+    """Reports progress of long work on stderr, at most every few seconds and never for short work."""
 
     def __init__(self, action: str) -> None:
         self._action = action
@@ -353,7 +353,7 @@ def _prune(options: argparse.Namespace) -> int:
     from petatron.train.state.run_dirs import lock_save_dir
 
     class DryRunDisk(Disk):
-        """Leaves everything as it is."""
+        """Changes nothing."""
 
         def rename(self, old: Path, new: Path) -> None: ...
         def remove(self, path: Path) -> None: ...
@@ -409,7 +409,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no word for infinity."""
+    """JSON cannot represent infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -420,7 +420,7 @@ def _setting_text(value: Any) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be; the last one is not filled up. A foreign name cannot begin a row of its own."""
+    """Aligns columns; the last one is not padded. A foreign name cannot begin a row of its own."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return "\n".join("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths)), row[-1]]) for row in rows)

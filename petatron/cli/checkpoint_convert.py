@@ -1,4 +1,4 @@
-"""`petatron checkpoint convert`: a model from one form into another, without ranks."""
+"""`petatron checkpoint convert`: converts a model between formats, in one process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _megatron_notes(options: argparse.Namespace, source: ModelSource) -> Iterator[str]:
-    """What of the source or the flags is not in the files."""
+    """Yields what of the source or the flags is not in the files."""
     layout = [f"--{name} {size}" for name in ("tp", "pp", "ep") if (size := getattr(options, name)) is not None]
     if layout and options.megatron_format != "legacy":
         yield (
@@ -93,7 +93,7 @@ def _megatron_notes(options: argparse.Namespace, source: ModelSource) -> Iterato
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Make SIGTERM an exception, as Ctrl-C is, so that what was begun is removed. Only the main thread may listen."""
+    """Makes SIGTERM an exception, like Ctrl-C, so that temporary files are removed. Only the main thread can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -143,7 +143,7 @@ def _tokenizer(path: Path, source: ModelSource) -> TokenizerFiles:
 
 
 def _progress_printer() -> Callable[[ConversionProgress], None]:
-    """A line on stderr every few seconds."""
+    """Prints a line on stderr every few seconds."""
     started = told = time.monotonic()
 
     def tell(now: ConversionProgress) -> None:

@@ -1,4 +1,4 @@
-"""`petatron config`: what a configuration is made of, and why."""
+"""`petatron config`: shows configurations and the origin of each value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _USAGE = """usage:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a configuration comes from, in the terms of `resolve_config`."""
+    """The sources of a configuration, in the terms of `resolve_config`."""
 
     preset: str | None = None
     files: tuple[Path, ...] = ()
@@ -88,7 +88,7 @@ def _diff(argv: list[str]) -> int:
 
 
 def _locate(name: str) -> _Source:
-    """What a name on the command line stands for: a preset, a YAML file or a run folder."""
+    """Resolves a name on the command line: a preset, a YAML file or a run folder."""
     if name in preset_names():
         return _Source(preset=name)
     folder = Path(name).is_dir()
@@ -106,7 +106,7 @@ def _locate(name: str) -> _Source:
 
 
 def _open(source: _Source) -> LoadedConfig:
-    """What cannot be read is an error; rules do not matter for looking."""
+    """Raises for what cannot be read; problems of rules do not matter for display."""
     if unreadable := [problem for path in source.files for problem in read_yaml_file(path).problems]:
         raise ConfigError(unreadable)
     return resolve_config(preset=source.preset, files=source.files)[0]

@@ -1,4 +1,4 @@
-"""`petatron data`: make token files from text, look into them, join them."""
+"""`petatron data`: preprocesses text into token files, inspects and merges them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--log-interval", type=int, default=10_000, metavar="N", help="documents between plain progress lines")
     _add_tokenizer_arguments(parser)
-    # Known to users of other tools: what would change the result is refused, what would not is named and passed over.
+    # Flags of other tools: those that would change the result are refused, others are named and ignored.
     add("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
     add("--lang", help=argparse.SUPPRESS)
@@ -66,7 +66,7 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _preprocess(args: argparse.Namespace) -> int:
-    """Check the flags, tokenize with a progress display, print what came of it."""
+    """Checks the flags, tokenizes with a progress display, prints a report."""
     problems = [
         Problem(
             f"--{name.replace('_', '-')}", "", "is not in this version", "Give ready sentences as a list of strings."
@@ -142,7 +142,7 @@ def _print_report(report: PreprocessReport) -> None:
 
 @contextmanager
 def _progress_display(log_interval: int) -> Iterator[Callable[[PreprocessProgress], None]]:
-    """A bar on a terminal when rich is installed, else a line every so many documents."""
+    """Shows a bar on a terminal when rich is installed, else a line every so many documents."""
     if sys.stderr.isatty():
         try:
             from rich.console import Console
@@ -154,7 +154,7 @@ def _progress_display(log_interval: int) -> Iterator[Callable[[PreprocessProgres
             columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
             with Bar(*columns, console=Console(file=raw_stream(sys.stderr))) as bar:
                 task = bar.add_task("starting")
-                # By bytes, because nobody knows the number of documents before the end.
+                # By bytes, because the number of documents is unknown before the end.
                 yield lambda now: bar.update(
                     task, description=_progress_text(now), completed=now.bytes_read, total=now.bytes_total
                 )

@@ -1,7 +1,7 @@
-"""`petatron doctor`: what this machine can do, what would be used, and what each missing extra costs.
+"""`petatron doctor`: reports what this machine supports, what would be used, and what each missing extra costs.
 
-What can be tried is tried: an attention kernel or a fused optimizer counts as usable when a tiny call on the device
-succeeds, because the flags that say "enabled" are true on machines where the kernel then refuses to run.
+Features are tested, not queried: an attention kernel or a fused optimizer counts as usable when a tiny call on the device
+succeeds, because "enabled" flags are true on machines where the kernel then refuses to run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 CORE = ("torch", "numpy", "safetensors", "pyyaml", "tokenizers")
-# Extra -> its libraries, and what one has to do without when they are missing.
+# Extra -> its libraries, and what is unavailable when they are missing.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "log": (("rich", "tensorboard", "wandb"), "the live terminal view, TensorBoard and Weights & Biases"),
     "hf": (("transformers",), "comparing with Hugging Face models"),
@@ -53,12 +53,12 @@ class DeviceReport:
     """Scaled-dot-product backends that ran, in torch's order of preference."""
     fused_adamw: bool
     kernels: tuple[str, ...]
-    """What training in bf16 would use for each operation, and why nothing better."""
+    """The kernels of training in bf16 for each operation, and why nothing better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything `petatron doctor` found; `--json` prints it as it is."""
+    """Everything `petatron doctor` found; `--json` prints it unchanged."""
 
     petatron: str
     python: str
@@ -68,7 +68,7 @@ class Diagnosis:
     devices: tuple[DeviceReport, ...]
     backends: dict[str, bool]
     missing_extras: dict[str, str]
-    """Extra -> what one does without."""
+    """Extra -> what is unavailable without it."""
     launched_by: str
     problems: tuple[str, ...]
     working_folder: str
@@ -221,7 +221,7 @@ def _kernels(device: torch.device) -> tuple[str, ...]:
 
 
 def _gemm_kernels(device: str, dtype: torch.dtype) -> Iterator[str]:
-    """The products that are no matter of the registry: their choice is one of PyTorch's functions."""
+    """Yields the GEMMs outside the registry: they are PyTorch functions."""
     from petatron.kernels import weight_grad_gemm
     from petatron.kernels.moe import grouped_gemm
 
@@ -250,7 +250,7 @@ def _succeeds(attempt: Callable[[], None]) -> bool:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch explains at length why a kernel was not taken
+            warnings.simplefilter("ignore")  # torch explains at length why a kernel was not selected
             attempt()
     except (RuntimeError, NotImplementedError):
         return False

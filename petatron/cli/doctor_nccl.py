@@ -1,7 +1,7 @@
-"""`petatron doctor --nccl`: try the communication between ranks before a run depends on it, and say whether it works.
+"""`petatron doctor --nccl`: tests communication between ranks before a run depends on it.
 
-Alone it starts a process per visible GPU, or several that share the one there is. Under torchrun or srun it runs on the ranks these
-started, so that a whole cluster can be tried with the launcher that training will use.
+On its own it starts a process per visible GPU, or several that share a single one. Under torchrun or srun it runs on their ranks, so
+that a whole cluster can be tested with the launcher of the training run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from petatron.verify.communication_check import CommunicationReport
 
 _RANKS_ON_ONE_GPU = 4
-"""Ranks where there is one GPU: two for tp and two for pp."""
+"""Ranks on a single GPU: two for tp and two for pp."""
 _UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10))
 
 
 def check_ranks(*, device: str, ranks: int | None, report: Path | None) -> int:
-    """0 if everything communicated as it should, else 1."""
+    """Returns 0 if all communication worked, else 1."""
     if report is not None and not report.absolute().parent.is_dir():
         raise ConfigError([Problem("--json", str(report), "is in a folder that does not exist", "Make the folder.")])
     environment = read_environment()

@@ -32,15 +32,15 @@ _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 
 def entry(*words: str) -> None:
-    """The console script; `words` come before what was typed. The output stays escaped for tracebacks and whatever comes at exit."""
+    """The console script; `words` precede what was typed. Output stays escaped for tracebacks and at exit."""
     sys.stdout, sys.stderr = escaped_stream(sys.stdout), escaped_stream(sys.stderr)
     sys.exit(main([*words, *sys.argv[1:]]))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one verb and answer its exit code: 2 for a wrong command line or configuration, 1 for other errors.
+    """Runs one verb and returns its exit code: 2 for a wrong command line or configuration, 1 for other errors.
 
-    Whatever is printed meanwhile may hold words of others: their control characters are escaped here, for all verbs.
+    Printed output may contain foreign text: its control characters are escaped here, for all verbs.
     """
     with escaped_output():
         return _run(list(argv))
@@ -51,7 +51,7 @@ def _run(argv: list[str]) -> int:
         code = _dispatch(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (head, less) has gone; a second failure while Python flushes at exit would print a traceback.
+        # The reader (head, less) has exited; a second failure while Python flushes at exit would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_ERROR
     except ConfigError as error:

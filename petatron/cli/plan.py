@@ -1,7 +1,7 @@
-"""`petatron plan`: what a layout will cost, before it is started.
+"""`petatron plan`: predicts what a layout will cost, before it is started.
 
 `plan schedule` simulates a pipeline schedule and draws it, compares all schedules, or draws what a run has measured.
-`plan memory` predicts what every rank will hold, in `plan_memory.py`.
+`plan memory` predicts the memory of every rank, in `plan_memory.py`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_costs(text: str) -> tuple[dict[str, float], list[Problem]]:
-    """`F=1,B=2` as numbers, and what is wrong with it."""
+    """Parses `F=1,B=2`; returns the costs and the problems."""
     costs: dict[str, float] = {}
     problems: list[Problem] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -110,7 +110,7 @@ def parse_costs(text: str) -> tuple[dict[str, float], list[Problem]]:
 
 
 def _backward_cost_problems(costs: dict[str, float]) -> list[Problem]:
-    """A backward is its two halves, so of the three numbers two say all."""
+    """A backward is its two halves, so two of the three numbers determine the third."""
     whole, halves = costs.get("B"), {name: costs[name] for name in ("I", "W") if name in costs}
     total = sum(halves.values())
     if whole is None or not halves:
@@ -207,10 +207,10 @@ def _summary(options: argparse.Namespace, virtual: int, result: Simulation) -> s
 
 
 def _comparison(options: argparse.Namespace, costs: dict[str, float]) -> str:
-    """All schedules on the same model: time, idle part, theory, and the most whole micro-batches a rank holds."""
+    """Compares all schedules on the same model: time, bubble, theory, and the most full micro-batches a rank holds."""
     lines = [f"{'schedule':<12} {'stages':>6} {'time':>10} {'idle':>8} {'theory':>8} {'peak activations':>17}"]
     for name in SCHEDULES:
-        # A number of stages that only some schedules take leaves the others at their own.
+        # A number of stages that only some schedules support leaves the others at their own.
         virtual = (
             _num_virtual_stages(options, name)
             if name == "interleaved"

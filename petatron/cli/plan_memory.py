@@ -1,6 +1,6 @@
-"""`petatron plan memory`: what every pipeline rank of a run will hold, whether that fits a device, and what would.
+"""`petatron plan memory`: predicts the memory of every pipeline rank, whether it fits a device, and what would.
 
-Here is the command line, which needs no torch: a mistake in it is told at once. `plan_memory_report.py` predicts.
+This is the command line, which imports no torch, so that its problems are reported at once. `plan_memory_report.py` predicts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _extract_device_memory(argv: Sequence[str]) -> tuple[list[str], int | None, list[Problem]]:
-    """The other words, the device's bytes if they are given, and what is wrong with those."""
+    """Returns the other words, the device's bytes if given, and their problems."""
     flags: list[str] = []
     given: str | None = None
     words = iter(argv)

@@ -1,4 +1,4 @@
-"""What `petatron plan memory` prints: the prediction by kind, the verdict, and the cheapest changes that would fit."""
+"""The report of `petatron plan memory`: the prediction by kind, whether it fits, and the cheapest changes that would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from petatron.train.report.out_of_memory import RESERVE_BYTES, describe_change
 
 
 def report(loaded: LoadedConfig, capacity: int | None) -> int:
-    """Print the plan; 1 if it does not fit. `capacity` is the device's bytes, those of the GPU here if None."""
+    """Prints the plan; returns 1 if it does not fit. `capacity` is the device's bytes, by default those of the GPU here."""
     loaded, _ = open_tokenizer(loaded)
     if capacity is None:
         device = detect_device()
@@ -44,7 +44,7 @@ def report(loaded: LoadedConfig, capacity: int | None) -> int:
 
 
 def _planned_run(loaded: LoadedConfig) -> tuple[RunConfig, str]:
-    """The run that is planned for, and how many micro-batches its step has, in words."""
+    """Returns the planned run, and how many micro-batches its step has, as text."""
     run = loaded.config
     given = loaded.origins["train.global_batch_size"].is_explicit
     piped = run.parallel.pipeline_model_parallel_size > 1
@@ -61,7 +61,7 @@ def _planned_run(loaded: LoadedConfig) -> tuple[RunConfig, str]:
 
 
 def _micro_batches_to_fill(run: RunConfig) -> int:
-    """Micro-batches from which on no stage holds more of them; gpipe holds all, so there it is as many as ranks."""
+    """Returns the micro-batches from which on no stage holds more; gpipe holds all, so there it is the number of ranks."""
     pipeline = pipeline_plan(run)
     count = pipeline.ranks
     while pipeline.name != "gpipe" and pipeline.in_flight(2 * count) != pipeline.in_flight(count):
@@ -70,7 +70,7 @@ def _micro_batches_to_fill(run: RunConfig) -> int:
 
 
 def _precision(precision: PrecisionConfig) -> str:
-    """The number format that the plan counts with, and how it came to that if nobody asked for it."""
+    """Returns the precision of the plan, and why if nobody set it."""
     named = next((name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)), "fp32")
     products = f", products in FP8 ({precision.fp8_format}, {precision.fp8_recipe})" if precision.fp8_format else ""
     unasked = ", since no --bf16 or --fp16 is given" if named == "fp32" else ""

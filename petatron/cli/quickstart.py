@@ -1,4 +1,4 @@
-"""`petatron quickstart`: from nothing to a trained language model in about two minutes, told step by step.
+"""`petatron quickstart`: from nothing to a trained language model in about two minutes, step by step.
 
 Nothing is downloaded. Each step uses the same parts as the other verbs; the training step is `petatron train` itself, with
 the command line that is printed.
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def quickstart(options: QuickstartOptions) -> int:
-    """All steps, printed as they are done."""
+    """Runs all steps and prints each."""
     _check(options)
     from petatron.quickstart.stages import Workspace, prepare_corpus, prepare_data, prepare_tokenizer
 
@@ -123,7 +123,7 @@ def _check(options: QuickstartOptions) -> None:
 
 
 def _train(workspace: Workspace, options: QuickstartOptions, facts: dict[str, Any]) -> int:
-    """Step 4 through the launcher; not 0 when it failed or was interrupted."""
+    """Runs step 4 through the launcher; returns nonzero when it failed or was interrupted."""
     from petatron.checkpoint.files.step_folder import latest_step
     from petatron.mesh.launch.local_launcher import run_ranks
     from petatron.quickstart.stages import prepare_settings, stop_message, training_flags
@@ -200,7 +200,7 @@ def _print_sample(trained: TrainedModel, options: QuickstartOptions, facts: dict
 
 
 def next_commands(workspace: Workspace, options: QuickstartOptions) -> str:
-    """Commands that work as they stand, each with what it shows."""
+    """Returns commands that work as printed, each with what it shows."""
     settings, data = shlex.quote(str(workspace.settings)), shlex.quote(str(workspace.data("train")))
     longer = shlex.quote(str(workspace.root.parent / f"{workspace.root.name}-longer"))
     commands = {
@@ -226,7 +226,7 @@ def _write_summary(workspace: Workspace, facts: dict[str, Any], *, seconds: floa
 
 @contextmanager
 def _step(number: int, title: str, facts: dict[str, Any]) -> Iterator[None]:
-    """A headline before, the time it took after."""
+    """Prints a headline before, and the time it took after."""
     started = time.monotonic()
     print(f"\n[{number}/{NUM_STEPS}] {title}", flush=True)
     yield
@@ -237,7 +237,7 @@ def _step(number: int, title: str, facts: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Matrices of this size gain nothing from more threads, and lose much where other programs want the cores too."""
+    """Matrices of this size gain nothing from more threads, and lose much where other programs use the cores too."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""`petatron train`: start local ranks if asked to, and train on each."""
+"""`petatron train`: starts local ranks if configured, and trains on each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     if environment.launcher != "single":
         return run_rank_main(lambda: train_rank(argv))
     config = load_config(argv, read_checkpoint=read_checkpoint).config
-    problems = preflight(config)  # with what `load_config` found: every problem before any rank starts
+    problems = preflight(config)  # in addition to `load_config`'s: every problem before any rank starts
     if problems:
         raise ConfigError(problems)
     launch = config.launch
@@ -54,14 +54,14 @@ def with_preset(argv: list[str]) -> list[str]:
 
 
 def read_checkpoint(config: CheckpointConfig) -> CheckpointSettings:
-    """The settings of a checkpoint, for --use-checkpoint-args; torch is imported only when someone asks."""
+    """Returns the settings of a checkpoint, for --use-checkpoint-args; torch is imported only then."""
     from petatron.train.state.checkpoint_args import read_checkpoint_args
 
     return read_checkpoint_args(config)
 
 
 def train_rank(argv: list[str]) -> int:
-    """The life of one rank."""
+    """Runs one rank from start to end."""
     from petatron.base.log import configure_logging
     from petatron.mesh.launch.process_group import stop_process_group
     from petatron.train.run import run_training

@@ -1,4 +1,4 @@
-"""`petatron verify`: train the same model in two layouts and compare them tensor by tensor."""
+"""`petatron verify`: trains the same model in two layouts and compares them tensor by tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from petatron.verify.verify import VerifyPlan
 
 
-_COULD_NOT_RUN = 2  # 1 says that the layouts differ
+_COULD_NOT_RUN = 2  # 1: the layouts differ
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,14 +151,14 @@ def _layout_text(loaded: LoadedConfig) -> str:
 
 
 def _has_replicas(run: RunConfig) -> bool:
-    """Whether ranks share weights at all, so that a way to shard them has an effect."""
+    """Whether weights are replicated at all, so that sharding them has an effect."""
     parallel = run.parallel
     dense = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
     return dense > 1 or run.moe.num_experts is not None
 
 
 def comparison_table(comparison: TraceComparison) -> str:
-    """Every step: both losses, and the tensors that differ most."""
+    """Formats every step: both losses, and the tensors that differ most."""
     lines = [f"{'step':>5} {'reference loss':>16} {'layout loss':>16} {'difference':>11}  worst tensors"]
     for step in comparison.steps:
         worst = ", ".join(f"{w.kind} {w.name} {w.difference:.1e}" for w in step.worst)

@@ -1,4 +1,4 @@
-"""`petatron verify --matrix`: run the proof matrix, or a sample of it, on local ranks."""
+"""`petatron verify --matrix`: runs the proof matrix, or a sample of it, on local ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from petatron.verify.matrix import MatrixEntry
     from petatron.verify.matrix_run import CaseResult, MatrixCase
 
-_COULD_NOT_RUN = 2  # 1 says that a layout failed
+_COULD_NOT_RUN = 2  # 1: a layout failed
 _SIGNAL_EXIT_CODES = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
 _DEFAULT_SEED = 1234
 _MATRIX_ONLY_FLAGS = ("--sample", "--random-model", "--only", "--nproc", "--list")
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def _contradictions(options: argparse.Namespace) -> list[Problem]:
-    """Options that say nothing beside the others, and a report that could not be written."""
+    """Returns problems of options that have no effect together, and of a report that could not be written."""
     problems: list[Problem] = []
     if options.list:
         given = {"--json": options.json, "--inject": options.inject, "--random-model": options.random_model or None}
@@ -94,7 +94,7 @@ def _contradictions(options: argparse.Namespace) -> list[Problem]:
 
 
 def problems_without_matrix(flags: list[str]) -> list[Problem]:
-    """Options of the matrix among the words of a verification of one layout."""
+    """Returns problems of matrix options in the verification of one layout."""
     words = [word.partition("=")[0] for word in flags]
     return [
         Problem(word, "", "chooses from the matrix of layouts, but --matrix is not given", "Add --matrix.")
@@ -127,7 +127,7 @@ def _cases(entries: tuple[MatrixEntry, ...], options: argparse.Namespace) -> lis
 
 
 def _run(cases: list[MatrixCase], options: argparse.Namespace) -> int:
-    """Start ranks until every case has an outcome; each start that succeeds gets at least one case done."""
+    """Starts ranks until every case has a result; each successful start completes at least one case."""
     from petatron.mesh.launch.local_launcher import run_ranks
     from petatron.verify.matrix_run import STARTED_FILE, read_result, record_failure, write_cases
 
@@ -145,7 +145,7 @@ def _run(cases: list[MatrixCase], options: argparse.Namespace) -> int:
             if code in _SIGNAL_EXIT_CODES:
                 return code
             if not (folder / STARTED_FILE).exists():
-                return _COULD_NOT_RUN  # the launcher has said why
+                return _COULD_NOT_RUN  # the launcher has reported why
             (folder / STARTED_FILE).unlink()
             if code == 0:
                 break
@@ -170,7 +170,7 @@ def _first_pending(cases: list[MatrixCase], folder: Path) -> int | None:
 
 
 def _first_failed(cases: list[MatrixCase], folder: Path, start: int) -> int | None:
-    """The case that ended the ranks: from where they started, the first without a verdict."""
+    """Returns the case that ended the ranks: from where they started, the first without a result."""
     from petatron.verify.matrix_run import read_result
 
     for number in range(start, len(cases)):
@@ -191,7 +191,7 @@ def _run_rank(folder: Path) -> int:
 
 
 def row(case: MatrixCase, result: CaseResult) -> str:
-    """One line of the table, and one with the model where it was drawn at random."""
+    """Formats one line of the table, and one with the model where it was drawn at random."""
     from petatron.verify.matrix import parse_entry
 
     numbers = [result.loss, result.gradient, result.parameter]
@@ -202,7 +202,7 @@ def row(case: MatrixCase, result: CaseResult) -> str:
 
 
 def summary(cases: list[MatrixCase], results: list[CaseResult], dtype: str) -> str:
-    """What departed and how to see it again, then the count."""
+    """Reports what diverged and how to reproduce it, then the count."""
     from petatron.verify.matrix import MATRIX_TOLERANCES
 
     commands = {case.name: case.command for case in cases}

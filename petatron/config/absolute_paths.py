@@ -1,4 +1,4 @@
-"""Paths of a configuration made absolute, so that what was written in one folder means the same in another."""
+"""Makes the paths of a configuration absolute, so that they mean the same in any working folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from petatron.config.schema.run import RunConfig
 
 
 def path_fields() -> list[FieldInfo]:
-    """The fields that hold a path or several; those of datasets may have weights between them."""
+    """Returns the fields whose value is a path or several; those of datasets may have weights between them."""
     return [info for info in all_fields() if "path" in info.marks]
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The same config with absolute paths: relative ones are meant from the working folder.
+    """Returns the config with absolute paths: relative ones are resolved against the working folder.
 
-    A `--data-args-path` whose file names datasets by relative prefixes becomes the `--data-path` that it stands for.
+    A `--data-args-path` whose file names datasets by relative prefixes becomes the equivalent `--data-path`.
     """
     values = flatten_config(config)
     list_file = config.data.data_args_path
@@ -32,7 +32,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def absolute_value(info: FieldInfo, value: Any) -> Any:
-    """The value of a path field, absolute; of several words, those that are weights stay."""
+    """Returns the absolute value of a path field; weights in a list stay."""
     if info.is_list:
         return tuple(_absolute_blend(value))
     return os.path.abspath(value) if value else value
@@ -47,7 +47,7 @@ def _absolute_blend(words: Sequence[str]) -> list[str]:
 
 
 def _relative_blend(list_file: str) -> tuple[str, ...]:
-    """The words of a file for --data-args-path if some of its prefixes are relative; what cannot be read is reported elsewhere."""
+    """Returns the words of a --data-args-path file if some of its prefixes are relative; an unreadable file is reported elsewhere."""
     try:
         words = read_blend_file(list_file)
         prefixes = [part.prefix for part in parse_blend(words)]

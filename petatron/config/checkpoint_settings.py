@@ -1,8 +1,8 @@
-"""Settings that come from a checkpoint (`--use-checkpoint-args`): one more source beside presets, files and flags.
+"""Settings that come from a checkpoint (`--use-checkpoint-args`): one more source besides presets, files and flags.
 
-Reading a checkpoint is not this package's business: whoever loads a config passes a function that does it. What makes the model the
-same function of its weights (`config/schema/model_identity.py`) is taken from the checkpoint whatever was said elsewhere, since nothing
-else could load it, and a notice names what gave way. The other settings of the model, and the tokenizer, fill in what nobody chose.
+This package does not read checkpoints: the caller passes a function that does. Settings that define the function of the weights
+(`config/schema/model_identity.py`) always come from the checkpoint, since nothing else could load it, and a notice names what was
+overridden. The other settings of the model, and the tokenizer, fill in what nobody chose.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LAYOUT = (
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """What a checkpoint says of its run, by section, as JSON values; without `parallel` it knows no layout."""
+    """The settings of a checkpoint's run, by section, as JSON values; without `parallel` it has no layout."""
 
     source: str
     sections: Mapping[str, Mapping[str, Any]]
@@ -49,7 +49,7 @@ ReadCheckpointSettings = Callable[[CheckpointConfig], CheckpointSettings]
 
 @dataclass(frozen=True, slots=True)
 class AppliedSettings:
-    """The values a checkpoint gives, remarks on what gave way, and what is wrong."""
+    """The values from a checkpoint, notices of what was overridden, and problems."""
 
     values: Mapping[str, FieldValue]
     origin: ValueOrigin
@@ -66,7 +66,7 @@ def apply_checkpoint_settings(
     origins: Mapping[str, ValueOrigin],
     read: ReadCheckpointSettings | None,
 ) -> AppliedSettings:
-    """What `--use-checkpoint-args` adds to the values that presets, files and flags gave; nothing without it."""
+    """Returns what `--use-checkpoint-args` adds to the values of presets, files and flags; nothing without it."""
     checkpoint = config.checkpoint
     if not checkpoint.use_checkpoint_args:
         return NO_SETTINGS
@@ -118,14 +118,14 @@ def _apply_settings(
 
 
 def _identity_paths(found: Mapping[str, FieldValue]) -> tuple[str, ...]:
-    """The settings that the weights fit to. Learned positions are weights, one for each position."""
+    """Returns the settings that must match the weights. Learned positions are weights, one for each position."""
     paths = [info.path for info in all_fields() if info.section in _MODEL_SECTIONS and is_identity_field(info.name)]
     learned = found["model.position_embedding_type"] == "learned_absolute"
     return (*paths, *["model.max_position_embeddings"] * learned)
 
 
 def _all_values(stored: CheckpointSettings) -> dict[str, FieldValue]:
-    """Every field as the checkpoint has it; a setting that came later than the checkpoint had its default then."""
+    """Returns every field of the checkpoint; a setting added after the checkpoint had its default then."""
     return {
         info.path: _field_value(info, stored.sections.get(info.section, {}).get(info.name, info.default))
         for info in all_fields()
@@ -139,7 +139,7 @@ def _field_value(info: FieldInfo, value: Any) -> FieldValue:
 
 
 def _unknown_settings(stored: CheckpointSettings) -> Iterator[Problem]:
-    """Settings of a model that this version cannot have."""
+    """Yields settings of a model that this version does not have."""
     fix = "Use the version of Petatron that saved it, or a newer one."
     for section in _MODEL_SECTIONS:
         for name, value in stored.sections.get(section, {}).items():

@@ -1,7 +1,7 @@
-"""Fills what was left unset, with the reason: the only place where one setting decides another.
+"""Derives unset values, with the reason: the only place where one setting determines another.
 
-Every step looks at the values so far and either sets one path, saying why, or leaves it alone. A step never fails: when
-its inputs make no sense (heads that do not divide the width) it sets nothing, and `config/checks/check_all.py` says what is wrong.
+Every step reads the values so far and either sets one path, with the reason, or leaves it unset. A step never fails: when
+its inputs make no sense (heads that do not divide the width) it sets nothing, and `config/checks/check_all.py` reports it.
 Some fields stay unset on purpose because only the machine knows: the communication backend, the log folder of a run
 that is not saved, the vocabulary of a tokenizer that has not been opened yet.
 """
@@ -26,9 +26,9 @@ MOCK_VOCAB_SIZE = 1024
 def derive_defaults(
     config: RunConfig, *, chosen_paths: Collection[str] = (), world_size: int | None = None
 ) -> tuple[RunConfig, dict[str, ValueOrigin]]:
-    """A config without gaps where they can be filled, and the origin of each value filled in.
+    """Returns the config with derivable values filled in, and the origin of each.
 
-    `chosen_paths` are the paths someone chose; `world_size` is the launcher's, which wins over everything else.
+    `chosen_paths` are the explicitly set paths; `world_size` is the launcher's, which takes precedence.
     """
     state = _DerivedValues(flatten_config(config), chosen_paths)
     _derive_world(state, world_size)
@@ -60,13 +60,13 @@ class _DerivedValues:
         self.origins[self._paths[name]] = ValueOrigin("derived", why)
 
     def fill(self, name: str, value: FieldValue, why: str) -> None:
-        """Set only what is unset; `None` means the inputs do not allow a value."""
+        """Sets only what is unset; `None` means the inputs do not allow a value."""
         if self[name] is None and value is not None:
             self.set(name, value, why)
 
 
 def _exact_quotient(number: int | None, divisor: int | None) -> int | None:
-    """number / divisor when that is a positive whole number."""
+    """Returns number / divisor when that is a positive integer."""
     if not number or not divisor or number < 0 or divisor < 0 or number % divisor:
         return None
     return number // divisor

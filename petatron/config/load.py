@@ -1,8 +1,8 @@
-"""From argv, a preset and files to one checked config that knows where each value came from.
+"""Loads argv, a preset and files into one checked config that records the origin of each value.
 
 Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` a
-checkpoint is one more source, which says what the model is (`checkpoint_settings.py`). What is still unset is derived. All problems of all
-stages are raised together; a rule stays silent about a field whose value could not be read, since that is already a problem of
+checkpoint is one more source, which defines the model (`checkpoint_settings.py`). What is still unset is derived. All problems of all
+stages are raised together; a rule skips a field whose value could not be read, since that is already a problem of
 its own. Nothing changes a config after this, except `with_vocab_size`, which fills the one fact that needs a file to be opened.
 """
 
@@ -29,7 +29,7 @@ from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A config with derived values filled in, the origin of every value by path, and remarks for the user."""
+    """A config with derived values filled in, the origin of every value by path, and notices for the user."""
 
     config: RunConfig
     origins: dict[str, ValueOrigin]
@@ -45,11 +45,11 @@ def load_config(
     require_training: bool = True,
     read_checkpoint: ReadCheckpointSettings | None = None,
 ) -> LoadedConfig:
-    """A valid config, or `ConfigError` with every problem.
+    """Returns a valid config, or raises `ConfigError` with every problem.
 
-    `argv` may itself hold `--preset NAME` and `--config FILE`. `world_size` is the launcher's number of ranks.
-    `require_training=False` is for verbs that only need a model or a layout. `read_checkpoint` is asked for the settings of the
-    checkpoint in `--load` when they say `--use-checkpoint-args`.
+    `argv` may itself contain `--preset NAME` and `--config FILE`. `world_size` is the launcher's number of ranks.
+    `require_training=False` is for verbs that only need a model or a layout. `read_checkpoint` reads the settings of the
+    checkpoint in `--load` for `--use-checkpoint-args`.
 
     >>> load_config(["--hidden-size", "64"], preset="tiny-llama", require_training=False).config.model.kv_channels
     8
@@ -76,7 +76,7 @@ def resolve_config(
     require_training: bool = True,
     read_checkpoint: ReadCheckpointSettings | None = None,
 ) -> tuple[LoadedConfig, list[Problem]]:
-    """Like `load_config`, but the problems are returned beside what could be understood."""
+    """Like `load_config`, but returns the problems together with what could be parsed."""
     flags = parse_flags(argv)
     name = flags.preset or preset
     documents = [read_preset(name)] if name else []
@@ -91,7 +91,7 @@ def resolve_config(
     stored = apply_checkpoint_settings(unflatten_config(values), values, origins, read_checkpoint)
     values |= stored.values
     origins |= dict.fromkeys(stored.values, stored.origin)
-    if stored.problems:  # nobody knows what it would have said, so every value is in doubt
+    if stored.problems:  # its values are unknown, so every value is in doubt
         problems += stored.problems
         suspects |= {info.flag for info in all_fields()}
     given = {path for path, origin in origins.items() if origin.is_explicit}
@@ -114,13 +114,13 @@ def resolve_config(
 
 
 def _derived_switch_notices(origins: dict[str, ValueOrigin]) -> list[str]:
-    """Switches nobody set that are on all the same: someone who compares with another system wants to know."""
+    """Reports switches that nobody set but derivation turned on: someone comparing with another system needs to know."""
     origin = origins["parallel.sequence_parallel"]
     return [f"--sequence-parallel is on: {origin.detail}"] if origin.kind == "derived" else []
 
 
 def with_vocab_size(loaded: LoadedConfig, vocab_size: int, why: str) -> LoadedConfig:
-    """The same config now that the tokenizer is open; a larger vocabulary that someone chose is kept."""
+    """Returns the config with the tokenizer's vocabulary size; a larger explicit one takes precedence."""
     path = "model.vocab_size"
     chosen = loaded.config.model.vocab_size
     if chosen is not None and loaded.origins[path].is_explicit:
@@ -138,7 +138,7 @@ def _settings_in_order(files: Sequence[ParsedYaml], flags: ParsedFlags) -> list[
 
 
 def _source_problems(config: RunConfig, flags: ParsedFlags, world_size: int | None) -> list[Problem]:
-    """Rules about how something was said, which the final values no longer show."""
+    """Checks how settings were given, which the final values no longer show."""
     problems: list[Problem] = []
     asked = config.parallel.world_size
     if world_size is not None and asked is not None and asked != world_size:
@@ -155,7 +155,7 @@ def _source_problems(config: RunConfig, flags: ParsedFlags, world_size: int | No
 
 
 def _recipe_without_format(config: RunConfig, origins: Mapping[str, ValueOrigin]) -> list[Problem]:
-    """Who names a recipe wants FP8, unless `fp8_format: none` is said in the same place, or on the command line."""
+    """A named recipe requires FP8, unless `fp8_format: none` is in the same source, or on the command line."""
     asked, switch = (origins[f"precision.{name}"].kind for name in ("fp8_recipe", "fp8_format"))
     if config.precision.fp8_format is not None or asked not in ("flag", "file") or switch in (asked, "flag"):
         return []

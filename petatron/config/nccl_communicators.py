@@ -1,4 +1,4 @@
-"""What each NCCL communicator is told: `--nccl-communicator-config-path` (Megatron's YAML form) and `--high-priority-stream-groups`.
+"""Settings of each NCCL communicator: `--nccl-communicator-config-path` (Megatron's YAML form) and `--high-priority-stream-groups`.
 
 tp: {is_high_priority_stream: true, max_ctas: 8}
 dp: {cga_cluster_size: 2, min_ctas: 4, max_ctas: 16, net_name: IB}
@@ -39,7 +39,7 @@ _MAX_COUNTS = {"cga_cluster_size": 8, "min_ctas": 64, "max_ctas": 64}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicatorSettings:
-    """Of one communicator; None leaves a choice to NCCL."""
+    """Settings of one communicator; None leaves a choice to NCCL."""
 
     is_high_priority_stream: bool = False
     cga_cluster_size: int | None = None
@@ -55,13 +55,13 @@ class CommunicatorOptions:
     by_axis: Mapping[str, CommunicatorSettings] = field(default_factory=dict)
 
     def for_axis(self, axis: str) -> CommunicatorSettings:
-        """Those of an axis; a part of one (`cp/2`, `cp%2`) has its settings."""
+        """Returns the settings of an axis; a sub-axis (`cp/2`, `cp%2`) has its settings."""
         whole = axis.partition("/")[0].partition("%")[0]
         return self.by_axis.get(whole, CommunicatorSettings())
 
 
 def communicator_options(config: ParallelConfig) -> CommunicatorOptions:
-    """The settings of a run; ConfigError with all that is wrong with them.
+    """Returns the settings of a run; ConfigError with all their problems.
 
     >>> communicator_options(ParallelConfig(high_priority_stream_groups=("tp",))).for_axis("tp").is_high_priority_stream
     True
@@ -79,7 +79,7 @@ def communicator_options(config: ParallelConfig) -> CommunicatorOptions:
 
 
 def communicator_problems(config: ParallelConfig) -> Iterator[Problem]:
-    """Everything wrong with both settings."""
+    """Yields every problem of both settings."""
     import yaml
 
     known = f"The groups are {', '.join(AXES_BY_GROUP)}."

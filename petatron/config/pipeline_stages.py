@@ -1,16 +1,16 @@
-"""Which layers stand on which pipeline stage, as data.
+"""Assigns layers to pipeline stages, as data.
 
-A stage is a run of consecutive layers, perhaps with the embedding before them or the head and loss behind them. There
-are pp x virtual stages, always listed in model order; which rank holds which depends on the schedule. Four ways to cut,
+A stage is a range of consecutive layers, perhaps with the embedding before them or the head and loss after them. There
+are pp x virtual stages, always listed in model order; which rank holds which depends on the schedule. Four ways to split,
 and at most one applies:
 
 - even: every stage has the same number of layers;
-- first/last: the first and last pipeline rank have a given number, the ranks between share the rest evenly. A rank's
+- first/last: the first and last pipeline rank have a given number, the other ranks share the remaining ones evenly. A rank's
   layers are spread evenly over its virtual stages;
-- accounting: embedding and/or loss count as one layer in an even cut;
+- accounting: embedding and/or loss count as one layer in an even split;
 - a layout string, see `config/schema/pipeline_layout_string.py`.
 
-`stage_problems` says why a config cannot be cut; `pipeline_stages` cuts a config that can.
+`stage_problems` tells why a config cannot be split; `pipeline_stages` splits a config that can.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PIPELINE = "--pipeline-model-parallel-size"
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """`layer_indices` are numbers within the whole model."""
+    """`layer_indices` are indices in the whole model."""
 
     layer_indices: tuple[int, ...]
     has_embedding: bool
@@ -48,7 +48,7 @@ class PipelineStage:
 
 
 def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
-    """All pp x virtual stages in model order; `ConfigError` if the layers cannot be cut as asked.
+    """Returns all pp x virtual stages in model order; `ConfigError` if the layers cannot be split as configured.
 
     >>> from petatron.config import ModelConfig
     >>> parallel = ParallelConfig(pipeline_model_parallel_size=2)
@@ -67,12 +67,12 @@ def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
 
 
 def max_layers_per_stage(config: RunConfig) -> int | None:
-    """The most layers on one stage; None while the layers cannot be cut."""
+    """Returns the most layers on one stage; None while the layers cannot be split."""
     return max(_layers_per_stage(config)) if _has_sizes(config) and not any(stage_problems(config)) else None
 
 
 def stage_problems(config: RunConfig) -> Iterator[Problem]:
-    """Why the layers cannot be cut into stages; silent about sizes that are problems of their own."""
+    """Yields why the layers cannot be split into stages; skips sizes that are problems of their own."""
     parallel = config.parallel
     if not _has_sizes(config):
         return
@@ -99,7 +99,7 @@ def _is_uneven(parallel: ParallelConfig) -> bool:
 
 
 def _layers_per_stage(config: RunConfig) -> Sequence[int]:
-    """Layers per stage in model order, of a config without stage problems."""
+    """Returns layers per stage in model order, of a config without stage problems."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
     if parallel.pipeline_model_parallel_layout is not None:
@@ -117,7 +117,7 @@ def _layers_per_stage(config: RunConfig) -> Sequence[int]:
 
 
 def _first_last_layers(config: RunConfig) -> tuple[int | None, int | None, int]:
-    """Layers asked for the first and the last rank, and how many ranks share the rest."""
+    """Returns the layers configured for the first and the last rank, and how many ranks share the others."""
     first, last = getattr(config.parallel, _FIRST), getattr(config.parallel, _LAST)
     return first, last, config.parallel.pipeline_model_parallel_size - (first is not None) - (last is not None)
 
@@ -154,7 +154,7 @@ def _even_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _usable_sizes(units: int, virtual: int) -> str:
-    """The pipeline sizes that cut so many layers alike; one rank is a pipeline without virtual stages only."""
+    """Returns the pipeline sizes that split so many layers evenly; one rank only without virtual stages."""
     if virtual == 1:
         return divisors(units)
     sizes = [size for size in range(2, min(units, 4096) + 1) if units % (size * virtual) == 0]
@@ -190,7 +190,7 @@ def _uneven_problems(config: RunConfig) -> Iterator[Problem]:
 def _middle_rank_problems(
     layers: int, virtual: int, first: int | None, last: int | None, others: int
 ) -> Iterator[Problem]:
-    """What the first and last rank leave over must be the same for each rank between, and for each virtual stage."""
+    """The remaining layers must divide evenly over the middle ranks, and over their virtual stages."""
     name, value, fixed = (_LAST, last, first or 0) if last is not None else (_FIRST, first, 0)
     assert value is not None
 
@@ -246,7 +246,7 @@ def _layout_problems(config: RunConfig, text: str) -> Iterator[Problem]:
 
 
 def _empty_rank_problems(config: RunConfig, text: str, cut: Sequence[str]) -> Iterator[Problem]:
-    """A rank may have an empty stage beside others, but not nothing at all."""
+    """A rank may have an empty stage among others, but not only empty ones."""
     pp, folded = config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule == "zb-v"
     for rank in range(pp):
         own = (rank, 2 * pp - 1 - rank) if folded else range(rank, len(cut), pp)

@@ -1,4 +1,4 @@
-"""Published model shapes by name; each is a YAML file beside this module, in the same form as `--config`."""
+"""Published model shapes by name; each is a YAML file next to this module, in the same form as `--config`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _PACKAGE, _SUFFIX = "petatron.config", ".yaml"
 
 @functools.cache
 def preset_names() -> tuple[str, ...]:
-    """All presets, sorted by family and then by the size in the name."""
+    """Returns all presets, sorted by family and then by the size in the name."""
     folder = resources.files(_PACKAGE) / "presets"
     names = [entry.name.removesuffix(_SUFFIX) for entry in folder.iterdir() if entry.name.endswith(_SUFFIX)]
     return tuple(sorted(names, key=_order))
 
 
 def preset_text(name: str) -> str:
-    """The preset's file as written; the name must be one of `preset_names`."""
+    """Returns the preset's file as written; the name must be one of `preset_names`."""
     return (resources.files(_PACKAGE) / "presets" / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
 
 
 def preset_summary(name: str) -> str:
-    """The first comment line of the preset's file."""
+    """Returns the first comment line of the preset's file."""
     return preset_text(name).splitlines()[0].lstrip("# ")
 
 
 def read_preset(name: str) -> ParsedYaml:
-    """The preset's settings, or the problem that there is none of that name."""
+    """Returns the preset's settings, or the problem that there is none of that name."""
     if name in preset_names():
         return read_yaml_text(preset_text(name), source=name, kind="preset")
     close = closest_matches(name, preset_names(), count=3)

@@ -1,4 +1,4 @@
-"""The config.yaml that a run leaves beside its metrics: it starts the same run again, from any folder."""
+"""The config.yaml that a run writes next to its metrics: it restarts the same run, from any folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NOT_REPEATED = "for that start only; say it again if it is meant again"
 
 
 def saved_yaml(loaded: LoadedConfig) -> str:
-    """The settings of a run as a file.
+    """Serialises the settings of a run as a file.
 
-    Paths are absolute. Derived values are comments, so that the run can go on with another number of ranks. So are answers to
-    questions of this one start, such as the consent to another schedule: the next start asks again.
+    Paths are absolute. Derived values are comments, so that the run can resume on another number of ranks. So are one-time answers of
+    this start, such as the consent to another schedule: the next start asks again.
     """
     config = with_absolute_paths(loaded.config)
     values = flatten_config(config)

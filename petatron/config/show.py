@@ -13,7 +13,7 @@ _WIDEST_VALUE = 40
 
 
 def format_config(loaded: LoadedConfig, *, changed_only: bool = False) -> str:
-    """Every value with its origin, by section; `changed_only` leaves out plain defaults."""
+    """Formats every value with its origin, by section; `changed_only` omits plain defaults."""
     values = flatten_config(loaded.config)
     rows: list[tuple[FieldInfo, str, str]] = []
     for info in all_fields():
@@ -31,7 +31,7 @@ def format_config(loaded: LoadedConfig, *, changed_only: bool = False) -> str:
 
 
 def format_config_diff(before: RunConfig, after: RunConfig) -> str:
-    """One line per field that differs; empty when none does."""
+    """Formats one line per field that differs; empty when none does."""
     old, new = flatten_config(before), flatten_config(after)
     paths = [info.path for info in all_fields() if old[info.path] != new[info.path]]
     path_width = _width(paths)
@@ -42,13 +42,13 @@ def format_config_diff(before: RunConfig, after: RunConfig) -> str:
 
 
 def format_value(value: FieldValue) -> str:
-    """A value as a person would type it; an unset one as `unset`, an empty list as `-`."""
+    """Formats a value as a user would type it; an unset one as `unset`, an empty list as `-`."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        # Twelve digits show every default exactly and hide binary noise; what they cannot hold is shown in full.
+        # Twelve digits show every default exactly and hide binary noise; what they cannot represent is shown in full.
         return f"{value:.12g}" if float(f"{value:.12g}") == value else repr(value)
     if isinstance(value, tuple):
         return " ".join(printable(str(item)) for item in value) or "-"

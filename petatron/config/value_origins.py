@@ -1,4 +1,4 @@
-"""Where a value came from: the record behind `petatron config show`."""
+"""The origin of each value, for `petatron config show`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ValueOrigin:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether someone asked for this value, rather than a default or a rule."""
+        """Whether someone set this value, rather than a default or a rule."""
         return self.kind in ("preset", "file", "flag", "checkpoint")
 
 

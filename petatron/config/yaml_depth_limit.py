@@ -1,15 +1,15 @@
-"""YAML of others is parsed only as deep as a config goes: PyYAML's time for each token grows with the brackets around it."""
+"""Limits the nesting depth of untrusted YAML: PyYAML's time for each token grows with the brackets around it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MAX_DEPTH = 20
-"""Brackets in brackets; a config has two."""
+"""Nested brackets; a config has two."""
 
 
 def depth_limited_loader() -> Any:
-    """PyYAML's safe loader (a class), which refuses brackets that are nested deeper. `yaml` is slow to import, so it is imported here.
+    """Returns PyYAML's safe loader (a class) that refuses deeper nesting. `yaml` is slow to import, so it is imported here.
 
     >>> import yaml
     >>> yaml.load("[" * 3 + "]" * 3, depth_limited_loader())

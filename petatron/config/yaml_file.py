@@ -1,7 +1,7 @@
-"""YAML files: the same settings as flags, grouped by section or not, every mistake with its file and line.
+"""YAML files: the same settings as flags, grouped by section or not, every problem with its file and line.
 
-A file is a mapping whose keys are section names holding mappings (`model: {num_layers: 4}`) or field names directly
-(`num_layers: 4`). It is read as a node tree, not as Python values: nodes know their line, and the text of a scalar goes
+A file is a mapping whose keys are section names with mappings (`model: {num_layers: 4}`) or field names directly
+(`num_layers: 4`). It is read as a node tree, not as Python values: nodes have their line, and the text of a scalar goes
 through the same parser as a flag's value. `yaml` is imported where it is used so that help and completion stay fast.
 """
 
@@ -33,7 +33,7 @@ from petatron.config.schema.run import RunConfig
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.config.yaml_depth_limit import depth_limited_loader
 
-_Node = Any  # a yaml.Node: `id` says scalar, sequence or mapping, and `style` is the quote around a scalar
+_Node = Any  # a yaml.Node: `id` is scalar, sequence or mapping, and `style` is the quote around a scalar
 _NULL = "tag:yaml.org,2002:null"
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 MAX_YAML_BYTES = 1 << 18
@@ -48,7 +48,7 @@ _COMMAND_LINE_KEYS = {
 
 @dataclass(slots=True)
 class ParsedYaml:
-    """What a file said; `doubtful_flags` are flags of fields whose value is in doubt."""
+    """The settings of a file; `doubtful_flags` are flags of fields whose value is in doubt."""
 
     settings: list[Setting] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -56,12 +56,12 @@ class ParsedYaml:
 
 
 def unreadable_source(problem: Problem) -> ParsedYaml:
-    """A source that could not be read at all: every value is in doubt, so only this problem is worth telling."""
+    """A source that could not be read at all: every value is in doubt, so only this problem is reported."""
     return ParsedYaml(problems=[problem], doubtful_flags={info.flag for info in all_fields()})
 
 
 def read_yaml_file(path: str | Path) -> ParsedYaml:
-    """A user's file, or one that others gave to the user; origins are `file:line`."""
+    """Reads a user's file, which may be untrusted; origins are `file:line`."""
     try:
         text = read_limited_bytes(Path(path), MAX_YAML_BYTES).decode()
         with reading_untrusted(Path(path), _yaml_error):
@@ -78,7 +78,7 @@ def _yaml_error(path: Path, why: str) -> ConfigError:
 
 
 def read_yaml_text(text: str, *, source: str, kind: Literal["file", "preset"]) -> ParsedYaml:
-    """Settings of a YAML text; `source` is the file's or the preset's name."""
+    """Reads the settings of a YAML text; `source` is the file's or the preset's name."""
     import yaml
 
     reader = _YamlReader(source, kind)
@@ -101,7 +101,7 @@ def dump_yaml(
     origins: Mapping[str, ValueOrigin] | None = None,
     commented_out: Mapping[str, str] | None = None,
 ) -> str:
-    """Text that loads back to the same config.
+    """Serialises a config to text that loads back to the same config.
 
     With `origins`, derived values are written as comments, so that the file pins only what was chosen and can be
     started again on another number of ranks. `commented_out` are paths that become comments too, each with the reason.
@@ -115,7 +115,7 @@ def dump_yaml(
         for info in (info for info in all_fields() if info.section == section):
             value = values[info.path]
             plain: Any = list(value) if isinstance(value, tuple) else value
-            # Dumped as the only item of a list, a value of any type comes out on one line between brackets.
+            # Dumped as the only item of a list, a value of any type is one line between brackets.
             text = yaml.safe_dump([plain], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
             if (
                 printable(text) != text
@@ -131,11 +131,11 @@ def dump_yaml(
 
 
 class _TooManyProblems(Exception):
-    """What a file says is so strange that it was not meant for us; to look for what each key could mean would take minutes."""
+    """A file with so many problems was not meant for us; suggesting what each key could mean would take minutes."""
 
 
 class _YamlReader:
-    """Walks the node tree of one file."""
+    """Reads the node tree of one file."""
 
     def __init__(self, source: str, kind: Literal["file", "preset"]) -> None:
         self.source, self.kind = source, kind
@@ -162,7 +162,7 @@ class _YamlReader:
             elif node.id == "mapping" and name in SECTION_ALIASES:
                 section = SECTION_ALIASES[name]
                 self.add_problem(key, name, "is not a section", f"The section is called {section}.")
-                self.read_section(node, section)  # what it holds was said, and must not be reported as missing
+                self.read_section(node, section)  # its content was given, and must not be reported as missing
             else:
                 self.read_field(key, node, section=None)
 
@@ -193,7 +193,7 @@ class _YamlReader:
 
     def unknown_key(self, key: _Node, name: str, section: str | None) -> None:
         if name in _COMMAND_LINE_KEYS:
-            # Nobody knows what that preset or file would have set, so every value is in doubt.
+            # What that preset or file would have set is unknown, so every value is in doubt.
             self.parsed.doubtful_flags.update(info.flag for info in all_fields())
             self.add_problem(key, name, "cannot be set in a file", _COMMAND_LINE_KEYS[name])
             return
@@ -222,7 +222,7 @@ class _YamlReader:
             self.parsed.doubtful_flags.add(info.flag)
 
     def read_scalar(self, info: FieldInfo, node: _Node) -> tuple[bool, FieldValue]:
-        """(read, value); a quoted scalar is text, so it fits only fields that hold text."""
+        """Returns (read, value); a quoted scalar is text, so it fits only text fields."""
         if node.id != "scalar":
             self.add_problem(node, info.name, "needs plain values", f"It is: {info.doc.removesuffix('.')}.")
             return False, None

@@ -1,12 +1,12 @@
-"""Batches for one data-parallel rank, from one number: how many samples the whole run has consumed.
+"""Batches of one data-parallel rank, as a function of one number: the samples the whole run has consumed.
 
-Global samples are numbered 0, 1, 2, ... over the run; step n takes the next `global_batch_size` numbers. Micro-batch m
-of rank r takes the numbers
+Global samples are numbered 0, 1, 2, ... over the run; step n uses the next `global_batch_size` numbers. Micro-batch m
+of rank r uses the numbers
 
     consumed + (m * dp_size + r) * micro_batch_size + [0, micro_batch_size)
 
-so over all ranks and micro-batches each number of the step is taken exactly once, whatever the sizes, and a restart
-with another layout goes on with exactly the samples not yet seen. What a number means is the loader type's business:
+so over all ranks and micro-batches each number of the step is used exactly once, whatever the sizes, and a run resumed
+in another layout continues with exactly the samples not yet seen. The loader type maps numbers to samples:
 `single` uses sample g of the dataset, in the dataset's order, once; `cyclic` uses position g mod n of a shuffle of all
 n samples drawn from (seed, g div n), so an epoch may end inside a batch, and no sample is dropped or depends on layout.
 """
@@ -32,7 +32,7 @@ from petatron.models.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """How samples become batches. `eod` is needed by the three options that look for it."""
+    """How samples become batches. `eod` is required by the three options that use it."""
 
     micro_batch_size: int
     dataloader_type: Literal["single", "cyclic"] = "single"
@@ -50,11 +50,10 @@ class LoaderOptions:
 
 
 class BatchLoader:
-    """Micro-batches of one data-parallel rank. Holds no position: each call says where the run stands.
+    """Yields micro-batches of one data-parallel rank. It has no position: each call gives the samples consumed so far.
 
-    With num_workers > 0, that many steps are read ahead in background threads, guessing that the next call goes on
-    where this one ends; a call that does not match simply reads what it asks for. An error while reading ahead is
-    raised by the call that would have returned the batch.
+    With num_workers > 0, that many steps are prefetched in background threads, assuming that the next call continues where this one
+    ends; any other call reads its step directly. A prefetch error is raised by the call that would have returned the batch.
     """
 
     def __init__(self, dataset: SampleDataset, options: LoaderOptions, *, dp_rank: int = 0, dp_size: int = 1) -> None:
@@ -71,7 +70,7 @@ class BatchLoader:
         self._prefetched: OrderedDict[tuple[int, int], Future[list[Batch]]] = OrderedDict()
 
     def next_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]:
-        """This rank's micro-batches of the step that takes samples consumed .. consumed + global_batch_size.
+        """Returns this rank's micro-batches of the step over samples consumed .. consumed + global_batch_size.
 
         An empty list when a `single` dataset has fewer samples left than that: the short batch is dropped.
         """
@@ -89,14 +88,14 @@ class BatchLoader:
         return future.result()
 
     def sample_ids(self, global_batch_size: int, consumed_samples: int) -> NDArray[np.int64]:
-        """Global sample numbers of this rank's step: [micro-batches, micro_batch_size]."""
+        """Returns the global sample numbers of this rank's step: [micro-batches, micro_batch_size]."""
         micro = self.options.micro_batch_size
         count = global_batch_size // (micro * self.dp_size)
         first = consumed_samples + (np.arange(count) * self.dp_size + self.dp_rank) * micro
         return first[:, None] + np.arange(micro)
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stops prefetching."""
         self._cancel_prefetch()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
@@ -138,14 +137,14 @@ class BatchLoader:
 
 
 def epoch_permutation(seed: int, epoch: int, total: int) -> NDArray[np.integer]:
-    """Order of `total` samples in one epoch of the cyclic loader."""
+    """Returns the order of `total` samples in one epoch of the cyclic loader."""
     order = np.arange(total, dtype=np.int32 if total <= np.iinfo(np.int32).max else np.int64)
     legacy_random_state(seed, epoch).shuffle(order)
     return order
 
 
 def make_batch(samples: NDArray[np.int64], options: LoaderOptions) -> Batch:
-    """[batch, seq_length + 1] ids as a batch: inputs, labels one token later, loss mask, positions and documents."""
+    """Turns [batch, seq_length + 1] ids into a batch: inputs, labels one token later, loss mask, positions and documents."""
     tokens = samples[:, :-1]
     mask = np.ones(tokens.shape, np.float32)
     if options.eod_mask_loss:
@@ -170,7 +169,7 @@ def make_batch(samples: NDArray[np.int64], options: LoaderOptions) -> Batch:
 
 
 def _document_starts(is_eod: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """For each position the first one of its document; a document ends with its end-of-document token."""
+    """Returns for each position the first one of its document; a document ends with its end-of-document token."""
     index = np.arange(is_eod.shape[1])
     starts = np.zeros(is_eod.shape, np.int64)
     starts[:, 1:] = np.where(is_eod[:, :-1], index[1:], 0)

@@ -1,14 +1,14 @@
-"""Mixing datasets in given proportions.
+"""Blends datasets in given proportions.
 
 Sample t is taken from the dataset that is furthest behind its share: the largest w_j * max(t, 1) - c_j, the first of
 them on a tie, where c_j counts the samples already taken from j. This is Megatron's rule, to the last tie.
 
-The rule is sequential, and a Python loop over a billion samples would take an hour. But it forgets its past: whatever
-counts it starts from (near their shares), after a short while it takes the same samples. So time is cut into many
-lanes that run side by side as rows of numpy arrays. Each lane starts a little early, from counts rounded to their
-shares, and arrives at its first sample with the counts it believes in. Lane k's belief is then compared with the
-counts where lane k-1 really ended. If all agree, the result is exactly that of the loop, by induction from lane 0,
-which starts from the true zeros. Lanes that were wrong run again from their neighbour's end until none is.
+The rule is sequential, and a Python loop over a billion samples would take an hour. But it converges: whatever
+counts it starts from (near their shares), it soon selects the same samples. So the sequence is divided into many
+lanes that run in parallel as rows of numpy arrays. Each lane starts a little early, from counts rounded to their
+shares, and reaches its first sample with predicted counts. Lane k's prediction is then compared with the
+counts where lane k-1 ended. If all agree, the result is exactly that of the loop, by induction from lane 0,
+which starts from zeros. Lanes that were wrong are rerun from their neighbour's end until none is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WeightedPrefixes = tuple[tuple[float, ...] | None, tuple[str, ...]]
 
 
 def parse_weighted_prefixes(words: Sequence[str], *, flag: str = "--data-path") -> WeightedPrefixes:
-    """Weights (None when not given) and prefixes; datasets of weight 0 are left out.
+    """Parses weights (None when not given) and prefixes; datasets of weight 0 are dropped.
 
     >>> parse_weighted_prefixes(("0.3", "web", "0.7", "code"))
     ((0.3, 0.7), ('web', 'code'))
@@ -53,9 +53,9 @@ def parse_weighted_prefixes(words: Sequence[str], *, flag: str = "--data-path") 
 def blend_indices(
     weights: Sequence[float] | NDArray, size: int, *, limits: Sequence[int] | None = None
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """For each of `size` samples: which dataset it comes from, and which sample of that dataset it is.
+    """Returns for each of `size` samples its dataset, and its index in that dataset.
 
-    `limits` caps the samples taken from each dataset; a dataset that is used up is passed over.
+    `limits` caps the samples of each dataset; an exhausted dataset is skipped.
     """
     share = np.asarray(weights, np.float64)
     share = share / share.sum()
@@ -81,7 +81,7 @@ def blend_indices(
 def load_blend(
     weights: Sequence[float], size: int, *, limits: Sequence[int] | None = None, cache_dir: str | Path | None = None
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """`blend_indices`, kept in the cache folder: large blends take a minute and ranks share one mapped copy."""
+    """Caches `blend_indices` in the cache folder: large blends take a minute and ranks share one mapped copy."""
     key: dict[str, object] = {
         "kind": "blend",
         "weights": list(weights),
@@ -136,14 +136,14 @@ class BlendedDataset:
 
 
 def _furthest_behind(share: NDArray, cap: NDArray, step: NDArray, counts: NDArray) -> NDArray:
-    """The dataset furthest behind, for each lane at its own step; rows of `counts` are lanes."""
+    """Returns the dataset furthest behind its share, for each lane at its own step; rows of `counts` are lanes."""
     deficit = share * np.maximum(step, 1.0)[:, None] - counts
     deficit[counts >= cap] = -np.inf
     return deficit.argmax(axis=1)
 
 
 def _warm_up(share: NDArray, cap: NDArray, starts: NDArray) -> NDArray:
-    """Counts each lane believes in at its start: shares rounded down some steps earlier, then the rule itself.
+    """Predicts each lane's counts at its start: shares rounded down some steps earlier, then the rule itself.
 
     Rounding down loses less than one sample per dataset, so that many steps more than the warm-up restore the sum.
     """
@@ -167,7 +167,7 @@ def _warm_up(share: NDArray, cap: NDArray, starts: NDArray) -> NDArray:
 def _run(
     share: NDArray, cap: NDArray, starts: NDArray, stops: NDArray, counts: NDArray, output: tuple[NDArray, NDArray]
 ) -> NDArray:
-    """Run lanes from `starts` to `stops`, write what they take, return the counts they end with."""
+    """Runs lanes from `starts` to `stops`, writes their selections, and returns the final counts."""
     dataset, sample = output
     counts = counts.copy()
     lanes = np.arange(len(starts))

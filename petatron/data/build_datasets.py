@@ -1,4 +1,4 @@
-"""From configuration to the three datasets of a run, with every problem of the data found before training starts."""
+"""Builds the three datasets of a run from its configuration, and reports every problem of the data before training starts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from petatron.data.sample_index import plan_epochs
 from petatron.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
-# Token ids are checked on this many stretches of this many tokens, spread over each file.
+# Token ids are checked on this many ranges of this many tokens, spread over each file.
 CHECKED_SEQUENCES = 64
 CHECKED_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class SplitDatasets:
-    """One dataset per split; None where no samples were asked for."""
+    """One dataset per split; None where no samples are required."""
 
     train: SampleDataset | None
     valid: SampleDataset | None
@@ -48,7 +48,7 @@ class _SplitSource:
 
 
 def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]) -> SplitDatasets:
-    """Datasets that supply the given numbers of training, validation and test samples.
+    """Builds datasets with the given numbers of training, validation and test samples.
 
     Every rank may call this; on a shared file system let one rank call it first, so that the others find its cache.
     """
@@ -74,12 +74,12 @@ def _mock_dataset(
         return None
     if vocab_size is None:
         raise DataError("--mock-data needs --vocab-size or a tokenizer, to know which token ids to make up.")
-    # Splits of made-up data differ by their seed.
+    # Splits of mock data differ by their seed.
     return MockDataset(config.model.seq_length, vocab_size, count, seed=config.train.seed + split, eod=eod)
 
 
 def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[WeightedPrefixes | None]:
-    """What each split is made of; None for a split that is not needed."""
+    """Returns the blend of each split; None for a split that is not needed."""
     shared = data.data_path
     if data.data_args_path is not None:
         with reading_untrusted(
@@ -107,7 +107,7 @@ def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[Weighte
 
 
 def _open_all(blends: Sequence[WeightedPrefixes | None], vocab_size: int | None) -> dict[str, IndexedDataset]:
-    """Open each file once, and report all that are missing, damaged or made for another vocabulary together."""
+    """Opens each file once, and reports all that are missing, damaged or made for another vocabulary together."""
     files: dict[str, IndexedDataset] = {}
     problems: dict[str, str] = {}
     for blend in blends:
@@ -125,7 +125,7 @@ def _open_all(blends: Sequence[WeightedPrefixes | None], vocab_size: int | None)
 
 
 def _check_token_ids(indexed: IndexedDataset, vocab_size: int) -> None:
-    """A model fails far from the cause, or not at all, on an id it has no embedding for."""
+    """Checks a sample of ids: a model fails far from the cause, or not at all, on an id it has no embedding for."""
     chosen = np.unique(np.linspace(0, indexed.num_sequences - 1, CHECKED_SEQUENCES).astype(np.int64))
     for sequence in chosen:
         tokens = indexed.get(int(sequence), 0, min(CHECKED_TOKENS, int(indexed.lengths[sequence])))
@@ -142,10 +142,10 @@ def _split_sources(
     files: dict[str, IndexedDataset],
     num_samples: tuple[int, int, int],
 ) -> list[list[_SplitSource]]:
-    """Documents of each file for each split; with a blend of its own a split takes all documents.
+    """Returns the documents of each file for each split; a split with its own blend uses all documents.
 
-    Training needs every source it names, and so does validation when --eval-interval asks for it. The default split of a
-    small dataset may leave nothing for the others; then there is a warning and no such evaluation.
+    Training needs every source it names, and so does validation when --eval-interval requests it. The default split of a small
+    dataset may leave no documents for the others; then there is a warning and no such evaluation.
     """
     data = config.data
     whole = bool(data.train_data_path or data.valid_data_path or data.test_data_path)
@@ -215,18 +215,18 @@ def _build_split(config: RunConfig, split: str, sources: list[_SplitSource], cou
 
 
 def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
-    """Where sample indices are kept: the folder that the user names, else (also in a config, which derives it) one beside the data.
+    """Returns the cache folder of sample indices: the user's, else (also when the config derives it) one next to the data.
 
-    The data may have come from others, and a link in the place of that one leads to where they want files to appear.
+    The data may have come from others, and a link in place of the latter would make files appear where they choose.
     """
-    beside = Path(prefix).parent / "cache"
-    folder = Path(data.data_cache_path) if data.data_cache_path else beside
-    if folder != beside or not beside.is_symlink():
+    default_folder = Path(prefix).parent / "cache"
+    folder = Path(data.data_cache_path) if data.data_cache_path else default_folder
+    if folder != default_folder or not default_folder.is_symlink():
         return folder
     get_logger(__name__).warning(
         "%s is a symbolic link, and may have come with the data: sample indices stay in memory and are built again on the next start. "
         "Give --data-cache-path the folder itself if you want them there.",
-        beside,
+        default_folder,
     )
     return None
 

@@ -1,4 +1,4 @@
-"""Language-model samples from one token file: documents cut into windows of seq_length + 1 tokens (rules: sample_index.py)."""
+"""Language-model samples from one token file: documents split into windows of seq_length + 1 tokens (rules: sample_index.py)."""
 
 from __future__ import annotations
 

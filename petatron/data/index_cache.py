@@ -1,17 +1,17 @@
-"""Index arrays kept on disk under a hash of everything they depend on, and not believed because they lie there.
+"""Caches index arrays on disk under a hash of everything they depend on, without trusting files that are merely present.
 
 Several ranks may build the same entry at once. Each writes its own temporary file and renames it into place; as an entry's content is
-a function of its name, it does not matter who comes last. A folder that cannot be written costs only the time to build on each start.
+a function of its name, the order does not matter. A folder that cannot be written costs only the time to build on each start.
 
-Why an entry is not believed. The folder lies beside the data by default, so whoever ships a dataset can ship a cache with it, and so can
+Why an entry is not trusted. The folder is next to the data by default, so whoever ships a dataset can ship a cache with it, and so can
 anyone else who may write there. Its name is a hash of the index of the data and of the settings, which they can compute; a digest of
-its content kept beside it would be theirs as well. A cheaper proof than building (each document and sample counted) leaves open which
+its content stored with it would be theirs as well. A cheaper proof than building (each document and sample counted) leaves open which
 shuffle it is, and takes a third of the time. So an entry that this user has not built is built, compared, and replaced if it differs.
 
-Why that costs nothing at most starts. Once this user has built an entry, its files' identity (inode, size, times of change) is noted in a
-folder of the user's home that nobody else can write to, and a file that still has it is not read again: neither by the other ranks
-nor by later starts. For a billion samples (16 GB, some minutes to build) a start makes a few calls of `stat`.
-Entries that are built in a moment are not noted.
+Why that costs nothing at most starts. Once this user has built an entry, its files' identity (inode, size, times of change) is recorded
+in a folder of the user's home that nobody else can write to, and a file that still has it is not read again: neither by the other
+ranks nor by later starts. For a billion samples (16 GB, some minutes to build) a start makes a few calls of `stat`.
+Entries that are built quickly are not recorded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _description(key: Mapping[str, object]) -> str:
 
 
 def fingerprint(key: Mapping[str, object]) -> str:
-    """A short name for a key: equal keys have equal names on every machine."""
+    """Returns a short name for a key: equal keys have equal names on every machine."""
     return hashlib.blake2b(_description(key).encode(), digest_size=16).hexdigest()
 
 
@@ -59,7 +59,7 @@ def load_or_build(
     *,
     build: Callable[[], Arrays],
 ) -> Arrays:
-    """Arrays `names` for `key`: memory-mapped from the folder if they are there, else built and kept there."""
+    """Returns arrays `names` for `key`: memory-mapped from the folder if they exist, else built and stored there."""
     if folder is None:
         return build()
     stem = fingerprint(key)
@@ -94,12 +94,12 @@ def load_or_build(
 
 
 def cached_digest(folder: str | Path | None, path: Path, subject: str, compute: Callable[[], str]) -> str:
-    """What `compute` says of a file's content, or said when the file was as it is now.
+    """Returns `compute()` of a file's content, cached while the file is unchanged.
 
-    An index of a billion documents is 20 GB, and every rank of a node would read it at every start. A file is taken to be the same if
-    its size, inode and times of change are; `subject` is whatever else the digest depends on. One that changed in the last moments is
-    not remembered, because it could change once more and keep its times. The digest is but a name: what is found under a wrong one is
-    checked against the data.
+    An index of a billion documents is 20 GB, and every rank of a node would read it at every start. A file counts as unchanged if its
+    size, inode and times of change are; `subject` is whatever else the digest depends on. One that changed moments ago is not cached,
+    because it could change once more and keep its times. The digest is only a name: what is found under a wrong one is checked against
+    the data.
     """
     if folder is None:
         return compute()
@@ -112,7 +112,7 @@ def cached_digest(folder: str | Path | None, path: Path, subject: str, compute: 
     digest = compute()
     if _file_identity(path) == before and time.time_ns() - path.stat().st_mtime_ns > _MIN_FILE_AGE_NS:
         record = {"path": str(path.resolve()), "file": before, "subject": subject, "digest": digest}
-        with contextlib.suppress(OSError):  # sample indices go there too, and say so if they cannot
+        with contextlib.suppress(OSError):  # sample indices go there too, and warn if they cannot
             Path(folder).mkdir(parents=True, exist_ok=True)
             write_atomic(kept, json.dumps(record) + "\n")
     return digest
@@ -127,12 +127,12 @@ FileIdentities = list[list[int]]
 
 
 def _file_identities(paths: Mapping[str, Path]) -> FileIdentities:
-    """What changes with the content of the files. Not the device: a shared disk has another number on each machine."""
+    """Returns what changes with the content of the files. Not the device: a shared disk has another number on each machine."""
     return [_file_identity(path) for path in paths.values()]
 
 
 def _map_existing(paths: Mapping[str, Path]) -> tuple[Arrays | None, FileIdentities]:
-    """The arrays that are there, if all are and can be mapped, and which files they are."""
+    """Maps the existing arrays, if all exist and can be mapped, and returns their file identities."""
     if not any(os.path.lexists(path) for path in paths.values()):
         return None, []
     try:
@@ -166,7 +166,7 @@ def _arrays_equal(found: NDArray, built: NDArray) -> bool:
 
 
 def _trust_record_path(paths: Mapping[str, Path]) -> Path | None:
-    """Where this user's runs note that they know these files; None if that is not worth it or there is no such place."""
+    """Returns where this user's trust in these files is recorded; None if not worth it or there is no such place."""
     if sum(path.stat().st_size for path in paths.values()) < MIN_RECORDED_BYTES:
         return None
     folder = private_folder("checked-indices")
@@ -195,7 +195,7 @@ def _map_array(path: Path) -> NDArray:
 
 
 def _map_open_file(file: BinaryIO) -> NDArray:
-    """The array of a file as memory. A plain view of it: indexing numpy's memmap class is several times slower."""
+    """Maps the array of a file. A plain view: indexing numpy's memmap class is several times slower."""
     file.seek(0)
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("it has another version of numpy's format")
@@ -206,7 +206,7 @@ def _map_open_file(file: BinaryIO) -> NDArray:
 
 
 def _save_and_map(path: Path, array: NDArray) -> NDArray:
-    """Keep an array and return it as it is mapped from the very file that was written."""
+    """Saves an array and returns it mapped from the very file that was written."""
     with open_atomic(path, sync=False) as file:
         np.save(file, array, allow_pickle=False)
         file.flush()

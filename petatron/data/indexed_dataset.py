@@ -1,4 +1,4 @@
-"""Token files: `<prefix>.bin` holds bare token ids, `<prefix>.idx` says where each sequence and document lies.
+"""Token files: `<prefix>.bin` contains bare token ids, `<prefix>.idx` the offsets of each sequence and document.
 
 The layout is the one Megatron reads and writes, byte for byte:
 
@@ -13,9 +13,9 @@ The layout is the one Megatron reads and writes, byte for byte:
     34+12S      8D     int64 first sequence of each document, then S
     34+12S+8D   S      int8 mode of each sequence; only multimodal files have it, and no header bit says so
 
-A document is usually one sequence; with ready-split sentences it is several, which lie one after the other. Nothing in
-the format protects against a cut or mixed-up copy, so opening checks every count against the sizes of both files, before
-anything is made from it and in arithmetic that cannot wrap: where sequences end is computed in uint64.
+A document is usually one sequence; with presplit sentences it is several, one after the other. Nothing in
+the format detects a truncated or mixed-up copy, so opening checks every count against the sizes of both files, before
+anything is built from it and in arithmetic that cannot wrap: where sequences end is computed in uint64.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype:
-    """Smallest type Megatron's tools use for this vocabulary: uint16 below 65,500 ids, else int32."""
+    """Returns the smallest dtype Megatron's tools use for this vocabulary: uint16 below 65,500 ids, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def dtype_code(dtype: DTypeLike) -> int:
-    """Code of a token type in the file header."""
+    """Returns the code of a token dtype in the file header."""
     wanted = np.dtype(dtype).newbyteorder("<")
     if wanted not in DTYPE_CODES:
         known = ", ".join(str(np.dtype(known)) for known in DTYPE_CODES)
@@ -103,7 +103,7 @@ class IndexedDataset:
         self._digest: str | None = None
 
     def _open_index(self) -> int:
-        """Map the index, check it against both files, return the number of tokens."""
+        """Maps the index, checks it against both files, returns the number of tokens."""
         self.dtype, self.num_sequences, num_boundaries = self._read_header()
         sequences = self.num_sequences
         index = _mmap_file(self.idx)
@@ -123,11 +123,11 @@ class IndexedDataset:
         return tokens
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
-        """Tokens of sequence `index`, from token `offset`, at most `length` of them. A read-only view, no copy."""
+        """Returns tokens of sequence `index`, from token `offset`, at most `length` of them. A read-only view, no copy."""
         return self._read(int(self.offsets[index]), int(self.lengths[index]), offset, length)
 
     def get_document(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
-        """The same for a whole document, whose sequences lie one after the other."""
+        """Returns the same for a whole document, whose sequences are contiguous."""
         if self.one_sequence_per_document:
             return self.get(index, offset, length)
         first = int(self.document_indices[index])
@@ -136,7 +136,7 @@ class IndexedDataset:
 
     @cached_property
     def one_sequence_per_document(self) -> bool:
-        """Whether documents and sequences are the same thing, as for language models trained on whole documents."""
+        """Whether every document is one sequence, as for language models trained on whole documents."""
         if self.num_documents != self.num_sequences:
             return False
         chunks = range(0, self.num_sequences, CHUNK_ENTRIES)
@@ -158,7 +158,7 @@ class IndexedDataset:
         return np.diff(ends[self.document_indices])
 
     def digest(self, cache_dir: str | Path | None = None) -> str:
-        """Hash of the name, the index and the size of the tokens: what sample indices are cached under.
+        """Hashes the name, the index and the size of the tokens: the cache key of sample indices.
 
         With a cache folder the index is read once, until it changes, and not by every rank at every start.
         """
@@ -216,7 +216,7 @@ class IndexedDataset:
         return DTYPES[code], sequences, boundaries
 
     def _check_sequences(self) -> int:
-        """Check each sequence against the size of the .bin; return the number of tokens."""
+        """Checks each sequence against the size of the .bin; returns the number of tokens."""
         size, itemsize = self.bin.stat().st_size, self.dtype.itemsize
         tokens, furthest = 0, 0
         for start in range(0, self.num_sequences, CHUNK_ENTRIES):

@@ -1,8 +1,8 @@
-"""Writing `.bin`/`.idx` pairs (layout: indexed_dataset.py) as a stream, and joining finished ones.
+"""Writes `.bin`/`.idx` pairs (layout: indexed_dataset.py) as a stream, and merges finished ones.
 
-The index stores lengths first and offsets after, and its header holds the counts, so it can only be written at the end.
-Until then lengths lie in a spool file beside the output: memory use does not grow with the number of documents. Both
-files are written under temporary names and renamed at the end, the index last, so a prefix that has an index is whole.
+The index stores lengths first and offsets after, and its header contains the counts, so it can only be written at the end.
+Until then lengths are in a spool file next to the output: memory use does not grow with the number of documents. Both
+files are written under temporary names and renamed at the end, the index last, so a prefix that has an index is complete.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class IndexedWriter:
         self.dtype = DTYPES[self._code]
         self.num_sequences = self.num_documents = self.num_tokens = 0
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
-        # Names of its own keep two writers of one prefix apart; the last to finish wins, and its pair is whole.
+        # Unique names keep two writers of one prefix apart; the last to finish wins, and its pair is complete.
         self._tmp_paths = {
             name: tmp_path_for(Path(f"{prefix}.{name}")) for name in ("bin", "idx", "lengths", "documents")
         }
@@ -66,7 +66,7 @@ class IndexedWriter:
             ) from error
 
     def add_document(self, tokens: ArrayLike, sentence_lengths: ArrayLike | None = None) -> None:
-        """Add one document, as one sequence or cut into sentences of the given lengths."""
+        """Adds one document, as one sequence or split into sentences of the given lengths."""
         flat = np.asarray(tokens)
         lengths = np.array([flat.size]) if sentence_lengths is None else np.asarray(sentence_lengths)
         self.add_sequences(flat, lengths, sequences_per_document=np.array([lengths.size]))
@@ -74,7 +74,7 @@ class IndexedWriter:
     def add_sequences(
         self, tokens: NDArray, lengths: NDArray, *, sequences_per_document: NDArray | None = None
     ) -> None:
-        """Add many sequences at once: their tokens end to end and their lengths; one document each unless told."""
+        """Adds many sequences at once: their concatenated tokens and their lengths; by default one document each."""
         if int(lengths.sum()) != tokens.size:
             raise ValueError(f"lengths sum to {int(lengths.sum())}, but there are {tokens.size} tokens")
         documents = np.ones(lengths.size, "<i4") if sequences_per_document is None else sequences_per_document
@@ -84,7 +84,7 @@ class IndexedWriter:
         self._add_counts(lengths, documents)
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Append a whole dataset of the same token type, by copying bytes."""
+        """Appends a whole dataset of the same token dtype, by copying bytes."""
         assert dataset.dtype == self.dtype, "merge() checks the types first"
         sizes = dataset.lengths.astype(np.int64) * self.dtype.itemsize
         contiguous = bool((dataset.offsets[1:] == dataset.offsets[:-1] + sizes[:-1]).all())
@@ -101,7 +101,7 @@ class IndexedWriter:
         self._add_counts(dataset.lengths, np.diff(dataset.document_indices))
 
     def finish(self) -> None:
-        """Write the index and publish both files."""
+        """Writes the index and publishes both files."""
         try:
             self._publish()
         except OSError as error:
@@ -112,9 +112,9 @@ class IndexedWriter:
         self.abort()
 
     def abort(self) -> None:
-        """Close and remove the temporary files; after finish() only the spools are left to remove."""
+        """Closes and removes the temporary files; after finish() only the spool files remain to be removed."""
         for file in (self._tokens, self._lengths, self._documents):
-            # Closing writes what is buffered, which on a full disk fails again; the file goes anyway.
+            # Closing flushes the buffer, which on a full disk fails again; the file is removed anyway.
             with suppress(OSError):
                 file.close()
         for path in self._tmp_paths.values():
@@ -182,7 +182,7 @@ class IndexedWriter:
 
 
 def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> IndexedDataset:
-    """Join datasets of one token type into a new prefix, in the given order."""
+    """Merges datasets of one token dtype into a new prefix, in the given order."""
     if not prefixes:
         raise DataError("Nothing to merge: give at least one dataset prefix.")
     if str(output) in {str(prefix) for prefix in prefixes}:
@@ -205,7 +205,7 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> Indexe
 
 
 def _write_running_sum(source: BinaryIO, sink: BinaryIO, *, scale: int, with_total: bool) -> None:
-    """Write, as int64, the sum of all int32 entries of `source` before each one; at the end also the total."""
+    """Writes, as int64, the exclusive prefix sum of the int32 entries of `source`; at the end also the total."""
     source.seek(0)
     total = 0
     while block := source.read(4 * CHUNK_ENTRIES):

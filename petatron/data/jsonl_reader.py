@@ -1,9 +1,9 @@
-"""Reading JSON lines in blocks: plain, gzip or zstd, told apart by their first bytes, not by their names.
+"""Reads JSON lines in blocks: plain, gzip or zstd, detected by their first bytes, not by their names.
 
 A block is a run of whole lines with the number of its first, so that it can be parsed elsewhere and still name the line
-a problem is on. Splitting on newline bytes alone is right for UTF-8, and cheap; nothing is decoded here.
+a problem is on. Splitting on newline bytes alone is correct for UTF-8, and cheap; nothing is decoded here.
 
-A few kilobytes can be compressed from gigabytes, so nothing is decompressed further than a block, and a line is given up when it is
+A few kilobytes may decompress to gigabytes, so nothing is decompressed further than a block, and a line is refused when it is
 longer than `max_line_bytes`. With zstd that limit is also the largest window a frame may ask for, and as one call can make 32 MiB
 of 1 KiB, it is given no more than that at a time. Memory is bounded by a line of the limit and 32 MiB.
 """
@@ -33,7 +33,7 @@ _ZSTD_INPUT_BYTES = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class LineBlock:
-    """Whole lines of one file. `file_position` counts bytes of the file as it lies on disk, for progress."""
+    """Whole lines of one file. `file_position` counts (compressed) bytes on disk, for progress."""
 
     path: str
     first_line: int
@@ -48,7 +48,7 @@ def read_line_blocks(
     block_bytes: int = BLOCK_BYTES,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[LineBlock]:
-    """Blocks of about `block_bytes` (more where a line is longer), at most `max_lines` lines in all."""
+    """Yields blocks of about `block_bytes` (more where a line is longer), at most `max_lines` lines in all."""
     line, left = 1, max_lines
     try:
         with open_regular_file(Path(path)) as file:
@@ -68,21 +68,25 @@ def read_line_blocks(
             f"{path}:{line + error.after}: the line is longer than {max_line_bytes:,} bytes. If that is meant, allow more with "
             "--max-line-bytes."
         ) from error
-    except (OSError, EOFError, zlib.error) as error:  # a cut or damaged gzip file raises the last two, or an OSError
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+    ) as error:  # a truncated or damaged gzip file raises the last two, or an OSError
         raise DataError(
             f"{path} cannot be read beyond line {line}: {error}. Check the file, or copy it again."
         ) from error
 
 
 class _LongLine(Exception):
-    """A line is longer than the limit, so many lines after the first that has not been given out."""
+    """A line is longer than the limit, `after` lines after the first that has not been yielded."""
 
     def __init__(self, after: int) -> None:
         self.after = after
 
 
 def _whole_lines(chunks: Iterator[bytes], max_line_bytes: int) -> Iterator[bytes]:
-    """Cut chunks at their last newline instead; the last piece may have none."""
+    """Re-splits chunks at their last newline; the last one may have none."""
     pieces: list[bytes] = []
     waiting = 0
     for chunk in chunks:
@@ -100,7 +104,7 @@ def _whole_lines(chunks: Iterator[bytes], max_line_bytes: int) -> Iterator[bytes
 
 
 def _check_line_lengths(data: bytes, max_line_bytes: int) -> bytes:
-    """The same lines; from each start, the last newline that a line of the limit can have is the next one."""
+    """Returns the data unchanged; from each start, skips to the last newline within the limit, which must exist."""
     start = 0
     while len(data) - start > max_line_bytes:
         following = data.rfind(b"\n", start, start + max_line_bytes + 1) + 1
@@ -151,7 +155,7 @@ def _zstd_chunks(file: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
             f"{file.name} is compressed with zstd, which needs the zstandard package: pip install 'petatron[data]'. "
             "Or recompress it with gzip."
         ) from error
-    # Frame by frame, because the library's stream reader takes a file cut in mid-frame for a complete one.
+    # Frame by frame, because the library's stream reader accepts a file truncated in mid-frame as complete.
     window = max(_WINDOW_BYTES, max_line_bytes)
     decompressor = zstandard.ZstdDecompressor(max_window_size=min(window, 1 << 31))
     frame, pending = None, b""

@@ -1,4 +1,4 @@
-"""Data without files, for trying a layout: documents that count 1, 2, 3, ... up to a random length, then end."""
+"""Mock data without files, for trying a layout: documents that count 1, 2, 3, ... up to a random length, then end."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """JSON lines to token files.
 
-One process reads blocks of raw lines and writes results; workers parse and tokenize. What travels to a worker is one
-bytes object and what comes back is a few flat arrays, so the traffic costs little beside the tokenizing. Results are
-taken in the order of the blocks, and only a few blocks per worker are under way at a time: the output does not depend
-on the number of workers, nor memory on the size of the input.
+One process reads blocks of raw lines and writes results; workers parse and tokenize. A worker receives one bytes object
+and returns a few flat arrays, so communication costs little compared with tokenizing. Results are consumed in the order
+of the blocks, and only a few blocks per worker are in flight at a time: the output does not depend on the number of
+workers, nor memory on the size of the input.
 
-A line must be a JSON object with every asked key, each a string (one sequence) or a list of strings (ready sentences, one
-sequence each). Anything else is malformed: reported with file and line number, and fatal unless asked to skip. Blank
-lines are not documents. A text without tokens is left out of the output and counted; a line with no other text is not
+A line must be a JSON object with every requested key, each a string (one sequence) or a list of strings (sentences, one
+sequence each). Anything else is malformed: reported with file and line number, and fatal unless skipped. Blank
+lines are not documents. A text without tokens is omitted and counted; a line with no other text is not
 a document either.
 """
 
@@ -62,12 +62,12 @@ class PreprocessOptions:
     max_line_bytes: int = MAX_LINE_BYTES
     """A longer line is refused, so that a few kilobytes of compressed data cannot fill the memory."""
     block_bytes: int = BLOCK_BYTES
-    """Text handed to a worker at a time."""
+    """Bytes of text per block sent to a worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreprocessProgress:
-    """How far a running job is. Bytes are those of the input files as they lie on disk."""
+    """The progress of a running job, in bytes of the input files on disk."""
 
     documents: int
     tokens: int
@@ -78,7 +78,7 @@ class PreprocessProgress:
 
 @dataclass(frozen=True, slots=True)
 class PreprocessReport:
-    """What a finished job did. Documents are lines with a text that was kept; the next three count over all keys."""
+    """The result of a job. Documents are lines with a text that was written; the next three count over all keys."""
 
     documents: int
     sequences: int
@@ -93,7 +93,7 @@ class PreprocessReport:
 
 @dataclass(frozen=True, slots=True)
 class _EncodedKey:
-    """One key of a block: tokens end to end, tokens per sequence, sequences per line (0: the text was left out)."""
+    """One key of a block: concatenated tokens, tokens per sequence, sequences per line (0: the text was omitted)."""
 
     tokens: NDArray
     lengths: NDArray[np.int32]
@@ -120,7 +120,7 @@ class _Totals:
 def preprocess(
     options: PreprocessOptions, on_progress: Callable[[PreprocessProgress], None] | None = None
 ) -> PreprocessReport:
-    """Tokenize the inputs into `<output_prefix>_<key>_document.{bin,idx}`, one pair per key."""
+    """Tokenizes the inputs into `<output_prefix>_<key>_document.{bin,idx}`, one pair per key."""
     started = time.monotonic()
     tokenizer = _check_options(options)
     bytes_total = sum(Path(path).stat().st_size for path in options.inputs)
@@ -158,7 +158,7 @@ def preprocess(
 
 
 def _check_options(options: PreprocessOptions) -> Tokenizer:
-    """Find what is wrong before any work is done."""
+    """Raises every problem before any work is done."""
     problems = [_missing_input(path) for path in options.inputs if not Path(path).is_file()]
     if not options.inputs:
         problems.append("no input is given (--input)")
@@ -208,7 +208,7 @@ def _record_problems(block: LineBlock, encoded: _EncodedBlock, options: Preproce
 
 
 def _blocks(options: PreprocessOptions) -> Iterator[tuple[LineBlock, int]]:
-    """Blocks of all inputs, with the bytes read so far."""
+    """Yields blocks of all inputs, with the bytes read so far."""
     before, left = 0, options.max_documents
     for path in options.inputs:
         lines = 0
@@ -223,7 +223,7 @@ def _blocks(options: PreprocessOptions) -> Iterator[tuple[LineBlock, int]]:
 
 
 def _encoded_blocks(options: PreprocessOptions) -> Generator[tuple[LineBlock, _EncodedBlock, int], None, None]:
-    """Blocks and their encodings in input order, from this process (one worker) or from several."""
+    """Yields blocks and their encodings in input order, from this process (one worker) or from several."""
     if options.workers == 1:
         for block, bytes_read in _blocks(options):
             yield block, _encode_block(options, block), bytes_read
@@ -249,7 +249,7 @@ def _encoded_blocks(options: PreprocessOptions) -> Generator[tuple[LineBlock, _E
 
 
 def init_worker() -> None:
-    """Make a fresh process a worker that uses one core and leaves Ctrl-C to its parent."""
+    """Makes a fresh process a worker that uses one core and leaves Ctrl-C to its parent."""
     # One worker, one thread: the tokenizer library would otherwise start a thread per core in each worker. It takes
     # this setting from the environment only, so we write it, in the worker alone.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -259,7 +259,7 @@ def init_worker() -> None:
 
 @lru_cache(maxsize=1)
 def _encoder(options: PreprocessOptions) -> _Encoder:
-    """A worker builds its tokenizer with its first block and keeps it."""
+    """Builds a worker's tokenizer with its first block and caches it."""
     return _Encoder(options)
 
 
@@ -283,14 +283,14 @@ class _Encoder:
         numbers, rows, malformed = self._parse(block)
         try:
             keys = self._encode_rows(rows)
-        except Exception:  # whatever the tokenizer raises; the batch does not say which text it was
+        except Exception:  # whatever the tokenizer raises; the batch does not tell which text it was
             rows = self._without_bad_texts(numbers, rows, malformed)
             keys = self._encode_rows(rows)
         documents = np.count_nonzero(np.any([key.sequences for key in keys], axis=0))
         return _EncodedBlock(keys, int(documents), tuple(sorted(malformed)))
 
     def _parse(self, block: LineBlock) -> tuple[list[int], list[list[TextValue]], list[tuple[int, str]]]:
-        """Line numbers and values of the good lines, number and reason of the others."""
+        """Returns line numbers and values of the valid lines, number and reason of the others."""
         try:
             # Not splitlines(), which also splits at characters that are legal inside a JSON string.
             lines: Sequence[str | bytes] = block.data.decode().split("\n")

@@ -1,4 +1,4 @@
-"""The one wording for a data file, an index or a tokenizer that cannot be used (`base/untrusted_files.py`)."""
+"""The error for a data file, an index or a tokenizer that cannot be used (`base/untrusted_files.py`)."""
 
 from __future__ import annotations
 

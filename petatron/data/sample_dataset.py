@@ -1,4 +1,4 @@
-"""What the loader needs of a dataset: a length, and sample i as seq_length + 1 token ids."""
+"""The loader's interface of a dataset: a length, and sample i as seq_length + 1 token ids."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 
 class SampleDataset(Protocol):
-    """A numbered set of samples. The order of use is the dataset's own: sample i is the i-th used in training."""
+    """An indexed set of samples in the dataset's own order: sample i is the i-th used in training."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two datasets that hold the same samples in the same order (as far as the shorter one goes)."""
+        """Equal for two datasets that contain the same samples in the same order (up to the shorter one's length)."""
         ...
 
     def __len__(self) -> int: ...

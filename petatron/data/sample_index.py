@@ -1,15 +1,15 @@
-"""Which tokens make up training sample i: pure functions of document lengths, sequence length and seed.
+"""Maps training sample i to its tokens: pure functions of document lengths, sequence length and seed.
 
-One epoch is every document of a split once. Documents of all epochs are shuffled together and laid end to end as one
+One epoch is every document of a split once. Documents of all epochs are shuffled together and concatenated to one
 stream of tokens; sample k is the S+1 tokens from token k*S on, so consecutive samples share one token (the last label
 of one is the first input of the next) and every token but the last few is predicted once. The order in which samples
-are used is shuffled once more. If the last epoch is needed for less than 80% of its samples, it is shuffled apart and
-comes last; otherwise documents of a barely used epoch would take the place of ones not yet seen in earlier epochs.
+are used is shuffled once more. If the last epoch is needed for less than 80% of its samples, it is shuffled separately and
+comes last; otherwise documents of a barely used epoch would displace ones not yet seen in earlier epochs.
 
-These are Megatron's rules, and the draws come from the same frozen numpy generator in the same order, so a run moved
+These are Megatron's rules, and the draws come from the same frozen numpy generator in the same order, so a run ported
 here with its seed sees the same samples in the same order.
 
-Finding the document that holds token k*S is a search in the running sum of document lengths. Doing it for all k in
+Finding the document that contains token k*S is a search in the prefix sum of document lengths. Doing it for all k in
 one vectorised pass needs several int64 arrays as long as the stream has documents; doing it block by block gives the
 same result with memory bounded by the result itself.
 """
@@ -27,7 +27,7 @@ BLOCK_DOCUMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """How often the documents are repeated, and whether the last time is kept apart."""
+    """How often the documents are repeated, and whether the last epoch is shuffled separately."""
 
     num_epochs: int
     tokens_per_epoch: int
@@ -36,12 +36,12 @@ class EpochPlan:
 
     @property
     def num_samples(self) -> int:
-        """Samples in all epochs together; the last tokens that do not fill one are left out."""
+        """Samples in all epochs together; the last tokens that do not fill one are dropped."""
         return (self.num_epochs * self.tokens_per_epoch - 1) // self.seq_length
 
     @property
     def num_samples_shuffled_first(self) -> int:
-        """Samples that are shuffled among each other before the rest."""
+        """Samples that are shuffled among each other before the last epoch's."""
         if not self.separate_final_epoch:
             return self.num_samples
         return ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.seq_length
@@ -49,7 +49,7 @@ class EpochPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampleIndices:
-    """The three arrays that turn a sample number into tokens.
+    """The three arrays that map a sample index to tokens.
 
     document_index: the stream, as document numbers. sample_index: [samples + 1, 2], position in `document_index` and token offset where
     sample k begins (and sample k - 1 ends, inclusive). shuffle_index: the k of the i-th sample used.
@@ -61,7 +61,7 @@ class SampleIndices:
 
 
 def legacy_random_state(*numbers: int) -> np.random.RandomState:
-    """Numpy's legacy generator, whose stream is frozen for good, seeded by numbers of any size."""
+    """Returns numpy's legacy generator, whose stream is frozen for good, seeded by numbers of any size."""
     if len(numbers) == 1 and numbers[0] < 1 << 32:
         return np.random.RandomState(numbers[0])
     words = [number >> shift & 0xFFFFFFFF for number in numbers for shift in (0, 32) if shift == 0 or number >> 32]
@@ -69,7 +69,7 @@ def legacy_random_state(*numbers: int) -> np.random.RandomState:
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> EpochPlan:
-    """Fewest epochs that supply `num_samples` samples (one epoch when it is None)."""
+    """Returns the fewest epochs that supply `num_samples` samples (one epoch when it is None)."""
     if tokens_per_epoch < 1 or seq_length < 1:
         raise ValueError(f"tokens_per_epoch {tokens_per_epoch} and seq_length {seq_length} must be positive")
     if num_samples is None:
@@ -87,7 +87,7 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None)
 def build_sample_indices(
     documents: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan, seed: int
 ) -> SampleIndices:
-    """Build the index for a plan. `lengths` is indexed by document number; `documents` are the numbers to use."""
+    """Builds the index for a plan. `lengths` is indexed by document number; `documents` are the numbers to use."""
     random = legacy_random_state(seed)
     stream = _build_document_index(documents, plan, random)
     return SampleIndices(stream, _build_sample_index(stream, lengths, plan), _build_shuffle_index(plan, random))
@@ -108,7 +108,7 @@ def _build_document_index(
 def _build_sample_index(
     document_index: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan
 ) -> NDArray[np.integer]:
-    """For each k in 0..samples: the position and offset in the stream of token k * seq_length."""
+    """Returns for each k in 0..samples the position and offset in the stream of token k * seq_length."""
     starts = np.empty((plan.num_samples + 1, 2), _smallest_int_dtype(max(len(document_index), int(lengths.max()))))
     tokens, done = 0, 0
     for first in range(0, len(document_index), BLOCK_DOCUMENTS):
@@ -131,7 +131,7 @@ def _smallest_int_dtype(largest: int) -> np.dtype:
 
 
 def _shuffle_index_dtype(plan: EpochPlan) -> np.dtype:
-    # Megatron keeps the two largest values of uint32 free; the draws themselves do not depend on the type.
+    # Megatron reserves the two largest values of uint32; the draws themselves do not depend on the dtype.
     return np.dtype(np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64)
 
 

@@ -1,12 +1,12 @@
-"""Text to token ids and back. Nothing here needs torch or a network.
+"""Tokenizers: text to token ids and back. Nothing here needs torch or a network.
 
-End of document (`eod`) is the id put between documents. It comes from the tokenizer's own files when they name an
+End of document (`eod`) is the id between documents. It comes from the tokenizer's own files when they name an
 end-of-text token; a tokenizer without one has eod None, and asking to append it is an error.
 Encoding never adds special tokens of its own, and ignores truncation or padding stored in a tokenizer.json: these are
-made for inference, and would cut training documents without a word.
+made for inference, and would silently truncate training documents.
 
-The files may be anybody's: the library answers some with a panic, when it reads them or only when it meets a text. Every call of it is
-made inside `reading`, so that a user sees one error; and ids are compared with the number of tokens, because a model gets as many rows.
+The files are untrusted: the library panics on some, when it loads them or only when it encodes a text. Every call of it is
+inside `reading_untrusted`, so that a user sees one error; and ids are checked against the vocabulary, the rows of the embedding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EOD_CANDIDATES = (
 
 
 class Tokenizer(Protocol):
-    """What data, training and generation need of a tokenizer."""
+    """The tokenizer interface of data, training and generation."""
 
     @property
     def name(self) -> str: ...
@@ -58,12 +58,12 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def files(self) -> dict[str, bytes]:
-        """What a folder of a model needs so that the model's readers find this tokenizer; nothing if it has no files."""
+        """Returns the files that a model folder needs so that its readers find this tokenizer; empty if it has none."""
         ...
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, or a folder that holds one (and perhaps a tokenizer_config.json that names the eos token)."""
+    """A tokenizer.json, or a folder with one (and perhaps a tokenizer_config.json that names the eos token)."""
 
     def __init__(self, path: str | Path) -> None:
         given = Path(path)
@@ -91,7 +91,7 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         with reading_untrusted(Path(self.name), _encode_error):
-            # The fast form leaves out character offsets, which nothing here uses.
+            # The fast variant omits character offsets, which nothing here uses.
             return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -164,7 +164,7 @@ class ByteTokenizer:
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; ids above 255 and bytes that are not UTF-8 become the replacement character."""
+        """Decodes ids; ids above 255 and bytes that are not UTF-8 become the replacement character."""
         pieces = (bytes([number]) if number < 256 else "\ufffd".encode() for number in ids)
         return b"".join(pieces).decode(errors="replace")
 
@@ -206,7 +206,7 @@ class NullTokenizer:
 
 
 def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer a run asks for; its kind follows from the files given when it is not named."""
+    """Builds the configured tokenizer; its type follows from the files given when it is not named."""
     kind = config.tokenizer_type or _tokenizer_type_from_files(config)
     if kind == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(_required(config.tokenizer_model, kind, "--tokenizer-model"))
@@ -226,7 +226,7 @@ def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | Path) -> HuggingFaceTokenizer:
-    """Train a byte-level BPE on the texts, write it as a tokenizer.json and return it. Id 0 is <|endoftext|>."""
+    """Trains a byte-level BPE on the texts, writes it as a tokenizer.json and returns it. Id 0 is <|endoftext|>."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
         raise DataError(
@@ -248,7 +248,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | Path) -> Hu
 
 
 def _default_tokenizer_config(fast: FastTokenizer, eod: int | None) -> dict[str, bytes]:
-    """What AutoTokenizer needs to open a tokenizer.json that came without a config of its own."""
+    """Returns what AutoTokenizer needs to open a tokenizer.json without a config of its own."""
     named = {} if eod is None else {"eos_token": fast.id_to_token(eod)}
     content = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     return {"tokenizer_config.json": json.dumps(content, indent=1).encode()}
@@ -262,7 +262,7 @@ def _load_fast(content: bytes) -> FastTokenizer:
 
 
 def _vocab_size(path: str | Path, fast: FastTokenizer) -> int:
-    """One more than the highest id. Published tokenizers leave some ids out, but not most of them."""
+    """Returns the highest id plus one. Published tokenizers skip some ids, but not most of them."""
     ids = fast.get_vocab(with_added_tokens=True)
     size = max(ids.values(), default=-1) + 1
     if size > 2 * len(ids) + MAX_UNUSED_IDS:
@@ -298,7 +298,7 @@ def _decode_error(name: Path, why: str) -> DataError:
 
 
 def _eos_in_config(config: Path) -> str | None:
-    """eos_token of a tokenizer_config.json, which may be a string or an object with its content."""
+    """Returns eos_token of a tokenizer_config.json, which may be a string or an object with its content."""
     if not config.exists():
         return None
     with reading_untrusted(

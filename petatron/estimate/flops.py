@@ -1,22 +1,22 @@
-"""How much arithmetic a decoder does, and how many parameters it has.
+"""FLOPs and parameters of a decoder.
 
-A matrix product of T tokens with an m x n weight is 2Tmn operations, and the backward pass does twice that, so each
-weight that multiplies costs 6 per token. Attention multiplies activations with each other: queries with keys and
-weights with values, 2 x 2 operations per head channel and (query, key) pair, again times 3. With L layers, hidden size
-h, q = heads x head width, k = key/value heads x head width, MLP width f, g = 3 matrices if the MLP is gated and else 2,
+A GEMM of T tokens with an m x n weight is 2Tmn operations, and backward does twice that, so each weight of a GEMM costs 6 per
+token. Attention multiplies activations with each other: queries with keys and weights with values, 2 x 2 operations per head
+channel and (query, key) pair, again times 3. With L layers, hidden size h, q = heads x head dim, k = kv heads x head dim, MLP width
+f, g = 3 matrices if the MLP is gated and else 2,
 padded vocabulary V and sequence length s, a step over T tokens costs
 
     6 T (L (h (q + 2k) + q h + g h f) + h V)  +  12 L q (T / s) pairs(s)
 
-A mixture of experts does in its layers, in place of the MLP's g h f, the router's h E for E experts, and for each of the K experts
-of a token g h e of width e, plus g h u for a shared expert of width u. With a latent width l the experts' matrices are
-g l e, and the way into the latent space and out of it costs 2 h l. Experts a token does not meet cost nothing, so a
-step is as dear as that of a dense model of the *active* parameters.
+An MoE layer does, in place of the MLP's g h f, the router's h E for E experts, and for each of the K experts of a token g h e of
+width e, plus g h u for a shared expert of width u. With a latent width l the experts' matrices are g l e, and the projections into
+the latent space and out of it cost 2 h l. Experts that a token is not routed to cost nothing, so a step costs that of a dense model
+of the *active* parameters.
 
 The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
 `full` counts s^2, as papers that quote higher utilisation do. A sliding window of w tokens leaves w s - w^2 / 2 of the
-causal pairs. Norms, activations, softmax, the embedding lookup and recomputation are not counted: these are model
-FLOPs, the work the model needs, not the work a run happens to do.
+causal pairs. Norms, activations, softmax, the embedding lookup and recompute are not counted: these are model FLOPs, the work
+the model needs, not the work of a particular run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from petatron.sharding.shard_spec import padded_rows
 
 @dataclass(frozen=True, slots=True)
 class _ModelDims:
-    """The numbers of a model once everything derived is filled in."""
+    """The dimensions of a derived model config."""
 
     num_layers: int
     hidden_size: int
@@ -64,7 +64,7 @@ def _model_dims(model: ModelConfig) -> _ModelDims:
 
 
 def flops_formula(*, causal: bool = True, experts: bool = False) -> str:
-    """The formula behind the reported TFLOP/s and MFU, for people."""
+    """Returns the formula behind the reported TFLOP/s and MFU, for people."""
     pairs = "s^2/2" if causal else "s^2"
     if not experts:
         return f"6 T (L (h (q + 2k) + q h + g h f) + h V) + 12 L q (T/s) {pairs}"
@@ -73,7 +73,7 @@ def flops_formula(*, causal: bool = True, experts: bool = False) -> str:
 
 
 def padded_vocab_size(model: ModelConfig, *, tp_size: int = 1) -> int:
-    """Rows of the embedding in memory; the extra ones multiply like the others."""
+    """Returns the rows of the embedding in memory; padding rows multiply like the others."""
     assert model.vocab_size is not None, "the config must be derived first"
     return padded_rows(model.vocab_size, model.make_vocab_size_divisible_by, tp_size)
 
@@ -86,31 +86,31 @@ def model_flops_per_token(
     tp_size: int = 1,
     causal: bool = True,
 ) -> float:
-    """Forward and backward FLOPs per token of a full training sequence; `moe_layer_mask` says which layers have experts."""
+    """Returns forward and backward FLOPs per token of a full training sequence; `moe_layer_mask` says which layers are MoE layers."""
     shape = _model_dims(model)
     vocabulary = padded_vocab_size(model, tp_size=tp_size)
     attention = shape.hidden_size * (shape.q_dim + 2 * shape.kv_dim) + shape.q_dim * shape.hidden_size
-    mixed = sum(moe_layer_mask)
-    mlp = (shape.num_layers - mixed) * shape.num_mlp_matrices * shape.hidden_size * shape.ffn_hidden_size
-    if mixed:
-        mlp += mixed * _moe_parameters(model, _require_moe(moe), active=True, biases=False)
-    products = 6 * (shape.num_layers * attention + mlp + shape.hidden_size * vocabulary)
+    num_moe = sum(moe_layer_mask)
+    mlp = (shape.num_layers - num_moe) * shape.num_mlp_matrices * shape.hidden_size * shape.ffn_hidden_size
+    if num_moe:
+        mlp += num_moe * _moe_parameters(model, _require_moe(moe), active=True, biases=False)
+    gemm_flops = 6 * (shape.num_layers * attention + mlp + shape.hidden_size * vocabulary)
     pairs = _attention_pairs(model.seq_length, window=model.window_size, causal=causal)
-    return products + 12 * shape.num_layers * shape.q_dim * pairs / model.seq_length
+    return gemm_flops + 12 * shape.num_layers * shape.q_dim * pairs / model.seq_length
 
 
 def _attention_pairs(length: int, *, window: int | None, causal: bool) -> float:
-    """(query, key) pairs of one sequence."""
+    """Returns the (query, key) pairs of one sequence."""
     if not causal:
         return float(length * length)
-    seen = min(window or length, length)
-    return seen * length - seen * seen / 2
+    visible = min(window or length, length)
+    return visible * length - visible * visible / 2
 
 
 def parameter_count(
     model: ModelConfig, moe: MoEConfig | None = None, *, moe_layer_mask: Sequence[bool] = (), active: bool = False
 ) -> int:
-    """Trainable parameters of the decoder, without vocabulary padding; or only those that one token meets (`active`)."""
+    """Returns the trainable parameters of the decoder, without vocabulary padding; with `active` only those one token uses."""
     shape = _model_dims(model)
     norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight alone
     bias = int(model.add_bias_linear)
@@ -119,10 +119,10 @@ def parameter_count(
     attention += shape.q_dim * shape.hidden_size + bias * shape.hidden_size
     attention += 2 * norm * shape.head_dim * int(model.qk_layernorm)
     layers = shape.num_layers * (attention + 2 * norm * shape.hidden_size)
-    mixed = sum(moe_layer_mask)
-    layers += (shape.num_layers - mixed) * _mlp_parameters(shape, shape.hidden_size, shape.ffn_hidden_size, bias)
-    if mixed:
-        layers += mixed * _moe_parameters(model, _require_moe(moe), active=active, biases=True)
+    num_moe = sum(moe_layer_mask)
+    layers += (shape.num_layers - num_moe) * _mlp_parameters(shape, shape.hidden_size, shape.ffn_hidden_size, bias)
+    if num_moe:
+        layers += num_moe * _moe_parameters(model, _require_moe(moe), active=active, biases=True)
     embeddings = shape.hidden_size * (shape.vocab_size + shape.num_positions)
     head = shape.hidden_size * shape.vocab_size if model.untie_embeddings_and_output_weights else 0
     return layers + embeddings + norm * shape.hidden_size + head
@@ -135,14 +135,14 @@ def _mlp_parameters(dims: _ModelDims, hidden_size: int, ffn_hidden_size: int, bi
 
 
 def _moe_parameters(model: ModelConfig, moe: MoEConfig, *, active: bool, biases: bool) -> int:
-    """Parameters of a mixture of experts: all of them, or those one token meets."""
+    """Returns the parameters of an MoE layer: all of them, or those one token uses."""
     shape = _model_dims(model)
     assert moe.num_experts is not None and moe.moe_ffn_hidden_size is not None, "the config must be derived first"
     bias = int(model.add_bias_linear and biases)
     outer = moe.moe_latent_size or shape.hidden_size
     total = shape.hidden_size * moe.num_experts
-    met = moe.moe_router_topk if active else moe.num_experts
-    total += met * _mlp_parameters(shape, outer, moe.moe_ffn_hidden_size, bias)
+    num_used = moe.moe_router_topk if active else moe.num_experts
+    total += num_used * _mlp_parameters(shape, outer, moe.moe_ffn_hidden_size, bias)
     if moe.moe_latent_size is not None:
         total += 2 * shape.hidden_size * outer + bias * (shape.hidden_size + outer)
     if moe.moe_shared_expert_intermediate_size:

@@ -1,16 +1,16 @@
-"""What a stage recomputes: as the config says, or the cheapest that fits a memory budget.
+"""The recompute plan of a stage: as the config says, or the cheapest that fits a memory budget.
 
-A stage that holds m micro-batches at a time needs, at the worst moment of a backward pass,
+A stage that holds m micro-batches at a time needs, at the peak of a backward pass,
 
-    m x (kept by all layers and ends)  +  what the largest recomputed group of layers makes again
+    m x (saved by all layers, embedding and head)  +  what the largest recomputed group of layers recomputes
 
 The budget is met step by step. A step recomputes one more module of one layer, or that layer as a whole; the one that frees
-most bytes per operation repeated comes next. So norms, which cost next to nothing, go first where a router keeps what they
-make, then the branches, and whole layers last; with fused attention `core_attn` frees almost nothing and is rarely worth its
-price. What later steps have made unnecessary is undone at the end. Repeated communication (expert dispatch; gathers of a split
-sequence) is not priced.
+most bytes per operation repeated comes next. So norms, which cost next to nothing, go first where a router saves their output,
+then attention and MLP, and whole layers last; with fused attention `core_attn` frees almost nothing and is rarely worth its cost.
+Steps that later ones have made unnecessary are dropped at the end. Repeated communication (expert dispatch; all-gathers of
+sequence parallelism) has no cost here.
 
-`moe_act` may be asked for and is always so: no activation function's output is kept. That is why it stands in no plan.
+`moe_act` may be given and is always in effect: no activation function's output is saved. So no plan contains it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ NO_MODULES: ModuleSet = frozenset()
 DENSE_MODULES = ("core_attn", "layernorm", "mlp", "attention")
 MOE_MODULES = ("core_attn", "layernorm", "shared_experts", "moe", "attention")
 _CONTAINED_MODULES = {"attention": {"core_attn"}, "moe": {"shared_experts"}}
-_ELEMENTWISE_FLOPS = 12  # operations per element of a norm or activation: little beside a product, but not nothing
+_ELEMENTWISE_FLOPS = 12  # operations per element of a norm or activation: few beside a GEMM's, but not zero
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputePlan:
     """What one stage recomputes, and the bytes it then needs.
 
-    modules: of every layer the modules that are recomputed, {full} for the whole of it.
-    group_size: with full, how many neighbouring layers are recomputed together.
-    saved_bytes: of one micro-batch. peak_bytes: of all micro-batches in flight and what is made again at a time.
+    modules: the recomputed modules of every layer, {full} for the whole of it.
+    group_size: with full, how many adjacent layers are recomputed as one region.
+    saved_bytes: of one micro-batch. peak_bytes: of all micro-batches in flight and of the largest recomputed group.
     """
 
     modules: tuple[ModuleSet, ...]
@@ -56,18 +56,18 @@ class RecomputePlan:
 
     @property
     def groups(self) -> tuple[tuple[int, bool], ...]:
-        """Consecutive layers as (how many, recomputed together); layers that are not recomputed stand alone."""
+        """Consecutive layers as (count, recomputed); layers that are not recomputed are groups of one."""
         groups: list[tuple[int, bool]] = []
         for modules in self.modules:
-            again = FULL in modules
-            if again and groups and groups[-1][1] and groups[-1][0] < self.group_size:
+            recompute = FULL in modules
+            if recompute and groups and groups[-1][1] and groups[-1][0] < self.group_size:
                 groups[-1] = (groups[-1][0] + 1, True)
             else:
-                groups.append((1, again))
+                groups.append((1, recompute))
         return tuple(groups)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describes the plan in one line, for people."""
         parts: list[str] = []
         whole = sum(FULL in modules for modules in self.modules)
         if whole:
@@ -86,21 +86,21 @@ def _layer_fraction(count: int, layers: int) -> str:
 
 
 def effective_modules(shape: ActivationShape, modules: Sequence[str] | ModuleSet, *, is_moe: bool) -> ModuleSet:
-    """Of the modules asked for those that a layer of this kind has, without those inside others of them.
+    """Returns the given modules that a layer of this kind has, without those contained in others of them.
 
-    Norms are among them only if they free something beside the others.
+    `layernorm` is among them only if it frees something besides the others.
     """
     if FULL in modules:
         return frozenset((FULL,))
     present = set(modules).intersection(MOE_MODULES if is_moe else DENSE_MODULES)
-    inside = {name for outer in present for name in _CONTAINED_MODULES.get(outer, ())}
+    contained = {name for outer in present for name in _CONTAINED_MODULES.get(outer, ())}
     if not saved_norm_output_bytes(shape, present, is_moe=is_moe):
         present.discard("layernorm")
-    return frozenset(present - inside)
+    return frozenset(present - contained)
 
 
 class BudgetError(ConfigError):
-    """A budget that a rank cannot keep even when it recomputes everything, and what it needs."""
+    """A budget that is too small even when everything is recomputed, and the bytes needed."""
 
     def __init__(self, problem: Problem, needed_bytes: float) -> None:
         super().__init__([problem])
@@ -110,25 +110,27 @@ class BudgetError(ConfigError):
 def plan_recompute(
     memory: MemoryConfig, shape: ActivationShape, stage: PipelineStage, *, in_flight: int = 1, num_local_stages: int = 1
 ) -> RecomputePlan:
-    """The plan of one stage that holds `in_flight` micro-batches at a time.
+    """Returns the plan of one stage that holds `in_flight` micro-batches at a time.
 
-    `num_local_stages` is the number of stages of this rank, which share its budget evenly. ConfigError if a budget cannot be met.
+    `num_local_stages` is the number of stages of this rank, which share its budget evenly. Raises ConfigError if it cannot be met.
     """
-    mixed = [shape.moe_layer_mask[layer] for layer in stage.layer_indices]
-    costs = _StageCosts(shape, stage, mixed, in_flight)
+    moe_layer_mask = [shape.moe_layer_mask[layer] for layer in stage.layer_indices]
+    costs = _StageCosts(shape, stage, moe_layer_mask, in_flight)
     if memory.recompute_memory_budget_gb is not None:
         return _fit_budget(costs, memory.recompute_memory_budget_gb, num_local_stages)
     number = memory.recompute_num_layers or 1
     if memory.recompute_granularity == "full":
         uniform = memory.recompute_method == "uniform"
-        chosen = [frozenset((FULL,)) if uniform or at < number else NO_MODULES for at in range(len(mixed))]
+        chosen = [
+            frozenset((FULL,)) if uniform or index < number else NO_MODULES for index in range(len(moe_layer_mask))
+        ]
         return costs.plan(chosen, group_size=number if uniform else 1)
-    asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    return costs.plan([effective_modules(shape, asked, is_moe=kind) for kind in mixed])
+    modules = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
+    return costs.plan([effective_modules(shape, modules, is_moe=is_moe) for is_moe in moe_layer_mask])
 
 
 class _StageCosts:
-    """Bytes and operations of a stage's layers under any choice."""
+    """Bytes and FLOPs of a stage's layers for any choice of modules."""
 
     def __init__(
         self, shape: ActivationShape, stage: PipelineStage, moe_layer_mask: Sequence[bool], in_flight: int
@@ -147,40 +149,40 @@ class _StageCosts:
         return recompute_flops(self.shape, modules, is_moe=is_moe)
 
     def plan(self, chosen: Sequence[ModuleSet], *, group_size: int = 1) -> RecomputePlan:
-        kept = self.embedding_and_head + sum(
-            self.layer_bytes(modules, kind) for modules, kind in zip(chosen, self.moe_layer_mask)
+        saved = self.embedding_and_head + sum(
+            self.layer_bytes(modules, is_moe) for modules, is_moe in zip(chosen, self.moe_layer_mask)
         )
-        stream = self.shape.hidden_bytes(self.shape.tokens)
-        plan = RecomputePlan(tuple(chosen), group_size, kept, 0, self.in_flight)
-        again, start = 0, 0
+        layer_input = self.shape.hidden_bytes(self.shape.tokens)
+        plan = RecomputePlan(tuple(chosen), group_size, saved, 0, self.in_flight)
+        extra, start = 0, 0
         for count, whole in plan.groups:
-            kept -= (count - 1) * stream  # of a group of whole layers only the first one's input is kept
+            saved -= (count - 1) * layer_input  # of a group of whole layers only the first one's input is saved
             layers = range(start, start + count)
-            before = sum(self.layer_bytes(NO_MODULES, self.moe_layer_mask[at]) for at in layers)
-            before += sum(regathered_bytes(self.shape, chosen[at], is_moe=self.moe_layer_mask[at]) for at in layers)
-            again = max(
-                again, before - (stream if whole else self.layer_bytes(chosen[start], self.moe_layer_mask[start]))
+            unsaved = sum(self.layer_bytes(NO_MODULES, self.moe_layer_mask[at]) for at in layers)
+            unsaved += sum(regathered_bytes(self.shape, chosen[at], is_moe=self.moe_layer_mask[at]) for at in layers)
+            extra = max(
+                extra, unsaved - (layer_input if whole else self.layer_bytes(chosen[start], self.moe_layer_mask[start]))
             )
             start += count
-        return replace(plan, saved_bytes=kept, peak_bytes=self.in_flight * kept + again)
+        return replace(plan, saved_bytes=saved, peak_bytes=self.in_flight * saved + extra)
 
     def next_steps(self, at: int, now: ModuleSet) -> list[ModuleSet]:
-        """What one layer may recompute next."""
+        """Returns the module sets that one layer may recompute next."""
         if FULL in now:
             return []
-        kind = self.moe_layer_mask[at]
-        names = (name for name in (*(MOE_MODULES if kind else DENSE_MODULES), FULL) if name not in now)
+        is_moe = self.moe_layer_mask[at]
+        names = (name for name in (*(MOE_MODULES if is_moe else DENSE_MODULES), FULL) if name not in now)
         return [
             following
             for name in names
-            if (following := effective_modules(self.shape, (*now, name), is_moe=kind)) != now
+            if (following := effective_modules(self.shape, (*now, name), is_moe=is_moe)) != now
         ]
 
     def flops_per_freed_byte(self, at: int, now: ModuleSet, following: ModuleSet) -> float:
-        """Operations per byte freed by a step; a step that frees nothing is priceless."""
-        kind = self.moe_layer_mask[at]
-        freed = self.layer_bytes(now, kind) - self.layer_bytes(following, kind)
-        more = self.flops(following, kind) - self.flops(now, kind)
+        """Returns the repeated operations per byte freed by a step; infinite if it frees nothing."""
+        is_moe = self.moe_layer_mask[at]
+        freed = self.layer_bytes(now, is_moe) - self.layer_bytes(following, is_moe)
+        more = self.flops(following, is_moe) - self.flops(now, is_moe)
         return max(more, 0.0) / freed if freed > 0 else float("inf")
 
 
@@ -199,7 +201,7 @@ def _fit_budget(costs: _StageCosts, budget_gb: float, num_local_stages: int) -> 
 
 
 def _drop_unneeded(costs: _StageCosts, chosen: list[ModuleSet], plan: RecomputePlan, budget: float) -> RecomputePlan:
-    """Leave out what the budget no longer needs, the dearest first."""
+    """Drops what the budget no longer needs, the most expensive first."""
 
     def saved(at: int, name: str) -> float:
         fewer = chosen[at] - {name}
@@ -208,9 +210,9 @@ def _drop_unneeded(costs: _StageCosts, chosen: list[ModuleSet], plan: RecomputeP
     singles = [(at, name) for at, now in enumerate(chosen) for name in sorted(now)]
     for at, name in sorted(singles, key=lambda single: -saved(*single)):
         fewer = [*chosen[:at], chosen[at] - {name}, *chosen[at + 1 :]]
-        slimmer = costs.plan(fewer)
-        if slimmer.peak_bytes <= budget:
-            chosen, plan = fewer, slimmer
+        smaller_plan = costs.plan(fewer)
+        if smaller_plan.peak_bytes <= budget:
+            chosen, plan = fewer, smaller_plan
     return plan
 
 
@@ -229,13 +231,13 @@ def _budget_error(plan: RecomputePlan, budget_gb: float, num_local_stages: int) 
 
 
 def recompute_flops(shape: ActivationShape, modules: ModuleSet, *, is_moe: bool = False) -> float:
-    """Operations that one layer repeats for one micro-batch.
+    """Returns the operations that one layer repeats for one micro-batch.
 
-    The last product of a branch is not repeated, unless something behind it is kept too; in eight bits, that is its operand.
+    The last GEMM of a branch is not repeated, unless something after it is saved too; with FP8, that is its quantised input.
     """
     model, rows, hidden = shape.model, shape.gathered_tokens, shape.model.hidden_size
-    seen = min(model.window_size or model.seq_length, model.seq_length)
-    core = 2.0 * rows * shape.q_dim * seen
+    visible = min(model.window_size or model.seq_length, model.seq_length)
+    core = 2.0 * rows * shape.q_dim * visible
     norm = float(_ELEMENTWISE_FLOPS * shape.tokens * hidden)
     attention = norm + 2.0 * rows * hidden * (shape.q_dim + 2 * shape.kv_dim) + core
     norms = norm if saved_norm_output_bytes(shape, modules, is_moe=is_moe) else 0.0
@@ -250,30 +252,28 @@ def recompute_flops(shape: ActivationShape, modules: ModuleSet, *, is_moe: bool 
         prices["moe"], last = _moe_flops(shape)
         prices["moe"] += norm
     if FULL in modules:
-        last = 0.0 if model.hidden_dropout == 0.0 else last  # repeated for the dropout behind it
+        last = 0.0 if model.hidden_dropout == 0.0 else last  # repeated for the dropout after it
         return attention + out + prices["moe" if is_moe else "mlp"] + last
     return sum(prices.get(name, 0.0) for name in modules)
 
 
 def _moe_flops(shape: ActivationShape) -> tuple[float, float]:
-    """Operations of a mixture of experts, up to the last tensor that it keeps; and those of a product beyond that."""
+    """Returns the operations of an MoE layer, up to the last tensor that it saves; and those of a GEMM after that."""
     moe, hidden = shape.moe, shape.model.hidden_size
     assert moe.moe_ffn_hidden_size is not None and moe.num_experts is not None
     width = moe.moe_latent_size or hidden
     routed = shape.tokens * moe.moe_router_topk * shape.etp
     first, between, last = _mlp_flops(shape, routed, width, moe.moe_ffn_hidden_size // shape.etp)
-    again = 2.0 * shape.tokens * hidden * moe.num_experts + first + between
+    repeated = 2.0 * shape.tokens * hidden * moe.num_experts + first + between
     if shape.applies_router_weights and not moe.moe_latent_size and not moe.moe_shared_expert_intermediate_size:
-        return again, last
-    again += last
+        return repeated, last
+    repeated += last
     if moe.moe_latent_size:
-        way_out = (
-            1 if moe.moe_shared_expert_intermediate_size else 0
-        )  # the last product, unless a shared expert follows
-        again += (1 + way_out) * 2.0 * shape.tokens * hidden * moe.moe_latent_size
+        way_out = 1 if moe.moe_shared_expert_intermediate_size else 0  # the last GEMM, unless a shared expert follows
+        repeated += (1 + way_out) * 2.0 * shape.tokens * hidden * moe.moe_latent_size
     first, between, last = _shared_expert_flops(shape)
-    keeps_last = moe.moe_shared_expert_gate or shape.fp8_recipe is not None
-    return again + first + between + (last if keeps_last else 0.0), 0.0
+    repeats_last = moe.moe_shared_expert_gate or shape.fp8_recipe is not None
+    return repeated + first + between + (last if repeats_last else 0.0), 0.0
 
 
 def _shared_expert_flops(shape: ActivationShape) -> tuple[float, float, float]:
@@ -282,6 +282,6 @@ def _shared_expert_flops(shape: ActivationShape) -> tuple[float, float, float]:
 
 
 def _mlp_flops(shape: ActivationShape, rows: int, width: int, inner: int) -> tuple[float, float, float]:
-    """Operations of an MLP's first product, of its activation and of its second product."""
+    """Returns the operations of an MLP's first GEMM, of its activation and of its second GEMM."""
     fused = 2 if shape.gated else 1
     return 2.0 * rows * width * inner * fused, float(_ELEMENTWISE_FLOPS * rows * inner), 2.0 * rows * inner * width

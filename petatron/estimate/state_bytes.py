@@ -1,7 +1,7 @@
-"""Bytes of what a rank holds from step to step: weights, gradients, master weights and moments.
+"""Bytes of a rank's persistent state: weights, gradients, master weights and moments.
 
-With n elements on this rank (its part over tensor-, pipeline- and expert-parallel ranks, vocabulary padding included), a
-bytes per element of the run's precision, w = max(a, 4), and s ranks that share state:
+With n elements on this rank (its shards over tensor-, pipeline- and expert-parallel ranks, vocabulary padding included), a
+bytes per element of the run's precision, w = max(a, 4), and s ranks that shard state:
 
     sharding            weights              gradients    master weights             moments (adam)
     no_shard            a n                  g n          4 n, if a < 4              (m + v) n
@@ -10,12 +10,13 @@ bytes per element of the run's precision, w = max(a, 4), and s ranks that share 
     optim_grads_params  a (two layers and    w n / s      w n / s, the weights       (m + v) n / s
                         the ends), gathered
 
-Fully sharded gradients come whole before they go: on top of the table, a bytes for each of the head, whose gradient waits until the
-backward pass is over, and a + r for each of one layer, r being the bytes they travel in (w, or 2 with `--grad-reduce-in-bf16`).
+Fully sharded gradients exist whole before they are reduce-scattered: in addition to the table, a bytes for each of the head, whose
+gradient is held until backward is over, and a + r for each of one layer, r being the bytes they are reduced in (w, or 2 with
+`--grad-reduce-in-bf16`).
 
 g, m and v follow `--main-grads-dtype`, `--exp-avg-dtype` and `--exp-avg-sq-dtype`, 4 by default and w in float64. Experts are
-shared over other ranks than the rest, so both are counted apart. Of optimizer state that is offloaded, a fraction of master
-weights and moments is not on the device. Padding of buckets to equal parts is left out.
+sharded over other ranks than dense parameters, so both are counted separately. Of offloaded optimizer state, a fraction of master
+weights and moments is not on the device. Padding of buckets to equal shards is left out.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from petatron.models.decoder import Decoder, shard_specs
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement, find_shard_spec
 
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-_GATHERED_LAYERS = 2  # fully sharded: the one that runs, and the next, which is on its way
+_GATHERED_LAYERS = 2  # fully sharded: the one that runs, and the next, which is being gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Of one rank, on its device."""
+    """The persistent state of one rank, on its device."""
 
     weights: int
     gradients: int
@@ -60,7 +61,7 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class ElementCounts:
-    """How many elements a rank computes with, those of its largest layer, those outside its layers, and of these the head's."""
+    """The elements of a rank, of its largest layer, of its embedding and head, and of the head."""
 
     dense: int
     experts: int
@@ -70,43 +71,43 @@ class ElementCounts:
 
 
 def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> StateBytes:
-    """Bytes of a rank that holds these stages of a derived config; without any, all of the model."""
+    """Returns the bytes of a rank with these stages of a derived config; without any, the whole model's."""
     elements = local_element_counts(run, local_stages)
     layout = Layout.from_config(run.parallel)
     strategy = run.parallel.data_parallel_sharding_strategy
-    shared = strategy in ("optim", "optim_grads", "optim_grads_params")
-    ranks = (layout.dp_shard * layout.cp, layout.edp_shard) if shared else (1, 1)
-    held = elements.dense + elements.experts
+    sharded = strategy in ("optim", "optim_grads", "optim_grads_params")
+    ranks = (layout.dp_shard * layout.cp, layout.edp_shard) if sharded else (1, 1)
+    local = elements.dense + elements.experts
     owned = -(-elements.dense // ranks[0]) + -(-elements.experts // ranks[1])
-    narrow = element_bytes(run)
-    wide = max(narrow, 4)
+    weight = element_bytes(run)
+    main = max(weight, 4)
     moments = moment_bytes(run)
-    away = run.memory.optimizer_cpu_offload or run.memory.optimizer_nvme_offload is not None
-    on_device = 1.0 - run.memory.optimizer_offload_fraction if away else 1.0
+    offloads = run.memory.optimizer_cpu_offload or run.memory.optimizer_nvme_offload is not None
+    on_device = 1.0 - run.memory.optimizer_offload_fraction if offloads else 1.0
     if strategy in ("optim_grads", "optim_grads_params") and layout.world_size > 1:
-        gathered = held
+        gathered = local
         if strategy == "optim_grads_params":
-            gathered = min(held, _GATHERED_LAYERS * elements.largest_layer + elements.embedding_and_head)
-        wire = 2 if run.parallel.grad_reduce_in_bf16 else wide
-        whole = narrow * elements.head + (narrow + wire) * elements.largest_layer
+            gathered = min(local, _GATHERED_LAYERS * elements.largest_layer + elements.embedding_and_head)
+        reduce = 2 if run.parallel.grad_reduce_in_bf16 else main
+        unsharded = weight * elements.head + (weight + reduce) * elements.largest_layer
         return StateBytes(
-            weights=narrow * gathered,
-            gradients=wide * owned + whole,
-            master_weights=wide * owned,
+            weights=weight * gathered,
+            gradients=main * owned + unsharded,
+            master_weights=main * owned,
             moments=int(moments * owned * on_device),
         )
     return StateBytes(
-        weights=narrow * held + _fp8_copy_bytes(run, elements, num_shards=ranks[0]),
-        gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * held if wide == 4 else wide * held,
-        master_weights=int(4 * owned * on_device) if narrow < 4 else 0,
+        weights=weight * local + _fp8_copy_bytes(run, elements, num_shards=ranks[0]),
+        gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * local if main == 4 else main * local,
+        master_weights=int(4 * owned * on_device) if weight < 4 else 0,
         moments=int(moments * owned * on_device),
     )
 
 
 def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, *, num_shards: int) -> int:
-    """FP8 keeps the weights of layers in both orientations, a byte each; those of the ends stay as they are.
+    """Returns the bytes of FP8 weights of layers, in both orientations, a byte each; embedding and head are not quantised.
 
-    Where they travel in FP8, what a rank owns of them lies apart from what it computes with; experts do not.
+    Where they are all-gathered in FP8, a rank's owned range is separate from the weights it computes with; not so for experts.
     """
     if run.precision.fp8_format is None:
         return 0
@@ -117,13 +118,13 @@ def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, *, num_shards: int)
 
 
 def element_bytes(run: RunConfig) -> int:
-    """Bytes of a weight in the precision of the run."""
+    """Returns the bytes of a weight in the precision of the run."""
     precision = run.precision
     return 8 if precision.fp64 else 2 if precision.bf16 or precision.fp16 else 4
 
 
 def moment_bytes(run: RunConfig) -> int:
-    """Bytes of all moments of one element."""
+    """Returns the bytes of all moments of one element."""
     wide = max(element_bytes(run), 4)
     if run.optim.optimizer == "sgd":
         return wide if run.optim.sgd_momentum else 0
@@ -132,11 +133,11 @@ def moment_bytes(run: RunConfig) -> int:
 
 
 def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> ElementCounts:
-    """Elements on a rank that holds these stages; without any, all of the model."""
+    """Returns the element counts of a rank with these stages; without any, the whole model's."""
     local_stages = local_stages or [
         PipelineStage(tuple(range(run.model.num_layers)), has_embedding=True, has_loss=True)
     ]
-    # Together, so that a tied head is the embedding where one rank has both.
+    # Merged, so that a tied head is the embedding where one rank has both.
     layers = tuple(layer for stage in local_stages for layer in stage.layer_indices)
     merged = PipelineStage(
         layers, any(stage.has_embedding for stage in local_stages), any(stage.has_loss for stage in local_stages)
@@ -148,35 +149,37 @@ def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] |
 def _stage_element_counts(
     model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, moe_layer_mask: tuple[bool, ...], stage: PipelineStage
 ) -> ElementCounts:
-    ends = _count_elements(model, moe, parallel, moe_layer_mask, PipelineStage((), stage.has_embedding, stage.has_loss))
-    kinds = {kind: [at for at in stage.layer_indices if moe_layer_mask[at] is kind] for kind in (False, True)}
-    dense, experts, largest = ends[0], ends[1], 0
-    for places in kinds.values():
-        if places:
+    outer = _count_elements(
+        model, moe, parallel, moe_layer_mask, PipelineStage((), stage.has_embedding, stage.has_loss)
+    )
+    kinds = {kind: [layer for layer in stage.layer_indices if moe_layer_mask[layer] is kind] for kind in (False, True)}
+    dense, experts, largest = outer[0], outer[1], 0
+    for layers in kinds.values():
+        if layers:
             one = _count_elements(
-                model, moe, parallel, moe_layer_mask, PipelineStage((places[0],), has_embedding=False, has_loss=False)
+                model, moe, parallel, moe_layer_mask, PipelineStage((layers[0],), has_embedding=False, has_loss=False)
             )
-            dense, experts = dense + len(places) * one[0], experts + len(places) * one[1]
+            dense, experts = dense + len(layers) * one[0], experts + len(layers) * one[1]
             largest = max(largest, sum(one))
     head = (
         _count_elements(model, moe, parallel, moe_layer_mask, PipelineStage((), has_embedding=False, has_loss=True))
         if stage.has_loss
         else (0, 0)
     )
-    return ElementCounts(dense, experts, largest, sum(ends), sum(head))
+    return ElementCounts(dense, experts, largest, sum(outer), sum(head))
 
 
 def _count_elements(
     model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, moe_layer_mask: tuple[bool, ...], stage: PipelineStage
 ) -> tuple[int, int]:
-    """Elements of a stage's dense parameters and of its experts on one rank."""
+    """Returns the elements of a stage's dense parameters and of its experts on one rank."""
     layout = Layout.from_config(parallel)
-    split = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
+    coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
     experts = moe if moe.num_experts is not None else None
     with torch.device("meta"):
         decoder = Decoder(model, experts, moe_layer_mask=moe_layer_mask, stage=stage)
     table, counts = shard_specs(model, experts), [0, 0]
     for name, parameter in decoder.named_parameters():
-        placement = compute_placement(name, tuple(parameter.shape), find_shard_spec(table, name), split)
+        placement = compute_placement(name, tuple(parameter.shape), find_shard_spec(table, name), coordinate)
         counts[placement.expert] += math.prod(placement.shape)
     return counts[0], counts[1]

@@ -1,10 +1,10 @@
-"""Continue a sequence of token ids, one drawn token at a time.
+"""Generates a continuation of token ids, one sampled token at a time.
 
-Every new token runs the whole context through the model again; nothing is kept between tokens.
+Every new token recomputes the whole context; there is no KV cache.
 
-With tensor parallelism every rank calls `generate` and gets the same ids without being told: logits are whole, and the
-same bits, on every rank, and each draws from a generator of its own with the same seed. The draw itself happens on the CPU
-in float32, so that it does not depend on the device either.
+With tensor parallelism every rank calls `generate` and returns the same ids without communication: logits are gathered, and the
+same bits, on every rank, and each samples with its own generator of the same seed. Sampling happens on the CPU in float32, so
+that it does not depend on the device either.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def generate(
     seed: int = 0,
     eod: int | None = None,
 ) -> list[int]:
-    """New ids after the prompt: `max_new_tokens` of them, or fewer when `eod` is drawn, which then is the last.
+    """Returns new ids after the prompt: `max_new_tokens` of them, or fewer when `eod` is sampled, which then is the last.
 
-    temperature 0 takes the likeliest id every time. `top_k` keeps the k likeliest ids, and `top_p` then the smallest set
-    of the likeliest whose share is at least p; None keeps all.
+    Temperature 0 is greedy. `top_k` keeps the k most likely ids, and `top_p` then the smallest set of the most likely ones
+    whose probability is at least p; None keeps all.
 
     >>> import petatron
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -63,7 +63,7 @@ def generate(
 
 
 def filter_top_k_top_p(logits: Tensor, *, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """The same logits with minus infinity at the ids that may not be drawn; a tie goes to the smaller id.
+    """Masks ids that must not be sampled with minus infinity; a tie keeps the smaller id.
 
     >>> filter_top_k_top_p(torch.tensor([1.0, 3.0, 2.0]), top_k=2).tolist()
     [-inf, 3.0, 2.0]
@@ -74,14 +74,14 @@ def filter_top_k_top_p(logits: Tensor, *, top_k: int | None = None, top_p: float
         allowed[top_k:] = False
     if top_p is not None:
         shares = values.masked_fill(~allowed, -torch.inf).softmax(-1)
-        # An id stays while those before it have not reached p yet, so the likeliest always does.
+        # An id stays while those before it have not reached p yet, so the most likely one always does.
         allowed &= shares.cumsum(-1) - shares < top_p
     return torch.full_like(logits, -torch.inf).scatter(0, order[allowed], values[allowed])
 
 
 def _last_logits(decoder: Decoder, ids: Sequence[int], *, tp_size: int, device: torch.device) -> Tensor:
-    # Sequence parallelism needs a length that the ranks can share. What stands after the last token changes nothing
-    # before it, so any id will do as filling.
+    # Sequence parallelism needs a length divisible by the ranks. Attention is causal, so any id after the last token will
+    # do as padding.
     filled = [*ids, *[0] * (-len(ids) % tp_size)]
     logits = decoder.logits(torch.tensor([filled], device=device))
     return logits[0, len(ids) - 1].float().cpu()

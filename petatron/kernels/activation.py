@@ -1,8 +1,8 @@
-"""The activation between the two products of an MLP, plain or gated: the reference, which also runs on the CPU.
+"""The activation between the two GEMMs of an MLP, plain or gated: the reference, which also runs on the CPU.
 
-A gated MLP's first product makes gate and up side by side, [R, 2F], and the activation makes act(gate) x up of them. The
-backward functions make the activation's output again on request: they have read what it is made of, and whoever multiplied
-with it does not have to keep it. All in at least float32, rounded once.
+A gated MLP's first GEMM computes gate and up concatenated, [R, 2F], and the activation is act(gate) x up. The backward functions
+recompute the activation's output on request: they have read its inputs, and the next GEMM need not save it. All in at least
+float32, rounded once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squared_relu": lambda x: F.relu(x).square(),
     "silu": F.silu,
 }
-"""By name, what a plain MLP may do between its products."""
+"""The activations of a plain MLP, by name."""
 
 _ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward,
@@ -39,7 +39,7 @@ _ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 GATE_ACTIVATIONS: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
-"""By name of a gated activation, what is done to the gate."""
+"""The activation of the gate, by name of a gated activation."""
 
 
 def activation(x_RF: Tensor, name: str) -> Tensor:
@@ -49,10 +49,10 @@ def activation(x_RF: Tensor, name: str) -> Tensor:
 def activation_backward(
     grad_RF: Tensor, x_RF: Tensor, name: str, *, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of x, and the activation's output if it is wanted again."""
+    """Returns the gradient of x, and the activation's output if `recompute_output`."""
     x = to_compute_dtype(x_RF)
-    made = ACTIVATIONS[name](x).to(x_RF.dtype) if recompute_output else None
-    return _ACTIVATION_GRADS[name](grad_RF.to(x.dtype), x).to(x_RF.dtype), made
+    output = ACTIVATIONS[name](x).to(x_RF.dtype) if recompute_output else None
+    return _ACTIVATION_GRADS[name](grad_RF.to(x.dtype), x).to(x_RF.dtype), output
 
 
 def gated_activation(gate_up_RG: Tensor, name: str) -> Tensor:
@@ -63,10 +63,10 @@ def gated_activation(gate_up_RG: Tensor, name: str) -> Tensor:
 def gated_activation_backward(
     grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of gate and up side by side, and the activation's output if it is wanted again."""
+    """Returns the gradient of gate and up concatenated, and the activation's output if `recompute_output`."""
     gate, up = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
     grad, active = grad_RF.to(gate.dtype), ACTIVATIONS[GATE_ACTIVATIONS[name]](gate)
-    made = (active * up).to(gate_up_RG.dtype) if recompute_output else None
+    output = (active * up).to(gate_up_RG.dtype) if recompute_output else None
     return torch.cat((_ACTIVATION_GRADS[GATE_ACTIVATIONS[name]](grad * up, gate), grad * active), dim=-1).to(
         gate_up_RG.dtype
-    ), made
+    ), output

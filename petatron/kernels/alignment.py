@@ -1,4 +1,4 @@
-"""Where a tensor begins in memory, for kernels that copy 16 bytes at a time."""
+"""Alignment of tensors, for kernels that copy 16 bytes at a time."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _COPY_BYTES = 16
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether its first element is at an address that such a copy may start from, wherever its memory came from."""
+    """Whether the first element's address is 16-byte aligned."""
     return tensor.data_ptr() % _COPY_BYTES == 0

@@ -1,4 +1,4 @@
-"""The precision in which kernels compute whatever their tensors hold: at least float32, rounded once at the end."""
+"""The dtype in which kernels compute: at least float32, rounded once at the end."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """The same numbers, to compute with; x itself if it is wide enough."""
+    """Converts to the compute dtype; returns x itself if it has it."""
     return x.to(compute_dtype(x.dtype))

@@ -1,7 +1,7 @@
-"""Rows times a weight, and the two products of its backward pass, in one of several ways.
+"""The GEMM of a linear and the two GEMMs of its backward, in one of several implementations.
 
-A weight's gradient is not returned but written: into the wide buffer in which a step's micro-batches are summed, by the product
-that makes it. So no gradient exists in the weight's precision, and none is added in a second pass.
+A weight's gradient is not returned but written: its GEMM accumulates into the wider buffer that sums a step's micro-batches. So no
+gradient exists in the weight's precision, and none is added in a second pass.
 
 R rows, D input width, O output width, N blocks of rows.
 """
@@ -24,23 +24,23 @@ class WeightGrad(Protocol):
 
     @property
     def needs_input(self) -> bool:
-        """Whether `write` wants the rows that were multiplied."""
+        """Whether `write` needs the GEMM's input."""
         ...
 
     def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
-        """Write the gradient to a tensor, or add it."""
+        """Writes the gradient to a tensor, or adds it."""
         ...
 
 
 class Gemm(Protocol):
-    """A way to multiply."""
+    """An implementation of a linear's GEMMs."""
 
     def forward(self, x_RD: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensors]:
-        """The product, and tensors to keep; none means that the rows themselves are wanted again."""
+        """Returns the output, and tensors to save for backward; none means that the input itself is saved or recomputed."""
         ...
 
     def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors, /) -> tuple[Tensor, WeightGrad]:
-        """The gradient of the rows, and the one of the weight as work to be done."""
+        """Returns the gradient of the input, and that of the weight as work to be done."""
         ...
 
 
@@ -49,7 +49,7 @@ class ChunkedGemm(Gemm, Protocol):
     """A GEMM whose output rows may be computed chunk by chunk, because none depends on the other rows' input."""
 
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor, /) -> None:
-        """Compute some of the output rows in place; N blocks of rows may be spread in memory, in `x_NRD` and in `out_NRO`."""
+        """Computes some of the output rows in place; the N blocks of rows may be strided, in `x_NRD` and in `out_NRO`."""
         ...
 
 
@@ -72,7 +72,7 @@ class PlainGemm:
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
         if len(x_NRD) == 1:
             torch.mm(x_NRD[0], weight.t(), out=out_NRO[0])
-        else:  # a strided batched GEMM reads and writes spread blocks without a copy
+        else:  # a strided batched GEMM reads and writes strided blocks without a copy
             torch.bmm(x_NRD, weight.t().expand(len(x_NRD), -1, -1), out=out_NRO)
 
     def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:

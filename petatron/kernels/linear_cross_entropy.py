@@ -1,34 +1,34 @@
-"""The last product of a language model and its cross-entropy in one pass over chunks of tokens, without whole logits.
+"""The output GEMM of a language model and its cross-entropy in one pass over chunks of tokens, without whole logits.
 
 With T tokens and V columns the logits z = x W^T are the largest tensor of a training step (32,768 x 128,256 in bf16 is
 8.4 GB), and their gradient is as large. Neither is needed at once: a token's loss and gradient need its own row only,
 
     loss_t = log(sum_v exp z_v) - z_t        d(w_t loss_t) / dz = w_t (softmax(z) - onehot(t))
 
-so a chunk of C tokens is taken through everything while its logits exist once:
+so a chunk of C tokens goes through all of it while its logits exist once:
 
-    z = x W^T          [C, V], a product
+    z = x W^T          [C, V], a GEMM
     z <- gradient      one kernel in place: the row's maximum and sum of exponentials, then w (p - onehot)
-    dx = z W           a product
-    dW += z^T x        a product that accumulates in float32, handed to the caller as a job to run at once
+    dx = z W           a GEMM
+    dW += z^T x        a GEMM that accumulates in float32, submitted to the sink, which runs it at once
     z is freed
 
-That is three products, the fewest possible: nothing is recomputed in the backward pass, because the gradient is formed in
-the forward pass. Hence two contracts. A token's weight in the final scalar (mask, 1 / number of tokens, loss scale) is given
-beforehand, as a tensor on the device; the gradient that autograd later brings for the weighted sum of losses is one by
-contract and is never read, which would cost a pass or a wait for the device. And the weight's gradient is delivered during
-the forward pass: the receiver must run the job before it returns, since the next chunk takes the same memory.
+That is three GEMMs, the fewest possible: nothing is recomputed in backward, because the gradient is computed in forward. Hence two
+contracts. A token's weight in the final scalar (mask, 1 / number of tokens, loss scale) is given beforehand, as a tensor on the
+device; the gradient that autograd later passes for the weighted sum of losses is one by contract and is never read, which would
+cost a pass or a synchronisation. And the weight's gradient is submitted during forward: the sink must compute it before it
+returns, since the next chunk reuses the memory.
 
-Where the vocabulary is spread over ranks, no rank has all of a token's logits. With m the maximum over the whole vocabulary,
+Where the vocabulary is sharded over ranks, no rank has all of a token's logits. With m the maximum over the whole vocabulary,
 
     loss_t = log(sum_v exp(z_v - m)) - (z_t - m)
 
-so ranks exchange one number per token, the maximum, and then two, the sum of exponentials and the target's logit, where a
-rank that does not hold the target contributes 0. The gradient of the logits is local, and dx is this rank's summand.
+so ranks all-reduce one number per token, the maximum, and then two, the sum of exponentials and the target's logit, where a rank
+without the target contributes 0. The gradient of the logits is local, and dx is this rank's partial sum.
 
-Cost on an H200 for T = 16,384, V = 128,256 (C = 6,144: 1.58 GB of logits). Products: 6 T V D floating-point operations, 37 ms
-for D = 2048 and 75 ms for D = 4096 at 690 TFLOP/s. Softmax: 4.2 GB of logits read once from memory and written once, with a
-second read that mostly hits the caches: 2.1 to 3.2 ms. Extra memory: one chunk of logits and dx.
+Cost on an H200 for T = 16,384, V = 128,256 (C = 6,144: 1.58 GB of logits). GEMMs: 6 T V D floating-point operations, 37 ms for
+D = 2048 and 75 ms for D = 4096 at 690 TFLOP/s. Softmax: 4.2 GB of logits read once from memory and written once, with a second
+read that mostly hits the caches: 2.1 to 3.2 ms. Extra memory: one chunk of logits and dx.
 
 T tokens, C tokens of a chunk, D hidden, V columns on this device (padding included).
 """
@@ -45,27 +45,27 @@ from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, WeightGrad
 
 CHUNK_BYTES, LARGE_BATCH_CHUNK_BYTES = 7 << 28, 1 << 31
-"""Most that a chunk's logits may take, and of a batch of 32,768 tokens or more, beside whose activations more does not count: 7,325
-and 8,372 tokens of a vocabulary of 128,256 in bf16."""
+"""The largest size of a chunk's logits, and that of a batch of 32,768 tokens or more, whose activations dwarf it: 7,325 and 8,372
+tokens of a vocabulary of 128,256 in bf16."""
 _CHUNK_MULTIPLES = (2048, 128)
-"""Tokens of a chunk, the best first. The product of its gradient with the weight reaches 687 TFLOP/s for 4,096 and 6,144 tokens,
-but 644 to 659 for 5,504, 6,656 and 7,168 (H200, 128,256 x 2,048); 128 are at least whole tiles."""
+"""Multiples for the tokens of a chunk, the best first. The GEMM of its gradient with the weight reaches 687 TFLOP/s for 4,096 and
+6,144 tokens, but 644 to 659 for 5,504, 6,656 and 7,168 (H200, 128,256 x 2,048); 128 are at least whole tiles."""
 
 AllReduce = Callable[[Tensor], Tensor]
-"""Combines a tensor with those of other ranks, in place."""
+"""Reduces a tensor over ranks, in place."""
 
 WriteWeightGrad = Callable[[Tensor, bool], None]
-"""write(out, accumulate): puts a weight's gradient into `out`, or adds it."""
+"""write(out, accumulate): writes a weight's gradient to `out`, or adds it."""
 
 ChunkGradSink = Callable[[WriteWeightGrad], None]
-"""Takes a job that makes a part of the weight's gradient, and runs it before returning."""
+"""Receives the computation of a part of the weight's gradient, and runs it before returning."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabColumns:
-    """Which columns of the vocabulary this device holds: `num_columns` real ones from id `first_id` on, before any padding.
+    """The vocabulary columns of this rank: `num_columns` real ones from id `first_id` on, before any padding.
 
-    `all_reduce_max` and `all_reduce_sum` combine numbers over the ranks that hold the others; None: there are no others.
+    `all_reduce_max` and `all_reduce_sum` reduce over the ranks with the others; None: there are no others.
     """
 
     num_columns: int
@@ -76,7 +76,7 @@ class VocabColumns:
 
 @dataclass(frozen=True, slots=True)
 class GradRequest:
-    """Gradients that are wanted: the weight of every token in the final scalar, and who takes the weight's gradient."""
+    """Requests gradients: the weight of every token in the final scalar, and the sink of the weight's gradient."""
 
     loss_weights_T: Tensor
     weight_grad_sink: ChunkGradSink | None
@@ -84,15 +84,15 @@ class GradRequest:
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropyKernels:
-    """What happens to a chunk of logits [C, V], of which the first `rows` columns are real; a target that is none of
-    those is another rank's. Numbers per token are in at least float32."""
+    """Kernels on a chunk of logits [C, V], of which the first `num_columns` columns are real; a target that is none of those is
+    another rank's. Values per token are in at least float32."""
 
     statistics: Callable[[Tensor, Tensor, int], Tensor]
-    """(logits, targets, rows) -> [3, C]: maximum, sum of exponentials below it, target logit below it (0: not here)."""
+    """(logits, targets, num_columns) -> [3, C]: maximum, sum of exponentials below it, target logit below it (0: not here)."""
     gradient_: Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
-    """(logits, targets, weights, log of the sum of exponentials, rows): logits become their gradient, padding zero."""
+    """(logits, targets, weights, log of the sum of exponentials, num_columns): overwrites logits by their gradient, padding by 0."""
     losses_and_gradient_: Callable[[Tensor, Tensor, Tensor, int], Tensor]
-    """(logits, targets, weights, rows) -> losses; both of the above in one, where no other rank has to be asked."""
+    """(logits, targets, weights, num_columns) -> losses; both of the above in one, where the vocabulary is not sharded."""
 
 
 def _is_local_target(targets_C: Tensor, num_columns: int) -> Tensor:
@@ -101,14 +101,14 @@ def _is_local_target(targets_C: Tensor, num_columns: int) -> Tensor:
 
 def statistics(logits_CV: Tensor, targets_C: Tensor, num_columns: int) -> Tensor:
     wide = to_compute_dtype(logits_CV[:, :num_columns])
-    if not num_columns:  # all of this rank's part is padding
-        nothing = wide.new_zeros(wide.shape[0])
-        return torch.stack((nothing - float("inf"), nothing, nothing))
-    peak = wide.amax(dim=1)
-    below = wide - peak.unsqueeze(1)
-    picked = below.gather(1, targets_C.clamp(0, num_columns - 1).unsqueeze(1)).squeeze(1)
-    picked = picked.masked_fill(~_is_local_target(targets_C, num_columns), 0)
-    return torch.stack((peak, below.exp_().sum(dim=1), picked))
+    if not num_columns:  # all of this rank's shard is padding
+        zeros = wide.new_zeros(wide.shape[0])
+        return torch.stack((zeros - float("inf"), zeros, zeros))
+    max_logit = wide.amax(dim=1)
+    below = wide - max_logit.unsqueeze(1)
+    target_logit = below.gather(1, targets_C.clamp(0, num_columns - 1).unsqueeze(1)).squeeze(1)
+    target_logit = target_logit.masked_fill(~_is_local_target(targets_C, num_columns), 0)
+    return torch.stack((max_logit, below.exp_().sum(dim=1), target_logit))
 
 
 def gradient_(
@@ -116,46 +116,46 @@ def gradient_(
 ) -> None:
     if num_columns:
         grad = (to_compute_dtype(logits_CV[:, :num_columns]) - log_total_C.unsqueeze(1)).exp_()
-        here = _is_local_target(targets_C, num_columns).to(grad.dtype).unsqueeze(1)
-        grad.scatter_add_(1, targets_C.clamp(0, num_columns - 1).unsqueeze(1), -here)
+        onehot = _is_local_target(targets_C, num_columns).to(grad.dtype).unsqueeze(1)
+        grad.scatter_add_(1, targets_C.clamp(0, num_columns - 1).unsqueeze(1), -onehot)
         logits_CV[:, :num_columns] = grad.mul_(loss_weights_C.unsqueeze(1))
     logits_CV[:, num_columns:] = 0
 
 
 def losses_and_gradient_(logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, num_columns: int) -> Tensor:
-    peak, total, picked = statistics(logits_CV, targets_C, num_columns)
+    max_logit, total, target_logit = statistics(logits_CV, targets_C, num_columns)
     log = total.log()
-    gradient_(logits_CV, targets_C, loss_weights_C, peak + log, num_columns)
-    return log - picked
+    gradient_(logits_CV, targets_C, loss_weights_C, max_logit + log, num_columns)
+    return log - target_logit
 
 
 REFERENCE = CrossEntropyKernels(statistics, gradient_, losses_and_gradient_)
 
 
 def chunk_tokens(num_tokens: int, num_columns: int, element_size: int) -> int:
-    """Tokens of a chunk: as few chunks as the bound allows, since each adds to the whole weight's gradient, and even ones."""
+    """Returns the tokens of a chunk: as few chunks as the bound allows, since each adds to the whole weight's gradient, and even ones."""
     bound = LARGE_BATCH_CHUNK_BYTES if num_tokens >= 32768 else CHUNK_BYTES
-    most = max(bound // max(num_columns * element_size, 1), 1)
-    if num_tokens <= most:
+    max_tokens = max(bound // max(num_columns * element_size, 1), 1)
+    if num_tokens <= max_tokens:
         return max(num_tokens, 1)
-    multiple = next((size for size in _CHUNK_MULTIPLES if size <= most), 1)
-    most = most // multiple * multiple
-    each = -(-num_tokens // -(-num_tokens // most))
-    return min(-(-each // multiple) * multiple, most)
+    multiple = next((size for size in _CHUNK_MULTIPLES if size <= max_tokens), 1)
+    max_tokens = max_tokens // multiple * multiple
+    each = -(-num_tokens // -(-num_tokens // max_tokens))
+    return min(-(-each // multiple) * multiple, max_tokens)
 
 
 def _reduce_over_ranks(statistics_3C: Tensor, targets_C: Tensor, columns: VocabColumns) -> tuple[Tensor, Tensor]:
-    """Losses and the log of the sum of exponentials, both over the whole vocabulary, from each rank's statistics."""
-    peak, total, picked = statistics_3C
+    """Returns losses and the log of the sum of exponentials, both over the whole vocabulary, from each rank's statistics."""
+    max_logit, total, target_logit = statistics_3C
     if columns.all_reduce_max is None or columns.all_reduce_sum is None:
         log = total.log()
-        return log - picked, peak + log
-    highest = columns.all_reduce_max(peak.clone())
-    lower = peak - highest
-    picked = torch.where(_is_local_target(targets_C, columns.num_columns), picked + lower, 0)
-    total, picked = columns.all_reduce_sum(torch.stack((total * lower.exp(), picked)))
+        return log - target_logit, max_logit + log
+    global_max = columns.all_reduce_max(max_logit.clone())
+    shift = max_logit - global_max
+    target_logit = torch.where(_is_local_target(targets_C, columns.num_columns), target_logit + shift, 0)
+    total, target_logit = columns.all_reduce_sum(torch.stack((total * shift.exp(), target_logit)))
     log = total.log()
-    return log - picked, highest + log
+    return log - target_logit, global_max + log
 
 
 def _chunk_losses(
@@ -165,7 +165,7 @@ def _chunk_losses(
     columns: VocabColumns,
     kernels: CrossEntropyKernels,
 ) -> Tensor:
-    """Losses of a chunk; its logits become their gradient where tokens have weights."""
+    """Returns the losses of a chunk; its logits become their gradient where tokens have weights."""
     if loss_weights_C is not None and columns.all_reduce_max is None:
         return kernels.losses_and_gradient_(logits_CV, targets_C, loss_weights_C, columns.num_columns)
     losses, log_total = _reduce_over_ranks(
@@ -198,11 +198,11 @@ def linear_cross_entropy(
     kernels: CrossEntropyKernels = REFERENCE,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Each token's loss, not weighted, and the gradient of the weighted sum of losses with respect to x.
+    """Returns each token's loss, not weighted, and the gradient of the weighted sum of losses with respect to x.
 
-    Targets are ids of the whole vocabulary; one that is no id needs a weight of zero. `grad_request` None evaluates: no gradient,
-    and None in its place. The weight's gradient goes to `grad_request.deliver` chunk by chunk before this returns; that of no tokens
-    is zero, and goes there too.
+    Targets are ids of the whole vocabulary; one that is no id needs a weight of zero. `grad_request` None evaluates: the gradient
+    is None. The weight's gradient goes to `grad_request.weight_grad_sink` chunk by chunk before this returns; that of no tokens is
+    zero, and goes there too.
     """
     tokens = chunk_size or chunk_tokens(x_TD.shape[0], weight_VD.shape[0], x_TD.element_size())
     targets_T = targets_T - columns.first_id
@@ -210,18 +210,18 @@ def linear_cross_entropy(
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.promote_types(x_TD.dtype, torch.float32))
     grad_x_TD = None if grad_request is None else torch.empty_like(x_TD)
 
-    def take(part: slice) -> None:  # a function, so that a chunk's logits are gone before the next chunk's are made
+    def run_chunk(part: slice) -> None:  # a function, so that a chunk's logits are freed before the next chunk's exist
         x_CD = x_TD[part]
-        logits_CV, kept = gemm.forward(x_CD, weight_VD)
+        logits_CV, saved = gemm.forward(x_CD, weight_VD)
         weights_C = None if weights_T is None else weights_T[part]
         losses_T[part] = _chunk_losses(logits_CV, targets_T[part], weights_C, columns, kernels)
         if grad_request is not None and grad_x_TD is not None:
-            grad_x_TD[part], job = gemm.backward(logits_CV, weight_VD, kept)
+            grad_x_TD[part], weight_grad = gemm.backward(logits_CV, weight_VD, saved)
             if grad_request.weight_grad_sink is not None:
-                _submit_weight_grad(job, x_CD, grad_request.weight_grad_sink)
+                _submit_weight_grad(weight_grad, x_CD, grad_request.weight_grad_sink)
 
     for start in range(0, x_TD.shape[0], tokens):
-        take(slice(start, start + tokens))
+        run_chunk(slice(start, start + tokens))
     if not x_TD.shape[0] and grad_request is not None and grad_request.weight_grad_sink is not None:
         grad_request.weight_grad_sink(_write_zero_grad)
     return losses_T, grad_x_TD

@@ -1,16 +1,16 @@
-"""Normalisation of rows, with the residual sum in front of it: the reference, which also runs on the CPU.
+"""Normalisation of rows, fused with the residual addition before it: the reference, which also runs on the CPU.
 
     total = x + branch,   normal = total / rms(total) * weight                  (RMSNorm)
                           normal = (total - mean) / deviation * weight + bias   (LayerNorm)
 
-A backward pass gets the gradient of `normal` and, since the residual stream goes on beside the norm, that of `total`. With y
-the normalised row before the weight and h = gradient x weight, the row's gradient is
+Backward gets the gradient of `normal` and, since the residual stream continues past the norm, that of `total`. With y the
+normalised row before the weight and h = gradient x weight, the row's gradient is
 
     RMSNorm     rstd (h - y mean(h y))
     LayerNorm   rstd (h - mean(h) - y mean(h y))
 
-plus the gradient of `total`. On request it makes `normal` again, since everything needed for it is at hand: whoever multiplied
-with it does not have to keep it. Statistics are in at least float32. R rows, D width.
+plus the gradient of `total`. On request it recomputes `normal` from what it has read: the next GEMM need not save it. Statistics
+are in at least float32. R rows, D width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from petatron.kernels.compute_dtype import to_compute_dtype
 def rms_norm(
     x_RD: Tensor, weight_D: Tensor, *, eps: float, zero_centered_gamma: bool, branch: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Total, normalised total and reciprocal root mean square; `zero_centered_gamma`: weights are kept as an offset from one."""
+    """Returns total, normalised total and reciprocal RMS; `zero_centered_gamma`: weights are stored as an offset from one."""
     total = x_RD if branch is None else x_RD + branch
     wide = to_compute_dtype(total)
     rstd_R = torch.rsqrt(wide.square().mean(dim=-1) + eps)
@@ -45,16 +45,16 @@ def rms_norm_backward(
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the total and of the weight (in at least float32), and the normalised total if it is wanted again."""
+    """Returns the gradients of the total and of the weight (in at least float32), and the normalised total if `recompute_output`."""
     normal, grad = to_compute_dtype(total_RD) * rstd_R[:, None], to_compute_dtype(grad_RD)
     inner = grad * _effective_weight(weight_D, grad.dtype, zero_centered_gamma=zero_centered_gamma)
     out = (inner - normal * (inner * normal).mean(dim=-1, keepdim=True)) * rstd_R[:, None]
     if grad_total is not None:
         out = out + grad_total
-    made = (
+    output = (
         _scaled(normal, weight_D, total_RD.dtype, zero_centered_gamma=zero_centered_gamma) if recompute_output else None
     )
-    return out.to(total_RD.dtype), (grad * normal).sum(dim=0), made
+    return out.to(total_RD.dtype), (grad * normal).sum(dim=0), output
 
 
 def layer_norm(
@@ -66,7 +66,7 @@ def layer_norm(
     zero_centered_gamma: bool,
     branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Total, normalised total, and mean and reciprocal deviation [2, R]."""
+    """Returns total, normalised total, and mean and reciprocal deviation [2, R]."""
     total = x_RD if branch is None else x_RD + branch
     wide = to_compute_dtype(total)
     mean_R = wide.mean(dim=-1)
@@ -90,20 +90,20 @@ def layer_norm_backward(
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of the total, the weight and the bias, and the normalised total if it is wanted again."""
+    """Returns the gradients of the total, the weight and the bias, and the normalised total if `recompute_output`."""
     mean_R1, rstd_R1 = statistics.unsqueeze(-1)
     normal, grad = (to_compute_dtype(total_RD) - mean_R1) * rstd_R1, to_compute_dtype(grad_RD)
     inner = grad * _effective_weight(weight_D, grad.dtype, zero_centered_gamma=zero_centered_gamma)
-    along = (inner * normal).mean(dim=-1, keepdim=True)
-    out = (inner - inner.mean(dim=-1, keepdim=True) - normal * along) * rstd_R1
+    projection = (inner * normal).mean(dim=-1, keepdim=True)
+    out = (inner - inner.mean(dim=-1, keepdim=True) - normal * projection) * rstd_R1
     if grad_total is not None:
         out = out + grad_total
-    made = (
+    output = (
         _shifted(normal, weight_D, bias_D, total_RD.dtype, zero_centered_gamma=zero_centered_gamma)
         if recompute_output
         else None
     )
-    return out.to(total_RD.dtype), (grad * normal).sum(dim=0), grad.sum(dim=0), made
+    return out.to(total_RD.dtype), (grad * normal).sum(dim=0), grad.sum(dim=0), output
 
 
 def _effective_weight(weight_D: Tensor, dtype: torch.dtype, *, zero_centered_gamma: bool) -> Tensor:
@@ -111,7 +111,7 @@ def _effective_weight(weight_D: Tensor, dtype: torch.dtype, *, zero_centered_gam
 
 
 def _scaled(normal: Tensor, weight_D: Tensor, dtype: torch.dtype, *, zero_centered_gamma: bool) -> Tensor:
-    if zero_centered_gamma:  # in float32 up to here, since one and a small offset need the digits
+    if zero_centered_gamma:  # float32 up to here, since one plus a small offset needs the digits
         return (normal * _effective_weight(weight_D, normal.dtype, zero_centered_gamma=True)).to(dtype)
     return normal.to(dtype) * weight_D
 

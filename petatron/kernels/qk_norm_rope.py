@@ -1,15 +1,14 @@
-"""From the product that makes queries, keys and values to heads, of which queries and keys are normalised, then turned.
+"""Splits the QKV GEMM's output into heads, and applies qk-norm and rope to queries and keys.
 
-A head x of width E becomes y = x / rms(x) * weight, with one weight for all query heads and one for all key heads, and the first
-n elements of y are turned by the token's position (`rope.py`). Values stay where they are: a view of the product, which has
-to be kept anyway.
+A head x of width E becomes y = x / rms(x) * weight, with one weight for all query heads and one for all key heads, and rope is
+applied to the first n elements of y (`rope.py`). Values are a view of the QKV output, which is saved anyway.
 
-Nothing but the product is needed for the way back. From the gradient of what was turned, turned by the opposite angle, comes
-the gradient of y; with h = that x weight and r = 1 / rms(x)
+Backward needs nothing else. Rotating the output's gradient by the opposite angle gives the gradient of y; with h = that x weight
+and r = 1 / rms(x)
 
     gradient of x = r (h - x r mean(h x r)),        gradient of weight = sum over tokens and heads of (gradient of y) x r
 
-This is the reference, which also runs on the CPU. S sequence, B batch, H query heads, K key/value heads, E head width.
+This is the reference, which also runs on the CPU. S sequence, B batch, H query heads, K kv heads, E head dim.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TensorTriple = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class QKNormSpec:
-    """How a row falls into heads, and how these are normalised; `zero_centered_gamma`: weights are kept as an offset from one."""
+    """The heads of a QKV row and their norm; `zero_centered_gamma`: weights are stored as an offset from one."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,14 +36,14 @@ class QKNormSpec:
     zero_centered_gamma: bool
 
     def split(self, qkv: Tensor) -> TensorTriple:
-        """Views [S, B, heads, E] of queries, keys and values that lie side by side."""
+        """Returns views [S, B, heads, E] of queries, keys and values."""
         return split_qkv(qkv, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
 
 
 def split_qkv_norm_rope(
     qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, batch_first: bool
 ) -> TensorTriple:
-    """q [S, B, H, E] and k [S, B, K, E] in memory of their own, v a view; cos and sin are [S, 1 or B, 1, n]."""
+    """Returns q [S, B, H, E] and k [S, B, K, E] as new tensors, v as a view; cos and sin are [S, 1 or B, 1, n]."""
     *parts, v = norm.split(qkv)
     q, k = (
         make_contiguous(apply_rope(_rms_norm_heads(part, weight, norm), *rope_cos_sin), batch_first=batch_first)
@@ -62,19 +61,19 @@ def _rms_norm_heads(x: Tensor, weight: Tensor, norm: QKNormSpec) -> Tensor:
 def split_qkv_norm_rope_backward(
     grads: TensorTriple, qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, out: Tensor
 ) -> TensorPair:
-    """Write the gradient of qkv to `out`, which lies in memory as qkv does; returns those of the weights, in at least float32."""
+    """Writes the gradient of qkv to `out`, which has qkv's memory layout; returns those of the weights, in at least float32."""
     cos, sin = rope_cos_sin
     *parts, _ = norm.split(qkv)
     *targets, to_v = norm.split(out)
     to_v.copy_(grads[2])
-    found = []
+    weight_grads = []
     for grad, x, weight, target in zip(grads[:2], parts, weights, targets, strict=True):
         rows = x.reshape(-1, x.shape[-1])
         rstd = torch.rsqrt(to_compute_dtype(rows).square().mean(dim=-1) + norm.eps)
-        turned = apply_rope(to_compute_dtype(grad), cos, -sin).reshape(rows.shape)
+        norm_grad = apply_rope(to_compute_dtype(grad), cos, -sin).reshape(rows.shape)
         row_grads, weight_grad, _ = rms_norm_backward(
-            turned, rows, rstd, weight, zero_centered_gamma=norm.zero_centered_gamma, recompute_output=False
+            norm_grad, rows, rstd, weight, zero_centered_gamma=norm.zero_centered_gamma, recompute_output=False
         )
         target.copy_(row_grads.view(x.shape))
-        found.append(weight_grad)
-    return found[0], found[1]
+        weight_grads.append(weight_grad)
+    return weight_grads[0], weight_grads[1]

@@ -1,13 +1,13 @@
-"""Which implementation of an operation is used where, and why not another.
+"""Chooses the implementation of each operation, and records why not another.
 
-Every operation has a reference in plain PyTorch, which runs anywhere and says what is meant. Faster twins have the same
-functions: `triton` ones are written by hand where they beat the compiler (a backward pass that makes its forward's output
-again, reductions over rows and columns in one pass, in-place work), `compiled` ones are the reference under torch.compile.
-Compiled are functions of tensors, not whole layers: between two of them stand matrix products, communication and weight
-gradients that go straight to their buffers, where a compiler has nothing to fuse. So each function is one graph for all
-layers, without graph breaks, and every kind of parallelism and recompute composes with it.
+Every operation has a reference in plain PyTorch, which runs anywhere and is the specification. Faster implementations have the same
+functions: `triton` ones are written by hand where they beat the compiler (a backward that recomputes its forward's output, reductions
+over rows and columns in one pass, in-place work), `compiled` ones are the reference under torch.compile. Compiled are functions of
+tensors, not whole layers: between two of them are GEMMs, communication and weight gradients accumulated into their buffers, where a
+compiler has nothing to fuse. So each function is one graph for all layers, without graph breaks, and every kind of parallelism and
+recompute composes with it.
 
-A table lists the implementations of each operation, the best first; the first that lacks nothing is taken.
+A table lists the implementations of each operation, the best first; the first supported one is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 class KernelContext:
     """What the choice of an implementation depends on.
 
-    allow_compile: torch.compile may be used. missing_tools: what just-in-time compilers need and this machine lacks; None: nothing.
+    allow_compile: torch.compile may be used. missing_tools: what just-in-time compilers lack on this machine; None: nothing.
     """
 
     device: str
@@ -57,7 +57,7 @@ UnsupportedReason = Callable[[KernelContext], str | None]
 
 @dataclass(frozen=True, slots=True)
 class KernelImplementation:
-    """An implementation: its name, where its functions are, and what a situation lacks for it (None: nothing)."""
+    """An implementation: its name, how its functions are loaded, and what it lacks in a context (None: nothing)."""
 
     name: str
     load: Callable[[], Any]
@@ -66,7 +66,7 @@ class KernelImplementation:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """What is used for an operation, and why each better one is not."""
+    """The implementation of an operation, and why each better one was rejected."""
 
     operation: str
     name: str
@@ -125,19 +125,19 @@ def _compiled(name: str, *functions: str) -> KernelImplementation:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function under torch.compile; itself, once it has been called in more ways than the compiler makes versions of.
+    """Wraps a function in torch.compile; falls back to the function itself at the compiler's recompile limit.
 
-    The compiler says so in the log.
+    The compiler logs it.
     """
-    fast = torch.compile(function, fullgraph=True)
+    optimised = torch.compile(function, fullgraph=True)
     too_many = importlib.import_module(
         "torch._dynamo.exc"
-    ).FailOnRecompileLimitHit  # a second's import, for those who compile
+    ).FailOnRecompileLimitHit  # importing it takes a second: only when compiling
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return fast(*args, **kwargs)
+            return optimised(*args, **kwargs)
         except too_many:
             return function(*args, **kwargs)
 
@@ -156,7 +156,7 @@ def _triton_and_reference(
     unsupported_reason: UnsupportedReason = _triton_unsupported_reason,
     reference_name: str = "reference",
 ) -> tuple[KernelImplementation, KernelImplementation]:
-    """The modules of a name, or the records that they have of their functions."""
+    """Returns the Triton and the reference implementation: the modules of a name, or the records of their functions."""
     return (
         KernelImplementation("triton", _module(f"triton.{name}", "TRITON" if as_record else None), unsupported_reason),
         KernelImplementation(reference_name, _module(name, "REFERENCE" if as_record else None), _always_supported),
@@ -194,16 +194,16 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
 
 
 def choose_kernel(operation: str, context: KernelContext) -> KernelChoice:
-    """The first implementation that lacks nothing."""
-    passed_over: list[tuple[str, str]] = []
+    """Returns the first supported implementation."""
+    rejected: list[tuple[str, str]] = []
     for kernel in OPERATIONS[operation]:
         reason = kernel.unsupported_reason(context)
         if reason is None:
-            return KernelChoice(operation, kernel.name, kernel.load(), tuple(passed_over))
-        passed_over.append((kernel.name, reason))
+            return KernelChoice(operation, kernel.name, kernel.load(), tuple(rejected))
+        rejected.append((kernel.name, reason))
     raise AssertionError(f"{operation} has no implementation that runs everywhere")
 
 
 def choose_all_kernels(context: KernelContext) -> list[KernelChoice]:
-    """What would be used for every operation."""
+    """Returns the choice for every operation."""
     return [choose_kernel(operation, context) for operation in OPERATIONS]

@@ -1,4 +1,4 @@
-"""A product that lands in a buffer of another precision: how weight gradients are accumulated."""
+"""A GEMM whose output buffer has another precision: accumulates weight gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _aten = torch.ops.aten
 
 
 def unsupported_reason(device: str) -> str | None:
-    """What keeps a kind of device from multiplying short operands into a long result; None: nothing."""
+    """Returns what keeps a kind of device from a GEMM with half-precision operands and a float32 output; None: nothing."""
     return None if device == "cuda" else "the device is no GPU"
 
 

@@ -1,6 +1,6 @@
-"""Multi-head, grouped-query and multi-query self-attention: one layer, told apart by the number of key/value heads.
+"""Multi-head, grouped-query and multi-query self-attention: one layer; the number of kv heads makes the difference.
 
-S sequence, B batch, D hidden, H query heads, K key/value heads, E head width, as many of each as lie on this device.
+S sequence, B batch, D hidden, H query heads, K kv heads, E head dim; H and K count the heads of this rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from petatron.layers.ops.recompute_output import Recomputable
 
 
 class CoreAttention(nn.Module):
-    """Softmax attention over heads that are whole on this device; the slot that context parallelism replaces."""
+    """Softmax attention over whole sequences of this rank's heads; context parallelism replaces this module."""
 
     def __init__(self, *, window: int | None, dropout: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class CoreAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """out(attend(q, k, v)); q, k and v are one product, stored as three logical tensors."""
+    """out(core(q, k, v)); q, k and v are one GEMM, stored as three logical tensors."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -82,6 +82,6 @@ class Attention(nn.Module):
 
     @property
     def qk_rms_norms(self) -> QKNorms | None:
-        """The norms of queries and keys, if they are of the kind that one kernel does together with the rotation."""
+        """Returns q-norm and k-norm if both are RMSNorm, which one kernel fuses with rope; else None."""
         both = isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
         return (self.q_norm, self.k_norm) if both else None

@@ -1,4 +1,4 @@
-"""Dropout whose randomness can be shared by ranks that hold the same activation."""
+"""Dropout with an optional generator, shared by ranks that hold the same activation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Module):
-    """Zero each element with a probability, scale the rest up. `generator` None means the rank's own stream."""
+    """Zeroes elements with `probability` and scales the others by 1 / (1 - probability). `generator` None: the rank's own RNG stream."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Token and position embeddings. The gradient of the token table is as large as the table and goes straight to where it is accumulated.
+"""Token and position embeddings. The token embedding's gradient is accumulated straight into its gradient sink.
 
 S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (padding included).
 """
@@ -19,7 +19,7 @@ from petatron.layers.vocabulary_shard import VocabShard
 
 
 class EmbeddingKernels(Protocol):
-    """`kernels/embedding_grad.py` or a faster twin."""
+    """The interface of `kernels/embedding_grad.py` and its faster implementations."""
 
     def embedding_grad(self, ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate: bool) -> None: ...
 
@@ -39,7 +39,7 @@ class _EmbeddingLookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None, None]:
         (rows_BS,) = ctx.saved_tensors
-        # Tokens that lie elsewhere come along: the kernel passes over their row, -1.
+        # Ids of other ranks' vocabulary shards have row -1, which the kernel skips.
         ids_T, grad_TD = rows_BS.flatten(), grads[0].contiguous().flatten(0, 1)
         sink, kernels = ctx.embedding.weight_grad_sink, ctx.embedding.kernels
         if sink is None:
@@ -55,7 +55,7 @@ class _EmbeddingLookup(torch.autograd.Function):
 
 
 class TokenEmbedding(nn.Module):
-    """Rows of a table, one per token id: [B, S] to [S, B, D], sequences one after the other in memory."""
+    """Looks up token ids: [B, S] to [S, B, D], batch first in memory."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector per position, to be added to the tokens: [S] or [B, S] to [S, 1 or B, D]."""
+    """Looks up learned position vectors, to be added to the token embedding: [S] or [B, S] to [S, 1 or B, D]."""
 
     def __init__(self, num_positions: int, hidden_size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a forward pass carries past every block besides the activations."""
+"""The forward context: what every layer receives besides the activations."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ RopeCosSin = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One forward pass of one micro-batch through some layers.
+    """Describes one forward pass of one micro-batch.
 
-    rope_cos_sin: cos and sin of the positions held here, for rotary embedding.
-    documents: where the documents of the *whole* sequence lie, on every context-parallel rank, behind whose starts attention
-        must not look; None when a row is one document.
-    aux_loss_scale: what a layer's own loss (router balance) is multiplied by before it joins the gradient; None when no
-        gradient is wanted.
-    router_statistics: what layers have to say of this pass, one vector under each layer's number, to be added up over micro-batches
-        and ranks. A layer that is computed again in the backward pass writes the same again.
+    rope_cos_sin: rope's cos and sin of this rank's positions.
+    documents: document boundaries of the *whole* sequence, on every context-parallel rank, which attention must not cross;
+        None when a row is one document.
+    aux_loss_scale: the factor on a layer's own loss (load balancing, z-loss) before its gradient is added; None without gradients.
+    router_statistics: one vector per layer index, summed over micro-batches and ranks later. Recompute in backward writes
+        the same values again.
     """
 
     rope_cos_sin: RopeCosSin | None = None

@@ -1,7 +1,7 @@
-"""Matrix products with a seam.
+"""Linear layers with a replaceable GEMM.
 
-A layer built here has its logical, whole shape. `parallel/tensor_parallel.py` may give it a smaller weight and another `product`,
-which does its communication around (or inside) the multiplication; nothing else in the layer changes.
+A layer is built with its logical, whole shape. `parallel/tensor_parallel.py` may replace the weight by a shard and `linear_op`
+by one that communicates before, after or during the GEMM; nothing else in the layer changes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from petatron.layers.ops.linear_op import local_linear
 from petatron.layers.ops.recompute_output import Recomputable
 
 LinearOp = Callable[[Tensor | Recomputable, Tensor], Tensor]
-"""(x, weight) to x W^T: the slot for tensor parallelism, low precision and where weight gradients go."""
+"""(x, weight) to x W^T: the slot for tensor parallelism, FP8 and the weight-gradient sink."""
 
 
 class Linear(nn.Module):
-    """x W^T + b. `sections` are the widths of the outputs fused into one product, as they lie on this device."""
+    """x W^T + b. `sections` are the widths of the outputs fused into one GEMM, of this rank's shard."""
 
     def __init__(self, in_features: int, sections: Sequence[int], *, bias: bool) -> None:
         super().__init__()

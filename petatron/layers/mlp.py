@@ -1,4 +1,4 @@
-"""The feed-forward half of a block, plain or gated."""
+"""The MLP of a transformer layer, plain or gated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 
 
 class ActivationKernels(Protocol):
-    """`kernels/activation.py` or a faster twin."""
+    """The interface of `kernels/activation.py` and its faster implementations."""
 
     def activation(self, x_RF: Tensor, name: str) -> Tensor: ...
 
@@ -53,22 +53,22 @@ class _RecomputableActivation:
         batch_first = is_batch_first(x)
         rows, grad_rows = to_rows(x, batch_first=batch_first), to_rows(grad, batch_first=batch_first)
         back = self.kernels.gated_activation_backward if self._gated else self.kernels.activation_backward
-        x_grad, made = back(grad_rows, rows, self.name, recompute_output=recompute_output)
-        value = None if made is None else from_rows(made, x, batch_first=batch_first)
+        x_grad, output = back(grad_rows, rows, self.name, recompute_output=recompute_output)
+        value = None if output is None else from_rows(output, x, batch_first=batch_first)
         return (from_rows(x_grad, x, batch_first=batch_first),), value
 
     def recompute(self, saved: Tensors) -> Tensor:
         (x,) = saved
         batch_first = is_batch_first(x)
         rows = to_rows(x, batch_first=batch_first)
-        made = (
+        output = (
             self.kernels.gated_activation(rows, self.name) if self._gated else self.kernels.activation(rows, self.name)
         )
-        return from_rows(made, x, batch_first=batch_first)
+        return from_rows(output, x, batch_first=batch_first)
 
 
 class Activation(nn.Module):
-    """The function between an MLP's products, by name; a gated one halves the width."""
+    """The activation function of an MLP, by name; a gated one halves the width."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ class Activation(nn.Module):
         self.kernels: ActivationKernels = reference
 
     def forward(self, x: Tensor) -> Recomputable:
-        (value,), source = apply_recomputable(_RecomputableActivation(self.kernels, self.name), x)
-        return Recomputable(value, source)
+        (value,), handle = apply_recomputable(_RecomputableActivation(self.kernels, self.name), x)
+        return Recomputable(value, handle)
 
 
 class MLP(nn.Module):
@@ -93,12 +93,12 @@ class MLP(nn.Module):
         return self.down(self.intermediate(x_SBD))
 
     def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
-        """What goes into the last GEMM."""
+        """Returns the input of the last GEMM."""
         return self.act(self.up(x_SBD))
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)); gate and up are one product, stored as two logical tensors."""
+    """down(act(gate(x)) * up(x)); gate and up are one GEMM, stored as two logical tensors."""
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ class GatedMLP(nn.Module):
         return self.down(self.intermediate(x_SBD))
 
     def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
-        """What goes into the last GEMM."""
+        """Returns the input of the last GEMM."""
         return self.act(self.gate_up(x_SBD))
 
 
 def build_mlp(config: ModelConfig, width: int | None = None) -> MLP | GatedMLP:
-    """The dense MLP of a config, or one of another inner width."""
+    """Builds the dense MLP of a config, or one of another inner width."""
     width = width or config.ffn_hidden_size
     assert width is not None
     return GatedMLP(config, width) if config.activation in GATED_ACTIVATIONS else MLP(config, width)

@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension, with the residual sum in front of it."""
+"""Normalisation over the last dimension, fused with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Ten
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 
 NormForward = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""Total, its norm, statistics for the way back."""
+"""Returns the residual sum, its norm, and statistics for backward."""
 NormBackward = Callable[..., tuple[Tensor | None, ...]]
-"""Gradients of the total and of the weights, and the norm again if it is wanted."""
+"""Returns the gradients of the residual sum and of the weights, and the norm's output if recomputed."""
 
 
 class RMSNormKernels(Protocol):
-    """`kernels/norm.py`, which has the signatures, or a faster twin."""
+    """The interface of `kernels/norm.py`, which has the signatures, and its faster implementations."""
 
     @property
     def rms_norm(self) -> NormForward: ...
@@ -32,7 +32,7 @@ class RMSNormKernels(Protocol):
 
 
 class LayerNormKernels(Protocol):
-    """`kernels/norm.py`, which has the signatures, or a faster twin."""
+    """The interface of `kernels/norm.py`, which has the signatures, and its faster implementations."""
 
     @property
     def layer_norm(self) -> NormForward: ...
@@ -42,7 +42,7 @@ class LayerNormKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _RecomputableNorm:
-    """(x, branch, weights ...) to (x + branch, its norm); `forward_kernel` and `backward_kernel` are the two kernels of a kind of norm."""
+    """(x, branch, weights ...) to (x + branch, its norm), with the kernels of RMSNorm or LayerNorm."""
 
     forward_kernel: NormForward
     backward_kernel: NormBackward
@@ -60,8 +60,8 @@ class _RecomputableNorm:
             rows, *weights, eps=self.norm.eps, zero_centered_gamma=self.norm.zero_centered_gamma, branch=added
         )
         total = x.view_as(x) if branch is None else from_rows(total, x, batch_first=batch_first)
-        kept = (total, statistics, *(weight for weight in weights if weight is not None))
-        return (total, from_rows(normal, x, batch_first=batch_first)), kept
+        saved = (total, statistics, *(weight for weight in weights if weight is not None))
+        return (total, from_rows(normal, x, batch_first=batch_first)), saved
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
@@ -82,8 +82,8 @@ class _RecomputableNorm:
         )
         assert x_grad is not None
         x_grad = from_rows(x_grad, total, batch_first=batch_first)
-        made = None if normal is None else from_rows(normal, total, batch_first=batch_first)
-        return (x_grad, x_grad, *map(partial(submit_norm_grad, self.norm), self.norm.parameters(), weight_grads)), made
+        out = None if normal is None else from_rows(normal, total, batch_first=batch_first)
+        return (x_grad, x_grad, *map(partial(submit_norm_grad, self.norm), self.norm.parameters(), weight_grads)), out
 
     def recompute(self, saved: Tensors) -> Tensor:
         total, _, *weights = saved
@@ -96,7 +96,7 @@ class _RecomputableNorm:
 
 
 def submit_norm_grad(norm: RMSNorm | LayerNorm, weight: Tensor, grad: Tensor | None) -> Tensor | None:
-    """A weight's gradient to the norm's taker, in the precision it was made in; without a taker, to autograd."""
+    """Submits a norm weight's gradient to the norm's sink, in the precision it was computed in; without a sink, returns it to autograd."""
     if grad is None or not weight.requires_grad:
         return None
     if norm.weight_grad_sink is None:
@@ -108,7 +108,7 @@ def submit_norm_grad(norm: RMSNorm | LayerNorm, weight: Tensor, grad: Tensor | N
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in at least float32; `zero_centered_gamma` says that weights are kept as an offset from one."""
+    """x / rms(x) * weight, computed in at least float32; with `zero_centered_gamma` the weight is stored as an offset from one."""
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
         super().__init__()
@@ -121,10 +121,10 @@ class RMSNorm(nn.Module):
         return self.add_and_norm(x)[1].value
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Recomputable]:
-        """x + branch, and its norm."""
-        maker = _RecomputableNorm(self.kernels.rms_norm, self.kernels.rms_norm_backward, self)
-        (total, value), source = apply_recomputable(maker, x, branch, self.weight)
-        return total, Recomputable(value, source)
+        """Returns x + branch, and its norm."""
+        function = _RecomputableNorm(self.kernels.rms_norm, self.kernels.rms_norm_backward, self)
+        (total, value), handle = apply_recomputable(function, x, branch, self.weight)
+        return total, Recomputable(value, handle)
 
 
 class LayerNorm(nn.Module):
@@ -142,10 +142,10 @@ class LayerNorm(nn.Module):
         return self.add_and_norm(x)[1].value
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Recomputable]:
-        """x + branch, and its norm."""
-        maker = _RecomputableNorm(self.kernels.layer_norm, self.kernels.layer_norm_backward, self)
-        (total, value), source = apply_recomputable(maker, x, branch, self.weight, self.bias)
-        return total, Recomputable(value, source)
+        """Returns x + branch, and its norm."""
+        function = _RecomputableNorm(self.kernels.layer_norm, self.kernels.layer_norm_backward, self)
+        (total, value), handle = apply_recomputable(function, x, branch, self.weight, self.bias)
+        return total, Recomputable(value, handle)
 
 
 def build_norm(config: ModelConfig, width: int) -> RMSNorm | LayerNorm:

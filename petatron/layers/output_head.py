@@ -1,9 +1,9 @@
 """The output head: hidden states to token losses, or to logits.
 
-The last product and the loss are one, so that logits exist for a few thousand tokens at a time. The gradient of a token's loss
-times some weight needs the logits too, so where that weight is known beforehand (in training it is: the token's mask over the
-number of tokens, times the loss scale) gradients are formed in the forward pass, with three large products; else the logits
-are computed a second time in the backward pass. The weight gradient goes straight to where it is accumulated (`ops/linear_op.py`).
+The last GEMM and the loss are fused, so that logits exist for a few thousand tokens at a time. A token loss's gradient, times its
+weight, needs the logits too. Where that weight is known beforehand (in training it is: the token's mask over the number of tokens,
+times the loss scale) gradients are computed in forward, with three large GEMMs; else the logits are recomputed in backward. The
+weight gradient is accumulated straight into its gradient sink (`ops/linear_op.py`).
 
 S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (padding included).
 """
@@ -36,7 +36,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x_SBD: Tensor, weight: Tensor, targets_SB: Tensor, loss_weights_SB: Tensor | None, head: OutputHead
     ) -> Tensor:
-        """`loss_weights_SB` are the gradients that will come back, if they are known."""
+        """`loss_weights_SB` are the losses' gradients, if they are known before backward."""
         batch_first = is_batch_first(x_SBD)
         rows, targets = to_rows(x_SBD, batch_first=batch_first), to_row_order(targets_SB, batch_first=batch_first)
         known = loss_weights_SB is not None and ctx.needs_input_grad[0]
@@ -64,9 +64,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class OutputHead(nn.Module):
-    """Hidden states to losses, or to logits over this device's part of the vocabulary.
+    """Maps hidden states to losses, or to logits over this rank's vocabulary shard.
 
-    A tied head has no weight of its own and multiplies with the token embedding's.
+    A tied head has no weight of its own and uses the token embedding's.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, tied: bool) -> None:
@@ -79,7 +79,7 @@ class OutputHead(nn.Module):
         self.kernels: CrossEntropyKernels = REFERENCE
 
     def forward(self, x_SBD: Tensor, embedding_weight: Tensor | None) -> Tensor:
-        """Logits [S, B, V]."""
+        """Returns logits [S, B, V]."""
         return self.linear_op(x_SBD, self._weight(embedding_weight))
 
     def losses(
@@ -90,40 +90,40 @@ class OutputHead(nn.Module):
         *,
         loss_weights_SB: Tensor | None = None,
     ) -> Tensor:
-        """Token losses [S, B]. With `loss_weights_SB` their gradient must be just that: it is used before it is known."""
+        """Returns token losses [S, B]. With `loss_weights_SB` their gradient must be just that: it is used before backward."""
         args = (self.input_comm(x_SBD), self._weight(embedding_weight), targets_SB, loss_weights_SB, self)
         return _LinearCrossEntropy.apply(*args)  # pyright: ignore[reportReturnType]
 
     def losses_and_grads(
         self, x_TD: Tensor, weight: Tensor, targets_T: Tensor, loss_weights_T: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Losses; with weights also the gradients of the rows and, if nobody takes it, of the weight."""
-        ranks = self.vocab_shard.all_reduce_max_sum
-        columns = VocabColumns(self.vocab_shard.num_ids, self.vocab_shard.first_id, *(ranks or ()))
+        """Returns the losses; with weights also the gradients of the rows and, without a gradient sink, of the weight."""
+        reductions = self.vocab_shard.all_reduce_max_sum
+        columns = VocabColumns(self.vocab_shard.num_ids, self.vocab_shard.first_id, *(reductions or ()))
         compute = partial(linear_cross_entropy, x_TD, weight, targets_T, columns, kernels=self.kernels)
         if loss_weights_T is None:
             return *compute(), None
         loss_weights_T = loss_weights_T.to(torch.promote_types(x_TD.dtype, torch.float32))
         if not weight.requires_grad:
             return *compute(grad_request=GradRequest(loss_weights_T, None)), None
-        found: list[tuple[Tensor, Tensor | None]] = []
+        results: list[tuple[Tensor, Tensor | None]] = []
 
         def write(out: Tensor, accumulate: bool) -> None:
-            adds = [accumulate]
+            accumulates = [accumulate]
 
             def deliver(chunk: WriteWeightGrad) -> None:
-                chunk(out, adds[0])
-                adds[0] = True
+                chunk(out, accumulates[0])
+                accumulates[0] = True
 
-            found.append(compute(grad_request=GradRequest(loss_weights_T, deliver)))
+            results.append(compute(grad_request=GradRequest(loss_weights_T, deliver)))
 
-        own = None
+        weight_grad = None
         if self.weight_grad_sink is None:
-            own = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-            write(own, False)
+            weight_grad = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            write(weight_grad, False)
         else:
             self.weight_grad_sink.submit(weight, write, now=True)
-        return *found[0], own
+        return *results[0], weight_grad
 
     def _weight(self, embedding_weight: Tensor | None) -> Tensor:
         weight = self.weight if self.weight is not None else embedding_weight

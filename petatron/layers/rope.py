@@ -1,12 +1,12 @@
-"""Rotary position embedding (Su et al., RoFormer), with the two ways in use to stretch its context.
+"""Rotary position embedding (Su et al., RoFormer), with two context extensions.
 
-Pair i of a head is turned by the angle position x f_i with f_i = base^(-2i/n). A context longer than the one trained on
-meets angles the model never saw; both scalings slow down the low frequencies and keep the high ones:
+Pair i of a head is rotated by the angle position x f_i with f_i = base^(-2i/n). A context longer than the one trained on has
+angles the model never saw; both extensions slow down the low frequencies and keep the high ones:
 
 - Llama 3 divides f_i by `factor` where the wavelength 2 pi / f_i is longer than original / low_freq_factor, keeps it where
-  it is shorter than original / high_freq_factor, and blends linearly in between.
+  it is shorter than original / high_freq_factor, and interpolates linearly in between.
 - YaRN (Peng et al.) does the same with a ramp over the pair index, between the pairs that make beta_slow and beta_fast
-  turns over the original context, and scales cos and sin by a temperature 0.1 mscale ln(factor) + 1.
+  rotations over the original context, and scales cos and sin by a temperature 0.1 mscale ln(factor) + 1.
 
 Halves are rotated, not neighbours: pair i is (x_i, x_{i + n/2}), the convention of Hugging Face checkpoints.
 """
@@ -22,7 +22,7 @@ from petatron.config.schema.model import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig, rotary_dim: int) -> Tensor:
-    """f_i for a rotated width, scaled as the config says; float32 on the CPU."""
+    """Returns f_i for `rotary_dim`, scaled as the config says; float32 on the CPU."""
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu")
     plain = config.rotary_base ** -(pairs / rotary_dim)
     if config.position_embedding_type == "yarn":
@@ -31,16 +31,16 @@ def inverse_frequencies(config: ModelConfig, rotary_dim: int) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
-    turns = config.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    rotations = config.original_max_position_embeddings * inv_freq / (2 * math.pi)
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     return inv_freq * (keep + (1.0 - keep) / config.rope_scaling_factor)
 
 
 def _yarn(inv_freq: Tensor, config: ModelConfig, rotary_dim: int) -> Tensor:
-    def pair_with(turns: float) -> float:
+    def pair_with(rotations: float) -> float:
         context = config.original_max_position_embeddings
-        return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+        return rotary_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
 
     low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
     high = min(math.ceil(pair_with(config.yarn_beta_slow)), rotary_dim - 1)
@@ -50,15 +50,15 @@ def _yarn(inv_freq: Tensor, config: ModelConfig, rotary_dim: int) -> Tensor:
 
 
 def attention_scaling(config: ModelConfig) -> float:
-    """The factor on cos and sin: 1 but for YaRN."""
+    """Returns the factor on cos and sin: 1 but for YaRN."""
     if config.position_embedding_type != "yarn" or config.rope_scaling_factor <= 1.0:
         return 1.0
-    stretch = 0.1 * math.log(config.rope_scaling_factor)
-    return (stretch * config.yarn_mscale + 1.0) / (stretch * config.yarn_mscale_all_dim + 1.0)
+    log_scale = 0.1 * math.log(config.rope_scaling_factor)
+    return (log_scale * config.yarn_mscale + 1.0) / (log_scale * config.yarn_mscale_all_dim + 1.0)
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of the angles for given positions: [S] or [B, S] to two of [S, 1 or B, 1, width]."""
+    """Computes cos and sin of the angles of positions: [S] or [B, S] to two of [S, 1 or B, 1, rotary_dim]."""
 
     def __init__(self, config: ModelConfig, head_dim: int) -> None:
         super().__init__()

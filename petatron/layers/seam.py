@@ -1,4 +1,4 @@
-"""A seam is a function slot of a layer that does nothing on one device; `parallel/` fills it."""
+"""A seam is a function slot of a layer, the identity on one device; `parallel/` fills it with communication."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tokens as rows. Activations are [S, B, ...] to look at; in memory either dimension may come first.
+"""Tokens as rows. Activations have shape [S, B, ...]; in memory either dimension may come first.
 
-Norms, products and activations do not care which token a row is, so they take the rows as they lie and give back a tensor
-that lies the same way. Batch first is what attention kernels like; sequence first is what communication along the sequence
-needs, and makes. With one sequence, or one token, both are the same.
+Norms, GEMMs and activations do not depend on which token a row is, so they use the rows in memory order and return a tensor in
+the same order. Attention kernels prefer batch first; communication along the sequence needs, and produces, sequence first.
+With one sequence, or one token, both are the same.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ def is_batch_first(x: Tensor) -> bool:
 
 
 def to_rows(x: Tensor, *, batch_first: bool) -> Tensor:
-    """[S, B, ..., D] to [R, D] in the order that is asked for; a view where the tensor lies that way."""
+    """Flattens [S, B, ..., D] to [R, D] in the given order; a view where memory has that order."""
     if x.dim() <= 2:
         return x.contiguous()
     return (x.transpose(0, 1) if batch_first else x).contiguous().flatten(0, -2)
 
 
 def from_rows(rows: Tensor, like: Tensor, *, batch_first: bool) -> Tensor:
-    """[R, O] to [S, B, ..., O], the other dimensions being those of `like`."""
+    """Unflattens [R, O] to [S, B, ..., O], the other dimensions being those of `like`."""
     if like.dim() <= 2:
         return rows
     first, second, *rest = like.shape[:-1]
@@ -33,7 +33,7 @@ def from_rows(rows: Tensor, like: Tensor, *, batch_first: bool) -> Tensor:
 
 
 def to_row_order(x_SB: Tensor, *, batch_first: bool) -> Tensor:
-    """One number per token, [S, B] to [R], in the order of the rows."""
+    """Flattens one value per token, [S, B] to [R], in the order of the rows."""
     return (x_SB.t() if batch_first else x_SB).reshape(-1)
 
 

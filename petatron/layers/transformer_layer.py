@@ -1,4 +1,4 @@
-"""One transformer layer: two residual branches, each normalised at its entrance."""
+"""One pre-norm transformer layer: two residual branches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from petatron.layers.norm import build_norm
 
 
 class Residual:
-    """The residual stream but for its newest branch.
+    """The residual stream without its newest branch.
 
-    Not a dataclass, which torch's fully_shard looks into: it would take this tensor's gradient, which comes behind that of
-    the branch, for the beginning of a second backward pass of the layer.
+    Not a dataclass, which torch's fully_shard inspects: it would mistake this tensor's gradient, which arrives after that of
+    the branch, for the start of a second backward of the layer.
     """
 
     __slots__ = ("x_SBD",)
@@ -27,7 +27,7 @@ class Residual:
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the second may be a mixture of experts."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the second may be an MoE layer."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig | None = None, *, layer_index: int = 0) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class TransformerLayer(nn.Module):
     def forward(
         self, x_SBD: Tensor, context: ForwardContext, residual: Residual | None = None
     ) -> tuple[Tensor, Residual]:
-        """Takes and gives the residual stream as two summands, its newest branch and the rest: the next norm adds them up."""
-        x_SBD, normal = self.attention_norm.add_and_norm(*((x_SBD,) if residual is None else (residual.x_SBD, x_SBD)))
-        x_SBD, normal = self.mlp_norm.add_and_norm(x_SBD, self.attention_dropout(self.attention(normal, context)))
-        return self.mlp_dropout(self.mlp(normal, context)), Residual(x_SBD)
+        """Takes and returns the residual stream as two summands, newest branch and residual: the next norm adds them."""
+        x_SBD, normed = self.attention_norm.add_and_norm(*((x_SBD,) if residual is None else (residual.x_SBD, x_SBD)))
+        x_SBD, normed = self.mlp_norm.add_and_norm(x_SBD, self.attention_dropout(self.attention(normed, context)))
+        return self.mlp_dropout(self.mlp(normed, context)), Residual(x_SBD)

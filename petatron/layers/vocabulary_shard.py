@@ -1,4 +1,4 @@
-"""The rows of the vocabulary that a device holds: token embedding and output head share this view."""
+"""The vocabulary shard of a rank, shared by token embedding and output head."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from petatron.layers.seam import Seam, identity
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """Which rows of the vocabulary this device holds, and how ranks that hold the others are asked.
+    """The rows of the vocabulary on this rank, and the collectives over the ranks with the others.
 
-    `vocab_size` ids exist; this device holds `num_ids` of them from `first_id` on. `all_reduce_max_sum` combine partial results by
-    maximum and by sum, None where all is here; `all_gather_logits` puts partial logits [V, ...] one after the other along dimension 0.
+    Of `vocab_size` ids this rank has `num_ids` from `first_id` on. `all_reduce_max_sum` reduce partial results by maximum and by
+    sum, None where the vocabulary is not sharded; `all_gather_logits` concatenates partial logits [V, ...] along dimension 0.
     """
 
     vocab_size: int
@@ -24,7 +24,7 @@ class VocabShard:
     all_gather_logits: Seam = identity
 
     def to_local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows of the table held here, and which ids lie elsewhere (their row is -1); None when all are here."""
+        """Returns rows of the local table, -1 for ids of other shards, and the mask of those ids; None when all are here."""
         if self.num_ids == self.vocab_size:
             return ids, None
         local = ids - self.first_id
@@ -32,5 +32,5 @@ class VocabShard:
         return local.masked_fill(elsewhere, -1), elsewhere
 
     def full_logits(self, logits: Tensor) -> Tensor:
-        """Logits over all ids, on every device; for generation and tests, never for training."""
+        """Returns logits over all ids, on every rank; for generation and tests, never for training."""
         return self.all_gather_logits(logits.movedim(-1, 0).contiguous()).movedim(0, -1)[..., : self.vocab_size]

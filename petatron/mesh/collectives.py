@@ -1,21 +1,19 @@
-"""The one door for communication: every collective of the package is called here and recorded.
+"""All communication of the package: every collective is called here and recorded.
 
 Plain functions come first; over an axis of size 1 each is the identity and leaves no record. Gathers and scatters work on
-dimension 0, where activations `[sequence, batch, hidden]` are contiguous. Below them stand the four differentiable pairs
-of tensor and sequence parallelism, each named by what it does to an activation; the backward of each is the other half of
-its pair:
+dimension 0, where activations `[sequence, batch, hidden]` are contiguous. After them are the four differentiable pairs of tensor
+and sequence parallelism, each named by what it does to an activation; the backward of each is the other half of its pair:
 
-    copy     identity      / all-reduce         into a column-split matrix, whole sequence on every rank
-    reduce   all-reduce    / identity           out of a row-split matrix
-    gather   all-gather    / reduce-scatter     into a column-split matrix, sequence split
-    scatter  reduce-scatter/ all-gather         out of a row-split matrix, sequence split
+    copy     identity      / all-reduce         before a column-parallel linear, whole sequence on every rank
+    reduce   all-reduce    / identity           after a row-parallel linear
+    gather   all-gather    / reduce-scatter     before a column-parallel linear, sequence parallel
+    scatter  reduce-scatter/ all-gather         after a row-parallel linear, sequence parallel
 
-and one that is its own partner: `differentiable_all_to_all`, rows to their ranks and back (experts, heads for sequence).
-`overlapped_all_to_all.py` has the same in two autograd nodes, between which other work overlaps with the communication, forward and
-backward.
+and one that is its own inverse: `differentiable_all_to_all` (expert dispatch, Ulysses). `overlapped_all_to_all.py` has the same in two
+autograd nodes, between which other work overlaps the communication, forward and backward.
 
 Point-to-point transfers from one rank to another run in the order in which they are started, so both ends must start them in
-the same order. gloo moves only host memory between two ranks, so a device tensor is staged through it.
+the same order. gloo sends only host memory, so a device tensor is staged through it.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _RecordedCall:
-    """One communication call as a context, which is entered while the host is in it: to start it, to wait for it, or both.
+    """One communication call as a context, entered while the host starts it, waits for it, or both.
 
-    It is recorded, and an error of the backend leaves as ours, with what the record knows.
+    It is recorded, and a backend's error is raised as ours, with what the record knows.
     """
 
     __slots__ = ("_event", "_record")
@@ -74,7 +72,7 @@ class _RecordedCall:
 
 
 class Handle:
-    """A collective under way; `wait` returns when its result may be used. `keep_alive` is memory that must live until then."""
+    """A collective in flight; `wait` returns when its result may be used. `keep_alive` is memory that must live until then."""
 
     __slots__ = ("_call", "_keep_alive", "_on_complete", "_work")
 
@@ -89,7 +87,7 @@ class Handle:
         self._work, self._call, self._keep_alive, self._on_complete = work, call, keep_alive, on_complete
 
     def wait(self) -> None:
-        """Waiting twice is waiting once."""
+        """Waits for the result; a second call does nothing."""
         if self._work is not None:
             assert self._call is not None, "whatever is under way was recorded"
             with self._call:
@@ -99,18 +97,18 @@ class Handle:
         self._work = self._call = self._keep_alive = self._on_complete = None
 
     def done(self) -> bool:
-        """Whether it is over, so that waiting would not wait."""
+        """Whether it is complete, so that `wait` would not block."""
         return self._work is None or self._work.is_completed()
 
 
 def all_reduce(x: Tensor, axis: Axis, *, op: ReduceOpName = "sum") -> Tensor:
-    """Reduce in place over an axis and return the tensor."""
+    """Reduces in place over an axis and returns the tensor."""
     start_all_reduce(x, axis, op=op).wait()
     return x
 
 
 def start_all_reduce(x: Tensor, axis: Axis, *, op: ReduceOpName = "sum") -> Handle:
-    """Begin an in-place reduction; the caller may compute until it waits."""
+    """Starts an in-place reduction; the caller may compute until it waits."""
     if axis.size == 1:
         return Handle()
     with _RecordedCall(axis, "all_reduce", elements=x.numel(), dtype=x.dtype) as call:
@@ -118,9 +116,9 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: ReduceOpName = "sum") -> Hand
 
 
 def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, on_complete: Callable[[], object] | None = None) -> Handle:
-    """Begin to fill `out` with the ranks' tensors one after the other; `x` may be this rank's part of `out`.
+    """Starts to fill `out` with the ranks' tensors in axis order; `x` may be this rank's part of `out`.
 
-    `on_complete` is called by who waits, when `out` is there.
+    `on_complete` is called in `wait`, when `out` is complete.
     """
     if axis.size == 1:
         return _local_copy(out, x, on_complete=on_complete)
@@ -131,7 +129,7 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, on_complete: Callabl
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
-    """Begin to fill `out` with this rank's part of the sum of the ranks' tensors."""
+    """Starts to fill `out` with this rank's part of the sum of the ranks' tensors."""
     if axis.size == 1:
         return _local_copy(out, x)
     with _RecordedCall(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype) as call:
@@ -139,14 +137,14 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
 
 
 def _local_copy(out: Tensor, x: Tensor, *, on_complete: Callable[[], object] | None = None) -> Handle:
-    """What one rank gathers or scatters is its own tensor, which may be where it belongs already."""
+    """Copies `x` to `out`, unless it is there already: the gather or scatter of a single rank."""
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
     return Handle(on_complete=on_complete)
 
 
 def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Rows to every rank of the axis, in axis order: `send[i]` rows go to rank i and `receive[i]` come from it."""
+    """Exchanges rows with every rank of the axis, in axis order: `send[i]` rows go to rank i and `receive[i]` come from it."""
     if axis.size == 1:
         return x
     assert sum(send) == x.shape[0], f"{x.shape[0]} rows, but {sum(send)} are to be sent"
@@ -170,10 +168,10 @@ def start_all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Seq
 def start_send_recv(
     axis: Axis, *, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
 ) -> tuple[list[Handle], list[Handle]]:
-    """Begin to send tensors to ranks of the axis, and to fill tensors with what others send.
+    """Starts to send tensors to ranks of the axis, and to receive into tensors.
 
-    Each goes over the channel of its two ranks and its direction, so a transfer waits for its partner and for earlier ones of the
-    same channel, and for nothing else. A sent tensor must stay unchanged until its handle has been waited for.
+    Each uses the channel of its two ranks and its direction, so a transfer waits for its peer and for earlier ones of the same
+    channel, and for nothing else. A sent tensor must stay unchanged until its handle has been waited for.
     """
     sent, received = [], []
     for x, to in sends:
@@ -186,9 +184,9 @@ def start_send_recv(
 
 
 def start_ring_shift(out: Sequence[Tensor], x: Sequence[Tensor], axis: Axis, *, by: int = 1) -> list[Handle]:
-    """Begin to pass tensors to the rank `by` places on around the ring, and to take those of the rank as far behind.
+    """Starts to send tensors to the rank `by` positions ahead in the ring, and to receive those of the rank as far behind.
 
-    All of it is one batch: of two ranks that each send first, none would ever receive.
+    All of it is one batch: two ranks that both send first would deadlock.
     """
     to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
     sent, received = _start_send_recv_batch(
@@ -200,13 +198,12 @@ def start_ring_shift(out: Sequence[Tensor], x: Sequence[Tensor], axis: Axis, *, 
 def _start_send_recv_batch(
     axis: Axis, *, sends: Sequence[tuple[Tensor, int]] = (), receives: Sequence[tuple[Tensor, int]] = ()
 ) -> tuple[list[Handle], list[Handle]]:
-    """Transfers as one operation of the axis's group, also a single one.
+    """Starts transfers as one batch on the axis's group, also a single one.
 
-    Outside a batch NCCL would use a communicator that belongs to the pair of ranks, made on the spot, and would never meet a
-    partner that batches.
+    Outside a batch NCCL would use a communicator of the pair of ranks, created on demand, which never matches a batched peer.
     """
     group, batch = axis.group, axis.record.count
-    calls, operations, landing = [], [], []
+    calls, operations, receive_buffers = [], [], []
     for x, to in sends:
         peer = axis.ranks[to]
         calls.append(_RecordedCall(axis, "send", elements=x.numel(), dtype=x.dtype, peer=peer, batch=batch))
@@ -214,11 +211,11 @@ def _start_send_recv_batch(
     for out, source in receives:
         peer = axis.ranks[source]
         calls.append(_RecordedCall(axis, "receive", elements=out.numel(), dtype=out.dtype, peer=peer, batch=batch))
-        landing.append(_host_buffer(out, group, copy=False))
-        operations.append(dist.P2POp(dist.irecv, landing[-1], peer, group=group))
+        receive_buffers.append(_host_buffer(out, group, copy=False))
+        operations.append(dist.P2POp(dist.irecv, receive_buffers[-1], peer, group=group))
     with calls[0]:
         works = dist.batch_isend_irecv(operations)
-    if len(works) != len(calls):  # a backend that starts a batch as one has one thing to wait for
+    if len(works) != len(calls):  # a backend may return one work for the whole batch
         works = [works[0]] * len(calls)
     sent = [
         Handle(work, call, keep_alive=started.tensor)
@@ -226,20 +223,20 @@ def _start_send_recv_batch(
     ]
     received = [
         Handle(work, call, on_complete=None if host is out else partial(out.copy_, host))
-        for work, call, host, (out, _) in zip(works[len(sends) :], calls[len(sends) :], landing, receives)
+        for work, call, host, (out, _) in zip(works[len(sends) :], calls[len(sends) :], receive_buffers, receives)
     ]
     return sent, received
 
 
 def _host_buffer(x: Tensor, group: dist.ProcessGroup | None, *, copy: bool = True) -> Tensor:
-    """The tensor itself, or host memory in its place where the backend cannot send from the device."""
+    """Returns the tensor itself, or a host buffer where the backend cannot send from the device."""
     if x.device.type == "cpu" or dist.get_backend(group) != "gloo":
         return x
     return x.cpu() if copy else torch.empty(x.shape, dtype=x.dtype)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Concatenate the ranks' tensors along dimension 0."""
+    """Concatenates the ranks' tensors along dimension 0."""
     if axis.size == 1:
         return x
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
@@ -249,7 +246,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks, and keep this rank's part of dimension 0."""
+    """Sums over the ranks, and returns this rank's part of dimension 0."""
     if axis.size == 1:
         return x
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows cannot be scattered over {axis.size} ranks"
@@ -260,7 +257,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
-    """Overwrite the tensor on every rank with that of the axis's rank `source`."""
+    """Overwrites the tensor on every rank with that of the axis's rank `source`."""
     if axis.size == 1:
         return x
     with _RecordedCall(axis, "broadcast", elements=x.numel(), dtype=x.dtype):
@@ -269,21 +266,21 @@ def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
 
 
 def recursive_doubling_max(x: Tensor, axis: Axis) -> Tensor:
-    """The element-wise maximum over the ranks of a small host tensor, in as many rounds as the axis's size has bits.
+    """Returns the element-wise maximum over the ranks of a small host tensor, in log2(size) rounds.
 
-    In each round a rank learns what twice as many ranks have; gloo's all-reduce is a ring, whose steps grow with the axis.
+    In each round a rank receives the maximum of twice as many ranks; gloo's all-reduce is a ring, whose steps grow with the axis.
     """
     step = 1
     while step < axis.size:
-        theirs = torch.empty_like(x)
-        for handle in start_ring_shift([theirs], [x], axis, by=step):
+        received = torch.empty_like(x)
+        for handle in start_ring_shift([received], [x], axis, by=step):
             handle.wait()
-        x, step = torch.maximum(x, theirs), 2 * step
+        x, step = torch.maximum(x, received), 2 * step
     return x
 
 
 def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's JSON value, in axis order; for control, not for tensors. Tuples arrive as lists."""
+    """Returns every rank's JSON value, in axis order; for control, not for tensors. Tuples become lists."""
     if axis.size == 1:
         return [value]
     with _RecordedCall(axis, "gather_objects"):
@@ -294,7 +291,7 @@ def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 
 def broadcast_object(value: Any, axis: Axis) -> Any:
-    """The axis's first rank's JSON value on every rank: for what only one knows and may be large."""
+    """Returns the first rank's JSON value on every rank: for a large value that only one has."""
     if axis.size == 1:
         return value
     with _RecordedCall(axis, "broadcast_object"):
@@ -309,7 +306,7 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
 
 
 def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
-    """Every rank's JSON value on the axis's first rank, None on the others: for what may be large and only one needs."""
+    """Returns every rank's JSON value on the axis's first rank, None on the others: for large values that only one needs."""
     if axis.size == 1:
         return [value]
     with _RecordedCall(axis, "gather_objects_to_first"):
@@ -320,7 +317,7 @@ def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
 
 
 def _pack_json(value: Any, axis: Axis) -> Tensor:
-    """A value as bytes, its length in front, padded to the longest of all ranks. Bytes of JSON, since a pickle runs code."""
+    """Packs a value as bytes after its length, padded to the longest of all ranks. JSON, since a pickle runs code."""
     text = json.dumps(value).encode()
     content = len(text).to_bytes(8, "little") + text
     longest = torch.tensor([len(content)], device=_control_device(axis))
@@ -335,7 +332,7 @@ def _unpack_json(packed: Tensor) -> Any:
 
 
 def _control_device(axis: Axis) -> torch.device:
-    """Where a backend takes bytes from: NCCL from the current GPU only."""
+    """Returns the device of control messages: NCCL sends only from the current GPU."""
     return torch.device("cuda" if dist.get_backend(axis.group) == "nccl" else "cpu")
 
 
@@ -346,13 +343,13 @@ def barrier(axis: Axis) -> None:
 
 
 def local_slice(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's part of dimension 0 of a tensor that every rank holds whole; no communication."""
+    """Returns this rank's part of dimension 0 of a tensor that every rank has whole; no communication."""
     rows = x.shape[0] // axis.size
     return x.narrow(0, axis.rank * rows, rows)
 
 
 class _CollectivePair(torch.autograd.Function):
-    """Apply one communication forward and its partner backward."""
+    """Applies one collective in forward and its counterpart in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, forward_op: Callable, backward_op: Callable) -> Tensor:
@@ -369,7 +366,7 @@ def _identity(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _all_reduced_copy(x: Tensor, axis: Axis) -> Tensor:
-    # Autograd may share the incoming tensor with other consumers, so the in-place reduction gets a copy of its own.
+    # Autograd may share the incoming tensor with other consumers, so the in-place reduction works on a copy.
     return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
@@ -401,5 +398,5 @@ class _AllToAllFunction(torch.autograd.Function):
 
 
 def differentiable_all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Differentiable `all_to_all`: gradients travel the way back."""
+    """Differentiable `all_to_all`: backward exchanges gradients in the opposite direction."""
     return _AllToAllFunction.apply(x, axis, send, receive) if axis.size > 1 else x  # pyright: ignore[reportReturnType]

@@ -1,7 +1,7 @@
 """The record of communication: every collective of a rank, in order, in a ring buffer.
 
-Volume tests, the hang report, traces and the planner's calibration all read this one record. An event holds the bytes of
-the full (unsharded) side of the operation: the buffer of an all-reduce, the output of a gather, the input of a scatter.
+Volume tests, the hang report, traces and the planner's calibration all read this one record. An event has the bytes of
+the full (unsharded) side of the operation: the buffer of an all-reduce, the output of an all-gather, the input of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 _TORCH_FOLDER = torch.__path__[0]
-# Files that only pass a call on: what asked for it stands above them.
+# Files that only pass a call on: its caller is above them.
 _PASS_THROUGH_FILES = (
     "mesh/collectives.py",
     "mesh/overlapped_all_to_all.py",
@@ -30,18 +30,18 @@ _PASS_THROUGH_FILES = (
 
 
 CONTROL_AXES = ("control", "background_control")
-"""Axes over gloo in every run; the second is a thread's own, which talks while training does."""
+"""Axes over gloo in every run; the second belongs to a thread that communicates during training."""
 
 
 class Communicator(NamedTuple):
-    """The ranks that an operation runs over, and the axis that has a communicator of its own there ("" is the one they share)."""
+    """The ranks of an operation, and the axis that has a communicator of its own there ("" is the shared one)."""
 
     owner: str
     ranks: tuple[int, ...]
 
 
 class RecordedAxis(Protocol):
-    """What the record wants to know of an axis."""
+    """What the record needs to know of an axis."""
 
     @property
     def name(self) -> str: ...
@@ -55,10 +55,10 @@ _SEND_RECV_OPS = ("send", "receive")
 
 @dataclass(slots=True, eq=False)
 class CommEvent:
-    """One operation, numbered from the start of the run; sends and receives have a `peer` (its rank in the world).
+    """One operation, numbered from the start of the run; sends and receives have a `peer` (its global rank).
 
-    Those that are started together have the same `batch`. Not frozen: that would double the time it takes to make one, and there is
-    one for every call.
+    Those that are started together have the same `batch`. Not frozen: that would double the time to create one, and every call
+    creates one.
     """
 
     sequence_number: int
@@ -74,7 +74,7 @@ class CommEvent:
     peer: int | None = None
     batch: int | None = None
     host_in_call: bool = False
-    """Whether the host is in the call now, or waits for its end."""
+    """Whether the host is in the call now, or waits for its completion."""
 
     def __str__(self) -> str:
         kind = f"{self.op} of {self.elements} {str(self.dtype).removeprefix('torch.')} over {self.axis}"
@@ -82,16 +82,16 @@ class CommEvent:
 
 
 class CommRecord:
-    """Ring buffer of the latest events of a rank, and what its axes are.
+    """Ring buffer of the latest events of a rank, and its axes.
 
-    Threads may add events, and look at them at any time.
+    Threads may add events, and read them at any time.
     """
 
     def __init__(self, capacity: int = 8192, *, rank: int = 0) -> None:
         self.rank = rank
         self._events: deque[CommEvent] = deque(maxlen=capacity)
         self._count = 0
-        self._lock = threading.Lock()  # a save in the background communicates beside training
+        self._lock = threading.Lock()  # an async save communicates during training
         self._collective_counts: dict[str, int] = {}
         self._axes: dict[str, tuple[tuple[int, ...], float]] = {}
 
@@ -105,26 +105,26 @@ class CommRecord:
         peer: int | None = None,
         batch: int | None = None,
     ) -> CommEvent:
-        size, caller, where, name = elements * dtype.itemsize, _caller(), axis.communicator, axis.name
+        size, caller, communicator, name = elements * dtype.itemsize, _caller(), axis.communicator, axis.name
         with self._lock:
             self._count += 1
             if op not in _SEND_RECV_OPS:
                 self._collective_counts[name] = self._collective_counts.get(name, 0) + 1
             event = CommEvent(
-                self._count, name, op, elements, size, dtype, caller, time.monotonic(), where, peer, batch
+                self._count, name, op, elements, size, dtype, caller, time.monotonic(), communicator, peer, batch
             )
             self._events.append(event)
         return event
 
     def register_axis(self, axis: str, ranks: tuple[int, ...], *, timeout_s: float) -> None:
-        """Note the ranks of an axis and how long an operation over it may take."""
+        """Registers the ranks of an axis and the time limit of its operations."""
         self._axes[axis] = ranks, timeout_s
 
     def ranks_of(self, axis: str) -> tuple[int, ...]:
         return self._axes[axis][0] if axis in self._axes else ()
 
     def timeout_of(self, axis: str) -> float:
-        """How many seconds an operation over an axis may take."""
+        """Returns the time limit, in seconds, of an operation over an axis."""
         return self._axes[axis][1] if axis in self._axes else float("inf")
 
     @property
@@ -132,29 +132,29 @@ class CommRecord:
         return any(len(ranks) > 1 for ranks, _ in self._axes.values())
 
     def collective_counts(self) -> dict[str, int]:
-        """How many collectives this rank has started over each axis."""
+        """Returns how many collectives this rank has started over each axis."""
         return dict(self._collective_counts)
 
     def latest(self) -> CommEvent | None:
         return self._events[-1] if self._events else None
 
     def events(self, *, since: int = 0) -> list[CommEvent]:
-        """The events still in the buffer with a number above `since`."""
+        """Returns the events still in the buffer with a number above `since`."""
         return [
             event for event in list(self._events) if event.sequence_number > since
         ]  # a copy: another thread may add to it
 
     @property
     def count(self) -> int:
-        """How many events there have been; pass it as `since` later to see what came after."""
+        """Counts all events so far; pass it as `since` later to get those after it."""
         return self._count
 
 
 def _caller() -> str:
-    """The code that asked for communication, as file:line function.
+    """Returns the code that called for communication, as file:line function.
 
-    That is the first frame outside the communication files and outside torch, whose autograd and module machinery stands
-    between a layer and what it calls.
+    That is the first frame outside the communication files and outside torch, whose autograd and module code is between a layer
+    and its calls.
     """
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_pass_through(frame.f_code.co_filename):
@@ -163,7 +163,7 @@ def _caller() -> str:
 
 
 def frame_location(frame: FrameType) -> str:
-    """A frame as file:line function."""
+    """Formats a frame as file:line function."""
     code = frame.f_code
     return f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno} {code.co_name}"
 

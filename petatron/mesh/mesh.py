@@ -1,20 +1,19 @@
-"""`ParallelMesh`: the named axes this rank lives on, built once from a layout and handed down.
+"""`ParallelMesh`: the named axes of this rank, built once from a layout and passed down.
 
 An axis of size 1 has no process group, and every collective over it is the identity; so a single process needs no process
 group at all, and no code asks whether a kind of parallelism is on.
 
-Communicators. A process group is one NCCL communicator, and what is issued on one communicator runs in order. So
-  - axes over the same ranks share a group, but the axes whose collectives overlap with everything else (`_AXES_WITH_OWN_COMMUNICATOR`)
-  have groups
-    of their own;
-  - each neighbour of a pipeline rank is reached over two groups of two ranks, one per direction (`Axis.channel`): a transfer waits
-    for its partner only, never behind a transfer to somebody else (`plan/nccl_deadlock.py` proves that this cannot deadlock, and what the
+Communicators. A process group is one NCCL communicator, and calls on one communicator run in order. So
+  - axes over the same ranks share a group, but the axes whose collectives overlap everything else (`_AXES_WITH_OWN_COMMUNICATOR`)
+    have groups of their own;
+  - each neighbour of a pipeline rank has two groups of two ranks, one per direction (`Axis.channel`): a transfer waits for its peer
+    only, never behind a transfer to another rank (`plan/nccl_deadlock.py` proves that this cannot deadlock, and what the
     alternatives cost);
-  - a group is made when it is first asked for, so what nothing uses does not exist. Under NCCL making one is a rendezvous of its
-    members, so `create_groups` makes all groups of a run at once, in one order, before the first step.
+  - a group is created on first use, so unused ones do not exist. Under NCCL creating one is a rendezvous of its members, so
+    `create_groups` creates all groups of a run at once, in one order, before the first step.
 
-The default process group is gloo's in any case: it moves host memory, is connected pair by pair on demand, and serves the control
-axis; device memory moves over groups of `backend`.
+The default process group is gloo's in any case: it moves host memory, connects pairs on demand, and serves the control axis; device
+memory moves over groups of `backend`.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _AXES_WITH_OWN_COMMUNICATOR = ("dp_cp", "shard", "edp", "edp_shard", *CONTROL_AX
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One named axis seen from one rank: its size, this rank's index on it, and the group to communicate over."""
+    """One named axis as seen from one rank: its size, this rank's index on it, and its process group."""
 
     name: str
     size: int
     rank: int
     ranks: tuple[int, ...]
     open_group: Callable[[Axis], dist.ProcessGroup] | None = field(repr=False, compare=False)
-    """Makes the process group when it is first asked for; None for an axis that nothing communicates over."""
+    """Creates the process group on first use; None for an axis without communication."""
     record: CommRecord = field(repr=False, compare=False)
     communicator_name: str = ""
     """The name of a communicator that no other axis of the same ranks shares."""
@@ -59,13 +58,13 @@ class Axis:
 
     @property
     def communicator(self) -> Communicator:
-        """What NCCL runs in order: axes of the same ranks share one, but for those that have their own."""
+        """The communicator: axes of the same ranks share one, but for those that have their own."""
         return Communicator(
             self.communicator_name or (self.name if self.name in _AXES_WITH_OWN_COMMUNICATOR else ""), self.ranks
         )
 
     def channel(self, source: int, destination: int) -> Axis:
-        """The two ranks of the axis over a communicator that carries transfers from `source` to `destination` alone."""
+        """Returns the axis of two ranks over a communicator for transfers from `source` to `destination` alone."""
         ranks = tuple(sorted((self.ranks[source], self.ranks[destination])))
         own, index = f"{self.name}:{source}>{destination}", ranks.index(self.ranks[self.rank])
         return Axis(self.name, 2, index, ranks, self.open_group, self.record, own)
@@ -89,9 +88,9 @@ class ParallelMesh:
         timeout_minutes: float = 10.0,
         options: CommunicatorOptions | None = None,
     ) -> None:
-        """`backend` moves device memory between the ranks; without it the default process group's does.
+        """`backend` moves device memory between the ranks; default: that of the default process group.
 
-        `timeout_minutes` is how long a collective over any axis may wait.
+        `timeout_minutes` is the time limit of a collective over any axis.
         """
         self.layout = layout
         self.rank = rank
@@ -103,14 +102,14 @@ class ParallelMesh:
         self._groups: dict[Communicator, dist.ProcessGroup] = {}
         self._axes = {name: self._make_axis(name, layout.group_of(name, rank)) for name in AXES}
         self.tp, self.cp, self.dp, self.pp, self.ep = (self[name] for name in ("tp", "cp", "dp", "pp", "ep"))
-        self.dp_cp = self["dp_cp"]  # ranks that hold the same dense weights and see different tokens
+        self.dp_cp = self["dp_cp"]  # ranks with the same dense weights and different tokens
         self._axes["ends"] = self._shared_embedding_axis()
         self.world = self["world"]
         self.control = self._control_axis("control")
 
     @classmethod
     def single(cls, device: torch.device | None = None) -> ParallelMesh:
-        """The mesh of one process."""
+        """Returns the mesh of one process."""
         return cls(Layout(), 0, device=device)
 
     def _make_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
@@ -118,7 +117,7 @@ class ParallelMesh:
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._open_group, self.record)
 
     def _open_group(self, axis: Axis) -> dist.ProcessGroup:
-        """One process group per communicator; only its members take part in making it."""
+        """Returns the process group of a communicator; its members alone create it."""
         key = axis.communicator
         group = self._groups.get(key)
         if group is None:
@@ -133,9 +132,9 @@ class ParallelMesh:
         return group
 
     def create_groups(self, axes: Iterable[str]) -> None:
-        """Make the groups of these axes now, in this order on every rank, so that nothing waits for a rendezvous in a step.
+        """Creates the groups of these axes now, in this order on every rank, so that no step waits for a rendezvous.
 
-        Of `pp` the channels to both neighbours (and from the last rank to the first) are made as well.
+        For `pp` the channels to both neighbours (and from the last rank to the first) are created as well.
         """
         for name in axes:
             axis = self.axis(name)
@@ -149,15 +148,15 @@ class ParallelMesh:
 
     @property
     def communicators(self) -> list[Communicator]:
-        """Those of the groups made so far."""
+        """The communicators of the groups created so far."""
         return list(self._groups)
 
     def background_control_axis(self) -> Axis:
-        """A second `control`, for a thread that communicates while the first is in use; every rank must call this."""
+        """Returns a second `control`, for a thread that communicates while the first is in use; every rank must call this."""
         return self._control_axis("background_control")
 
     def _control_axis(self, name: str) -> Axis:
-        """All ranks over a group that moves CPU memory, for questions that no device should wait for.
+        """Returns all ranks over a group that moves CPU memory, for control messages that no device should wait for.
 
         Its time limit is long: ranks wait on it while others write a checkpoint or build an index, which may take long and is no
         hang. A rank that dies breaks its connections, so the others notice at once all the same.
@@ -170,7 +169,7 @@ class ParallelMesh:
         return Axis(name, world.size, world.rank, world.ranks, lambda *_: group, self.record)
 
     def single_rank_group(self) -> dist.ProcessGroup:
-        """A group of this rank alone, for libraries that want one."""
+        """Returns a group of this rank alone, for libraries that need one."""
         return self._open_group(Axis("alone", 1, 0, (self.rank,), None, self.record))
 
     @property
@@ -181,20 +180,20 @@ class ParallelMesh:
         return self._axes[name]
 
     def _shared_embedding_axis(self) -> Axis:
-        """The first and the last pipeline rank, which share a tied embedding; every other rank is alone."""
+        """Returns the axis of the first and the last pipeline rank, which share a tied embedding; other ranks are alone."""
         first, last = self.pp.ranks[0], self.pp.ranks[-1]
         both = first != last and self.rank in (first, last)
         return self._make_axis("ends", (first, last) if both else (self.rank,))
 
     def axis(self, name: str) -> Axis:
-        """An axis by name; `tp/2` is the axis of blocks of two of tp, `tp%2` the axis across these blocks."""
+        """Returns an axis by name; `tp/2` is the axis of blocks of two of tp, `tp%2` the axis across these blocks."""
         parent, kind, block = re.fullmatch(r"(\w+)(?:([/%])(\d+))?", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
         if kind is None:
             return self[parent]
         return self.blocks(parent, int(block)) if kind == "/" else self.strides(parent, int(block))
 
     def blocks(self, name: str, block: int) -> Axis:
-        """The axis of `block` neighbouring ranks of another axis that this rank is one of."""
+        """Returns the axis of this rank's block of `block` adjacent ranks of another axis."""
         parent = self._axes[name]
         assert parent.size % block == 0, f"axis {name} of {parent.size} ranks has no blocks of {block}"
         if block == parent.size:
@@ -203,7 +202,7 @@ class ParallelMesh:
         return self._make_axis(f"{name}/{block}", parent.ranks[first : first + block])
 
     def strides(self, name: str, block: int) -> Axis:
-        """The axis of the ranks that have this rank's place in their block of `block` neighbours: across `blocks`."""
+        """Returns the axis of the ranks with this rank's position in their block of `block` ranks: across `blocks`."""
         parent = self._axes[name]
         assert parent.size % block == 0, f"axis {name} of {parent.size} ranks has no blocks of {block}"
         if block == 1:
@@ -211,7 +210,7 @@ class ParallelMesh:
         return self._make_axis(f"{name}%{block}", parent.ranks[parent.rank % block :: block])
 
     def describe(self) -> str:
-        """`tp 2 x dp 4 (8 ranks)`: the dimensions that are larger than one."""
+        """Describes the axes larger than one: `tp 2 x dp 4 (8 ranks)`."""
         sizes = [(name, self[name].size) for name in ("tp", "cp", "dp", "pp", "ep")]
         parts = [f"{name} {size}" for name, size in sizes if size > 1]
         return f"{' x '.join(parts) or 'one device'} ({count_with_noun(self.layout.world_size, 'rank')})"

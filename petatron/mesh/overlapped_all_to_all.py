@@ -1,9 +1,9 @@
 """A differentiable all-to-all that other work overlaps with, forward and backward.
 
-Start and wait are two autograd nodes. In the backward pass the node of the wait comes first and starts the all-to-all of the
-gradients, and the node of the start waits for it. Of the nodes that are ready, the autograd engine runs the one that was
-created last. So what the forward pass computes between start and wait, the backward pass differentiates between its own
-start and wait: both directions overlap with the same work, in reverse order.
+Start and wait are two autograd nodes. In backward the node of the wait runs first and starts the all-to-all of the gradients, and
+the node of the start waits for it. Of the nodes that are ready, the autograd engine runs the one that was created last. So what
+forward computes between start and wait, backward differentiates between its own start and wait: both directions overlap the same
+work, in reverse order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OverlappedAllToAll:
 
 
 class _AllToAllState:
-    """What the two nodes of an exchange share: how many rows go where, and the all-to-all that has not been waited for."""
+    """The state that both nodes share: row counts, and the all-to-all in flight."""
 
     __slots__ = ("_before_wait", "_handle", "axis", "grad", "receive", "send")
 
@@ -54,9 +54,9 @@ class _AllToAllState:
 
 class _StartAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _AllToAllState) -> Tensor:
-        ctx.state = flight
-        return flight.start(x, send=flight.send, receive=flight.receive)
+    def forward(ctx: Any, x: Tensor, state: _AllToAllState) -> Tensor:
+        ctx.state = state
+        return state.start(x, send=state.send, receive=state.receive)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
@@ -67,16 +67,16 @@ class _StartAllToAll(torch.autograd.Function):
 
 class _WaitAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, flight: _AllToAllState) -> Tensor:
-        ctx.state = flight
-        flight.finish()
+    def forward(ctx: Any, output: Tensor, state: _AllToAllState) -> Tensor:
+        ctx.state = state
+        state.finish()
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        flight = ctx.state
-        flight.grad = flight.start(grads[0], send=flight.receive, receive=flight.send)
-        return grads[0], None  # `_StartAllToAll` replaces it: what arrives may have another number of rows
+        state = ctx.state
+        state.grad = state.start(grads[0], send=state.receive, receive=state.send)
+        return grads[0], None  # a placeholder that `_StartAllToAll` replaces: the row counts may differ
 
 
 def start_overlapped_all_to_all(
@@ -88,5 +88,5 @@ def start_overlapped_all_to_all(
     before_wait: Callable[[], None] | None = None,
 ) -> OverlappedAllToAll:
     """Starts a differentiable all-to-all. `before_wait` is called before each wait, in the forward and the backward pass."""
-    flight = _AllToAllState(axis, send, receive, before_wait)
-    return OverlappedAllToAll(_StartAllToAll.apply(x, flight), flight)  # pyright: ignore[reportArgumentType]
+    state = _AllToAllState(axis, send, receive, before_wait)
+    return OverlappedAllToAll(_StartAllToAll.apply(x, state), state)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""The arithmetic of ranks: pure integers, no process groups.
+"""The layout of ranks: pure integers, no process groups.
 
 Ranks are numbered with tp fastest, then cp, then data parallel, then pp: Megatron's `tp-cp-ep-dp-pp` order. Data parallel
 is `dp_outer x dp_shard` (replicas of shards; dp_outer is 1 unless hybrid sharding is on). Experts factor the same ranks a
@@ -24,16 +24,16 @@ AXES: dict[str, tuple[str, ...]] = {
     "dp_shard": ("dp_shard",),
     "cp": ("cp",),
     "tp": ("tp",),
-    "dp_cp": ("dp_outer", "dp_shard", "cp"),  # ranks that hold the same dense weights
-    "shard": ("dp_shard", "cp"),  # ranks that may share the state of the same dense weights
+    "dp_cp": ("dp_outer", "dp_shard", "cp"),  # ranks with the same dense weights
+    "shard": ("dp_shard", "cp"),  # ranks that may shard the state of the same dense weights
     "losses": ("pp", "dp_outer", "dp_shard", "cp"),  # ranks whose losses add up to that of the global batch
-    "sequence": ("cp", "tp"),  # ranks that hold parts of the same sequences
-    "stage": ("dp_outer", "dp_shard", "cp", "tp"),  # ranks that hold the same layers
-    "edp": ("dp_outer", "edp_shard"),  # ranks that hold the same expert weights
+    "sequence": ("cp", "tp"),  # ranks with parts of the same sequences
+    "stage": ("dp_outer", "dp_shard", "cp", "tp"),  # ranks with the same layers
+    "edp": ("dp_outer", "edp_shard"),  # ranks with the same expert weights
     "edp_shard": ("edp_shard",),
     "ep": ("ep",),
     "etp": ("etp",),
-    "ep_etp": ("ep", "etp"),  # ranks that together hold one replica of a layer's experts
+    "ep_etp": ("ep", "etp"),  # ranks with one replica of a layer's experts among them
     "world": DENSE_DIMS,
 }
 """Axis name -> the dimensions it runs over."""
@@ -57,7 +57,7 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: ParallelConfig) -> Layout:
-        """The layout of a derived config."""
+        """Returns the layout of a derived config."""
         assert config.data_parallel_size is not None and config.expert_tensor_parallel_size is not None
         outer = config.num_distributed_optimizer_instances
         return cls(
@@ -90,7 +90,7 @@ class Layout:
         return int(np.prod([getattr(self, dim) for dim in AXES[axis]]))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Every group of an axis, each in axis order; together they hold every rank once."""
+        """Returns every group of an axis, each in axis order; together they have every rank once."""
         dims = AXES[axis]
         order = DENSE_DIMS if set(dims) <= set(DENSE_DIMS) else EXPERT_DIMS
         grid = np.arange(self.world_size).reshape([getattr(self, dim) for dim in order])
@@ -98,10 +98,10 @@ class Layout:
         return [tuple(row) for row in moved.reshape(-1, self.size(axis)).tolist()]
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The group of an axis that a rank belongs to."""
+        """Returns the group of an axis that a rank belongs to."""
         dims = AXES[axis]
         order = DENSE_DIMS if set(dims) <= set(DENSE_DIMS) else EXPERT_DIMS
         shape = [getattr(self, dim) for dim in order]
         index = np.unravel_index(rank, shape)
-        take = tuple(slice(None) if dim in dims else at for dim, at in zip(order, index))
-        return tuple(np.arange(self.world_size).reshape(shape)[take].reshape(-1).tolist())
+        selection = tuple(slice(None) if dim in dims else coordinate for dim, coordinate in zip(order, index))
+        return tuple(np.arange(self.world_size).reshape(shape)[selection].reshape(-1).tolist())

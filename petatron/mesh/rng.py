@@ -1,8 +1,8 @@
-"""Random streams: seeds that are equal on every machine, and the dropout streams of a rank.
+"""RNG streams: seeds that are equal on every machine, and the dropout streams of a rank.
 
-Dropout uses two streams per rank. The default generator is the `own` stream: it differs on every rank and serves what is
-split over ranks (attention heads, sequence-parallel activations). The `shared` stream is equal on the ranks of one
-tensor-parallel group, and serves activations that those ranks hold in common and must drop alike.
+Dropout uses two streams per rank. The default generator is the `own` stream: it differs on every rank, for activations that are
+sharded over ranks (attention heads, sequence parallelism). The `shared` stream is equal on the ranks of one tensor-parallel group,
+for activations that those ranks have in common and must drop alike.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from petatron.mesh.mesh import ParallelMesh
 
 
 def stable_seed(*parts: object) -> int:
-    """A 63-bit seed from the printed form of its parts, equal on every machine and in every process."""
+    """Returns a 63-bit seed from the printed form of its parts, equal on every machine and in every process."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class RandomStreams:
-    """The two dropout streams of a rank; `used_in_step` says whether training steps draw from them at all."""
+    """The two dropout streams of a rank; `used_in_step` says whether training steps use them at all."""
 
     device: torch.device
     tp_shared: torch.Generator
@@ -34,27 +34,27 @@ class RandomStreams:
 
     @classmethod
     def seeded(cls, seed: int, mesh: ParallelMesh, *, used_in_step: bool = True) -> RandomStreams:
-        """Seed both streams, the default generator included."""
+        """Seeds both streams, the default generator included."""
         torch.manual_seed(stable_seed(seed, "own", mesh.rank))
         shared = torch.Generator(device="cpu" if mesh.device.type == "meta" else mesh.device)
         shared.manual_seed(stable_seed(seed, "shared", mesh.dp.rank, mesh.cp.rank, mesh.pp.rank))
         return cls(mesh.device, shared, used_in_step)
 
     def state(self) -> dict[str, Tensor]:
-        """Every generator's state as bytes, for a checkpoint."""
+        """Returns every generator's state as bytes, for a checkpoint."""
         states = {"cpu": torch.get_rng_state(), "shared": self.tp_shared.get_state()}
         if self.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.device)
         return states
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Where both streams stand inside a step; nothing if steps draw nothing, since a step that is being recorded as a
-        CUDA graph could not ask."""
+        """Returns the state of both streams inside a step; empty if steps use none, since it cannot be read during the capture
+        of a CUDA graph."""
         return self.state() if self.used_in_step else {}
 
     @contextmanager
     def at_snapshot(self, snapshot: dict[str, Tensor]) -> Iterator[None]:
-        """Inside, both streams go on from a mark; afterwards from where they stood before."""
+        """Sets both streams to a snapshot inside, and restores them afterwards."""
         before = self.snapshot()
         if snapshot:
             self.restore(snapshot)

@@ -1,4 +1,4 @@
-"""What every model shares: the batch it eats."""
+"""`Batch` and `Architecture`, which every model shares."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from petatron.kernels.attention.documents import Documents
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch on one rank: the noun passed from the loader to the model.
+    """One micro-batch on one rank, passed from the loader to the model.
 
     tokens, labels and loss_mask are [batch, sequence]; labels are the tokens shifted by one, and loss_mask is 1.0 where
     a position counts. positions is None when they are 0, 1, 2, ... in every row; else [sequence] or [batch, sequence].
-    documents is None when a row is one document; else it says where they lie in the whole sequence. It stays whole where
-    context parallelism splits the others.
+    documents is None when a row is one document; else it has their boundaries in the whole sequence, also where context
+    parallelism shards the others.
 
     >>> text = torch.tensor([[5, 6, 7, 8]])
     >>> Batch(text[:, :-1], text[:, 1:], torch.ones(1, 3)).labels
@@ -32,7 +32,7 @@ class Batch:
     documents: Documents | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device; the copy from pinned memory does not wait."""
+        """Copies the batch to a device; asynchronous from pinned memory."""
 
         values = (getattr(self, part.name) for part in fields(self))
         return Batch(*(None if x is None else x.to(device, non_blocking=True) for x in values))
@@ -40,7 +40,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What a model is, whatever its layout; `moe_layer_mask` says which layers are mixtures of experts."""
+    """A model's architecture, whatever its layout; `moe_layer_mask` says which layers are MoE layers."""
 
     model: ModelConfig
     moe: MoEConfig | None

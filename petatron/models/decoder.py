@@ -1,4 +1,4 @@
-"""One decoder for the GPT and LLaMA families, and the tables that say how its weights are split, first drawn and decayed.
+"""One decoder for the GPT and LLaMA families, and the tables of its shard specs, initialisation and weight decay.
 
 Parameter names are the same in every layout. S sequence, B batch, D hidden.
 """
@@ -25,18 +25,18 @@ from petatron.models.batch import Batch
 from petatron.sharding.shard_spec import Section, Shard
 
 LayerRunner = Callable[[Sequence[nn.Module], Tensor, ForwardContext], Tensor]
-"""How a stage's blocks are run: the slot for recomputing groups of them."""
+"""Runs a stage's layers: the slot for recompute of groups of them, and for offload."""
 
 
 def run_layers_sequentially(layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
-    rest: Residual | None = None
-    for block in layers:
-        x_SBD, rest = block(x_SBD, context, rest)
-    return x_SBD if rest is None else rest.x_SBD + x_SBD
+    residual: Residual | None = None
+    for layer in layers:
+        x_SBD, residual = layer(x_SBD, context, residual)
+    return x_SBD if residual is None else residual.x_SBD + x_SBD
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, final norm, output head; or one pipeline stage of that: some blocks, and what ends it holds.
+    """Embedding, layers, final norm, output head; or one pipeline stage of that: some layers, and the ends it has.
 
     >>> from petatron.config import load_config
     >>> flags = ["--vocab-size", "256"]
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         moe_layer_mask: Sequence[bool] = (),
         stage: PipelineStage | None = None,
     ) -> None:
-        """`moe_layer_mask` says which layers of the whole model are mixtures of experts; without a stage, all is here."""
+        """`moe_layer_mask` says which layers of the whole model are MoE layers; without a stage, the whole model is built."""
         super().__init__()
         assert config.vocab_size and config.kv_channels and config.max_position_embeddings, "the config is not derived"
         self.config = config
@@ -64,10 +64,10 @@ class Decoder(nn.Module):
         self.position = PositionEmbedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.embedding_dropout = Dropout(config.hidden_dropout)
         self.rotary = RotaryEmbedding(config, config.kv_channels) if rotary else None
-        mixed = {index for index, is_mixed in enumerate(moe_layer_mask) if is_mixed}
+        moe_layers = {index for index, is_moe in enumerate(moe_layer_mask) if is_moe}
         self.layers = nn.ModuleDict(
             {
-                str(index): TransformerLayer(config, moe if index in mixed else None, layer_index=index)
+                str(index): TransformerLayer(config, moe if index in moe_layers else None, layer_index=index)
                 for index in self.stage.layer_indices
             }
         )
@@ -76,10 +76,10 @@ class Decoder(nn.Module):
         self.head = self._build_head() if self.stage.has_loss else None
 
     def _build_head(self) -> OutputHead:
-        """A tied head borrows the embedding where that is on the same stage, and holds a copy of it elsewhere."""
-        borrows = not self.config.untie_embeddings_and_output_weights and self.embedding is not None
+        """Builds the head; a tied one uses the embedding's weight if it is on the same stage, and else has a replica of it."""
+        tied = not self.config.untie_embeddings_and_output_weights and self.embedding is not None
         assert self.config.vocab_size is not None
-        return OutputHead(self.config.vocab_size, self.config.hidden_size, tied=borrows)
+        return OutputHead(self.config.vocab_size, self.config.hidden_size, tied=tied)
 
     def forward(
         self,
@@ -90,10 +90,10 @@ class Decoder(nn.Module):
         router_statistics: dict[int, Tensor] | None = None,
         loss_weights_SB: Tensor | None = None,
     ) -> Tensor:
-        """Token losses [S, B] from the last stage, else what the next stage takes; `x_SBD` is the stage before's.
+        """Returns token losses [S, B] from the last stage, else the next stage's input; `x_SBD` is this stage's input.
 
-        `aux_loss_scale` and `router_statistics` are those of `Pass`. `loss_weights_SB` are the gradients of the token losses, where
-        they are known beforehand: that saves a product.
+        `aux_loss_scale` and `router_statistics` are those of `ForwardContext`. `loss_weights_SB` are the gradients of the token
+        losses, where they are known beforehand: that saves a GEMM.
         """
         x_SBD = self._run_stage(batch, x_SBD, aux_loss_scale, {} if router_statistics is None else router_statistics)
         if self.head is None or self.norm is None:
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
         )
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits [B, S, vocabulary], whole on every rank; needs both ends of the model."""
+        """Returns logits [B, S, vocabulary], whole on every rank; needs embedding and head on one stage."""
         assert self.embedding is not None and self.head is not None and self.norm is not None
         x_SBD = self._run_stage(Batch(tokens_BS, tokens_BS, tokens_BS, positions), None, None, {})
         return self.head.vocab_shard.full_logits(self.head(self.norm(x_SBD), self._embedding_weight())).transpose(0, 1)
@@ -114,16 +114,16 @@ class Decoder(nn.Module):
     def _run_stage(
         self, batch: Batch, x_SBD: Tensor | None, aux_loss_scale: Tensor | None, router_statistics: dict[int, Tensor]
     ) -> Tensor:
-        """Activations behind the last block."""
+        """Returns the activations after the last layer."""
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         if self.embedding is not None:
             x_SBD = self._embed(batch.tokens, positions)
         assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
-        rotation = None if self.rotary is None else self.rotary(positions, x_SBD.dtype)
-        passing = ForwardContext(rotation, batch.documents, aux_loss_scale, router_statistics)
-        return self.run_layers(list(self.layers.values()), x_SBD, passing)
+        rope_cos_sin = None if self.rotary is None else self.rotary(positions, x_SBD.dtype)
+        context = ForwardContext(rope_cos_sin, batch.documents, aux_loss_scale, router_statistics)
+        return self.run_layers(list(self.layers.values()), x_SBD, context)
 
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None
@@ -138,20 +138,20 @@ class Decoder(nn.Module):
 def shard_specs(
     config: ModelConfig, moe: MoEConfig | None = None, *, head_on_other_rank: bool = False
 ) -> dict[str, Shard]:
-    """How each parameter is split over the tensor- and expert-parallel ranks, by module name.
+    """Returns how each parameter is sharded over the tensor- and expert-parallel ranks, by module name.
 
-    `head_on_other_rank` says that embedding and head lie on different ranks; a tied head is then a copy of the embedding.
+    `head_on_other_rank`: embedding and head are on different ranks; a tied head is then a replica of the embedding.
     """
     assert config.kv_channels and config.num_query_groups and config.ffn_hidden_size
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
     kv = groups * width
     qkv = (Section("q", heads * width, heads), Section("k", kv, groups), Section("v", kv, groups))
     ffn = config.ffn_hidden_size
-    copied = head_on_other_rank and not config.untie_embeddings_and_output_weights
-    vocabulary = Shard(tp=0, pad_to=config.make_vocab_size_divisible_by, shared_embedding=copied)
+    replicated = head_on_other_rank and not config.untie_embeddings_and_output_weights
+    vocabulary = Shard(tp=0, pad_to=config.make_vocab_size_divisible_by, shared_embedding=replicated)
     return {
         "embedding": vocabulary,
-        "head": replace(vocabulary, replica_of="embedding.weight") if copied else vocabulary,
+        "head": replace(vocabulary, replica_of="embedding.weight") if replicated else vocabulary,
         "position": Shard(partial_grad="sequence"),
         "layers.*.attention.qkv": Shard(tp=0, sections=qkv),
         "layers.*.attention.out": Shard(tp=1),
@@ -185,20 +185,20 @@ def _moe_shard_specs(moe: MoEConfig) -> dict[str, Shard]:
 
 
 def takes_weight_decay(name: str, parameter: nn.Parameter) -> bool:
-    """Biases and the weights of norms are left alone."""
+    """Whether weight decay applies: not to biases and norm weights."""
     return not name.endswith(".bias") and parameter.dim() > 1
 
 
 def initial_constant(config: ModelConfig, name: str) -> float:
-    """The first value of what is not drawn: biases are zero, and norms do nothing."""
+    """Returns the initial value of norms and biases: biases are zero, and norms have unit scale."""
     return 0.0 if name.endswith(".bias") or config.apply_layernorm_1p else 1.0
 
 
 def initial_std(config: ModelConfig, name: str) -> float | None:
-    """Standard deviation of a weight's first values; None for norms and biases, which are not drawn.
+    """Returns the standard deviation of a weight's initialisation; None for norms and biases, which are constant.
 
-    What is added to the residual stream starts smaller, so that its sum over 2 x layers branches has the same size for
-    every depth (GPT-2).
+    Weights of residual branches start smaller, so that the sum over 2 x layers branches has the same size for every depth
+    (GPT-2).
     """
     if name.endswith(".bias") or "norm" in name:
         return None

@@ -1,26 +1,26 @@
-"""Activation offload: what some layers keep for the backward pass waits in host memory in the meantime.
+"""Activation offload: tensors that some layers save for backward are moved to host memory until backward needs them.
 
-Around a stage's layers stand hooks that autograd asks what to store for each tensor it saves. While a layer runs that is
-offloaded, the hook has the tensor's memory copied to the host and stores where it went. In the backward pass the first of a
-layer's tensors that is asked for waits for all of them, and has those of the offloaded layer before it sent back already.
+Saved-tensor hooks run around a stage's layers. While an offloaded layer runs, the hook copies the tensor's storage to the host
+and saves a reference to it. In backward the first access to one of a layer's tensors waits for all of them, and starts the
+reload of the preceding offloaded layer.
 
     forward     layer i   | layers between       | layer j   | ...       j: the next offloaded layer
-    to the host           [ what layer i keeps ..........]               must have left when the one after j begins
+    to the host           [ saved by layer i ............]               must be complete when the one after j starts
     backward    ...       | layer j              | layers between | layer i
-    to the device         [ what layer i keeps, begun when j's backward pass begins ]
+    to the device         [ saved by layer i, started with j's backward ]
 
-- A tensor is moved with all of its memory, each memory once: views come back with the strides they had, so the backward
-  pass runs the same kernels, and its bits are those of a run that moves nothing.
-- Weights, what other layers hold anyway (rotation, a stage's input), and memory below a megabyte stay.
-- Copies run on two streams of their own, one per direction. A layer's memory is let go in the order of the computing stream,
-  which waits for the copies of the layer *before* that: without this a host that runs ahead of the device would fill
-  the device with tensors that are about to leave. If the link is too slow, computing waits there.
-- Memory that comes back is allocated by the computing stream and used by it alone after an event, so that the allocator needs
-  to know of no other stream. Host buffers are page-locked, and kept for the next step.
-- On a CPU the same code copies at once.
+- A tensor is moved with its whole storage, each storage once: views are restored with their strides, so backward runs the same
+  kernels, and its bits are those of a run without offload.
+- Weights, tensors that are held anyway (rope, a stage's input), and storages below a megabyte stay.
+- Copies run on two streams of their own, one per direction. A layer's memory is freed in the order of the compute stream, which
+  waits for the copies of the layer *before* that: without this a host that runs ahead of the device would fill the device with
+  tensors that are about to be freed. If the link is too slow, the compute stream waits there.
+- Reloaded memory is allocated by the compute stream and used by it alone after an event, so the allocator needs to know of no
+  other stream. Host buffers are pinned, and reused in the next step.
+- On a CPU the same code copies synchronously.
 
-Recompute goes first: regions stand inside these hooks, so of what they run nothing arrives here but their arguments. Of a
-layer that is recomputed as a whole its input is seen before the layer begins, and belongs to the layer before.
+Recompute comes first: its regions are inside these hooks, which see only the regions' arguments. The input of a layer that is
+recomputed as a whole is saved before the layer starts, and belongs to the layer before.
 
 When it pays: a layer is free while bytes / bandwidth of the link is less than the forward time of the layers up to the next
 offloaded one. See docs/memory.md.
@@ -49,14 +49,14 @@ _SLAB_BYTES = 1 << 28
 
 
 class _CopyStream:
-    """Copies in one direction, beside the computing stream and in the order they are started."""
+    """Copies in one direction, asynchronous to the compute stream and in the order they are started."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Starts when everything that has been computed up to here is done."""
+        """Copies once all work queued on the current stream is done."""
         if self._stream is None:
             target.copy_(source)
             return
@@ -65,7 +65,7 @@ class _CopyStream:
             target.copy_(source, non_blocking=True)
 
     def record_event(self) -> torch.cuda.Event | None:
-        """The end of what has been started."""
+        """Records an event after all copies started so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait_event(self, event: torch.cuda.Event | None) -> None:
@@ -74,10 +74,10 @@ class _CopyStream:
 
 
 class HostBufferPool:
-    """Buffers for what leaves the device, in few sizes, kept when they are free.
+    """A pool of host buffers in few sizes, reused when free.
 
-    torch's own cache of page-locked memory rounds every tensor up to a power of two. Here only slabs are so large; buffers are
-    cut from them, an eighth larger than asked at most.
+    torch's own cache of pinned memory rounds every tensor up to a power of two. Here only slabs are so large; buffers are cut from
+    them, at most an eighth larger than asked.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -88,7 +88,7 @@ class HostBufferPool:
 
     @property
     def slabs(self) -> Sequence[Tensor]:
-        """All memory there is."""
+        """All host memory of the pool."""
         return self._slabs
 
     def allocate(self, size: int) -> Tensor:
@@ -112,7 +112,7 @@ class HostBufferPool:
 
 
 class HostLink:
-    """One device's way to its host and back; the stages of a rank share it."""
+    """The copy streams and host buffers of one device; the stages of a rank share them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -121,13 +121,13 @@ class HostLink:
         self.offloaded_bytes = 0
 
     def wait_event(self, event: torch.cuda.Event | None) -> None:
-        """Have the computing stream wait."""
+        """Makes the compute stream wait."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
 class _OffloadedStorage:
-    """One memory in a host buffer, and on the device again once it has been fetched."""
+    """One storage in a host buffer, and on the device once it has been reloaded."""
 
     __slots__ = ("__weakref__", "on_device", "on_host")
 
@@ -138,9 +138,9 @@ class _OffloadedStorage:
 
 
 class _OffloadGroup:
-    """What one offloaded layer keeps in one forward pass: it leaves together and comes back together.
+    """The tensors that one offloaded layer saves in one forward pass: offloaded and reloaded as a group.
 
-    Only the graph holds what was moved: memory on either side is let go with the last node that needs it.
+    Only the graph holds offloaded storages: memory on either side is freed with the last node that needs it.
     """
 
     def __init__(self, link: HostLink, previous: _OffloadGroup | None) -> None:
@@ -152,46 +152,46 @@ class _OffloadGroup:
         self._reload_started = self._reloaded = False
 
     def offload(self, storage: torch.UntypedStorage) -> _OffloadedStorage:
-        """Have a memory copied to the host, unless it is on its way already."""
+        """Copies a storage to the host, unless it is copied already."""
         known = self._offloading.get(storage._cdata)
         if known is not None:
             return known[1]
         link, size = self._link, storage.nbytes()
         buffer = link.buffers.allocate(size)
-        moved = _OffloadedStorage(buffer[:size], link.buffers, buffer)
-        # What the buffer held before may still be on its way back, if nobody has waited for it.
+        offloaded = _OffloadedStorage(buffer[:size], link.buffers, buffer)
+        # The buffer's previous content may still be being reloaded, if nothing has waited for it.
         link.to_host.wait_event(link.to_device.record_event())
-        link.to_host.copy(moved.on_host, _bytes_of(storage))
+        link.to_host.copy(offloaded.on_host, _bytes_of(storage))
         link.offloaded_bytes += size
-        self._offloading[storage._cdata] = storage, moved
-        self._offloaded.append(weakref.ref(moved))
-        return moved
+        self._offloading[storage._cdata] = storage, offloaded
+        self._offloaded.append(weakref.ref(offloaded))
+        return offloaded
 
     def close(self) -> None:
-        """No more will be sent."""
+        """Marks the end of the group's copies to the host."""
         self._offload_event = self._link.to_host.record_event()
 
     def free_device_memory(self) -> None:
-        """Free the device's memory as soon as all of it has left."""
+        """Frees the group's device memory once the copies are done."""
         self._link.wait_event(self._offload_event)
         self._offloading.clear()
 
     def start_reload(self) -> None:
-        """Have everything sent back that is still needed, unless that was begun before."""
+        """Starts to reload all storages that are still needed; a second call does nothing."""
         if self._reload_started:
             return
         self._reload_started = True
         link = self._link
         link.to_device.wait_event(self._offload_event)
         for reference in self._offloaded:
-            moved = reference()
-            if moved is not None:
-                moved.on_device = torch.empty(moved.on_host.shape, dtype=torch.uint8, device=link.device)
-                link.to_device.copy(moved.on_device, moved.on_host)
+            offloaded = reference()
+            if offloaded is not None:
+                offloaded.on_device = torch.empty(offloaded.on_host.shape, dtype=torch.uint8, device=link.device)
+                link.to_device.copy(offloaded.on_device, offloaded.on_host)
         self._reload_event = link.to_device.record_event()
 
     def wait_reload(self) -> None:
-        """Everything is here for the computing stream; the group before is on its way."""
+        """Makes the compute stream wait for the reload, and starts that of the group before."""
         self.start_reload()
         if not self._reloaded:
             self._reloaded = True
@@ -206,7 +206,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _OffloadedTensor:
-    """What autograd holds in place of a tensor."""
+    """Replaces a tensor that autograd saves."""
 
     group: _OffloadGroup
     storage: _OffloadedStorage
@@ -217,10 +217,10 @@ class _OffloadedTensor:
 
     def reload(self) -> Tensor:
         self.group.wait_reload()
-        here = self.storage.on_device
-        assert here is not None
-        empty = torch.empty(0, dtype=self.dtype, device=here.device)
-        return empty.set_(here.untyped_storage(), self.offset, self.shape, self.stride)
+        data = self.storage.on_device
+        assert data is not None
+        empty = torch.empty(0, dtype=self.dtype, device=data.device)
+        return empty.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 class _OffloadForward:
@@ -234,11 +234,11 @@ class _OffloadForward:
         self._on_device: deque[_OffloadGroup] = deque()
 
     def enter_layer(self, layer: nn.Module, *, offloaded: bool) -> None:
-        """What is saved from here on belongs to another layer."""
+        """Starts the group of a layer, if it is offloaded."""
         self._close_group()
         if not offloaded:
             return
-        # Sharded weights have no memory of their own; gathered ones are recognised as parameters.
+        # Sharded weights have no storage of their own; gathered ones are recognised as parameters.
         self._not_offloaded.update(p.untyped_storage()._cdata for p in layer.parameters() if type(p) is nn.Parameter)
         self._current_group = self._last_group = _OffloadGroup(self._link, self._last_group)
         self._on_device.append(self._current_group)
@@ -259,9 +259,9 @@ class _OffloadForward:
     def pack(self, saved: Tensor) -> Tensor | _OffloadedTensor:
         if self._current_group is None or not self._should_offload(saved):
             return saved.detach()  # a saved output with its graph would be a cycle
-        moved = self._current_group.offload(saved.untyped_storage())
+        storage = self._current_group.offload(saved.untyped_storage())
         return _OffloadedTensor(
-            self._current_group, moved, saved.dtype, saved.shape, saved.stride(), saved.storage_offset()
+            self._current_group, storage, saved.dtype, saved.shape, saved.stride(), saved.storage_offset()
         )
 
     @staticmethod
@@ -272,32 +272,32 @@ class _OffloadForward:
     def _should_offload(self, saved: Tensor) -> bool:
         if type(saved) is not Tensor or saved.layout is not torch.strided or isinstance(saved._base, nn.Parameter):
             return False
-        memory = saved.untyped_storage()
-        here = saved.device.type == self._link.device.type
-        return here and memory.nbytes() >= self._min_bytes and memory._cdata not in self._not_offloaded
+        storage = saved.untyped_storage()
+        on_device = saved.device.type == self._link.device.type
+        return on_device and storage.nbytes() >= self._min_bytes and storage._cdata not in self._not_offloaded
 
 
 class _OffloadLayerRunner:
-    """Runs a stage's layers as before, with hooks around them; a hook of every layer says where a pass stands."""
+    """Runs a stage's layers inside the hooks; a pre-hook on every layer marks where its saved tensors begin."""
 
     def __init__(self, run_layers: LayerRunner, link: HostLink, min_bytes: int) -> None:
         self._run_layers, self._link, self._min_bytes = run_layers, link, min_bytes
         self._forward: _OffloadForward | None = None
 
     def enter_layer(self, layer: nn.Module, _: Any, *, offloaded: bool) -> None:
-        # In a backward pass a layer may be computed again, which is no pass of ours.
+        # A layer recomputed in backward is not part of an offloaded forward pass.
         if self._forward is not None:
             self._forward.enter_layer(layer, offloaded=offloaded)
 
     def __call__(self, layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
         if not torch.is_grad_enabled():
             return self._run_layers(layers, x_SBD, context)
-        held = [*(context.rope_cos_sin or ()), *([x_SBD] if x_SBD.is_leaf else [])]
+        not_offloaded = [*(context.rope_cos_sin or ()), *([x_SBD] if x_SBD.is_leaf else [])]
         if context.documents is not None:
-            held += context.documents.tensors
-        self._forward = forward = _OffloadForward(self._link, self._min_bytes, held)
+            not_offloaded += context.documents.tensors
+        self._forward = forward = _OffloadForward(self._link, self._min_bytes, not_offloaded)
         try:
-            forward.enter_layer(layers[0], offloaded=True)  # the first is always among them
+            forward.enter_layer(layers[0], offloaded=True)  # the first layer is always offloaded
             with saved_tensors_hooks(forward.pack, forward.unpack):
                 return self._run_layers(layers, x_SBD, context)
         finally:
@@ -308,16 +308,16 @@ class _OffloadLayerRunner:
 def apply_activation_offload(
     decoder: Decoder, memory: MemoryConfig, link: HostLink, *, min_bytes: int = MIN_OFFLOAD_BYTES
 ) -> str | None:
-    """Let `cpu_offloading_num_layers` of a stage's layers keep their activations in host memory; a line for the log, if any do.
+    """Offloads the activations of `cpu_offloading_num_layers` of a stage's layers; returns a line for the log, if there are any.
 
-    Called once, after recompute, which must stand inside.
+    Called once, after recompute, whose regions must be inside the hooks.
     """
     layers = list(decoder.layers.values())
     chosen = offloaded_layers(len(layers), memory.cpu_offloading_num_layers)
     if not chosen:
         return None
     offload = _OffloadLayerRunner(decoder.run_layers, link, min_bytes)
-    for at, layer in enumerate(layers[1:], start=1):
-        layer.register_forward_pre_hook(partial(offload.enter_layer, offloaded=at in chosen))
+    for index, layer in enumerate(layers[1:], start=1):
+        layer.register_forward_pre_hook(partial(offload.enter_layer, offloaded=index in chosen))
     decoder.run_layers = offload
     return f"offload: activations of {len(chosen)} of {len(layers)} layers wait in host memory"

@@ -1,27 +1,27 @@
-"""Expert parallelism: tokens travel to the ranks that hold their experts, and back.
+"""Expert parallelism: tokens are dispatched to the ranks that hold their experts, and combined.
 
-The ranks of one replica of the experts are a grid of ep x etp: an expert lies on one place of ep, and each of its matrices is
-cut over etp (column, then row), so that the etp ranks' outputs are summands. All these ranks hold different tokens.
+The ranks of one replica of the experts are a grid of ep x etp: an expert belongs to one coordinate of ep, and each of its matrices
+is sharded over etp (column, then row), so that the etp ranks' outputs are partial sums. All these ranks have different tokens.
 
-`AllToAllDispatcher` sends a row once for every choice and etp rank: there with all copies of it, back with all summands, which are
-added at the source together with the weights of the choices. One exchange there and one back move what an all-to-all over ep
-with a gather and a scatter over etp around the experts would move, in one step instead of two. How many rows come from where
-is exchanged first, and the host must read it to know the shapes. With inputs padded to capacity, all shapes are known, and
-neither is needed. Forward 2 exchanges of T K D etp elements (T tokens of this rank, K choices), backward 2 more.
+`AllToAllDispatcher` sends a row once for every choice and etp rank and receives all partial sums, which are added at the source
+together with the weights of the choices. One all-to-all each way moves what an all-to-all over ep with an all-gather and a
+reduce-scatter over etp around the experts would move, in one step instead of two. The row counts are exchanged first, and the
+host must read them to know the shapes. With inputs padded to capacity all shapes are known, and neither is needed. Forward has 2
+all-to-alls of T K D etp elements (T tokens of this rank, K choices), backward 2 more.
 
-With `overlap_shared_expert`, the shared expert runs beside both exchanges, and by the order of autograd (`mesh/overlapped_all_to_all.py`)
-its backward pass beside the exchanges of the gradients. No number changes: every sum has the order it has without.
+With `overlap_shared_expert` the shared expert overlaps both all-to-alls, and by autograd's order (`mesh/overlapped_all_to_all.py`)
+its backward overlaps those of the gradients. No bit changes: every sum keeps its order.
 
     communicating   dispatch            |         | combine                 combine grad          |         | dispatch grad
     computing       shared, first GEMM  | experts | shared, second GEMM     shared, second GEMM   | experts | shared, first GEMM
 
 `before_wait` is called before each of these waits; `parallel/pipeline/combined_forward_backward.py` runs another micro-batch's pass there.
 
-`AllGatherDispatcher` sends all tokens to all ranks of the grid, and each computes what belongs to its experts. Forward a gather and a
-scatter of ep x etp x T D elements, backward the same: less than above when K is more than ep, and always one message of one size. How
-many of all ranks' choices are for the experts here only the device knows. A capacity bounds them, to about its factor times an even
-share, and then nothing is read back; without one they could be all, ep times an even share, and room for that many in every tensor of the
-experts would cost more than one number read per layer.
+`AllGatherDispatcher` sends all tokens to all ranks of the grid, and each computes the choices of its experts. Forward an all-gather
+and a reduce-scatter of ep x etp x T D elements, backward the same: less than above when K is more than ep, and always one message of
+one size. Only the device knows how many of all ranks' choices are for the local experts. A capacity bounds them, to about its factor
+times an even share, and then nothing is read back; without one they could be all, ep times an even share, and buffers of that size
+in every tensor of the experts would cost more than one number read per layer.
 
 T tokens, K choices per token, D width, R rows, E experts.
 """
@@ -55,7 +55,7 @@ from petatron.mesh.overlapped_all_to_all import OverlappedAllToAll, start_overla
 def apply_expert_parallel(
     model: nn.Module, mesh: ParallelMesh, moe: MoEConfig, *, before_wait: Callable[[], None] | None = None
 ) -> None:
-    """Fill the seams of every mixture of experts; their weights are already this rank's."""
+    """Fills the slots of every MoE layer; the weights are sharded already."""
     sequence, stage = (
         ReductionGroup(mesh[name].size, partial(collectives.all_reduce, axis=mesh[name]))
         for name in ("sequence", "stage")
@@ -71,7 +71,7 @@ def apply_expert_parallel(
 def build_dispatcher(
     mesh: ParallelMesh, moe: MoEConfig, *, before_wait: Callable[[], None] | None = None
 ) -> TokenDispatcher:
-    """How tokens reach experts on this mesh."""
+    """Builds the token dispatcher of this mesh."""
     if mesh["ep_etp"].size == 1:
         return dispatch_locally
     axis, ep, etp = mesh["ep_etp"], mesh["ep"].size, mesh["etp"].size
@@ -84,9 +84,9 @@ def build_dispatcher(
 
 @dataclass(frozen=True, slots=True)
 class _DispatchPlan:
-    """Rows to and from every rank of the grid, and how the arrived ones are brought into the order of the experts here.
+    """Rows sent to and received from every rank of the grid, and the permutation of received rows into expert order.
 
-    tokens_per_expert: arrived rows of each expert. order: None when the rows arrive in order.
+    tokens_per_expert: received rows of each local expert. order: None when rows arrive in order.
     """
 
     send: list[int]
@@ -97,7 +97,7 @@ class _DispatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class AllToAllDispatcher:
-    """Every row to the ranks that hold its expert. The axis runs over ep, and within each over etp."""
+    """Sends every row to the ranks that hold its expert. The axis runs over ep, and within each over etp."""
 
     axis: Axis
     ep_size: int
@@ -108,56 +108,56 @@ class AllToAllDispatcher:
     def __call__(
         self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
     ) -> Tensor:
-        beside = shared if self.overlap_shared_expert else None
-        arrangement = routing.permutation()
-        journey = self._plan_dispatch(arrangement.counts, routing.num_experts // self.ep_size, x_TD.device)
-        arrangement = arrangement.truncate(sum(journey.send[:: self.etp_size]))
-        copies, weights = arrangement, routing.weights_TK
+        overlapped = shared if self.overlap_shared_expert else None
+        permutation = routing.permutation()
+        plan = self._plan_dispatch(permutation.counts, routing.num_experts // self.ep_size, x_TD.device)
+        permutation = permutation.truncate(sum(plan.send[:: self.etp_size]))
+        copies, weights = permutation, routing.weights_TK
         if self.etp_size > 1:
-            copies = self._repeat_for_etp(arrangement, journey.send)
+            copies = self._repeat_for_etp(permutation, plan.send)
             weights = weights.repeat_interleave(self.etp_size, dim=1)
         rows = permute(x_TD, copies, kernels=experts.kernels)
-        dispatch = self._start_all_to_all(rows, send=journey.send, receive=journey.receive)
-        if beside is not None:
-            beside.first_half()
+        dispatch = self._start_all_to_all(rows, send=plan.send, receive=plan.receive)
+        if overlapped is not None:
+            overlapped.first_half()
         rows = dispatch.wait()
-        if journey.order is not None:
-            back = inverse_permutation(journey.order)
-            rows = reorder(experts(reorder(rows, journey.order, back), journey.tokens_per_expert), back, journey.order)
+        if plan.order is not None:
+            inverse = inverse_permutation(plan.order)
+            rows = reorder(experts(reorder(rows, plan.order, inverse), plan.tokens_per_expert), inverse, plan.order)
         else:
-            rows = experts(rows, journey.tokens_per_expert)
-        combining = self._start_all_to_all(rows, send=journey.receive, receive=journey.send)
-        if beside is not None:
-            beside.second_half()
-        return unpermute(combining.wait(), weights, copies, kernels=experts.kernels)
+            rows = experts(rows, plan.tokens_per_expert)
+        combine = self._start_all_to_all(rows, send=plan.receive, receive=plan.send)
+        if overlapped is not None:
+            overlapped.second_half()
+        return unpermute(combine.wait(), weights, copies, kernels=experts.kernels)
 
     def _start_all_to_all(self, rows: Tensor, *, send: list[int], receive: list[int]) -> OverlappedAllToAll:
         return start_overlapped_all_to_all(rows, self.axis, send=send, receive=receive, before_wait=self.before_wait)
 
     def _plan_dispatch(self, counts: ExpertCounts, num_local_experts: int, device: torch.device) -> _DispatchPlan:
-        """What comes from the ranks is sorted by expert within each rank; here the experts come first, then the ranks."""
+        """Exchanges counts and orders received rows, sorted by expert within each rank, by expert first, then rank."""
         ranks = self.axis.size
         if isinstance(counts, int):
             each = [num_local_experts * counts] * ranks
             numbers = torch.arange(ranks * num_local_experts * counts, device=device)
             order = numbers.view(ranks, num_local_experts, counts).transpose(0, 1).flatten()
             return _DispatchPlan(each, each, ranks * counts, order if num_local_experts > 1 else None)
-        leaving = (
+        send_counts = (
             counts.view(self.ep_size, 1, num_local_experts)
             .expand(-1, self.etp_size, -1)
             .reshape(ranks, num_local_experts)
         )
         ones = [1] * ranks
-        arriving = collectives.all_to_all(leaving, self.axis, send=ones, receive=ones)
-        send, receive = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+        receive_counts = collectives.all_to_all(send_counts, self.axis, send=ones, receive=ones)
+        send, receive = torch.stack([send_counts.sum(1), receive_counts.sum(1)]).tolist()
         order = None
         if num_local_experts > 1:
             expert = torch.arange(num_local_experts, device=device).repeat(ranks)
-            order = expert.repeat_interleave(arriving.flatten(), output_size=sum(receive)).argsort(stable=True)
-        return _DispatchPlan(send, receive, arriving.sum(0), order)
+            order = expert.repeat_interleave(receive_counts.flatten(), output_size=sum(receive)).argsort(stable=True)
+        return _DispatchPlan(send, receive, receive_counts.sum(0), order)
 
     def _repeat_for_etp(self, permutation: Permutation, send: list[int]) -> Permutation:
-        """The arrangement in which each ep rank's rows stand etp times one after the other; each copy is a choice of its own."""
+        """Returns the permutation with each ep rank's rows repeated etp times; each repetition is a choice of its own."""
         device, etp = permutation.choice_R.device, self.etp_size
         lengths = torch.tensor(send[::etp], device=device)
         starts = lengths.cumsum(0) - lengths
@@ -168,24 +168,22 @@ class AllToAllDispatcher:
         first_R = torch.arange(rows, device=device) + (etp - 1) * starts[block_R]
         row_RC = first_R[:, None] + copy * lengths[block_R][:, None]
         choice_RC = permutation.choice_R[:, None] * etp + copy
-        place = row_RC.flatten()
-        real, kept = permutation.valid_R, permutation.kept_TK
+        row = row_RC.flatten()
+        valid, kept = permutation.valid_R, permutation.kept_TK
         return Permutation(
-            choice_R=torch.empty_like(place).scatter_(0, place, choice_RC.flatten()),
+            choice_R=torch.empty_like(row).scatter_(0, row, choice_RC.flatten()),
             row_TK=row_RC[permutation.row_TK.clamp(max=rows - 1)].flatten(1),
             counts=permutation.counts,
             valid_R=None
-            if real is None
-            else torch.empty(place.shape, dtype=torch.bool, device=device).scatter_(
-                0, place, real.repeat_interleave(etp)
-            ),
+            if valid is None
+            else torch.empty(row.shape, dtype=torch.bool, device=device).scatter_(0, row, valid.repeat_interleave(etp)),
             kept_TK=None if kept is None else kept.repeat_interleave(etp, dim=1),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class AllGatherDispatcher:
-    """Every token to every rank, which computes what belongs to its experts; the results are summed on the way back."""
+    """Sends every token to every rank, which computes the choices of its experts; results are reduce-scattered."""
 
     axis: Axis
     ep_size: int
@@ -194,18 +192,18 @@ class AllGatherDispatcher:
     def __call__(
         self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
     ) -> Tensor:
-        here = routing.num_experts // self.ep_size
-        first = self.axis.rank // self.etp_size * here
+        num_local_experts = routing.num_experts // self.ep_size
+        first_expert = self.axis.rank // self.etp_size * num_local_experts
         x_TD = collectives.gather_from_region(x_TD, self.axis)
         weights_TK = collectives.gather_from_region(routing.weights_TK, self.axis)
         chosen_TK = collectives.all_gather(routing.experts_TK, self.axis)
-        elsewhere = (chosen_TK < first) | (chosen_TK >= first + here)
-        of_these = Routing(
-            (chosen_TK - first).masked_fill(elsewhere, here),
+        not_local = (chosen_TK < first_expert) | (chosen_TK >= first_expert + num_local_experts)
+        local_routing = Routing(
+            (chosen_TK - first_expert).masked_fill(not_local, num_local_experts),
             weights_TK,
-            here,
+            num_local_experts,
             may_drop=routing.may_drop or self.ep_size > 1,
             capacity=None if routing.capacity is None else routing.capacity * self.axis.size,
             pad_to_capacity=routing.pad_to_capacity,
         )
-        return collectives.reduce_scatter_to_region(dispatch_locally(x_TD, of_these, experts), self.axis)
+        return collectives.reduce_scatter_to_region(dispatch_locally(x_TD, local_routing, experts), self.axis)

@@ -1,4 +1,4 @@
-"""Products in eight bits: give them to the layers that are to have them, and keep count of what they hold from step to step."""
+"""FP8 GEMMs of a model: puts them into the layers that use FP8, and holds their state from step to step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Fp8GemmSet:
-    """The products of a rank that are done in eight bits, under their weights' names.
+    """The FP8 GEMMs of a rank, by weight name.
 
-    fp8_gather_scalings: how weights are scaled of which both orientations hold the same numbers.
+    fp8_gather_scalings: the scaling of weights of which both orientations hold the same values.
     """
 
     linears: dict[str, Fp8Gemm] = field(default_factory=dict)
@@ -43,37 +43,37 @@ class Fp8GemmSet:
     fp8_gather_scalings: Mapping[str, Scaling] = field(default_factory=dict)
 
     def new_step(self) -> None:
-        """A step begins, with changed weights."""
-        for part in (*self.linears.values(), *self.experts):
-            part.new_step()
+        """Starts a step: weights have changed."""
+        for gemm in (*self.linears.values(), *self.experts):
+            gemm.new_step()
 
     def weights_changed(self) -> None:
-        """Weights may have changed, but no step has passed; until one begins, histories stay as they are."""
-        for part in (*self.linears.values(), *self.experts):
-            part.weight_changed()
+        """Drops cached weights without a step; amax is not recorded until one starts."""
+        for gemm in (*self.linears.values(), *self.experts):
+            gemm.weight_changed()
 
     def state(self) -> dict[str, Tensor]:
-        """The histories of delayed scaling, one per row, under a name that tells whose they are; empty if there are none."""
-        found = self._amax_histories()
-        return {_histories_key(found): torch.stack([history.state() for history in found.values()])} if found else {}
+        """Returns the amax histories of delayed scaling, one per row, under a key of the GEMMs' names; empty if there are none."""
+        rows = self._amax_histories()
+        return {_histories_key(rows): torch.stack([history.state() for history in rows.values()])} if rows else {}
 
     def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> bool:
-        """Go on with histories of the same products; False where there should be some, and these are others'."""
-        found = self._amax_histories()
-        if not found:
+        """Loads histories of the same GEMMs; returns False where some are needed and these are of others."""
+        histories = self._amax_histories()
+        if not histories:
             return True
-        rows = state.get(_histories_key(found))
+        rows = state.get(_histories_key(histories))
         if rows is None:
             return False
-        for history, row in zip(found.values(), rows, strict=True):
+        for history, row in zip(histories.values(), rows, strict=True):
             history.load_state(row, device)
         return True
 
     def _amax_histories(self) -> dict[str, DelayedScaling]:
         return {
             f"{weight} {part}": history
-            for weight, multiplication in self.linears.items()
-            for part, history in multiplication.amax_histories().items()
+            for weight, gemm in self.linears.items()
+            for part, history in gemm.amax_histories().items()
         }
 
 
@@ -84,36 +84,36 @@ def _histories_key(histories: Mapping[str, DelayedScaling]) -> str:
 def apply_fp8(
     stages: Sequence[Decoder], precision: PrecisionConfig, kernel_context: KernelContext, *, cache_weights: bool
 ) -> Fp8GemmSet:
-    """Let the large products of blocks run in FP8. `cache_weights`: a weight is cast once per step, and kept as cast."""
+    """Runs the large GEMMs of layers in FP8. `cache_weights`: a weight is quantised once per step and cached."""
     if precision.fp8_format is None:
         return Fp8GemmSet()
     choice = choose_kernel("fp8", kernel_context)
     _log.info("%s", choice)
-    make, recipe = (
+    make_gemm, recipe = (
         fp8_gemm_factory(precision, kernels=choice.functions, cache_weights=cache_weights),
         Fp8Recipe.from_config(precision),
     )
     linears: dict[str, Fp8Gemm] = {}
-    one_cast: dict[str, Scaling] = {}
+    gather_scalings: dict[str, Scaling] = {}
     experts: list[Fp8ExpertGemms] = []
     for stage in stages:
-        for number, block in stage.layers.items():
-            if not is_fp8_layer(precision, int(number), num_layers=stage.config.num_layers):
+        for layer_index, layer in stage.layers.items():
+            if not is_fp8_layer(precision, int(layer_index), num_layers=stage.config.num_layers):
                 continue
-            for name, module in _linears_of(block):
+            for name, module in _linears_of(layer):
                 if isinstance(module, Linear):
-                    weight = f"layers.{number}.{name}.weight"
-                    linears[weight] = _use_fp8_gemm(module, make)
+                    weight = f"layers.{layer_index}.{name}.weight"
+                    linears[weight] = _use_fp8_gemm(module, make_gemm)
                     scaling = recipe.fp8_gather_scaling(module.weight.shape)
-                    one_cast |= {} if scaling is None else {weight: scaling}
+                    gather_scalings |= {} if scaling is None else {weight: scaling}
                 else:
                     experts.append(Fp8ExpertGemms(choice.functions, cache_weights=cache_weights))
                     module.grouped_gemm = experts[-1]
-    return Fp8GemmSet(linears, experts, one_cast)
+    return Fp8GemmSet(linears, experts, gather_scalings)
 
 
 def _linears_of(layer: nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]]:
-    """The matrix products of attention, MLPs and experts; the router and small projections are left alone."""
+    """Yields the GEMMs of attention, MLPs and experts, not the router and small projections."""
     for name, owner in layer.named_modules():
         if isinstance(owner, Attention | MLP | GatedMLP | RoutedExperts):
             for inner, module in owner.named_children():
@@ -122,7 +122,7 @@ def _linears_of(layer: nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]
 
 
 def _use_fp8_gemm(module: Linear, make_gemm: Callable[[], Fp8Gemm]) -> Fp8Gemm:
-    multiplication, product = make_gemm(), module.linear_op
-    assert isinstance(product, ColumnParallelOp | RowParallelOp | ReplicatedOp)
-    module.linear_op = replace(product, gemm_op=replace(product.gemm_op, gemm=multiplication))
-    return multiplication
+    gemm, linear_op = make_gemm(), module.linear_op
+    assert isinstance(linear_op, ColumnParallelOp | RowParallelOp | ReplicatedOp)
+    module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, gemm=gemm))
+    return gemm

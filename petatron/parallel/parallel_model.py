@@ -25,7 +25,7 @@ from petatron.sharding.flat_shard import all_gather_params
 
 
 class ParallelModel:
-    """This rank's stages of a model, the groups its weights are updated in, and the reduction of its gradients.
+    """This rank's stages of a model with their parameter groups and gradient reduction.
 
     >>> import petatron
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -71,19 +71,19 @@ class ParallelModel:
         self._run_step: Callable[..., StepResult] = self._pipeline.run
 
     def use_cuda_graphs(self, graph_capture: GraphCapture) -> None:
-        """From now on, have the passes of training steps recorded and replayed (`parallel/pipeline/cuda_graph.py`)."""
+        """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`)."""
         assert isinstance(self.gradient_reducer, GradientReducer), "fully_shard communicates inside a step"
         self._run_step = GraphedSteps(self._pipeline.run, self.gradient_reducer, graph_capture).run
 
     @property
     def module(self) -> Decoder:
-        """The whole model, where one rank holds all its layers in one stage."""
+        """The whole model, where one rank has all its layers in one stage."""
         assert self.plan.ranks == self.plan.virtual == 1, "the model is spread over pipeline stages"
         return next(iter(self.stages.values()))
 
     @property
     def layout_key(self) -> str:
-        """Tells layouts apart as far as random streams are concerned."""
+        """Identifies a layout as far as RNG streams are concerned."""
         return f"{self.mesh.layout} sequence_parallel={self.sequence_parallel} {self.plan}"
 
     def train_step(
@@ -93,11 +93,11 @@ class ParallelModel:
         loss_scale: float = 1.0,
         timeline: Callable[[list[TimedAction]], None] | None = None,
     ) -> Tensor:
-        """Forward and backward of this rank's micro-batches; gradients are complete when it returns.
+        """Runs forward and backward of this rank's micro-batches; gradients are reduced when it returns.
 
-        Returns the mean loss per valid token of the *global* batch, on the device. One formula for every layout: the sum
-        of token losses over all ranks and micro-batches, divided by the number of valid tokens among them. `timeline` is
-        handed when each action ran; timing them makes the device wait after each.
+        Returns the mean loss per valid token of the *global* batch, on the device. One formula for every layout: the sum of
+        token losses over all ranks and micro-batches, divided by their number of valid tokens. `timeline` receives when each
+        action ran; timing synchronises the device after each.
         """
         self._set_mode(training=True)
         batches = [split_batch(batch, self.mesh.cp) for batch in batches]
@@ -105,30 +105,30 @@ class ParallelModel:
         self.gradient_reducer.start_step(len(batches))
         self.fp8_gemms.new_step()
         tokens = self._count_tokens(batches)
-        extra = torch.full_like(tokens, loss_scale / (len(batches) * self.mesh.dp.size))
-        scales = LossScales(token_loss=loss_scale / tokens, aux_loss=extra)
+        aux_loss_scale = torch.full_like(tokens, loss_scale / (len(batches) * self.mesh.dp.size))
+        scales = LossScales(token_loss=loss_scale / tokens, aux_loss=aux_loss_scale)
         clock = self._clock if timeline is not None else None
-        outcome = self._run_step(
+        result = self._run_step(
             self.plan.training_schedule(len(batches), rank=self.mesh.pp.rank), batches, scales, clock=clock
         )
         self.gradient_reducer.finish_grad_sync()
-        self.fp8_gemms.weights_changed()  # they are about to, and until then nothing is computed with them
-        self.router_statistics.update(outcome.router_statistics)
+        self.fp8_gemms.weights_changed()  # the optimizer changes them next; no forward runs before
+        self.router_statistics.update(result.router_statistics)
         if timeline is not None:
-            timeline(outcome.timed_actions)
-        return self._total_loss(outcome) / tokens
+            timeline(result.timed_actions)
+        return self._total_loss(result) / tokens
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Sum of the token losses of the global batch and the number of valid tokens, without gradients."""
+        """Returns the sum of the token losses of the global batch and the number of valid tokens, without gradients."""
         self._set_mode(training=False)
         self.fp8_gemms.weights_changed()
         batches = [split_batch(batch, self.mesh.cp) for batch in batches]
         tokens = self._count_tokens(batches)
-        outcome = self._pipeline.run(self.plan.evaluation_schedule(len(batches), rank=self.mesh.pp.rank), batches)
-        return self._total_loss(outcome), tokens
+        result = self._pipeline.run(self.plan.evaluation_schedule(len(batches), rank=self.mesh.pp.rank), batches)
+        return self._total_loss(result), tokens
 
     def all_gather_params(self) -> None:
-        """Make weights that were changed from outside known to every rank that computes with them."""
+        """All-gathers weights that were changed from outside, and drops their FP8 caches."""
         self.fp8_gemms.weights_changed()
         all_gather_params(self.param_groups)
 
@@ -138,14 +138,14 @@ class ParallelModel:
         return self._sum(count, over="dp_cp", here=first).clamp(min=1.0)
 
     def _total_loss(self, result: StepResult) -> Tensor:
-        """Of the global batch; ranks of one tensor-parallel group have the same part of it."""
+        """Sums over the global batch; ranks of one tensor-parallel group have the same share of it."""
         return self._sum(result.loss_sum, over="losses", here=self.mesh.tp.rank == 0)
 
     def _sum(self, x: Tensor, *, over: str, here: bool) -> Tensor:
-        """The sum of a scalar over an axis, on all ranks; `here` on one of those ranks of the world that have the same.
+        """Sums a scalar over an axis, on all ranks; `here` is true on one of the ranks with the same value.
 
-        It travels over the communicator of the whole world, which every run has for the gradient norm: eight bytes are no
-        reason for one more, and adding zeros changes no bit.
+        Uses the communicator of the whole world, which every run has for the gradient norm: eight bytes do not justify
+        another, and adding zeros changes no bit.
         """
         if self.mesh[over].size == 1:
             return x
@@ -153,11 +153,11 @@ class ParallelModel:
 
     def _set_mode(self, *, training: bool) -> None:
         for stage in self.stages.values():
-            if stage.training != training:  # walking through all modules costs a small model a tenth of its step
+            if stage.training != training:  # traversing all modules costs a small model a tenth of its step
                 stage.train(training)
 
     def _empty_stage_input(self, batch: Batch) -> Tensor:
-        """An empty tensor like those that pass between stages: this rank's part of the sequence."""
+        """Returns an empty tensor of a stage input's shape: this rank's part of the sequence."""
         size, length = batch.tokens.shape
         rows = length // self.mesh.tp.size if self.sequence_parallel else length
         hidden = next(iter(self.stages.values())).config.hidden_size

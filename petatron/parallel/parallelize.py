@@ -1,6 +1,6 @@
-"""The one ordered recipe that turns stages of a model on the meta device into this rank's part, with real first weights.
+"""The one ordered recipe that turns a model's stages on the meta device into this rank's shards, with initialised weights.
 
-Order: stage cut (the caller builds only this rank's stages) -> precision -> tensor/sequence parallel -> kernels and FP8 ->
+Order: stage split (the caller builds only this rank's stages) -> precision -> tensor/sequence parallel -> kernels and FP8 ->
 context parallel -> expert parallel -> recompute -> activation offload -> materialise -> data parallel.
 """
 
@@ -52,7 +52,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ParamSpecs:
-    """What a model says of itself: how its weights are split, the first spread of each (None: a constant), its decay."""
+    """A model's parameter facts: shard specs, initial standard deviation (None: a constant), weight decay."""
 
     shard_specs: Mapping[str, Shard]
     initial_std: Callable[[str], float | None]
@@ -62,7 +62,7 @@ class ParamSpecs:
 
 @dataclass(frozen=True, slots=True)
 class ParallelizeResult:
-    """Where parameters lie, in which groups they are updated, and who reduces their gradients."""
+    """Placements and groups of parameters, and the reducer of their gradients."""
 
     placements: dict[str, Placement]
     param_groups: Sequence[ParameterGroup]
@@ -83,30 +83,30 @@ def parallelize(
     in_flight: Mapping[int, int],
     init_weights: bool = True,
 ) -> ParallelizeResult:
-    """Apply every kind of parallelism the mesh has.
+    """Applies every kind of parallelism of the mesh.
 
-    `in_flight` is how many micro-batches' activations each stage holds at most. Without `init_weights` all weights are zero.
+    `in_flight`: the most micro-batches whose activations each stage holds. Without `init_weights` all weights are zero.
     """
     parallel = run.parallel
-    # One process has nobody to share with, and no process group to do it over.
+    # A single process has no ranks to shard over, and no process group.
     fully_sharded = parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and mesh.world.size > 1
-    weight_grads = WeightGradQueue()
+    weight_grad_queue = WeightGradQueue()
     placements: dict[str, Placement] = {}
     for stage in stages.values():
         # Fully sharded parameters are the master weights; the precision of the run is that of their gathered copies.
         stage.to(torch.promote_types(dtype, torch.float32) if fully_sharded else dtype)
         placements |= _shard_stage(stage, param_specs, mesh, run, rng_streams)
-        if not fully_sharded:  # fully_shard takes gradients from autograd
-            set_weight_grad_sink(stage, weight_grads)
+        if not fully_sharded:  # fully_shard gets gradients from autograd
+            set_weight_grad_sink(stage, weight_grad_queue)
     _tie_embeddings(stages, run)
-    situation = KernelContext.of(mesh.device, dtype, allow_compile=run.train.compile)
-    for choice in {str(c) for stage in stages.values() for c in select_kernels(stage, situation)}:
+    kernel_context = KernelContext.of(mesh.device, dtype, allow_compile=run.train.compile)
+    for choice in {str(c) for stage in stages.values() for c in select_kernels(stage, kernel_context)}:
         _log.debug("%s", choice)
-    eight_bits = apply_fp8(list(stages.values()), run.precision, situation, cache_weights=not fully_sharded)
+    fp8_gemms = apply_fp8(list(stages.values()), run.precision, kernel_context, cache_weights=not fully_sharded)
     shape = ActivationShape.from_config(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
     link = HostLink(mesh.device)
     combined = CombinedForwardBackward(mesh.device) if parallel.overlap_moe_expert_parallel_comm else None
-    for number, stage in stages.items():
+    for stage_index, stage in stages.items():
         apply_context_parallel(
             stage,
             mesh,
@@ -117,12 +117,12 @@ def parallelize(
             stage, mesh, run.moe, before_wait=None if combined is None else combined.switch_to_other_pass
         )
         apply_recompute(
-            stage, run.memory, rng_streams, shape=shape, in_flight=in_flight[number], num_local_stages=len(stages)
+            stage, run.memory, rng_streams, shape=shape, in_flight=in_flight[stage_index], num_local_stages=len(stages)
         )
         offloaded = apply_activation_offload(stage, run.memory, link)
         if offloaded is not None:
             _log.info("%s", offloaded)
-    weights = _fp8_weights(eight_bits, run, mesh, situation)
+    weights = _fp8_weights(fp8_gemms, run, mesh, kernel_context)
     if fully_sharded:
         groups, gradients = _build_fsdp_groups(
             stages, placements, param_specs, mesh, run, dtype, weights, init_weights=init_weights
@@ -131,12 +131,15 @@ def parallelize(
         groups, gradients = _build_flat_groups(
             stages, placements, param_specs, mesh, run, weights, init_weights=init_weights
         )
-        weight_grads.accumulate = gradients.write_grad
-    held = sum(stretch.length for group in groups for stretch in group.flat_shards)
+        weight_grad_queue.accumulate = gradients.write_grad
+    length = sum(flat_shard.length for group in groups for flat_shard in group.flat_shards)
     _log.debug(
-        "rank %d updates %s elements of parameters, padding included, %s", mesh.rank, f"{held:,}", str(dtype)[6:]
+        "rank %d updates %s elements of parameters, padding included, %s",
+        mesh.rank,
+        f"{length:,}",
+        str(dtype)[6:],
     )
-    return ParallelizeResult(placements, groups, gradients, weight_grads, eight_bits, combined)
+    return ParallelizeResult(placements, groups, gradients, weight_grad_queue, fp8_gemms, combined)
 
 
 def _shard_stage(
@@ -147,7 +150,7 @@ def _shard_stage(
     rng_streams: RandomStreams,
 ) -> dict[str, Placement]:
     sequence = run.parallel.sequence_parallel and mesh.tp.size > 1
-    split = ModelParallelCoordinate(
+    coordinate = ModelParallelCoordinate(
         tp_size=mesh.tp.size,
         tp_rank=mesh.tp.rank,
         sequence_parallel=sequence,
@@ -156,7 +159,7 @@ def _shard_stage(
         etp_size=mesh["etp"].size,
         etp_rank=mesh["etp"].rank,
     )
-    placements = shard_params(stage, param_specs.shard_specs, split)
+    placements = shard_params(stage, param_specs.shard_specs, coordinate)
     overlap = run.parallel.tp_comm_overlap_chunks if sequence and run.parallel.tp_comm_overlap else None
     apply_tensor_parallel(
         stage,
@@ -173,7 +176,7 @@ def _shard_stage(
 def _fp8_weights(
     fp8_gemms: Fp8GemmSet, run: RunConfig, mesh: ParallelMesh, kernel_context: KernelContext
 ) -> Fp8Weights:
-    """The weights that are the same in eight bits for all their products, and how they are made so if they are to travel."""
+    """Returns the weights with one scale for both orientations, with kernels to quantise them if they are all-gathered in FP8."""
     if not (run.precision.fp8_param_gather and fp8_gemms.fp8_gather_scalings and mesh["shard"].size > 1):
         return Fp8Weights(scalings=fp8_gemms.fp8_gather_scalings)
     choice = choose_kernel("weights to eight bits", kernel_context)
@@ -191,7 +194,7 @@ def _build_flat_groups(
     *,
     init_weights: bool,
 ) -> tuple[Sequence[FlatParamGroup], GradientReducer]:
-    """Weights whole on every rank in flat buffers; the optimizer's state may be shared (ZeRO-1)."""
+    """Builds flat buffers with whole weights on every rank; optimizer state may be sharded (ZeRO-1)."""
     parallel = run.parallel
     _materialise(stages, mesh)
     if init_weights:
@@ -220,7 +223,7 @@ def _build_flat_groups(
 
 
 def _grads_per_micro_batch(stages: Mapping[int, Decoder]) -> Counter[nn.Parameter]:
-    """How often each parameter is computed with; a head without a weight of its own takes the embedding's."""
+    """Counts the gradients of each parameter; a tied head adds one to the embedding's."""
     uses = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
     for stage in stages.values():
         if stage.head is not None and stage.head.weight is None and stage.embedding is not None:
@@ -239,8 +242,8 @@ def _build_fsdp_groups(
     *,
     init_weights: bool,
 ) -> tuple[Sequence[FsdpParamGroup], FsdpGradientReducer]:
-    """Weights and gradients shared too (ZeRO-2 and 3), from the start: a rank never holds more than its part."""
-    # torch's fully_shard takes longer to import than all of this package, and every process would wait for it.
+    """Shards weights and gradients too (ZeRO-2 and 3), from the start: a rank never holds more than its shard."""
+    # Importing torch's fully_shard takes longer than this whole package, for every process.
     from petatron.parallel.data.fsdp import FsdpGradientReducer, fully_shard_stages
 
     groups = fully_shard_stages(
@@ -256,12 +259,12 @@ def _build_fsdp_groups(
     _materialise(stages, mesh)
     if init_weights:
         _init_weights(
-            (found for group in groups for found in group_tensor_shards(group, group.weights())),
+            (shard for group in groups for shard in group_tensor_shards(group, group.weights())),
             param_specs,
             run.train.seed,
         )
         for weight in (weight for group in groups for weight in group.weights()):
-            weight.copy_(weight.to(dtype))  # the numbers that masters begin with where weights are not shared
+            weight.copy_(weight.to(dtype))  # the initial master weights of a run without full sharding
     return groups, FsdpGradientReducer(groups, mesh)
 
 
@@ -270,7 +273,7 @@ def _grad_reduce_dtype(run: RunConfig) -> torch.dtype | None:
 
 
 def _tie_embeddings(stages: Mapping[int, Decoder], run: RunConfig) -> None:
-    """Where one rank holds both ends of the model in two stages, a tied head is the embedding itself."""
+    """Ties the head's weight to the embedding's where one rank has both, in two stages."""
     first, last = (
         next((s for s in stages.values() if getattr(s.stage, end)), None) for end in ("has_embedding", "has_loss")
     )
@@ -281,15 +284,15 @@ def _tie_embeddings(stages: Mapping[int, Decoder], run: RunConfig) -> None:
 
 
 def _materialise(stages: Mapping[int, Decoder], mesh: ParallelMesh) -> None:
-    """Memory for parameters, all zero; what is shared between stages stays shared."""
-    made: dict[Tensor, nn.Parameter] = {}
+    """Allocates parameters and buffers, all zero; parameters shared between stages stay shared."""
+    materialised: dict[Tensor, nn.Parameter] = {}
     for stage in stages.values():
         for module in stage.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and parameter.device != mesh.device:
-                    if parameter not in made:
-                        made[parameter] = nn.Parameter(torch.zeros_like(parameter, device=mesh.device))
-                    module._parameters[name] = made[parameter]
+                    if parameter not in materialised:
+                        materialised[parameter] = nn.Parameter(torch.zeros_like(parameter, device=mesh.device))
+                    module._parameters[name] = materialised[parameter]
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
                     module._buffers[name] = torch.zeros_like(buffer, device=mesh.device)
@@ -298,24 +301,24 @@ def _materialise(stages: Mapping[int, Decoder], mesh: ParallelMesh) -> None:
 def _param_tensor_shards(
     stages: Mapping[int, Decoder], placements: Mapping[str, Placement]
 ) -> Iterable[tuple[TensorShard, Tensor]]:
-    """What two stages share goes by its name in the first."""
+    """Yields the shards of all parameters; one that two stages share has its name in the first."""
     seen: set[nn.Parameter] = set()
     for stage in stages.values():
         for name, parameter in stage.named_parameters():
             if parameter not in seen:
                 seen.add(parameter)
-                for piece in placements[name].tensor_shards:
-                    yield piece, parameter[piece.local_slices()]
+                for shard in placements[name].tensor_shards:
+                    yield shard, parameter[shard.local_slices()]
 
 
 @torch.no_grad()
 def _init_weights(shards: Iterable[tuple[TensorShard, Tensor]], param_specs: ParamSpecs, seed: int) -> None:
-    """First weights by logical tensor: the same in every layout."""
-    for piece, view in shards:
+    """Initialises weights by logical tensor: the same in every layout."""
+    for shard, view in shards:
         if view.device.type == "meta":
             return
-        std = param_specs.initial_std(piece.name)
+        std = param_specs.initial_std(shard.name)
         if std is None:
-            view.fill_(param_specs.initial_constant(piece.name))
+            view.fill_(param_specs.initial_constant(shard.name))
         else:
-            view.copy_(draw_normal_shard(piece, seed=seed, std=std))
+            view.copy_(draw_normal_shard(shard, seed=seed, std=std))

@@ -1,24 +1,24 @@
-"""Recompute: what a layer would keep for its backward pass is thrown away, and made again when it is needed.
+"""Recompute: tensors that a layer would save for backward are dropped, and recomputed when backward needs them.
 
-A `RecomputeRegion` runs a function and keeps its arguments alone. Autograd asks a hook what to store for each tensor it saves; inside
-a region the hook stores a number. In the backward pass the first number that comes back makes the region run the function a
-second time and hand out the tensors that this run saves, in the same order. What follows from that:
+A `RecomputeRegion` runs a function and saves its arguments alone. Inside a region a saved-tensor hook stores an index for each
+tensor. In backward the first index that is unpacked makes the region run the function again, and return the tensors that this
+run saves, in the same order. Hence:
 
-- The second run ends at the last tensor that is needed. Autograd saves the operands of a product before it multiplies, so
-  a region that ends with a product (an MLP, an attention layer) does not repeat that one, nor the communication behind it.
-- Both dropout streams are set to where they stood at the first run, and put back afterwards: masks are equal, and the rest
-  of the step draws what it would have drawn.
+- The second run ends at the last tensor that is needed. Autograd saves the operands of a GEMM before it multiplies, so a
+  region that ends with a GEMM (an MLP, an attention layer) does not repeat it, nor the communication after it.
+- Both dropout streams are set to their state at the first run, and restored afterwards: masks are equal, and later draws of
+  the step are unchanged.
 - Communication inside is repeated, in the same order on every rank, since every rank runs the same regions.
-- Layers' reports are written again, with the same values. Losses attached inside (router balance) join the gradient once:
-  the second run is never differentiated.
-- In a backward pass of two halves (zero-bubble schedules) the function runs in the first; operands that the second still
-  needs stay until then.
+- Router statistics are written again, with the same values. Losses attached inside (load balancing) are added to the gradient
+  once: the second run is never differentiated.
+- With a split backward (zero-bubble schedules) the function runs in the first half; operands that the second still needs are
+  held until then.
 
-Norms and activation functions need none of this: products do not keep what those make (`layers/ops/recompute_output.py`), nor what they
-gather of it where the sequence is split over tensor-parallel ranks. A mixture of experts does keep its input, in several places;
-under `layernorm` a second hook recognises it among the tensors that are saved (by its memory) and stores "what that norm makes"
-instead. Inside a region it is the other way round: the second run gathers a product's input, which stays until the product's
-backward pass, soon after, and is not gathered a third time.
+Norms and activation functions need none of this: GEMMs do not save their outputs (`layers/ops/recompute_output.py`), nor what they
+gather of them under sequence parallelism. An MoE layer does save its input, in several places; under `layernorm` a second hook
+recognises it among the saved tensors (by its storage) and stores a reference to the norm's recompute handle instead. Inside a
+region it is the other way round: the second run gathers a GEMM's input, which is held until the GEMM's backward, soon after, and
+is not gathered a third time.
 
 Regions nest: the arguments of an inner one are saved through autograd, where the hooks of the outer one see them.
 """
@@ -50,11 +50,11 @@ ForwardFunction = Callable[..., Tensor]
 
 
 class _StopRecompute(Exception):
-    """Ends a second run: everything that is needed has been made."""
+    """Ends a second run: all needed tensors have been recomputed."""
 
 
 class _SaveArguments(torch.autograd.Function):
-    """A node outside every backward pass, which holds tensors the way autograd does: other hooks may replace them."""
+    """A node outside every backward pass, which saves tensors the way autograd does: other hooks may replace them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -67,9 +67,9 @@ class _SaveArguments(torch.autograd.Function):
 
 
 class RecomputeRegion:
-    """One call of a function, of which only the arguments are kept for the backward pass.
+    """One call of a function, of which only the arguments are saved for backward.
 
-    An argument that its maker can make again is not kept either.
+    An argument with a recompute handle is not saved either.
     """
 
     __slots__ = (
@@ -85,25 +85,25 @@ class RecomputeRegion:
 
     def __init__(self, run: ForwardFunction, rng_streams: RandomStreams) -> None:
         self._run, self._rng_streams = run, rng_streams
-        self._saved_shapes: list[torch.Size] = []  # of what the first run saved
+        self._saved_shapes: list[torch.Size] = []  # of the first run's saved tensors
         self._recomputed: dict[int, Tensor] = {}  # by the second run, and not used yet
 
     def __call__(self, *args: Any) -> Tensor:
         tensors = [value for value in args if isinstance(value, Tensor)]
         self._handles = {
-            place: value.handle
-            for place, value in enumerate(args)
+            position: value.handle
+            for position, value in enumerate(args)
             if isinstance(value, Recomputable) and value.handle is not None
         }
         self._other_args = {
-            place: value
-            for place, value in enumerate(args)
-            if not isinstance(value, Tensor) and place not in self._handles
+            position: value
+            for position, value in enumerate(args)
+            if not isinstance(value, Tensor) and position not in self._handles
         }
         device = next(value for value in args if isinstance(value, Tensor | Recomputable))
         device = device.device if isinstance(device, Tensor) else device.value.device
         anchor = torch.empty(0, device=device, requires_grad=True)
-        # The node lives as long as its output: torch 2.11 lets go of what it saved when that dies.
+        # The node lives as long as its output: torch 2.11 frees what it saved when that dies.
         self._holder: Any = _SaveArguments.apply(anchor, *tensors)
         self._rng_snapshot = self._rng_streams.snapshot()
         with saved_tensors_hooks(self._pack, self._unpack):
@@ -114,34 +114,38 @@ class RecomputeRegion:
         return len(self._saved_shapes) - 1
 
     def _unpack(self, index: int) -> Tensor:
-        """What stood at a place, let go here. Autograd asks once in a backward pass; a second pass runs again."""
+        """Returns a recomputed tensor and drops it. Autograd unpacks once in a backward pass; a second pass runs again."""
         if index not in self._recomputed:
             self._recompute()
         return self._recomputed.pop(index)
 
     def _arguments(self) -> list[Any]:
-        kept = self._holder.grad_fn.saved_tensors  # asked for once: it may make other regions run
-        tensors = iter([x.detach().requires_grad_(x.requires_grad) for x in kept])
+        saved = self._holder.grad_fn.saved_tensors  # unpacked once: it may run other regions
+        tensors = iter([x.detach().requires_grad_(x.requires_grad) for x in saved])
         args = []
-        for place in range(len(kept) + len(self._other_args) + len(self._handles)):
-            if place in self._other_args:
-                args.append(self._other_args[place])
-            elif place in self._handles:
-                source = self._handles[place]
-                args.append(Recomputable(source.recompute().detach().requires_grad_(), source))
+        for position in range(len(saved) + len(self._other_args) + len(self._handles)):
+            if position in self._other_args:
+                args.append(self._other_args[position])
+            elif position in self._handles:
+                handle = self._handles[position]
+                args.append(Recomputable(handle.recompute().detach().requires_grad_(), handle))
             else:
                 args.append(next(tensors))
         return args
 
     def _recompute(self) -> None:
         args = self._arguments()
-        made: list[Tensor] = []
+        recomputed_tensors: list[Tensor] = []
 
         def collect(saved: Tensor) -> None:
-            wanted = self._saved_shapes[len(made)] if len(made) < len(self._saved_shapes) else None
-            assert saved.shape == wanted, f"the second run saved {saved.shape} where the first saved {wanted}"
-            made.append(saved.detach())  # with its graph, the whole second run would stay in memory
-            if len(made) == len(self._saved_shapes):
+            expected = (
+                self._saved_shapes[len(recomputed_tensors)]
+                if len(recomputed_tensors) < len(self._saved_shapes)
+                else None
+            )
+            assert saved.shape == expected, f"the second run saved {saved.shape} where the first saved {expected}"
+            recomputed_tensors.append(saved.detach())  # with its graph, the whole second run would stay in memory
+            if len(recomputed_tensors) == len(self._saved_shapes):
                 raise _StopRecompute
 
         try:
@@ -151,12 +155,12 @@ class RecomputeRegion:
                 saved_tensors_hooks(collect, _never_unpack),
             ):
                 self._run(*args)
-            assert len(made) == len(self._saved_shapes), (
-                f"the second run saved {len(made)} of {len(self._saved_shapes)} tensors"
+            assert len(recomputed_tensors) == len(self._saved_shapes), (
+                f"the second run saved {len(recomputed_tensors)} of {len(self._saved_shapes)} tensors"
             )
         except _StopRecompute:
             pass
-        self._recomputed.update(enumerate(made))
+        self._recomputed.update(enumerate(recomputed_tensors))
 
 
 def _never_unpack(stored: object) -> Tensor:
@@ -164,7 +168,7 @@ def _never_unpack(stored: object) -> Tensor:
 
 
 def recomputed(run: ForwardFunction, rng_streams: RandomStreams) -> ForwardFunction:
-    """The function, as a region whenever gradients are wanted."""
+    """Wraps a function: it runs as a region whenever gradients are enabled."""
 
     def forward(*args: Any) -> Tensor:
         return RecomputeRegion(run, rng_streams)(*args) if torch.is_grad_enabled() else run(*args)
@@ -173,7 +177,7 @@ def recomputed(run: ForwardFunction, rng_streams: RandomStreams) -> ForwardFunct
 
 
 def discard_input(consumer: nn.Module) -> None:
-    """Keep nothing of an input that its maker can make again."""
+    """Makes a module save nothing of an input that has a recompute handle."""
     consume = consumer.forward
 
     def forward(x: Tensor | Recomputable, *args: Any) -> Tensor:
@@ -187,7 +191,7 @@ def discard_input(consumer: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _RecomputedView:
-    """A view into what a source makes: what a consumer stores in its place."""
+    """A view of a recomputable output: saved in its place."""
 
     handle: RecomputeHandle
     shape: torch.Size
@@ -200,11 +204,11 @@ class _RecomputedView:
 
 
 def _recompute_instead_of_saving(value: Tensor, handle: RecomputeHandle) -> saved_tensors_hooks:
-    """Hooks under which nothing that lies in the value's memory is saved."""
-    memory, dtype, start = value.untyped_storage()._cdata, value.dtype, value.storage_offset()
+    """Returns hooks under which no view of the value's storage is saved."""
+    storage, dtype, start = value.untyped_storage()._cdata, value.dtype, value.storage_offset()
 
     def pack(saved: Tensor) -> Tensor | _RecomputedView:
-        if saved.untyped_storage()._cdata != memory or saved.dtype != dtype:
+        if saved.untyped_storage()._cdata != storage or saved.dtype != dtype:
             return saved.detach()  # a saved output with its graph would be a cycle
         handle.expect_output()
         return _RecomputedView(handle, saved.shape, saved.stride(), saved.storage_offset() - start)
@@ -216,40 +220,40 @@ def _recompute_instead_of_saving(value: Tensor, handle: RecomputeHandle) -> save
 
 
 def _recompute_modules(layer: TransformerLayer, modules: ModuleSet, rng_streams: RandomStreams) -> None:
-    """Inner ones first: what is wrapped later stands outside."""
+    """Wraps a layer's recomputed modules, inner ones first."""
     attention, mlp = layer.attention, layer.mlp
-    parts: dict[str, nn.Module] = {"core_attn": attention.core, "attention": attention}
+    candidates: dict[str, nn.Module] = {"core_attn": attention.core, "attention": attention}
     if isinstance(mlp, MoELayer):
-        parts |= {"moe": mlp} | ({} if mlp.shared is None else {"shared_experts": mlp.shared})
+        candidates |= {"moe": mlp} | ({} if mlp.shared is None else {"shared_experts": mlp.shared})
     else:
-        parts["mlp"] = mlp
+        candidates["mlp"] = mlp
     if FULL in modules:
         _save_gathered_inputs(layer)
-    for name, part in parts.items():
+    for name, module in candidates.items():
         if name in modules:
-            _save_gathered_inputs(part)
-            part.forward = recomputed(part.forward, rng_streams)
+            _save_gathered_inputs(module)
+            module.forward = recomputed(module.forward, rng_streams)
     if isinstance(mlp, MoELayer) and "shared_experts" in modules:
-        mlp.shared_runs_in_halves = False  # the region is the whole of it
+        mlp.shared_runs_in_halves = False  # it is one region
     if "layernorm" in modules and isinstance(mlp, MoELayer):
         discard_input(mlp)
 
 
-def _save_gathered_inputs(part: nn.Module) -> None:
-    """What products of a region gather, its second run keeps."""
-    for linear in part.modules():
+def _save_gathered_inputs(module: nn.Module) -> None:
+    """Makes a region's GEMMs save their gathered inputs, which its second run gathers."""
+    for linear in module.modules():
         if isinstance(linear, Linear) and isinstance(linear.linear_op, ColumnParallelOp):
             linear.linear_op = replace(linear.linear_op, regather=False)
 
 
 def _grouped_layer_runner(groups: Sequence[tuple[int, bool]], rng_streams: RandomStreams) -> LayerRunner:
-    """Runs blocks in groups of (count, recomputed) consecutive ones."""
+    """Runs layers in groups of (count, recomputed) consecutive ones."""
 
-    def run(blocks: Sequence[nn.Module], x_SBD: Tensor, passing: ForwardContext) -> Tensor:
+    def run(layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
         start = 0
-        for count, again in groups:
-            part = partial(run_layers_sequentially, blocks[start : start + count])
-            x_SBD = recomputed(part, rng_streams)(x_SBD, passing) if again else part(x_SBD, passing)
+        for count, recompute in groups:
+            run_group = partial(run_layers_sequentially, layers[start : start + count])
+            x_SBD = recomputed(run_group, rng_streams)(x_SBD, context) if recompute else run_group(x_SBD, context)
             start += count
         return x_SBD
 
@@ -265,15 +269,15 @@ def apply_recompute(
     in_flight: int = 1,
     num_local_stages: int = 1,
 ) -> str:
-    """Make one stage recompute what the config says, or what its memory budget asks for; returns a line for the log.
+    """Applies the recompute of the config, or of its memory budget, to one stage; returns a line for the log.
 
-    `in_flight` is the largest number of micro-batches whose activations the stage holds at a time, `num_local_stages` how many
-    stages the rank has. Called once, after every kind of parallelism has filled its seams.
+    `in_flight` is the largest number of micro-batches whose activations the stage holds, `num_local_stages` the stages of the
+    rank. Called once, after every kind of parallelism has filled its slots.
     """
     plan = plan_recompute(memory, shape, decoder.stage, in_flight=in_flight, num_local_stages=num_local_stages)
-    for block, modules in zip(decoder.layers.values(), plan.modules, strict=True):
-        assert isinstance(block, TransformerLayer)
-        _recompute_modules(block, modules, rng_streams)
-    if any(again for _, again in plan.groups):
+    for layer, modules in zip(decoder.layers.values(), plan.modules, strict=True):
+        assert isinstance(layer, TransformerLayer)
+        _recompute_modules(layer, modules, rng_streams)
+    if any(recompute for _, recompute in plan.groups):
         decoder.run_layers = _grouped_layer_runner(plan.groups, rng_streams)
     return plan.describe()

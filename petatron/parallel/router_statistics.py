@@ -1,7 +1,7 @@
-"""What the routers of all layers did in a step, summed over every rank: for the log, and for balancing by bias.
+"""Router statistics of all layers in a step, summed over every rank: for the log, and for load balancing by bias.
 
-Reports of layers are added up over micro-batches where they arise. One small all-reduce per step, in which every rank
-fills the rows of the layers it holds, tells every rank about all layers.
+Statistics of a layer are summed over micro-batches where they are computed. One small all-reduce per step, in which every rank
+fills the rows of its layers, gives every rank those of all layers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from petatron.models.decoder import Decoder
 
 
 class RouterStatistics:
-    """The routers of this rank's layers, and the sums of the last step over all ranks."""
+    """The routers of this rank's layers, and the last step's statistics over all ranks."""
 
     def __init__(
         self, stages: Mapping[int, Decoder], layers: Sequence[int], num_experts: int, mesh: ParallelMesh
     ) -> None:
-        """`layers` are the numbers of all mixtures of experts in the model."""
+        """`layers` are the indices of all MoE layers of the model."""
         self.layers = tuple(layers)
         self._statistics_length = statistics_length(num_experts)
-        self.totals: Tensor | None = None  # [layers, report], as in `load_balancing.router_statistics`
+        self.totals: Tensor | None = None  # [layers, statistics], as in `load_balancing.router_statistics`
         self._mesh = mesh
         self._routers = {
             module.layer_index: module.router
@@ -38,7 +38,7 @@ class RouterStatistics:
 
     @torch.no_grad()
     def update(self, statistics: Mapping[int, Tensor]) -> None:
-        """Take a step's reports; experts that were chosen too often are made less likely where that is asked for."""
+        """All-reduces a step's statistics; updates the expert biases of routers that have one."""
         if not self.layers:
             return
         totals = torch.zeros(len(self.layers), self._statistics_length, dtype=torch.float64, device=self._mesh.device)
@@ -54,7 +54,7 @@ class RouterStatistics:
                 router.expert_bias.copy_(expert_bias_update(router.expert_bias, counts, rate))
 
     def expert_biases(self) -> Iterator[tuple[str, Tensor]]:
-        """What routers have learnt beside their weights, by name; equal on all ranks that hold the layer."""
+        """Yields expert biases by name; equal on all ranks that have the layer."""
         for layer, router in self._routers.items():
             if router.expert_bias is not None:
                 yield f"layers.{layer}.mlp.router.expert_bias", router.expert_bias

@@ -1,4 +1,4 @@
-"""Fill the slots of layers with the kernels of this device."""
+"""Fills the kernel slots of layers for this device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from petatron.layers.output_head import OutputHead
 
 
 def select_kernels(model: nn.Module, kernel_context: KernelContext) -> list[KernelChoice]:
-    """Give every layer the fastest kernels there are for it; says which."""
+    """Gives every layer the fastest kernels available; returns the choices."""
     chosen: dict[str, KernelChoice] = {}
 
     def best(operation: str) -> KernelChoice:

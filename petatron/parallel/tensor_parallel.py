@@ -1,27 +1,27 @@
-"""Tensor and sequence parallelism: give each layer its part of the weights, and fill its seams with communication.
+"""Tensor and sequence parallelism: shards each layer's weights, and fills its seams with communication.
 
-What to do with a layer follows from its row in the model's Shard table. A matrix split along its output (column) takes the
-whole input on every rank and needs nothing after it; one split along its input (row) needs its partial products added up.
-So each half of a block costs one exchange forward and one backward (Shoeybi et al., Megatron-LM):
+What a layer needs follows from its row in the model's Shard table. A linear sharded along its output (column) needs the whole
+input on every rank and nothing after it; one sharded along its input (row) needs its partial outputs summed. So attention and MLP
+each cost one collective in forward and one in backward (Shoeybi et al., Megatron-LM):
 
-    whole sequence on every rank       copy -> column ... row -> reduce
-    sequence split between the halves  gather -> column ... row -> scatter      (Korthikanti et al.)
+    whole sequence on every rank       copy -> column ... row -> all-reduce
+    sequence parallel                  all-gather -> column ... row -> reduce-scatter      (Korthikanti et al.)
 
-The second moves the same bytes but keeps norms, dropout and the residual stream split. Nobody keeps what was gathered: for the
-weight's gradient it is gathered once more, beside the product that makes the input's (`layers/ops/linear_op.py` says how), so the
-backward pass moves half as much again, beside products. The sum that a copied input's gradient needs runs beside the product
-of the weight's. The vocabulary is split too, and the loss is computed where the logits are.
+The second moves the same bytes but shards norms, dropout and the residual stream. The gathered input is not saved: for the weight's
+gradient it is gathered once more, overlapped with the GEMM of the input's gradient (`layers/ops/linear_op.py` says how), so
+backward moves half as much again, overlapped. The all-reduce of a copied input's gradient overlaps the weight-gradient GEMM. The
+vocabulary is sharded too, and the loss is computed where the logits are.
 
-In the forward pass a GEMM waits for its all-gather, and its reduce-scatter for it. `--tp-comm-overlap` cuts both into n chunks of
-rows, so that one chunk is communicated while another is multiplied. A chunk has the same slice of every rank's part of the sequence:
+In forward a GEMM waits for its all-gather, and its reduce-scatter for it. `--tp-comm-overlap` cuts both into n chunks of rows,
+so that one chunk is communicated while another is multiplied. A chunk has the same slice of every rank's part of the sequence:
 
-    column    communication   gather 0 | gather 1 | ...                    (all begun at once)
-              computing       own part | chunk 0  | chunk 1 | ...          (a rank's own rows wait for nothing)
+    column    communication   gather 0 | gather 1 | ...                    (all started at once)
+              computing       local    | chunk 0  | chunk 1 | ...          (a rank's own rows wait for nothing)
     row       computing       chunk 0  | chunk 1  | ...
               communication              scatter 0 | scatter 1 | ...
 
-With x seen as [tp, part, ...], a chunk is x[:, start:stop]: tp blocks of rows, spread in memory on one side of the GEMM and adjacent
-on the other, which is what a collective wants. A strided batched GEMM reads and writes both without a copy. The same bytes are
+With x seen as [tp, part, ...], a chunk is x[:, start:stop]: tp blocks of rows, strided in memory on one side of the GEMM and adjacent
+on the other, as a collective needs them. A strided batched GEMM reads and writes both without a copy. The same bytes are
 communicated; the last reduce-scatter, 1 / n of a row linear's communication, stays exposed.
 """
 
@@ -55,7 +55,7 @@ from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Sha
 def shard_params(
     model: nn.Module, shard_specs: Mapping[str, Shard], coordinate: ModelParallelCoordinate
 ) -> dict[str, Placement]:
-    """Replace every parameter by an empty one of this rank's shape (on the meta device still), and say what lies where."""
+    """Replaces every parameter by an empty shard of this rank (still on the meta device), and returns the placements."""
     placements: dict[str, Placement] = {}
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
@@ -72,7 +72,7 @@ def shard_params(
 
 @dataclass(frozen=True, slots=True)
 class AllGatherInput:
-    """The entrance of a product that needs the whole sequence, of which every rank of an axis has a part."""
+    """All-gathers the sequence before the GEMM and reduce-scatters its input gradient."""
 
     axis: Axis
 
@@ -80,17 +80,17 @@ class AllGatherInput:
         return collectives.all_gather(x, self.axis)
 
     def start_gather_input(self, x: Tensor) -> PendingTensor:
-        part, whole = x.contiguous(), x.new_empty((x.shape[0] * self.axis.size, *x.shape[1:]))
-        return partial(_wait_for, collectives.start_all_gather(whole, part, self.axis), whole, part)
+        shard, whole = x.contiguous(), x.new_empty((x.shape[0] * self.axis.size, *x.shape[1:]))
+        return partial(_wait_for, collectives.start_all_gather(whole, shard, self.axis), whole, shard)
 
     def start_reduce_input_grad(self, grad: Tensor) -> PendingTensor:
-        whole, part = grad.contiguous(), grad.new_empty((grad.shape[0] // self.axis.size, *grad.shape[1:]))
-        return partial(_wait_for, collectives.start_reduce_scatter(part, whole, self.axis), part, whole)
+        whole, shard = grad.contiguous(), grad.new_empty((grad.shape[0] // self.axis.size, *grad.shape[1:]))
+        return partial(_wait_for, collectives.start_reduce_scatter(shard, whole, self.axis), shard, whole)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedInput:
-    """The entrance of a product for which every rank of an axis has the whole sequence, and a summand of its gradient."""
+    """Every rank has the whole sequence: no communication before the GEMM, an all-reduce of its input gradient."""
 
     axis: Axis
 
@@ -108,14 +108,14 @@ class ReplicatedInput:
 
 
 def _wait_for(handle: Handle, received: Tensor, sent: Tensor) -> Tensor:
-    """`sent` must live until it has gone, so it is among the arguments."""
+    """Waits; `sent` must live until it has been sent, so it is among the arguments."""
     handle.wait()
     return received
 
 
 @dataclass(frozen=True, slots=True)
 class AllGatherOverlap:
-    """All-gathers the sequence in chunks, each overlapped with the GEMM of the rows that are there already."""
+    """All-gathers the sequence in chunks, each overlapped with the GEMM of rows received before."""
 
     axis: Axis
     num_chunks: int
@@ -157,12 +157,12 @@ class ReduceScatterOverlap:
         ranks, width = self.axis.size, weight.shape[0]
         parts = x.unflatten(0, (ranks, -1))
         y = x.new_empty((*parts.shape[1:-1], width))
-        begun: list[tuple[Handle, Tensor]] = []  # what is sent must live until it has gone
+        started: list[tuple[Handle, Tensor]] = []  # with the tensor being sent, which must live until then
         for start, stop in _slices(parts.shape[1], self.num_chunks):
             sent = x.new_empty((ranks, stop - start, *x.shape[1:-1], width))
             gemm.forward_into(_row_blocks(parts[:, start:stop]), weight, _row_blocks(sent))
-            begun.append((collectives.start_reduce_scatter(y[start:stop], sent.flatten(0, 1), self.axis), sent))
-        for handle, _ in begun:
+            started.append((collectives.start_reduce_scatter(y[start:stop], sent.flatten(0, 1), self.axis), sent))
+        for handle, _ in started:
             handle.wait()
         batch_first = is_batch_first(x)
         return GemmResult(y, (to_rows(x, batch_first=batch_first),), batch_first=batch_first)
@@ -175,7 +175,7 @@ class ReduceScatterOverlap:
 
 
 def _slices(length: int, num_chunks: int) -> list[tuple[int, int]]:
-    """At most so many consecutive slices (start, stop) of nearly the same length; the longer ones come first.
+    """Returns at most `num_chunks` consecutive slices (start, stop) of nearly equal length; the longer ones come first.
 
     >>> _slices(8, 3), _slices(2, 4)
     ([(0, 3), (3, 6), (6, 8)], [(0, 1), (1, 2)])
@@ -186,16 +186,15 @@ def _slices(length: int, num_chunks: int) -> list[tuple[int, int]]:
 
 
 def _row_blocks(x: Tensor) -> Tensor:
-    """[N, S, ..., D] as [N, R, D]; a view where the tokens of a block are adjacent in memory, as they always are in outputs."""
+    """[N, S, ..., D] as [N, R, D]; a view where a block's tokens are adjacent in memory, as they always are in outputs."""
     return x.flatten(1, -2)
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnParallelOp:
-    """A product with a weight split along its output: every rank needs the whole input.
+    """A linear with its weight sharded along the output: every rank needs the whole input.
 
-    `regather`: a gathered input is not kept but gathered a second time in the backward pass. (Low precision keeps what it
-    has cast of it, either way.)
+    `regather`: a gathered input is not saved but gathered a second time in backward. (FP8 saves its quantised input either way.)
     """
 
     axis: Axis
@@ -209,15 +208,15 @@ class ColumnParallelOp:
             return self.gemm_op(as_recomputable(x), weight)
         if not self.sequence_parallel:
             return self.gemm_op(as_recomputable(x), weight, input_comm=ReplicatedInput(self.axis))
-        here = (
+        local_input = (
             as_recomputable(x) if self.regather else Recomputable(x.value if isinstance(x, Recomputable) else x, None)
         )
-        return self.gemm_op(here, weight, input_comm=AllGatherInput(self.axis), gemm_forward=self.overlap)
+        return self.gemm_op(local_input, weight, input_comm=AllGatherInput(self.axis), gemm_forward=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
 class RowParallelOp:
-    """A product with a weight split along its input: the ranks' results are summands."""
+    """A linear with its weight sharded along the input: the ranks' outputs are partial sums."""
 
     axis: Axis
     sequence_parallel: bool
@@ -230,13 +229,13 @@ class RowParallelOp:
         return self.reduce_output(self.gemm_op(as_recomputable(x), weight))
 
     def reduce_output(self, partial_sum: Tensor) -> Tensor:
-        together = collectives.reduce_scatter_to_region if self.sequence_parallel else collectives.reduce_from_region
-        return together(partial_sum, self.axis)
+        reduce = collectives.reduce_scatter_to_region if self.sequence_parallel else collectives.reduce_from_region
+        return reduce(partial_sum, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedOp:
-    """A product with a weight that is whole on every rank."""
+    """A linear with its whole weight on every rank."""
 
     gemm_op: GemmOp = DEFAULT_GEMM_OP
 
@@ -253,10 +252,10 @@ def apply_tensor_parallel(
     shared_generator: torch.Generator | None,
     overlap_chunks: int | None = None,
 ) -> None:
-    """Fill the seams. `sequence_parallel` splits activations between the matrices; `shared_generator` is the dropout stream of the axis.
+    """Fills the seams. `sequence_parallel` shards activations along the sequence; `shared_generator` is the axis's dropout stream.
 
-    `overlap_chunks`: linears overlap the communication of their forward pass in so many chunks; the output head does not, since
-    its loss already works block by block on what it has gathered.
+    `overlap_chunks`: linears overlap their forward communication in so many chunks; the output head does not, since its loss
+    already works chunk by chunk on its gathered input.
     """
     column, row = ColumnParallelOp(axis, sequence_parallel), RowParallelOp(axis, sequence_parallel)
     column_linear, row_linear = column, row
@@ -282,32 +281,32 @@ def apply_tensor_parallel(
 
 
 def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
-    """Let every product, the embedding and norms give their weight gradients to a taker instead of autograd.
+    """Makes every linear, the embedding and norms submit their weight gradients to a sink instead of autograd.
 
-    Comes after `apply_tensor_parallel`, whose products keep their communication, and before recompute, which wraps what it finds.
+    Called after `apply_tensor_parallel`, whose linear ops keep their communication, and before recompute, which wraps modules.
     """
     for module in model.modules():
         if isinstance(module, Linear | OutputHead):
-            product = module.linear_op
-            assert isinstance(product, ColumnParallelOp | RowParallelOp | ReplicatedOp)
-            module.linear_op = replace(product, gemm_op=replace(product.gemm_op, weight_grad_sink=sink))
+            linear_op = module.linear_op
+            assert isinstance(linear_op, ColumnParallelOp | RowParallelOp | ReplicatedOp)
+            module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, weight_grad_sink=sink))
         if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | RMSNorm | LayerNorm):
             module.weight_grad_sink = sink
 
 
 def shard_vocabulary(model: nn.Module, shard_specs: Mapping[str, Shard], axis: Axis) -> None:
-    """Tell both ends of the model which part of the vocabulary this rank holds; a part may be all padding."""
-    split = ModelParallelCoordinate(tp_size=axis.size, tp_rank=axis.rank)
-    for name, end in model.named_modules():
-        if isinstance(end, TokenEmbedding | OutputHead):
-            size = end.vocab_shard.vocab_size
-            pieces = compute_placement(
-                name, (size,), find_shard_spec(shard_specs, name + ".weight"), split
+    """Sets the vocabulary shard of embedding and output head; a shard may be all padding."""
+    coordinate = ModelParallelCoordinate(tp_size=axis.size, tp_rank=axis.rank)
+    for name, module in model.named_modules():
+        if isinstance(module, TokenEmbedding | OutputHead):
+            size = module.vocab_shard.vocab_size
+            shards = compute_placement(
+                name, (size,), find_shard_spec(shard_specs, name + ".weight"), coordinate
             ).tensor_shards
-            end.vocab_shard = VocabShard(
+            module.vocab_shard = VocabShard(
                 vocab_size=size,
-                first_id=pieces[0].start[0] if pieces else size,
-                num_ids=pieces[0].shape[0] if pieces else 0,
+                first_id=shards[0].start[0] if shards else size,
+                num_ids=shards[0].shape[0] if shards else 0,
                 all_reduce_max_sum=_max_and_sum(axis) if axis.size > 1 else None,
                 all_gather_logits=partial(collectives.all_gather, axis=axis),
             )

@@ -1,4 +1,4 @@
-"""Which axes of the mesh a run communicates over: the groups that exist before its first step."""
+"""The mesh axes that a run communicates over: their process groups exist before its first step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from petatron.sharding.shard_spec import Placement
 
 
 def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
-    """In one order for all ranks of the world, since making a group is a rendezvous of its members.
+    """Returns them in one order for all ranks, since creating a group is a rendezvous of its members.
 
-    Sums over blocks of ranks differ between pipeline stages (`ends`, `tp/2`); ranks of one block are of one stage, or are its ends.
+    Gradient reductions over blocks of ranks differ between pipeline stages (`ends`, `tp/2`); a block's ranks are of one stage, or are
+    its ends.
     """
     parallel, axes = run.parallel, ["tp", "cp", "pp", "dp_cp"]
     if parallel.cp_comm_type == "a2a+p2p":
@@ -23,5 +24,5 @@ def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
         axes += ["ep_etp", "sequence", "stage", "edp"]
         if parallel.data_parallel_sharding_strategy != "no_shard":
             axes.append("edp_shard")
-    summed = {piece.grad_reduce_axis for placement in placements.values() for piece in placement.tensor_shards}
-    return [*axes, *sorted(name for name in summed if name is not None and name not in axes), "world"]
+    reduced = {shard.grad_reduce_axis for placement in placements.values() for shard in placement.tensor_shards}
+    return [*axes, *sorted(name for name in reduced if name is not None and name not in axes), "world"]

@@ -1,1 +1,1 @@
-"""What a run will cost before it is started: pipeline schedules simulated and drawn."""
+"""Simulates and draws pipeline schedules before a run starts."""

@@ -1,13 +1,13 @@
-"""Pipeline schedules under NCCL's rules (`mesh/diagnose/nccl_program.py`): can their transfers deadlock, and what do communicators cost?
+"""Simulates pipeline schedules under NCCL's rules (`mesh/diagnose/nccl_program.py`): deadlocks, and what communicators cost.
 
-Which communicator a transfer uses is a policy. A schedule says which transfers a rank starts at one moment; a policy makes calls on
-communicators of them:
+Which communicator a transfer uses is a policy. A schedule lists the transfers a rank starts at one moment; a policy turns them into
+calls on communicators:
 
-lone_unbatched   A transfer that is alone at its moment goes over a communicator of the two ranks, several go as one batch over that of
-                 the pipeline. Deadlocks: where one end is alone and the other is not, they are on different communicators.
+lone_unbatched   A single transfer at its moment uses a communicator of the two ranks, several go as one batch over the pipeline's.
+                 Deadlocks: where one end is alone and the other is not, they are on different communicators.
 group_batch      One batch over the pipeline's communicator. Never deadlocks, as long as both ends of all transfers of a moment
                  are in one batch each: a schedule's lists are parts of one common order of moments. But a rank's transfers wait for each
-                 other, also those with different partners.
+                 other, also those with different peers.
 pair             A batch over a communicator per pair of ranks.
 pair_direction   Each transfer alone over a communicator per ordered pair of ranks. Only transfers between the same two ranks in
                  the same direction wait for each other.
@@ -36,7 +36,7 @@ class PipelineTransfer(NamedTuple):
 
 
 class SimulatedCommunicator(NamedTuple):
-    """Ranks that can talk, and in which direction if only in one."""
+    """The ranks of a communicator, and the direction if it has only one."""
 
     members: tuple[int, ...]
     separator: str = "-"
@@ -116,7 +116,7 @@ def _operation(kind: str, peer: int) -> Operation:
 def pipeline_program(
     schedule: Schedule, policy: CommunicatorPolicy, costs: ActionCosts, *, noise: float = 0.0, seed: int = 0
 ) -> NcclProgram:
-    """A schedule as a program; each computation's cost is multiplied by a random factor between 1 - noise and 1 + noise."""
+    """Builds the program of a schedule; each action's cost is multiplied by a random factor between 1 - noise and 1 + noise."""
     times = _ComputeTimes(schedule, costs, noise=noise, seed=seed)
     communicators: dict[SimulatedCommunicator, tuple[int, ...]] = {}
     transfer_cost = costs.time_of(ActionKind.SEND_FORWARD, 0)
@@ -144,7 +144,7 @@ def pipeline_program(
 
 
 def unordered_makespan(schedule: Schedule, costs: ActionCosts, *, noise: float = 0.0, seed: int = 0) -> float:
-    """How long a schedule takes if a message travels as soon as it is made, whatever else does and whether or not it is awaited."""
+    """Returns the makespan if every message is sent as soon as it is computed, independent of other transfers and of its receiver."""
     times = _ComputeTimes(schedule, costs, noise=noise, seed=seed)
     transfer_cost = costs.time_of(ActionKind.SEND_FORWARD, 0)
     computations = [[action for action in actions if action.kind in COMPUTE_KINDS] for actions in schedule.actions]
@@ -174,7 +174,7 @@ def unordered_makespan(schedule: Schedule, costs: ActionCosts, *, noise: float =
 
 
 class _ComputeTimes:
-    """What computations take: the same for a computation, seed and noise wherever it is asked for."""
+    """The times of computations: a function of computation, seed and noise."""
 
     def __init__(self, schedule: Schedule, costs: ActionCosts, *, noise: float, seed: int) -> None:
         self._times = {

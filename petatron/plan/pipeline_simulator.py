@@ -1,12 +1,12 @@
-"""How long a pipeline schedule takes when each action has a given cost, and what it keeps in memory.
+"""Simulates the time and the activation memory of a pipeline schedule with given action costs.
 
-The model of time: a rank computes one thing at a time, in the order of its list. A transfer is posted when the rank comes to it in
-its list and takes none of the rank's time. A message travels when both its ends have posted it, takes the transfer cost, and
-the messages between two ranks start in the order of their lists; those in the same direction come one after the other, those
-in opposite directions pass each other. A computation waits for the messages it needs.
+The model of time: a rank computes one action at a time, in the order of its list. A transfer is posted when the rank reaches it in
+its list and takes none of the rank's time. A message starts when both ends have posted it, takes the transfer cost, and
+the messages between two ranks start in the order of their lists; those in the same direction are serialised, those in opposite
+directions overlap. A computation waits for the messages it needs.
 
-Activations are counted in micro-batches of one stage (`max_held_micro_batches`); how many are kept depends on the order alone, not on the
-costs.
+Activations are counted in micro-batches of one stage (`max_held_micro_batches`); how many are held depends on the order alone, not
+on the costs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Cost = float | Callable[[int], float]
 class ActionCosts:
     """Time of each kind of action, the same for all stages or a function of the stage.
 
-    A whole backward is its two halves together unless it is given.
+    A full backward costs the sum of its two halves unless it is given.
     """
 
     forward: Cost = 1.0
@@ -44,7 +44,7 @@ class ActionCosts:
     transfer: Cost = 0.0
 
     def time_of(self, kind: ActionKind, stage: int) -> float:
-        """The time of a computation, or of a message sent by `stage`."""
+        """Returns the time of a computation, or of a message sent by `stage`."""
         if kind is ActionKind.BACKWARD and self.backward is None:
             return self.time_of(ActionKind.INPUT_GRAD, stage) + self.time_of(ActionKind.WEIGHT_GRAD, stage)
         by_kind: dict[ActionKind, Cost | None] = {
@@ -60,7 +60,7 @@ class ActionCosts:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What came of a schedule. `events` are each rank's computations in order."""
+    """The result of a simulation. `events` are each rank's computations in order."""
 
     makespan: float
     busy_time: tuple[float, ...]
@@ -69,7 +69,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they do not compute."""
+        """The fraction of all ranks' time in which they do not compute."""
         return bubble_fraction(self.events)
 
 
@@ -84,12 +84,11 @@ def bubble_fraction(events: tuple[tuple[TimedAction, ...], ...]) -> float:
 
 
 def theoretical_bubble(name: str, *, ranks: int, virtual: int, micro_batches: int) -> float | None:
-    """The bubble that theory promises for stages of equal cost, F = I = W (B = 2F) and no transfer time.
+    """Returns the theoretical bubble for stages of equal cost, F = I = W (B = 2F) and no transfer time.
 
-    It is (p-1) / (k m + p-1), where k says how many times shorter than a micro-batch's work on a rank the waiting is that each rank
-    of the pipeline adds: that work itself in gpipe and 1f1b, one stage's part of it in interleaved, one forward of one stage
-    where the backward is split. gpipe and 1f1b keep the promise always, zb-v from (3p-1)/2 micro-batches, the others from p; None
-    where there is no promise.
+    It is (p-1) / (k m + p-1), where k is the ratio of a micro-batch's work on a rank to the idle time that each rank of the pipeline
+    adds: that work itself in gpipe and 1f1b, one stage's part of it in interleaved, one forward of one stage where the backward is
+    split. gpipe and 1f1b always reach it, zb-v from (3p-1)/2 micro-batches, the others from p; None where theory gives no value.
     """
     shorter = {"gpipe": 1, "1f1b": 1, "interleaved": virtual, "zb-h1": 3, "zb-v": 6}[name]
     fewest = {
@@ -105,12 +104,12 @@ def theoretical_bubble(name: str, *, ranks: int, virtual: int, micro_batches: in
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """The most micro-batches of one stage each rank holds at a time."""
+    """Returns the most micro-batches of one stage that each rank holds at a time."""
     return tuple(max_held_micro_batches(actions) for actions in schedule.actions)
 
 
 def simulate(schedule: Schedule, costs: ActionCosts) -> Simulation:
-    """Play a schedule through; ValueError, with what each rank waits for, if it never ends."""
+    """Simulates a schedule; ValueError, with what each rank waits for, if it deadlocks."""
     clock = _Simulator(schedule, costs)
     clock.run()
     events = tuple(tuple(events) for events in clock.events)
@@ -124,7 +123,7 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Simulation:
 
 
 def messages_by_peer(schedule: Schedule, rank: int) -> dict[int, list[StageOutput]]:
-    """For each other rank, the messages between the two in the order of this rank's list, in both directions."""
+    """Returns for each other rank the messages between the two in the order of this rank's list, in both directions."""
     messages: dict[int, list[StageOutput]] = {}
     for action in schedule.actions[rank]:
         if action.kind not in COMPUTE_KINDS:
@@ -134,7 +133,7 @@ def messages_by_peer(schedule: Schedule, rank: int) -> dict[int, list[StageOutpu
 
 
 def message_of(schedule: Schedule, transfer: Action) -> tuple[int, StageOutput]:
-    """The rank at the other end of a transfer, and what it carries."""
+    """Returns the rank at the other end of a transfer, and its message."""
     forward = transfer.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
     onward = transfer.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD)
     other = transfer.stage + (1 if onward else -1)
@@ -147,7 +146,7 @@ def message_of(schedule: Schedule, transfer: Action) -> tuple[int, StageOutput]:
 
 
 class _Channel:
-    """The messages between two ranks: which comes next, when each end posted, when each arrived."""
+    """The messages between two ranks: the next one, when each end posted, when each arrived."""
 
     def __init__(self, messages: list[StageOutput]) -> None:
         self.messages = messages
@@ -159,7 +158,7 @@ class _Channel:
     def start_ready_messages(
         self, ranks: tuple[int, int], source_of: Callable[[StageOutput], int], costs: ActionCosts
     ) -> list[tuple[StageOutput, float]]:
-        """Start every message whose turn has come and whose ends are both there; answers them with when they arrive."""
+        """Starts every message that is next and posted at both ends; returns them with their arrival times."""
         arrived: list[tuple[StageOutput, float]] = []
         while self._next < len(self.messages):
             product = self.messages[self._next]
@@ -176,7 +175,7 @@ class _Channel:
 
 
 class _Simulator:
-    """Times of everything in a schedule, found by going through the lists as far as each can go, again and again."""
+    """Computes all times of a schedule by advancing each rank's list as far as possible, repeatedly."""
 
     def __init__(self, schedule: Schedule, costs: ActionCosts) -> None:
         self._schedule = schedule
@@ -212,7 +211,7 @@ class _Simulator:
             raise ValueError(f"this schedule never ends: {'; '.join(stuck)}")
 
     def _advance(self, rank: int) -> list[int]:
-        """Take a rank through its list until it must wait; answers the ranks that something arrived at meanwhile."""
+        """Advances a rank through its list until it must wait; returns the ranks that received something meanwhile."""
         actions, woken = self._schedule.actions[rank], []
         while self._next[rank] < len(actions):
             action = actions[self._next[rank]]

@@ -1,6 +1,6 @@
-"""A picture of a pipeline: one row per rank, one box per computation, simulated or measured.
+"""Draws a pipeline timeline: one row per rank, one box per computation, simulated or measured.
 
-Both pictures take each rank's list of TimedAction. Transfers are left out: what they cost shows as the gaps between boxes.
+SVG and text both use each rank's list of TimedAction. Transfers are not drawn: their cost shows as gaps between boxes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DIGIT_WIDTH = 6.6
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The boxes of a picture: times from 0, and the position of each stage among those of its rank."""
+    """The boxes of a timeline: times from 0, and the index of each stage among those of its rank."""
 
     boxes: tuple[tuple[TimedAction, ...], ...]
     start: float
@@ -59,7 +59,7 @@ def _rows(events: Events) -> _Rows:
 
 
 def timeline_svg(events: Events, *, title: str, unit: str = "", width: int | None = None) -> str:
-    """The picture as an SVG document: hover over a box for its stage, micro-batch and times.
+    """Draws the timeline as an SVG document: hover over a box for its stage, micro-batch and times.
 
     `unit` names the unit of time on the axis. Without `width` the picture is as wide as its boxes need to show their numbers,
     within reason.
@@ -93,7 +93,7 @@ def _default_width(rows: _Rows) -> int:
 
 
 def _colour(kind: ActionKind, chunk: int, chunks: int) -> tuple[str, str]:
-    """Fill of a box, and of the number in it."""
+    """Returns the fill of a box, and of the number in it."""
     hue, saturation = _HUES[kind]
     lightness = _DARKEST + (_LIGHTEST - _DARKEST) * chunk / max(1, chunks - 1)
     # Written as red, green, blue: not every viewer of SVG knows hsl().
@@ -155,7 +155,7 @@ def _tick_step(span: float) -> float:
 
 
 def timeline_text(events: Events, *, columns: int = 100) -> str:
-    """The picture in characters, no wider than `columns`: letter of the kind and micro-batch, dots where a rank is idle.
+    """Draws the timeline in at most `columns` characters: letter of the kind and micro-batch, dots where a rank is idle.
 
     Lower case letters are the second, fourth, ... stage of a rank. A box too narrow for its number shows its letter; where
     several boxes fall into one column, the one in its middle is shown.

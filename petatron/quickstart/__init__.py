@@ -1,1 +1,1 @@
-"""The parts of `petatron quickstart`: its corpus, its stages, and how the result is judged."""
+"""The parts of `petatron quickstart`: its corpus, its stages, and the evaluation of the result."""

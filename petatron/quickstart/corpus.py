@@ -1,7 +1,7 @@
 """A corpus that is on every machine: the source files of Python's own standard library.
 
-Real text of about ten megabytes, written by people, without a download. Left out are folders of tests, which repeat
-themselves, and of generated tables. Files are chosen, and set aside for evaluation, by a hash of their path: the choice
+Real text of about ten megabytes, written by people, without a download. Excluded are folders of tests, which repeat
+themselves, and of generated tables. Files are chosen, and held out for evaluation, by a hash of their path: the choice
 does not depend on the order of the file system, spreads over all packages, and stays when other files come or go.
 Whole files are held out, because a model that has seen one half of a file knows much of the other.
 """
@@ -28,7 +28,7 @@ _MAX_FILE_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file's place under the corpus folder, with forward slashes, and its text."""
+    """A file's path relative to the corpus folder, with forward slashes, and its text."""
 
     path: str
     text: str
@@ -43,7 +43,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """Changes when any text, or its side of the division, does."""
+        """Changes when any text, or its split, does."""
         hasher = hashlib.blake2b(digest_size=16)
         for name, files in (("train", self.train), ("held out", self.held_out)):
             for file in files:
@@ -52,12 +52,12 @@ class Corpus:
 
 
 def standard_library() -> Path:
-    """The folder of the running Python's library."""
+    """Returns the folder of the running Python's library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def read_corpus(folder: Path, *, max_bytes: int, min_files: int = 200) -> Corpus:
-    """Up to `max_bytes` of Python source below a folder, divided into training and held-out files."""
+    """Reads up to `max_bytes` of Python source below a folder, divided into training and held-out files."""
     chosen: list[SourceFile] = []
     total = 0
     for path in sorted(_candidates(folder), key=_path_hash):
@@ -78,12 +78,12 @@ def read_corpus(folder: Path, *, max_bytes: int, min_files: int = 200) -> Corpus
 
 
 def is_held_out(path: str) -> bool:
-    """One file in twenty."""
+    """Selects one file in twenty."""
     return _path_hash(path) % HELD_OUT_INTERVAL == 0
 
 
 def write_jsonl(files: Sequence[SourceFile], destination: Path) -> None:
-    """One JSON object per file with its path and text, as `petatron data preprocess` reads them."""
+    """Writes one JSON object per file with its path and text, as `petatron data preprocess` reads them."""
     lines = (json.dumps({"path": file.path, "text": file.text}) + "\n" for file in files)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def write_jsonl(files: Sequence[SourceFile], destination: Path) -> None:
 
 
 def _candidates(folder: Path) -> Iterator[str]:
-    """Python files below a folder by relative path; folders that are left out are not even entered."""
+    """Yields Python files below a folder by relative path; excluded folders are not entered."""
     pending = [folder]
     while pending:
         try:

@@ -1,7 +1,7 @@
-"""How well a trained model predicts text it has never seen, beside the simplest model of the same tokens.
+"""Evaluates a trained model on held-out text, compared with a unigram model of the same tokens.
 
-The yardstick is a unigram model: it knows how often each token occurs in the training text, and nothing of what stands
-before it. Its loss is what a language model reaches by learning frequencies alone, so what is below it was learned from
+The baseline is a unigram model: it knows how often each token occurs in the training text, and nothing of the tokens
+before it. Its loss is what a language model reaches by learning frequencies alone, so anything below it was learned from
 context. Both are measured on exactly the same tokens.
 """
 
@@ -22,7 +22,7 @@ from petatron.train.state.train_state import TrainState
 
 
 class UnigramModel:
-    """Token frequencies, each counted once more than it was seen, so that no token is impossible.
+    """Token frequencies with add-one smoothing, so that no token is impossible.
 
     >>> round(UnigramModel(np.array([7, 1])).loss(np.array([0, 0, 1])), 3)
     2.056
@@ -34,14 +34,14 @@ class UnigramModel:
 
     @classmethod
     def from_dataset(cls, dataset: IndexedDataset, vocab_size: int) -> UnigramModel:
-        """The frequencies of a whole token file."""
+        """Counts the frequencies of a whole token file."""
         counts = np.zeros(vocab_size, np.int64)
         for sequence in range(dataset.num_sequences):
             counts += np.bincount(dataset.get(sequence), minlength=vocab_size)
         return cls(counts)
 
     def loss(self, tokens: NDArray[np.integer]) -> float:
-        """Sum of the tokens' negative log probabilities, in nats."""
+        """Returns the sum of the tokens' negative log probabilities, in nats."""
         return float(self._losses[tokens].sum())
 
 
@@ -65,7 +65,7 @@ class TrainedModel:
 
 
 def evaluate_held_out(settings: str, train: IndexedDataset, held_out: IndexedDataset) -> TrainedModel:
-    """Load the last checkpoint of a run's settings file into one process, and evaluate every held-out token once."""
+    """Loads the last checkpoint of a run's settings file into one process, and evaluates every held-out token once."""
     batches = _num_batches(settings, held_out)
     flags = ["--config", settings, "--tp", "1", "--finetune", "--eval-iters", str(batches), "--num-workers", "0"]
     loaded, tokenizer = open_tokenizer(load_config(flags, world_size=1))

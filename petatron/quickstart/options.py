@@ -1,4 +1,4 @@
-"""What the quickstart trains, and what it can be asked for. Apart from its stages, so that help needs no library."""
+"""The quickstart's model and options; separate from its stages, so that help imports no library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 # A LLaMA in miniature: 1.7 million parameters, which two cores train on a million tokens in about two minutes. What counts
 # in so short a run is the number of steps and the variety of each batch: hence few layers and short samples. Weights start
-# larger than in a large model, since their spread should go with one over the root of the width.
+# larger than in a large model, since their standard deviation should scale with 1/sqrt(width).
 MODEL: Mapping[str, Any] = {
     "num_layers": 4,
     "hidden_size": 128,
@@ -28,10 +28,10 @@ MODEL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickstartOptions:
-    """What the quickstart can be asked for; the last fields are for tests."""
+    """Options of the quickstart; the last fields are for tests."""
 
     out: str = "runs/quickstart"
-    """Folder for everything it makes."""
+    """Output folder."""
     tensor_parallel: int = 2
     """Ranks that share the model."""
     steps: int = 800
@@ -39,7 +39,7 @@ class QuickstartOptions:
     minutes: float = 4.0
     """Training stops after this time even if steps are left."""
     fresh: bool = False
-    """Do all stages again."""
+    """Redo all stages."""
     corpus_bytes: int = 10_000_000
     min_files: int = 200
     vocab_size: int = 4096

@@ -1,11 +1,11 @@
 """The stages of the quickstart before training: a folder, a corpus, a tokenizer, token files and a settings file.
 
-Every stage has a key, a digest of all that decides its result, and the keys of finished stages lie in `stages.json`. A
-stage whose key is there and whose files exist is not done again; a key contains the key of the stage before it, so a
-change anywhere redoes all that follows. Training is kept in the same way, but its key is written before it starts: an
-interrupted run goes on from its checkpoint, and a run with other settings starts over.
+Every stage has a key, a digest of everything that determines its result, and the keys of finished stages are in `stages.json`.
+A stage whose key is there and whose files exist is skipped; a key contains the key of the stage before it, so a change anywhere
+redoes all that follows. Training works in the same way, but its key is written before it starts: an interrupted run resumes from
+its checkpoint, and a run with other settings starts over.
 
-Nothing here needs torch, so that the first stages are done while a library of that size would still be loading.
+Nothing here imports torch, so that the first stages are done while a library of that size would still be loading.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPLITS = ("train", "held_out")
 
 
 class Workspace:
-    """The quickstart's folder: where each thing lies, and which stages are finished."""
+    """The quickstart's folder: its paths, and which stages are finished."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
@@ -45,11 +45,11 @@ class Workspace:
         return self.root / "corpus" / f"{split}.jsonl"
 
     def data(self, split: str) -> Path:
-        """Prefix of a split's token files."""
+        """Returns the prefix of a split's token files."""
         return self.root / "data" / f"{split}_text_document"
 
     def open(self, *, fresh: bool = False) -> None:
-        """Make the folder, or empty one of ours. A folder with anything else in it is left alone."""
+        """Creates the folder, or empties one of ours. A folder with anything else in it is refused."""
         stamp = self.root / STAGES_FILE
         try:
             if self.root.exists() and not stamp.is_file() and any(self.root.iterdir()):
@@ -70,7 +70,7 @@ class Workspace:
         return (*folders, self.tokenizer, self.settings, self.summary)
 
     def stage_keys(self) -> dict[str, str]:
-        """Stage -> key of what was last finished; a file that cannot be read counts as nothing finished."""
+        """Maps stages to the keys of what was last finished; an unreadable file counts as nothing finished."""
         try:
             found = json.loads((self.root / STAGES_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -78,7 +78,7 @@ class Workspace:
         return found if isinstance(found, dict) else {}
 
     def set_stage_key(self, stage: str, key: str | None) -> None:
-        """Remember that a stage is finished, or with None that it no longer is."""
+        """Records that a stage is finished, or with None that it no longer is."""
         keys = {name: value for name, value in self.stage_keys().items() if name != stage}
         self._write_stage_keys(keys if key is None else {**keys, stage: key})
 
@@ -86,7 +86,7 @@ class Workspace:
         write_atomic(self.root / STAGES_FILE, json.dumps(keys, indent=1) + "\n")
 
     def run_stage(self, name: str, key: str, outputs: Sequence[Path], work: Callable[[], object]) -> bool:
-        """Do a stage unless it is finished with this key; answers whether it was."""
+        """Runs a stage unless it is finished with this key; returns whether it was."""
         if self.stage_keys().get(name) == key and all(path.is_file() for path in outputs):
             return True
         self.set_stage_key(name, None)
@@ -96,12 +96,12 @@ class Workspace:
 
 
 def stage_key(*parts: Any) -> str:
-    """A digest of plain values."""
+    """Returns a digest of plain values."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def prepare_corpus(workspace: Workspace, options: QuickstartOptions) -> tuple[Corpus, bool]:
-    """Read the standard library and keep its two parts as JSON lines; also whether that had been done."""
+    """Reads the standard library and writes its two splits as JSON lines; also returns whether that had been done."""
     corpus = read_corpus(standard_library(), max_bytes=options.corpus_bytes, min_files=options.min_files)
     parts = dict(zip(SPLITS, (corpus.train, corpus.held_out)))
 
@@ -113,7 +113,7 @@ def prepare_corpus(workspace: Workspace, options: QuickstartOptions) -> tuple[Co
 
 
 def prepare_tokenizer(workspace: Workspace, corpus: Corpus, vocab_size: int) -> tuple[HuggingFaceTokenizer, bool]:
-    """A byte-level BPE of the training files; the held-out ones have no say in it."""
+    """Trains a byte-level BPE on the training files only."""
 
     def work() -> None:
         train_bpe((file.text for file in corpus.train), vocab_size, workspace.tokenizer)
@@ -123,11 +123,11 @@ def prepare_tokenizer(workspace: Workspace, corpus: Corpus, vocab_size: int) -> 
 
 
 def prepare_data(workspace: Workspace) -> tuple[dict[str, IndexedDataset], bool]:
-    """Token files of both parts, each document ended by the end-of-document token."""
+    """Builds the token files of both splits, each document ended by the end-of-document token."""
     outputs = [Path(f"{workspace.data(split)}.{suffix}") for split in SPLITS for suffix in ("bin", "idx")]
 
     def work() -> None:
-        remove_tree(workspace.root / "data")  # sample indices of other token files would only take room
+        remove_tree(workspace.root / "data")  # sample indices of other token files would only waste disk
         for split in SPLITS:
             prefix = str(workspace.data(split)).removesuffix("_text_document")
             tokenizer = TokenizerConfig(tokenizer_model=str(workspace.tokenizer))
@@ -143,7 +143,7 @@ def prepare_data(workspace: Workspace) -> tuple[dict[str, IndexedDataset], bool]
 
 
 def prepare_settings(workspace: Workspace, options: QuickstartOptions) -> None:
-    """Write the settings of the run; results of a run with other settings or data are removed."""
+    """Writes the settings of the run; results of a run with other settings or data are removed."""
     settings = training_settings(workspace, options)
     key = stage_key(workspace.stage_keys()["data"], settings)
     if workspace.stage_keys().get("training") != key:
@@ -155,7 +155,7 @@ def prepare_settings(workspace: Workspace, options: QuickstartOptions) -> None:
 
 
 def training_settings(workspace: Workspace, options: QuickstartOptions) -> dict[str, dict[str, Any]]:
-    """What `petatron train` needs to know but the layout and the time limit, by section of the schema."""
+    """Returns all settings of `petatron train` but the layout and the time limit, by section of the schema."""
     return {
         "model": dict(options.model),
         "optim": {"lr": 4e-3, "weight_decay": 0.1, "adam_beta2": 0.99},
@@ -179,13 +179,13 @@ def training_settings(workspace: Workspace, options: QuickstartOptions) -> dict[
 
 
 def training_flags(workspace: Workspace, options: QuickstartOptions) -> list[str]:
-    """The words after `petatron train`."""
+    """Returns the arguments of `petatron train`."""
     limit = ["--exit-duration-in-mins", f"{options.minutes:g}"]
     return ["--config", str(workspace.settings), "--tp", str(options.tensor_parallel), *limit]
 
 
 def stop_message(metrics: Path) -> str:
-    """What a run's metrics say of its last early end, "stopping at iteration 5: ..."; empty when there was none."""
+    """Returns the last early stop in a run's metrics, "stopping at iteration 5: ..."; empty when there was none."""
     try:
         records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:

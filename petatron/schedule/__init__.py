@@ -1,11 +1,10 @@
 """Pipeline schedules as data: for each rank, the list of actions of one optimizer step.
 
-A schedule is pure; `parallel/pipeline/executor.py` executes one rank's part of it (`RankSchedule`), `plan/pipeline_simulator.py` predicts
-how long the whole (`Schedule`) takes, `plan/timeline_drawing.py` draws it. One device is a pipeline of one stage, so there is one
-training path. `gpipe_and_1f1b.py` and `zero_bubble.py` say which computation comes when, `send_recv.py` puts the sends and receives
-between them.
+A schedule is pure; `parallel/pipeline/executor.py` executes one rank's part of it (`RankSchedule`), `plan/pipeline_simulator.py`
+predicts the time of the whole (`Schedule`), `plan/timeline_drawing.py` draws it. One device is a pipeline of one stage, so there is
+one training path. `gpipe_and_1f1b.py` and `zero_bubble.py` order the computations, `send_recv.py` inserts the sends and receives.
 
-A model is cut into p x v stages, v on each of p ranks. Rank r holds the stages r, r + p, r + 2p, ...; in zb-v it holds
+A model is split into p x v stages, v virtual stages on each of p ranks. Rank r has the stages r, r + p, r + 2p, ...; in zb-v it has
 r and 2p-1-r, so that the model goes down the ranks and comes back up, and the first and the last stage are on one rank.
 """
 
@@ -44,7 +43,7 @@ _ONE_STAGE_PER_RANK = ("gpipe", "1f1b", "zb-h1")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What every rank does in one step, computations and transfers: in batches as it is executed, and one by one."""
+    """All ranks' actions of one step, computations and transfers: in batches as they are executed, and one by one."""
 
     name: str
     ranks: int
@@ -57,13 +56,13 @@ class Schedule:
         object.__setattr__(self, "actions", tuple(tuple(chain.from_iterable(own)) for own in self.action_batches))
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
+        """Returns the rank that has a stage."""
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.stages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSchedule:
-    """What one rank does in one step: all that it needs to execute a schedule, in a few bytes per action."""
+    """One rank's actions of one step: all it needs to execute a schedule, in a few bytes per action."""
 
     name: str
     ranks: int
@@ -73,16 +72,16 @@ class RankSchedule:
     actions: RankActions
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
+        """Returns the rank that has a stage."""
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.stages)
 
     def action_batches(self) -> Iterator[ActionBatch]:
-        """In the order of execution: one computation, two that are combined, or transfers that are started together."""
+        """Yields batches in order of execution: one computation, two that are combined, or transfers started together."""
         return self.actions.action_batches()
 
 
 def stage_rank(name: str, stage: int, *, ranks: int, stages: int) -> int:
-    """The rank that holds a stage under a schedule."""
+    """Returns the rank that has a stage under a schedule."""
     if name == "zb-v" and stage >= ranks:
         return stages - 1 - stage
     return stage % ranks
@@ -97,7 +96,7 @@ def schedule_problem(
     group_size: int | None = None,
     combined: bool = False,
 ) -> str | None:
-    """Why there is no such schedule, as the rule that is broken; None if there is one."""
+    """Returns why there is no such schedule, as the rule that is broken; None if there is one."""
     if name not in SCHEDULES:
         return f"the schedules are {', '.join(SCHEDULES)}; there is no {name!r}"
     if min(ranks, virtual, micro_batches) < 1:
@@ -122,10 +121,10 @@ def build_schedule(
     group_size: int | None = None,
     combined: bool = False,
 ) -> Schedule:
-    """The schedule of one training step; ValueError with the reason where there is none.
+    """Builds the schedule of one training step; raises ValueError with the reason where there is none.
 
-    group_size is for interleaved: how many micro-batches go through a rank's first stage before its second begins (ranks).
-    combined: in the steady state a forward and a backward of different micro-batches are one batch, and run together.
+    group_size is for interleaved: how many micro-batches run a rank's first stage before its second starts (default: ranks).
+    combined: in the steady state a forward and a backward of different micro-batches are one batch, and run combined.
 
     >>> schedule = build_schedule("1f1b", ranks=2, virtual=1, micro_batches=2)
     >>> " ".join(f"{action.kind}{action.micro_batch}" for action in schedule.actions[0])
@@ -138,7 +137,7 @@ def build_schedule(
 
 
 def forward_only(name: str, *, ranks: int, virtual: int, micro_batches: int) -> Schedule:
-    """Evaluation: the same stages on the same ranks, no backward."""
+    """Builds the schedule of an evaluation: the same stages on the same ranks, no backward."""
     computed = _forward_only_orders(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
     return _build_all_ranks(name, computed, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
 
@@ -155,18 +154,18 @@ def rank_schedule(
     combined: bool = False,
     training: bool = True,
 ) -> RankSchedule:
-    """One rank's part of `build_schedule`, or of `forward_only`; a step asks for it every time, so it is kept.
+    """Returns one rank's part of `build_schedule`, or of `forward_only`; cached, since every step needs it.
 
     >>> schedule = rank_schedule("1f1b", ranks=2, virtual=1, micro_batches=2, rank=0)
     >>> " ".join(f"{action.kind}{action.micro_batch}" for batch in schedule.action_batches() for action in batch)
     'F0 SF0 F1 SF1 RB0 B0 RB1 B1'
     """
     shape = {"ranks": ranks, "virtual": virtual, "micro_batches": micro_batches}
-    more = {"group_size": group_size, "combined": combined}
-    computed = computations(name, **shape, **more) if training else _forward_only_orders(name, **shape)
+    options = {"group_size": group_size, "combined": combined}
+    computed = computations(name, **shape, **options) if training else _forward_only_orders(name, **shape)
     stages = ranks * virtual
-    play = UnitCostSimulation(computed, _stage_ranks(name, ranks=ranks, stages=stages))
-    return RankSchedule(name, ranks, stages, micro_batches, rank, play.actions(rank))
+    simulation = UnitCostSimulation(computed, _stage_ranks(name, ranks=ranks, stages=stages))
+    return RankSchedule(name, ranks, stages, micro_batches, rank, simulation.actions(rank))
 
 
 @lru_cache(maxsize=64)
@@ -179,7 +178,7 @@ def in_flight(
     group_size: int | None = None,
     combined: bool = False,
 ) -> tuple[int, ...]:
-    """How many micro-batches' activations each stage holds at most; transfers do not matter for it.
+    """Returns the most micro-batches whose activations each stage holds; transfers do not matter for it.
 
     >>> in_flight("1f1b", ranks=4, virtual=1, micro_batches=8)
     (4, 3, 2, 1)
@@ -205,7 +204,7 @@ def computations(
     group_size: int | None = None,
     combined: bool = False,
 ) -> Iterable[Sequence[Action | ActionBatch]]:
-    """What every rank computes in one training step, in order; ValueError with the reason where there is no such schedule."""
+    """Returns every rank's computations in one training step, in order; raises ValueError where there is no such schedule."""
     problem = schedule_problem(
         name, ranks=ranks, virtual=virtual, micro_batches=micro_batches, group_size=group_size, combined=combined
     )

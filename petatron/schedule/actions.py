@@ -1,4 +1,4 @@
-"""The words a pipeline schedule is written in: what one rank does, in which order, and when it was done.
+"""The vocabulary of pipeline schedules: actions of one rank, their order, and when they ran.
 
 No torch here: schedules are drawn, simulated and tested without it.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class ActionKind(StrEnum):
-    """What an action does. A whole backward is B; a split one is I (gradient of the input) and, later, W (of the weights)."""
+    """The kind of an action. A whole backward is B; a split one is I (input gradient) and, later, W (weight gradient)."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -29,11 +29,11 @@ SEND_KINDS = frozenset((ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD))
 
 
 class Action(NamedTuple):
-    """One thing to do for one micro-batch.
+    """One computation or transfer of one micro-batch.
 
-    `stage` counts all stages of the model from 0. It is the stage that computes or, for a transfer, the one at this rank's
-    end: SF sends the output of `stage` to the next one, RF receives the input of `stage` from the one before it, SB sends the
-    gradient of the input of `stage` to the one before it, RB receives the gradient of the output of `stage` from the next one.
+    `stage` counts all stages of the model from 0. It is the stage that computes or, for a transfer, this rank's stage: SF sends
+    the output of `stage` to the next one, RF receives the input of `stage` from the one before it, SB sends the gradient of the
+    input of `stage` to the one before it, RB receives the gradient of the output of `stage` from the next one.
     """
 
     kind: ActionKind
@@ -50,19 +50,19 @@ ActionBatch = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action with when it began and ended, in seconds when measured, in units of cost when simulated."""
+    """An action with its start and end, in seconds when measured, in units of cost when simulated."""
 
     action: Action
     start: float
     end: float
 
 
-# What a computation leaves for others: (FORWARD, s, m) is the output of stage s, (INPUT_GRAD, s, m) the gradient of its input.
+# The result of a computation: (FORWARD, s, m) is the output of stage s, (INPUT_GRAD, s, m) the gradient of its input.
 StageOutput = tuple[ActionKind, int, int]
 
 
 def produced_by(action: Action) -> StageOutput | None:
-    """What a computation makes that another may wait for; None for weight gradients, which stay where they are."""
+    """Returns the result that another computation may wait for; None for weight gradients, which are local."""
     if action.kind is ActionKind.FORWARD:
         return ActionKind.FORWARD, action.stage, action.micro_batch
     if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
@@ -71,7 +71,7 @@ def produced_by(action: Action) -> StageOutput | None:
 
 
 def needed_by(action: Action, *, stages: int) -> tuple[StageOutput, ...]:
-    """What must have been made before a computation can begin."""
+    """Returns the results that a computation needs before it can start."""
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
     if kind is ActionKind.FORWARD:
         return () if stage == 0 else ((ActionKind.FORWARD, stage - 1, micro_batch),)
@@ -82,7 +82,7 @@ def needed_by(action: Action, *, stages: int) -> tuple[StageOutput, ...]:
 
 
 def max_held_micro_batches(actions: Iterable[Action]) -> int:
-    """The most micro-batches of one stage whose activations are kept at a time, going through actions of one rank in order.
+    """Returns the most micro-batches of one stage whose activations are held at a time, over actions of one rank in order.
 
     Each is held from its forward to the end of its backward, or of its weight gradient where the backward is split; a
     forward without any (evaluation) holds nothing.
@@ -93,11 +93,11 @@ def max_held_micro_batches(actions: Iterable[Action]) -> int:
     actions = list(actions)
     releases = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
     released = {(action.stage, action.micro_batch) for action in actions if action.kind in releases}
-    held = most = 0
+    held = max_held = 0
     for action in actions:
         if action.kind is ActionKind.FORWARD and (action.stage, action.micro_batch) in released:
             held += 1
-            most = max(most, held)
+            max_held = max(max_held, held)
         elif action.kind in releases:
             held -= 1
-    return most
+    return max_held

@@ -1,26 +1,26 @@
-"""The order of computations on each rank, for the schedules that keep the backward pass whole.
+"""The order of computations on each rank, for the schedules with a whole backward.
 
-GPipe: all forwards, then all backwards. Idle (p-1)/(m+p-1) of the time, activations of all m micro-batches alive.
+GPipe: all forwards, then all backwards. The bubble is (p-1)/(m+p-1) of the time, activations of all m micro-batches are held.
 
-1F1B (Narayanan et al. 2019, 2021): rank r runs p-1-r forwards ahead, then one forward, one backward in turn. As idle as GPipe,
-but no more than p-r micro-batches alive.
+1F1B (Narayanan et al. 2019, 2021): rank r runs p-1-r warm-up forwards, then alternates one forward and one backward. The bubble of
+GPipe, but no more than p-r micro-batches held.
 
-Interleaved (Narayanan et al. 2021): each rank holds v stages, p apart, so that filling and draining the pipeline takes v times
-less: idle (p-1)/(vm+p-1). Micro-batches go in groups; a group passes through a rank's first stage, then its second, and so on.
-Rank r runs (v-1)g + 2(p-1-r) forwards ahead, g the size of a group.
+Interleaved (Narayanan et al. 2021): each rank has v stages, p apart, so that filling and draining the pipeline takes v times
+less: the bubble is (p-1)/(vm+p-1). Micro-batches go in groups; a group runs a rank's first stage, then its second, and so on.
+Rank r runs (v-1)g + 2(p-1-r) warm-up forwards, g the size of a group.
 
-A group must be no smaller than p, or its first micro-batch comes back to rank 0 after its last has left, and the pipeline waits;
+A group must be no smaller than p, or its first micro-batch returns to rank 0 after its last has left, and the pipeline waits;
 and no group may be larger than the first, because the last stage's first backward of a group comes (v-1)g forwards after the
-group began, and the number run ahead is fixed by the first. So when p does not divide m, we make m // p groups as equal as can
-be, the larger ones first.
+group started, and the number of warm-up forwards is fixed by the first. So when p does not divide m, we make m // p groups as equal
+as possible, the larger ones first.
 
 Combined 1F1B: in the steady state a rank runs each forward together with the backward that follows it, so that one computes
-while the other communicates (`parallel/pipeline/combined_forward_backward.py`). Both begin when both have their inputs and end together,
-so every rank runs further ahead: by one forward more, because on the last stage the two must be of different micro-batches, and in 1F1B
-by two more for every rank behind it instead of one, because a pair's forward is of use to the next rank only after the pair, and so is
-its backward to the rank before. In 1F1B up to 2(p-r) micro-batches are then alive; interleaved runs that far ahead anyway.
+while the other communicates (`parallel/pipeline/combined_forward_backward.py`). Both start when both have their inputs and end together,
+so every rank needs more warm-up: one forward more, because on the last stage the two must be of different micro-batches, and in 1F1B
+two for every rank after it instead of one, because a pair's forward is available to the next rank only after the pair, and so is its
+backward to the rank before. In 1F1B up to 2(p-r) micro-batches are then held; interleaved has that much warm-up anyway.
 
-Orders are made rank by rank, so that whoever needs those of all ranks need not hold them all at once.
+Orders are generated rank by rank, so that those of all ranks need not be held at once.
 """
 
 from __future__ import annotations
@@ -44,26 +44,28 @@ def one_forward_one_backward(*, ranks: int, micro_batches: int, combined: bool =
     for rank in range(ranks):
         forwards = [Action(ActionKind.FORWARD, rank, m) for m in range(micro_batches)]
         backwards = [Action(ActionKind.BACKWARD, rank, m) for m in range(micro_batches)]
-        behind = ranks - 1 - rank
-        yield _alternate_1f1b(forwards, backwards, num_warmup=2 * behind + 1 if combined else behind, combined=combined)
+        ranks_after = ranks - 1 - rank
+        yield _alternate_1f1b(
+            forwards, backwards, num_warmup=2 * ranks_after + 1 if combined else ranks_after, combined=combined
+        )
 
 
 def interleaved(
     *, ranks: int, virtual: int, micro_batches: int, group_size: int, combined: bool = False
 ) -> Iterator[ComputeOrder]:
     groups = micro_batch_groups(micro_batches, ranks=ranks, group_size=group_size)
-    ahead = (virtual - 1) * len(groups[0]) + combined
+    num_warmup = (virtual - 1) * len(groups[0]) + combined
     for rank in range(ranks):
-        held = range(rank, ranks * virtual, ranks)
-        forwards = [Action(ActionKind.FORWARD, stage, m) for group in groups for stage in held for m in group]
+        stages = range(rank, ranks * virtual, ranks)
+        forwards = [Action(ActionKind.FORWARD, stage, m) for group in groups for stage in stages for m in group]
         backwards = [
-            Action(ActionKind.BACKWARD, stage, m) for group in groups for stage in reversed(held) for m in group
+            Action(ActionKind.BACKWARD, stage, m) for group in groups for stage in reversed(stages) for m in group
         ]
-        yield _alternate_1f1b(forwards, backwards, num_warmup=ahead + 2 * (ranks - 1 - rank), combined=combined)
+        yield _alternate_1f1b(forwards, backwards, num_warmup=num_warmup + 2 * (ranks - 1 - rank), combined=combined)
 
 
 def one_rank(*, stages: int, micro_batches: int, combined: bool = False) -> list[ComputeOrder]:
-    """Each micro-batch forward and at once backward, so that one is alive at a time; two where they are combined."""
+    """Orders each micro-batch's forward right before its backward, so that one is held at a time; two where they are combined."""
     if combined:
         forwards = [Action(ActionKind.FORWARD, stage, m) for m in range(micro_batches) for stage in range(stages)]
         backwards = [
@@ -78,12 +80,12 @@ def one_rank(*, stages: int, micro_batches: int, combined: bool = False) -> list
 
 
 def micro_batch_groups(micro_batches: int, *, ranks: int, group_size: int) -> list[range]:
-    """Consecutive micro-batches that pass through a rank's stages together; see the module docstring for the sizes."""
-    count, rest = divmod(micro_batches, group_size)
+    """Returns the groups of consecutive micro-batches; see the module docstring for the sizes."""
+    count, remainder = divmod(micro_batches, group_size)
     if count == 0:
         sizes = [micro_batches]
-    elif rest == 0 or rest >= ranks:
-        sizes = [group_size] * count + [rest] * (rest > 0)
+    elif remainder == 0 or remainder >= ranks:
+        sizes = [group_size] * count + [remainder] * (remainder > 0)
     else:
         even, larger = divmod(micro_batches, count)
         sizes = [even + 1] * larger + [even] * (count - larger)
@@ -93,7 +95,7 @@ def micro_batch_groups(micro_batches: int, *, ranks: int, group_size: int) -> li
 def _alternate_1f1b(
     forwards: list[Action], backwards: list[Action], *, num_warmup: int, combined: bool
 ) -> ComputeOrder:
-    """`num_warmup` forwards, then one forward and one backward in turn or combined, then the backwards that are left."""
+    """Orders `num_warmup` forwards, then one forward and one backward in turn or combined, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     order: ComputeOrder = [*forwards[:num_warmup]]
     for forward, backward in zip(forwards[num_warmup:], backwards):

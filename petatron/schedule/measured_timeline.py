@@ -1,4 +1,4 @@
-"""Measured timelines on disk: what every rank of a pipeline did in one step, as JSON that people and scripts can read."""
+"""Measured timelines on disk: every rank's actions of one step, as JSON that people and scripts can read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTimeline:
-    """The schedule a run used, and each rank's actions with when they began and ended, in seconds of one common clock."""
+    """The schedule of a run, and each rank's actions with their start and end, in seconds of one common clock."""
 
     name: str
     ranks: tuple[tuple[TimedAction, ...], ...]
 
 
 def write_measured(path: Path | str, schedule_name: str, ranks: Sequence[Sequence[TimedAction]]) -> None:
-    """Write the measured actions of all ranks of one pipeline; DataError where the file cannot be written."""
+    """Writes the measured actions of all ranks of one pipeline; raises DataError where the file cannot be written."""
     content = {
         "name": schedule_name,
         "unit": "seconds",
@@ -37,7 +37,7 @@ def write_measured(path: Path | str, schedule_name: str, ranks: Sequence[Sequenc
 
 
 def read_measured(path: Path | str) -> MeasuredTimeline:
-    """Read what `write_measured` wrote; DataError with what is wrong if it is missing or something else."""
+    """Reads a file of `write_measured`; raises DataError with the reason if it is missing or something else."""
     try:
         content = read_limited_json(Path(path), _MAX_BYTES)
     except OSError as error:
@@ -60,7 +60,7 @@ _EXPECTED = 'It holds {"name", "ranks": [[{"kind", "stage", "micro_batch", "star
 
 
 def timed_action_to_json(timed: TimedAction) -> dict[str, str | int | float]:
-    """A timed action as JSON values."""
+    """Converts a timed action to JSON values."""
     action = timed.action
     return {
         "kind": str(action.kind),
@@ -72,7 +72,7 @@ def timed_action_to_json(timed: TimedAction) -> dict[str, str | int | float]:
 
 
 def timed_action_from_json(record: dict[str, str | int | float]) -> TimedAction:
-    """The timed action of a record; ValueError if it cannot be one."""
+    """Converts a record to a timed action; raises ValueError if it cannot be one."""
     action = Action(ActionKind(record["kind"]), int(record["stage"]), int(record["micro_batch"]))
     start, end = float(record["start"]), float(record["end"])
     if not (math.isfinite(start) and math.isfinite(end) and start <= end):

@@ -1,4 +1,4 @@
-"""The pipeline of a run: which schedule, over how many ranks, with how many stages on each."""
+"""The pipeline of a run: its schedule, ranks, and virtual stages per rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from petatron.schedule import RankSchedule, in_flight, rank_schedule, stage_rank
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """Which schedule cuts a step into actions, over how many ranks and stages per rank."""
+    """The schedule of a step, over how many ranks and virtual stages per rank."""
 
     name: str
     ranks: int
@@ -22,7 +22,7 @@ class PipelinePlan:
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.ranks * self.virtual)
 
     def in_flight(self, micro_batches: int) -> tuple[int, ...]:
-        """How many micro-batches' activations each stage holds at most."""
+        """Returns the most micro-batches whose activations each stage holds."""
         return in_flight(
             self.name,
             ranks=self.ranks,
@@ -33,7 +33,7 @@ class PipelinePlan:
         )
 
     def training_schedule(self, micro_batches: int, *, rank: int) -> RankSchedule:
-        """What a pipeline rank does in a training step."""
+        """Returns a pipeline rank's actions of a training step."""
         return rank_schedule(
             self.name,
             ranks=self.ranks,
@@ -45,7 +45,7 @@ class PipelinePlan:
         )
 
     def evaluation_schedule(self, micro_batches: int, *, rank: int) -> RankSchedule:
-        """What a pipeline rank does in an evaluation step."""
+        """Returns a pipeline rank's actions of an evaluation step."""
         return rank_schedule(
             self.name,
             ranks=self.ranks,
@@ -57,7 +57,7 @@ class PipelinePlan:
 
 
 def pipeline_plan(run: RunConfig) -> PipelinePlan:
-    """The pipeline of a derived config; one rank is a pipeline of one stage."""
+    """Returns the pipeline of a derived config; one rank is a pipeline of one stage."""
     parallel = run.parallel
     assert parallel.pipeline_schedule is not None and parallel.num_virtual_stages_per_pipeline_rank is not None
     return PipelinePlan(
@@ -70,6 +70,6 @@ def pipeline_plan(run: RunConfig) -> PipelinePlan:
 
 
 def num_micro_batches(run: RunConfig) -> int:
-    """Per step and data-parallel rank, once a batch-size ramp is over."""
+    """Returns the micro-batches per step and data-parallel rank, after a batch-size ramp."""
     assert run.train.global_batch_size is not None and run.parallel.data_parallel_size is not None
     return max(1, run.train.global_batch_size // (run.train.micro_batch_size * run.parallel.data_parallel_size))

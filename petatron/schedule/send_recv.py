@@ -1,20 +1,20 @@
-"""Puts sends and receives between the computations of a schedule.
+"""Inserts sends and receives between the computations of a schedule.
 
-Point-to-point calls between two ranks may run in the order in which they were made (NCCL), so two ranks that list the messages
-between them in different orders can wait for each other for ever. Here the computations are played through once, on unit
-costs, and each message is written into both its ends' lists at the moment it is made. Every rank's list is then a part of one
-common order of events, so no set of ranks can wait in a circle, even if every send waited for its receive.
+Point-to-point calls between two ranks may run in the order in which they were issued (NCCL), so two ranks that list the messages
+between them in different orders can deadlock. Here the computations are simulated once, with unit costs, and each message is
+inserted into the lists of both its ranks at the time it is produced. Every rank's list is then a part of one common order of events,
+so no set of ranks can wait in a cycle, even if every send waited for its receive.
 
-A receive stands where its message is made, not where it is needed: before the computation its rank is busy with at that moment,
-so it is posted first and the message travels meanwhile. In the play messages take a little time for the same reason: were
-they there at once, a rank's next message would be made just when it ends a computation, and posted too late to overlap it.
+A receive is placed where its message is produced, not where it is needed: before the computation its rank is busy with at that time,
+so it is posted first and overlaps. In the simulation messages take a little time for the same reason: with no latency, a rank's next
+message would be produced just when it ends a computation, and posted too late to overlap it.
 
-Only transfers of one moment are made as one batch. A backend may complete a batch as a whole, so a larger one would hold back
-what is there for what another rank has yet to compute.
+Only transfers of one time are one batch. A backend may complete a batch as a whole, so a larger one would delay messages that are
+there for those that another rank has yet to compute.
 
-The play needs the computations of all ranks, and gives two numbers for each: when its output and the gradient of its input are made.
-A rank's list follows from those of its own stages and their neighbours alone (`RankActions`), so a rank that executes a schedule keeps
-one list, as arrays, and nothing of the others.
+The simulation needs the computations of all ranks, and gives two numbers for each: when its output and its input gradient are
+produced. A rank's list follows from those of its own stages and their neighbours alone (`RankActions`), so a rank that executes a
+schedule holds one list, as arrays, and nothing of the others.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _NEVER = -1
 def insert_send_recv(
     orders: Iterable[Sequence[Action | ActionBatch]], rank_of: Sequence[int]
 ) -> tuple[tuple[ActionBatch, ...], ...]:
-    """The computations of each rank, with transfers; `rank_of[stage]` is the rank that holds a stage.
+    """Returns the computations of each rank, with transfers; `rank_of[stage]` is the rank that has a stage.
 
-    A computation stands alone, or as a batch with the one it is combined with: both begin when both have their inputs, and
-    end together. Transfers of one moment stand together. Raises ValueError, with what each rank waits for,
-    if the orders wait for each other in a circle.
+    A computation is a batch alone, or with the one it is combined with: both start when both have their inputs, and end together.
+    Transfers of one time are one batch. Raises ValueError, with what each rank waits for, if the orders wait for each other in a
+    cycle.
     """
-    play = UnitCostSimulation(orders, rank_of)
-    return tuple(tuple(play.actions(rank).action_batches()) for rank in range(play.ranks))
+    simulation = UnitCostSimulation(orders, rank_of)
+    return tuple(tuple(simulation.actions(rank).action_batches()) for rank in range(simulation.ranks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankActions:
-    """One rank's actions in order, a few bytes each; `starts_batch` marks those that begin a batch."""
+    """One rank's actions in order, a few bytes each; `starts_batch` marks the first of a batch."""
 
     kinds: NDArray[np.uint8]
     stages: NDArray[np.int32]
@@ -63,23 +63,23 @@ class RankActions:
         return sum(array.nbytes for array in (self.kinds, self.stages, self.micro_batches, self.starts_batch))
 
     def action_batches(self) -> Iterator[ActionBatch]:
-        """One computation, two that are combined, or transfers that are started together, at a time."""
-        together: list[Action] = []
+        """Yields batches: one computation, two that are combined, or transfers that are started together."""
+        batch: list[Action] = []
         columns = (self.kinds, self.stages, self.micro_batches, self.starts_batch)
         for kind, stage, micro_batch, first in zip(*(column.tolist() for column in columns)):
-            if first and together:
-                yield tuple(together)
-                together = []
-            together.append(Action(_KINDS[kind], stage, micro_batch))
-        if together:
-            yield tuple(together)
+            if first and batch:
+                yield tuple(batch)
+                batch = []
+            batch.append(Action(_KINDS[kind], stage, micro_batch))
+        if batch:
+            yield tuple(batch)
 
 
 @dataclass(frozen=True, slots=True)
 class _EncodedOrder:
     """The computations of one rank: the code of each one's kind, its stage and its micro-batch.
 
-    `combined_with_previous` are the places of those that are combined with the one before them.
+    `combined_with_previous` are the positions of those that are combined with the one before them.
     """
 
     kinds: list[int]
@@ -107,18 +107,18 @@ class _EncodedOrder:
 
 
 class UnitCostSimulation:
-    """Plays the computations of all ranks through: when each ends, and when its product is made."""
+    """Simulates the computations of all ranks: when each ends, and when its result is produced."""
 
     def __init__(self, orders: Iterable[Sequence[Action | ActionBatch]], rank_of: Sequence[int]) -> None:
-        # Millions of objects would be slow to make and to collect; three plain lists per rank are not.
+        # Millions of objects would be slow to create and to collect; three plain lists per rank are not.
         self._orders = [_EncodedOrder.of(order) for order in orders]
         self._rank_of = rank_of
         self.ranks = len(self._orders)
         micro_batches = 1 + max((max(order.micro_batches, default=-1) for order in self._orders), default=-1)
-        self._outputs = [[_NEVER] * micro_batches for _ in rank_of]  # when a stage's output is made
-        self._input_grads = [[_NEVER] * micro_batches for _ in rank_of]  # when the gradient of its input is
+        self._outputs = [[_NEVER] * micro_batches for _ in rank_of]  # when a stage's output is produced
+        self._input_grads = [[_NEVER] * micro_batches for _ in rank_of]  # when its input gradient is
         self._ends: list[list[int]] = [[] for _ in self._orders]
-        self._awaited: list[tuple[list[int], int] | None] = [None] * self.ranks  # product each rank waits for
+        self._awaited: list[tuple[list[int], int] | None] = [None] * self.ranks  # the result each rank waits for
         self._ready = deque(range(self.ranks))
         while self._ready:
             self._advance_rank(self._ready.popleft())
@@ -131,13 +131,13 @@ class UnitCostSimulation:
             raise ValueError(f"this order of computations never ends: {'; '.join(waiting)}")
 
     def _advance_rank(self, rank: int) -> None:
-        """Takes a rank through its order until it must wait for another."""
+        """Advances a rank through its order until it must wait for another."""
         order, ends = self._orders[rank], self._ends[rank]
         now = ends[-1] if ends else 0
         while (at := len(ends)) < len(order.kinds):
             step = (
                 (at, at + 1) if at + 1 in order.combined_with_previous else (at,)
-            )  # two that are combined begin and end together
+            )  # two that are combined start and end together
             for one in step:
                 ready = self._ready_at(rank, order.kinds[one], order.stages[one], order.micro_batches[one])
                 if ready is None:
@@ -149,42 +149,42 @@ class UnitCostSimulation:
                 self._record_output(order.kinds[one], order.stages[one], order.micro_batches[one], now)
 
     def _ready_at(self, rank: int, kind: int, stage: int, micro_batch: int) -> int | None:
-        """When what a computation needs is on its rank; None, and noted, if it has not been made yet."""
+        """Returns when a computation's input is on its rank; None, and the rank waits, if it has not been produced yet."""
         if kind == _FORWARD:
             needed, source = self._outputs, stage - 1
         elif kind == _WEIGHT_GRAD:
             needed, source = self._input_grads, stage
         else:
             if self._outputs[stage][micro_batch] == _NEVER:
-                return None  # its own forward comes later in the order, so it waits for ever
+                return None  # its own forward comes later in the order: a deadlock
             needed, source = self._input_grads, stage + 1
         if not 0 <= source < len(self._rank_of):
             return 0
-        made = needed[source][micro_batch]
-        if made == _NEVER:
+        produced_at = needed[source][micro_batch]
+        if produced_at == _NEVER:
             self._awaited[rank] = (needed[source], micro_batch)
             return None
-        return made if self._rank_of[source] == rank else made + _LATENCY
+        return produced_at if self._rank_of[source] == rank else produced_at + _LATENCY
 
     def _record_output(self, kind: int, stage: int, micro_batch: int, now: int) -> None:
-        """Notes a computation's product, and wakes who waits for it."""
+        """Records when a computation's result is produced, and wakes the rank that waits for it."""
         if kind == _WEIGHT_GRAD:
             return
-        products, taker = (
+        results, consumer = (
             (self._outputs[stage], stage + 1) if kind == _FORWARD else (self._input_grads[stage], stage - 1)
         )
-        products[micro_batch] = now
-        if 0 <= taker < len(self._rank_of):
-            self._wake(self._rank_of[taker], products, micro_batch)
+        results[micro_batch] = now
+        if 0 <= consumer < len(self._rank_of):
+            self._wake(self._rank_of[consumer], results, micro_batch)
 
-    def _wake(self, rank: int, products: list[int], micro_batch: int) -> None:
+    def _wake(self, rank: int, results: list[int], micro_batch: int) -> None:
         awaited = self._awaited[rank]
-        if awaited is not None and awaited[0] is products and awaited[1] == micro_batch:
+        if awaited is not None and awaited[0] is results and awaited[1] == micro_batch:
             self._awaited[rank] = None
             self._ready.append(rank)
 
     def actions(self, rank: int) -> RankActions:
-        """A rank's computations and, at the moments at which messages are made, its transfers."""
+        """Returns a rank's computations and, at the times at which messages are produced, its transfers."""
         order = self._orders[rank]
         parts = [
             _ActionArrays(
@@ -200,18 +200,19 @@ class UnitCostSimulation:
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("times", "kinds", "stages", "micro_batches")
         )
-        turns = np.concatenate([np.full(len(part.times), part.priority, np.int64) for part in parts])
-        by_time = np.lexsort((turns, times))
-        times, turns = times[by_time], turns[by_time]
+        priorities = np.concatenate([np.full(len(part.times), part.priority, np.int64) for part in parts])
+        by_time = np.lexsort((priorities, times))
+        times, priorities = times[by_time], priorities[by_time]
         first = np.ones(len(times), bool)
         # Two computations that end together are combined, since each takes time.
-        first[1:] = (times[1:] != times[:-1]) | ((turns[1:] == _COMPUTE_PRIORITY) != (turns[:-1] == _COMPUTE_PRIORITY))
+        is_compute = priorities == _COMPUTE_PRIORITY
+        first[1:] = (times[1:] != times[:-1]) | (is_compute[1:] != is_compute[:-1])
         return RankActions(kinds[by_time], stages[by_time], micro_batches[by_time], first)
 
     def _send_recv(self, rank: int) -> Iterator[_ActionArrays]:
-        """The messages from and to a rank's stages, one part for each stage, neighbour and direction."""
+        """Yields the messages from and to a rank's stages, one part for each stage, neighbour and direction."""
         last = len(self._rank_of) - 1
-        for stage in (stage for stage, holder in enumerate(self._rank_of) if holder == rank):
+        for stage in (stage for stage, owner in enumerate(self._rank_of) if owner == rank):
             for other, ends in ((stage - 1, self._previous_stage_send_recv), (stage + 1, self._next_stage_send_recv)):
                 if 0 <= other <= last and self._rank_of[other] != rank:
                     yield from ends(stage)
@@ -235,7 +236,7 @@ class UnitCostSimulation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ActionArrays:
-    """Actions with the moments they are written down at; `priority` orders those of one moment."""
+    """Actions with their times; `priority` orders those of one time."""
 
     times: NDArray[np.int64]
     kinds: NDArray[np.uint8]
@@ -245,7 +246,7 @@ class _ActionArrays:
 
     @classmethod
     def send_recv(cls, kind: ActionKind, stage: int, times_made: Sequence[int], *, priority: int) -> _ActionArrays:
-        """One kind of transfer of a stage; a forward-only schedule has no gradients to send."""
+        """Builds one kind of transfer of a stage; a forward-only schedule has no gradients to send."""
         times = np.array(times_made, np.int64)
         micro_batches = np.flatnonzero(times != _NEVER).astype(np.int32)
         count = len(micro_batches)
@@ -253,8 +254,8 @@ class _ActionArrays:
         return cls(times[micro_batches], codes, stages, micro_batches, priority)
 
 
-# At one moment: what has been computed, then messages, in an order in which a rank sends its own before it receives another's as
-# far as that can be: forward ones from the last stage to the first, then backward ones from the first stage to the last.
+# At one time: computations that end, then messages, in an order in which a rank sends its own before it receives another's where
+# possible: forward ones from the last stage to the first, then backward ones from the first stage to the last.
 _SEND_RECV_PRIORITY = 1 << 32
 _COMPUTE_PRIORITY = 0
 

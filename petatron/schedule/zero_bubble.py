@@ -1,22 +1,22 @@
-"""Zero-bubble schedules (Qi et al. 2023, 2024): the backward pass in two halves, the second of which can wait.
+"""Zero-bubble schedules (Qi et al. 2023, 2024): the backward is split in two, and the second half can be deferred.
 
-Only the gradient of a stage's input (I) is awaited by another rank. The gradient of its weights (W) can be computed at any
-later time, so it fills the moments in which a rank would be idle.
+Only the input gradient of a stage (I) is needed by another rank. Its weight gradient (W) can be computed at any later time, so it
+fills the bubble.
 
 zb-h1   One stage per rank. Rank r has at most p-r micro-batches between F and I, as in 1F1B, which makes F and I alternate, and
-        at most p between F and W, as many as 1F1B's first rank. A later rank may thus put off r of its Ws to the end, where
-        it would wait for gradients anyway. Idle (p-1)/(3m+p-1) of the time where 1F1B is idle (p-1)/(m+p-1).
+        at most p between F and W, as many as 1F1B's first rank. A later rank may thus defer r of its Ws to the end, where it
+        would wait for gradients anyway. The bubble is (p-1)/(3m+p-1) of the time, that of 1F1B (p-1)/(m+p-1).
 zb-v    Two stages per rank, placed in a V. At most 2p half-size micro-batches between F and W on every rank, the memory of p whole
-        ones. Idle (p-1)/(6m+p-1).
+        ones. The bubble is (p-1)/(6m+p-1).
 
-These idle times hold on equal costs, F = I = W, for m >= p in zb-h1 and m >= (3p-1)/2 in zb-v. They are the least possible: rank p-1
-cannot begin before p-1 forwards are done, and no rank rests after it has begun. With fewer micro-batches the latency of the first
-shows too.
+These bubbles hold for equal costs, F = I = W, for m >= p in zb-h1 and m >= (3p-1)/2 in zb-v. They are the least possible: rank p-1
+cannot start before p-1 forwards are done, and no rank is idle after it has started. With fewer micro-batches the latency of the
+first shows too.
 
-zb-h1, and zb-v with fewer than 2p/3 micro-batches, are found by playing the pipeline through on equal costs: at every unit of time
-each idle rank takes the first action of a fixed preference that is ready and that its memory allows. From there on zb-v follows
-the paper's phases, which keep each micro-batch's F, I and W of a stage together. Between 2p/3 and 3p/2 micro-batches the
-preference would be shorter on equal costs, but transfers and unequal costs disturb it more. All orders are valid on all costs.
+zb-h1, and zb-v with fewer than 2p/3 micro-batches, come from a simulation with equal costs: at every unit of time each idle rank
+runs the first action of a fixed preference that is ready and within its memory. From there on zb-v follows the paper's phases,
+which run each micro-batch's F, I and W of a stage in sequence. Between 2p/3 and 3p/2 micro-batches the preference would be shorter
+for equal costs, but is more sensitive to transfers and unequal costs. All orders are valid for all costs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ActionOrder = list[Action]
 
 
 class _StageProgress:
-    """How many micro-batches each stage has finished, by kind. Each stage takes them in order, so counts say all."""
+    """Counts the micro-batches each stage has finished, by kind. Each stage runs them in order, so counts suffice."""
 
     def __init__(self, stages: int, micro_batches: int) -> None:
         self.forward = [0] * stages
@@ -52,7 +52,7 @@ class _StageProgress:
         return self.weight_grad[stage] < self.input_grad[stage]
 
     def num_held(self, *stages: int) -> int:
-        """Micro-batches between F and W."""
+        """Counts the micro-batches between F and W."""
         return sum(self.forward[stage] - self.weight_grad[stage] for stage in stages)
 
     def finish(self, kind: ActionKind, stage: int) -> Action:
@@ -71,16 +71,16 @@ KindAndStage = tuple[ActionKind, int]
 def _simulate(
     progress: _StageProgress, choose: Callable[[_StageProgress, int], KindAndStage | None], *, ranks: int, total: int
 ) -> list[ActionOrder]:
-    """Let every rank choose at each unit of time, knowing what had ended when it began, until `total` actions are done."""
-    played: list[ActionOrder] = [[] for _ in range(ranks)]
+    """Lets every rank choose at each unit of time, knowing what had ended when it began, until `total` actions are done."""
+    orders: list[ActionOrder] = [[] for _ in range(ranks)]
     while total:
         chosen = [(rank, choose(progress, rank)) for rank in range(ranks)]
         moves = [(rank, choice) for rank, choice in chosen if choice is not None]
         assert moves, "the preference leaves every rank waiting"
         for rank, (kind, stage) in moves:
-            played[rank].append(progress.finish(kind, stage))
+            orders[rank].append(progress.finish(kind, stage))
         total -= len(moves)
-    return played
+    return orders
 
 
 def zb_h1(*, ranks: int, micro_batches: int) -> list[ActionOrder]:
@@ -97,69 +97,69 @@ def zb_h1(*, ranks: int, micro_batches: int) -> list[ActionOrder]:
 
 def zb_v(*, ranks: int, micro_batches: int) -> list[ActionOrder]:
     if 3 * micro_batches > 2 * ranks:
-        # The phases need 2p-1 micro-batches. Micro-batches do not wait for each other, so leaving some out keeps an order valid.
+        # The phases need 2p-1 micro-batches. Micro-batches are independent, so leaving some out keeps an order valid.
         whole = (_v_phases(ranks, max(micro_batches, 2 * ranks - 1), rank) for rank in range(ranks))
         return [[action for action in order if action.micro_batch < micro_batches] for order in whole]
 
     def choose(progress: _StageProgress, rank: int) -> KindAndStage | None:
         down, up = rank, 2 * ranks - 1 - rank
         held = progress.num_held(down, up)
-        late = next((stage for stage in (up, down) if progress.weight_grad_ready(stage)), None)
-        if late is not None and progress.forward[down] < micro_batches:
-            return ActionKind.WEIGHT_GRAD, late  # makes room for the forwards that are left
+        weight_grad_stage = next((stage for stage in (up, down) if progress.weight_grad_ready(stage)), None)
+        if weight_grad_stage is not None and progress.forward[down] < micro_batches:
+            return ActionKind.WEIGHT_GRAD, weight_grad_stage  # frees memory for the remaining forwards
         if progress.forward_ready(up) and held < 2 * ranks:
             return ActionKind.FORWARD, up
-        # The last place is kept for the second stage: were it taken by the first, nothing could ever be finished.
+        # The last slot is reserved for the second stage: used by the first, it would deadlock.
         if progress.forward_ready(down) and held < 2 * ranks - 1:
             return ActionKind.FORWARD, down
         for stage in (down, up):
             if progress.input_grad_ready(stage):
                 return ActionKind.INPUT_GRAD, stage
-        return None if late is None else (ActionKind.WEIGHT_GRAD, late)
+        return None if weight_grad_stage is None else (ActionKind.WEIGHT_GRAD, weight_grad_stage)
 
     return _simulate(_StageProgress(2 * ranks, micro_batches), choose, ranks=ranks, total=6 * ranks * micro_batches)
 
 
 def _v_phases(ranks: int, micro_batches: int, rank: int) -> ActionOrder:
-    """A rank's order in the regular course of zb-v; `down` is its first stage, `up` its second.
+    """Orders a rank's actions in the phases of zb-v; `down` is its first stage, `up` its second.
 
-    The first micro-batch comes back up to rank r when 2(p-r)-1 forwards of its first stage are done. Until gradients come back too
-    both stages' forwards alternate; then the second stage's micro-batches are finished as they come, then both stages' in turn.
+    The first micro-batch returns to rank r when 2(p-r)-1 forwards of its first stage are done. Until gradients return too, both
+    stages' forwards alternate; then the second stage's micro-batches are finished as they come, then both stages' in turn.
     """
     down, up = rank, 2 * ranks - 1 - rank
     below = ranks - rank
     progress = _StageProgress(2 * ranks, micro_batches)
     order: ActionOrder = []
 
-    def take(stage: int, kinds: str) -> None:
+    def run(stage: int, kinds: str) -> None:
         order.extend(progress.finish(ActionKind(kind), stage) for kind in kinds)
 
-    take(down, "F" * (2 * below - 1))
+    run(down, "F" * (2 * below - 1))
     for _ in range(rank):
-        take(up, "F")
-        take(down, "F")
+        run(up, "F")
+        run(down, "F")
     for _ in range(below):
-        take(up, "FIW")
+        run(up, "FIW")
     while progress.forward[up] < micro_batches:
-        take(down, "FIW" if progress.forward[down] < micro_batches else "IW")
-        take(up, "FIW")
+        run(down, "FIW" if progress.forward[down] < micro_batches else "IW")
+        run(up, "FIW")
     for _ in range(rank):
-        take(down, "I")
-        take(up, "I")
+        run(down, "I")
+        run(up, "I")
     for _ in range(below):
-        take(down, "IW")
-    take(up, "W" * (micro_batches - progress.weight_grad[up]))
-    take(down, "W" * (micro_batches - progress.weight_grad[down]))
+        run(down, "IW")
+    run(up, "W" * (micro_batches - progress.weight_grad[up]))
+    run(down, "W" * (micro_batches - progress.weight_grad[down]))
     return order
 
 
 def forward_only_orders(rank_of: Sequence[int], *, micro_batches: int) -> list[ActionOrder]:
-    """Forwards only, the latest stage first, so that few micro-batches are on their way at a time."""
+    """Orders forwards only, the latest stage first, so that few micro-batches are in flight."""
     ranks = max(rank_of) + 1
-    held = [[stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank] for rank in range(ranks)]
+    stages = [[stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank] for rank in range(ranks)]
 
     def choose(progress: _StageProgress, rank: int) -> KindAndStage | None:
-        ready = (stage for stage in held[rank] if progress.forward_ready(stage))
+        ready = (stage for stage in stages[rank] if progress.forward_ready(stage))
         stage = next(ready, None)
         return None if stage is None else (ActionKind.FORWARD, stage)
 

@@ -1,4 +1,4 @@
-"""From a config to the parts of a run. Each part stands alone: a loop of your own can use any of them.
+"""Builds the parts of a run from its config. The parts are independent: a custom loop can use any of them.
 
 run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "10"])
 mesh = launch(run)
@@ -53,7 +53,7 @@ _log = get_logger(__name__)
 
 
 def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
-    """A validated config from a preset and flags, for as many ranks as the launcher started.
+    """Returns a validated config from a preset and flags, for as many ranks as the launcher started.
 
     >>> load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"]).model.hidden_size
     128
@@ -66,7 +66,7 @@ def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: in
 
 
 def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
-    """The config with its vocabulary size known, and the tokenizer if one is configured."""
+    """Opens the configured tokenizer, if any, and returns the config with its vocabulary size resolved."""
     config = loaded.config
     if config.tokenizer.tokenizer_type is None:
         if config.model.vocab_size is None:
@@ -85,7 +85,7 @@ _NO_VOCABULARY = Problem(
 
 
 def launch(run: RunConfig) -> ParallelMesh:
-    """Join the other ranks, if any, and build the mesh of this run's layout.
+    """Joins the other ranks, if any, and builds the mesh of this run's layout.
 
     >>> launch(load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])).describe()
     'one device (1 rank)'
@@ -112,25 +112,25 @@ def launch(run: RunConfig) -> ParallelMesh:
 
 
 def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True) -> Model:
-    """This rank's part of the model, initialised; the same weights in every layout. Without `init_weights` they are zero.
+    """Builds this rank's part of the model with the same weights in stages layout; zero without `init_weights`.
 
     >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> model = build_model(run, launch(run))
     >>> tuple(model.module.layers["0"].attention.out.weight.shape)
     (128, 128)
     """
-    # Only what is recorded has to do without reading random states, so only that relies on knowing who draws.
-    drawn = uses_random_numbers(run) or not run.train.cuda_graphs
-    streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=drawn)
+    # CUDA graphs cannot read RNG states during capture, so only they rely on knowing whether the step draws.
+    uses_rng = uses_random_numbers(run) or not run.train.cuda_graphs
+    streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=uses_rng)
     plan = pipeline_plan(run)
     dtype = compute_dtype(run.precision)
     architecture = architecture_of(run)
     moe, moe_layer_mask = architecture.moe, architecture.moe_layer_mask
-    every = pipeline_stages(run)
-    own = [number for number in range(len(every)) if plan.rank_of(number) == mesh.pp.rank]
+    stages = pipeline_stages(run)
+    local_stages = [number for number in range(len(stages)) if plan.rank_of(number) == mesh.pp.rank]
     with torch.device("meta"):
-        modules = {n: Decoder(run.model, moe, moe_layer_mask=moe_layer_mask, stage=every[n]) for n in own}
-    table = shard_specs(run.model, moe, head_on_other_rank=plan.rank_of(0) != plan.rank_of(len(every) - 1))
+        modules = {n: Decoder(run.model, moe, moe_layer_mask=moe_layer_mask, stage=stages[n]) for n in local_stages}
+    table = shard_specs(run.model, moe, head_on_other_rank=plan.rank_of(0) != plan.rank_of(len(stages) - 1))
     in_flight = plan.in_flight(num_micro_batches(run))
     parts = parallelize(
         modules,
@@ -139,12 +139,12 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True
         run,
         dtype=dtype,
         rng_streams=streams,
-        in_flight={number: in_flight[number] for number in own},
+        in_flight={number: in_flight[number] for number in local_stages},
         init_weights=init_weights,
     )
     mesh.create_groups(used_axes(run, parts.placements))
-    mixed = [layer for layer, has_experts in enumerate(moe_layer_mask) if has_experts]
-    routers = RouterStatistics(modules, mixed, run.moe.num_experts or 0, mesh)
+    moe_layers = [layer for layer, is_moe in enumerate(moe_layer_mask) if is_moe]
+    routers = RouterStatistics(modules, moe_layers, run.moe.num_experts or 0, mesh)
     model = Model(
         modules,
         parts,
@@ -160,19 +160,19 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True
         model.use_cuda_graphs(CudaGraphCapture(mesh.device))
     elif (
         run.train.cuda_graphs and mesh.rank == 0 and run.train.device != "cpu"
-    ):  # asked for, that is said with the flags
+    ):  # an explicit CPU is reported with the flags
         _log.info("--cuda-graphs has no effect: the device is a %s", mesh.device.type)
     return model
 
 
 def architecture_of(run: RunConfig) -> Architecture:
-    """The model of a derived config."""
+    """Returns the model architecture of a derived config."""
     moe = run.moe if run.moe.num_experts is not None else None
     return Architecture(run.model, moe, tuple(moe_layers(run)))
 
 
 def build_optimizer(run: RunConfig, model: ParallelModel) -> MixedPrecisionOptimizer:
-    """The update rule over the model's flat buffers.
+    """Builds the optimizer over the model's flat buffers.
 
     >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> optimizer = build_optimizer(run, build_model(run, launch(run)))
@@ -195,14 +195,14 @@ class DataLoaders:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """How long a run is from its very start, in both units, whichever of them was given."""
+    """The length of a run from iteration 0, in iterations and samples, whichever was given."""
 
     iterations: int
     samples: int
 
     @classmethod
     def from_config(cls, run: RunConfig, *, iteration: int = 0, consumed_samples: int = 0) -> RunLength:
-        """The length as seen from where the run stands: a resumed run may have another batch size than it began with."""
+        """Computes the length from the current position: a resumed run may have another batch size than it began with."""
         batch = BatchSizeSchedule.from_config(run)
         if run.train.train_samples is not None:
             left = max(0, run.train.train_samples - consumed_samples)
@@ -215,9 +215,9 @@ class RunLength:
 def build_loaders(
     run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None, *, train_samples: int | None = None
 ) -> DataLoaders:
-    """Open every dataset of the run and find every problem of the data.
+    """Opens every dataset of the run and reports every problem of the data.
 
-    `train_samples` is how many training samples there must be, counted from the start of the run.
+    `train_samples` is the number of training samples required, counted from the start of the run.
     """
     if tokenizer is None and run.tokenizer.tokenizer_type is not None:
         tokenizer = build_tokenizer(run.tokenizer, vocab_size=run.model.vocab_size)
@@ -249,7 +249,7 @@ def _build_batch_loaders(datasets: SplitDatasets, options: LoaderOptions, mesh: 
 
 
 def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
-    """Validation and test samples; none of a split that the run has no data for."""
+    """Returns validation and test samples; zero for a split without data."""
     assert run.train.global_batch_size is not None
     each = run.train.eval_iters * run.train.global_batch_size
     shares = (1.0, 1.0, 1.0) if run.data.mock_data else parse_split(run.data.split)
@@ -259,7 +259,7 @@ def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
 
 
 def build_loader(run: RunConfig, mesh: ParallelMesh, *, consumed_samples: int = 0) -> Iterator[list[Batch]]:
-    """The training micro-batches of this rank, step after step, on the device; for a loop of your own.
+    """Yields this rank's training micro-batches on the device, step after step; for a custom loop.
 
     >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "3", "--global-batch-size", "4"])
     >>> [len(batches) for batches in build_loader(run, launch(run))]

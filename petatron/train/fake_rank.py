@@ -1,7 +1,7 @@
-"""One rank of any layout at full size, without memory and without the other ranks.
+"""Builds one rank of any layout at full size, without memory and without the other ranks.
 
-Weights are built on the meta device over a process group that sends nothing, so a laptop can check how a model of any
-size falls apart over any number of ranks: whether it builds, what every rank holds, and that together it is the model.
+Weights are on the meta device over a process group that sends nothing, so a laptop can check how a model of any size is sharded
+over any number of ranks: whether it builds, what every rank holds, and that the shards add up to the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from petatron.train.build import build_model
 
 @contextmanager
 def fake_rank(run: RunConfig, rank: int) -> Iterator[ParallelModel]:
-    """This run's model as one of its ranks would hold it.
+    """Yields this run's model as one of its ranks would hold it.
 
     >>> import petatron
     >>> run = petatron.load("llama3-8b", ["--tp", "8", "--mock-data", "--lr", "1e-4", "--train-iters", "1"], world_size=64)
@@ -41,10 +41,10 @@ def fake_rank(run: RunConfig, rank: int) -> Iterator[ParallelModel]:
 
 
 def num_primary_elements(model: ParallelModel) -> int:
-    """How many elements of logical tensors this rank alone speaks for; over all ranks they add up to the model."""
+    """Counts the elements of logical tensors this rank is primary for; over all ranks they add up to the model."""
     return sum(
         end - begin
         for group in model.param_groups
-        for stretch in group.flat_shards
-        for begin, end in stretch.primary_ranges()
+        for flat_shard in group.flat_shards
+        for begin, end in flat_shard.primary_ranges()
     )

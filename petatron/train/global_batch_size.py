@@ -1,7 +1,7 @@
-"""The global batch size over a run, and the exact exchange between iterations and samples that it implies.
+"""The global batch size over a run, and the exact conversion between iterations and samples that it implies.
 
-`--rampup-batch-size START INCREMENT SAMPLES` cuts SAMPLES into n = (final - START) / INCREMENT equal spans; during
-span k the batch holds START + k x INCREMENT samples, afterwards the final size. A batch has the size that holds where
+`--rampup-batch-size START INCREMENT SAMPLES` divides SAMPLES into n = (final - START) / INCREMENT equal spans; during
+span k the batch has START + k x INCREMENT samples, afterwards the final size. A batch has the size in effect where
 it begins. The size is therefore constant on each of n + 1 spans, and counting needs one division per span, not a loop
 over iterations. All of it is integer arithmetic: span k begins at the smallest c with c x n >= k x SAMPLES.
 """
@@ -34,7 +34,7 @@ class BatchSizeSchedule:
 
     @classmethod
     def from_config(cls, run: RunConfig) -> BatchSizeSchedule:
-        """The schedule of a derived and checked configuration."""
+        """Builds the schedule of a derived and checked configuration."""
         final = run.train.global_batch_size
         assert final is not None, "the configuration is not derived"
         if not run.train.rampup_batch_size:
@@ -51,35 +51,37 @@ class BatchSizeSchedule:
         return (self.final - self.start) // self.increment
 
     def at(self, consumed_samples: int) -> int:
-        """The size of the batch that begins after this many samples."""
+        """Returns the size of the batch that begins after this many samples."""
         if consumed_samples >= self.ramp_samples:
             return self.final
         return self.start + consumed_samples * self._num_increments // self.ramp_samples * self.increment
 
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
-        """Samples consumed in all once this many more iterations have run."""
+        """Returns the samples consumed in total after this many more iterations."""
         for batch, batches in self._constant_size_spans(consumed):
-            taken = iterations if batches is None else min(iterations, batches)
-            consumed += taken * batch
-            iterations -= taken
+            num_batches = iterations if batches is None else min(iterations, batches)
+            consumed += num_batches * batch
+            iterations -= num_batches
             if not iterations:
                 break
         return consumed
 
     def iterations_for(self, samples: int, consumed: int = 0) -> int:
-        """Whole batches that fit into a budget of samples from a position on; a last partial one is left out."""
+        """Returns how many whole batches fit into a budget of samples from a position on; a last partial one does not count."""
         iterations = 0
         for batch, batches in self._constant_size_spans(consumed):
             fitting = samples // batch
-            taken = fitting if batches is None else min(fitting, batches)
-            iterations += taken
-            samples -= taken * batch
-            if taken == fitting:  # the rest does not hold one more batch of this size, nor of a larger one
+            num_batches = fitting if batches is None else min(fitting, batches)
+            iterations += num_batches
+            samples -= num_batches * batch
+            if (
+                num_batches == fitting
+            ):  # the remaining samples do not fit one more batch of this size, nor of a larger one
                 break
         return iterations
 
     def _constant_size_spans(self, consumed: int) -> Iterator[tuple[int, int | None]]:
-        """(batch size, number of batches of that size in a row) from a position on; None: for ever."""
+        """Yields (batch size, number of consecutive batches of that size) from a position on; None: unlimited."""
         while (batch := self.at(consumed)) < self.final:
             next_span = (batch - self.start) // self.increment + 1
             span_end = -(-next_span * self.ramp_samples // self._num_increments)

@@ -1,4 +1,4 @@
-"""The loop: step, report, evaluate, save, until the run is over or told to stop."""
+"""The training loop: steps, logs, evaluates and saves until the run ends or is stopped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrainingResult:
 
 
 class TrainLoop:
-    """One run from wherever its state stands to its end."""
+    """Runs training from the current state to the end."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class TrainLoop:
         )
 
     def run(self) -> TrainingResult:
-        """Train to the end. The last state is always saved (where there is a folder), and evaluated when it is the end."""
+        """Trains to the end. The last state is always saved (if there is a folder), and evaluated if the run is complete."""
         try:
             return self._train()
         except Exception:
@@ -99,10 +99,10 @@ class TrainLoop:
             raise
 
     def _finish_pending_save_after_failure(self) -> None:
-        """Finish the save that a failure came upon: it is what the next run begins with."""
+        """Finishes an async save that a failure interrupted: the next run resumes from it."""
         try:
             self._finish_save_or_log()
-        except Exception:  # ranks may be gone; the failure that brought us here is the one to tell
+        except Exception:  # ranks may be gone; the original failure is the one to report
             _log.exception("a checkpoint that was being written was lost")
 
     def _train(self) -> TrainingResult:
@@ -156,7 +156,7 @@ class TrainLoop:
         return [batch.to(self._state.mesh.device) for batch in batches]
 
     def _record_step(self, metrics: StepMetrics) -> None:
-        """Remember on the device which iteration first had a number that is not finite."""
+        """Records on the device which iteration first had a non-finite value."""
         bad = torch.as_tensor(metrics.nan) | torch.as_tensor(metrics.skipped).bool()
         fresh = bad & (self._first_nonfinite_iteration < 0)
         self._first_nonfinite_iteration = torch.where(
@@ -192,7 +192,7 @@ class TrainLoop:
     def _evaluate(
         self, loader: BatchLoader | None, split: str, stopping: StopMonitor, *, will_save: bool
     ) -> str | None:
-        """Report the loss of a split; why to stop, if that came first, and then nothing is reported."""
+        """Reports the loss of a split; returns why to stop, if a stop came first, and then reports nothing."""
         iteration = self._state.progress.iteration
         if loader is None or (
             split == "valid" and self._last_validation is not None and self._last_validation[0] == iteration
@@ -219,10 +219,10 @@ class TrainLoop:
         return None
 
     def _save(self, *, last: bool = False) -> None:
-        """Publish this iteration, but never a state that the next log line would have refused.
+        """Publishes this iteration, but never a state that the next log line would have refused.
 
-        A save that fails costs a checkpoint, not the run: it is reported, earlier checkpoints are as they were, and the next
-        save tries again. Only the last one must succeed.
+        A failed save costs a checkpoint, not the run: it is reported, earlier checkpoints are untouched, and the next save tries again.
+        Only the last one must succeed.
         """
         self._check_finite()
         saver, iteration = self._state.checkpoint_manager, self._state.progress.iteration
@@ -243,7 +243,7 @@ class TrainLoop:
         self._meter.resume()
 
     def _poll_async_save(self) -> None:
-        """Report a save in the background that has come to its end."""
+        """Reports an async save that has finished."""
         if (
             self._pending_save_iteration is not None
             and self._state.checkpoint_manager is not None
@@ -258,7 +258,7 @@ class TrainLoop:
             self._log_failed_save(error)
 
     def _wait_for_save(self) -> None:
-        """Wait for the save that was begun, if there is one."""
+        """Waits for a pending async save, if there is one."""
         saver, saving, self._pending_save_iteration = self._state.checkpoint_manager, self._pending_save_iteration, None
         if saver is None or saving is None:
             return
@@ -284,7 +284,7 @@ class TrainLoop:
 
 @dataclass(frozen=True, slots=True)
 class InterruptedEvaluation:
-    """An evaluation that was told to stop after so many batches."""
+    """An evaluation that was stopped after so many batches."""
 
     reason: str
     completed_batches: int
@@ -293,7 +293,7 @@ class InterruptedEvaluation:
 def evaluate(
     state: TrainState, loader: BatchLoader, stop_check: EvaluationStopCheck | None = None
 ) -> float | InterruptedEvaluation:
-    """Mean loss per token over the first `eval_iters` batches of a split; the same batches every time."""
+    """Returns the mean loss per token over the first `eval_iters` batches of a split; the same batches every time."""
     size = state.run.train.global_batch_size
     assert size is not None
     total = torch.zeros((), dtype=torch.float64, device=state.mesh.device)

@@ -1,4 +1,4 @@
-"""A whole training run on this rank: open everything, find every problem, then train."""
+"""Runs a whole training run on this rank: opens everything, reports every problem, then trains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 
 def run_training(loaded: LoadedConfig) -> TrainingResult:
-    """Train as configured; every rank calls it. Nothing is computed before files, folders and data are known to be good.
+    """Trains as configured; every rank calls it. Nothing is computed before files, folders and data are checked.
 
     >>> import contextlib, io, tempfile
     >>> from petatron.config import load_config
@@ -72,10 +72,10 @@ def run_training(loaded: LoadedConfig) -> TrainingResult:
 
 
 def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
-    """What watches this rank's communication."""
+    """Builds the watchdog of this rank's communication."""
     environment, device = read_environment(), mesh.device
     busy = (lambda: not torch.cuda.current_stream(device).query()) if mesh.backend == "nccl" else None
-    # The ranks of one machine are ended by their launcher, where that is ours.
+    # Our own launcher ends the other ranks of its machine.
     peers = partial(Rendezvous, environment) if environment.store_file is None else None
     return Watchdog(mesh.record, timeout_s=60 * timeout_minutes, device_busy=busy, connect_peers=peers)
 
@@ -112,7 +112,7 @@ def _build_and_run(
 def _run_loop(
     state: TrainState, loaders: DataLoaders, *, config_yaml: str, header_lines: list[str], started_s: float
 ) -> TrainingResult:
-    """Open the sinks, keep the settings beside the metrics, and train."""
+    """Opens the sinks, writes the settings next to the metrics, and trains."""
     run, mesh = state.run, state.mesh
     directory = log_directory(run)
     sinks = build_sinks(run.log, directory, mesh.rank, config_values=_config_values(run))
@@ -133,7 +133,7 @@ def _run_loop(
 
 
 def _write_config(path: Path, config_yaml: str) -> None:
-    """In the place of what is there: an earlier run's settings, or a link that came with the folder."""
+    """Replaces whatever exists: an earlier run's settings, or a link that came with the folder."""
     try:
         write_atomic(path, config_yaml)
     except OSError as error:
@@ -143,7 +143,7 @@ def _write_config(path: Path, config_yaml: str) -> None:
 
 
 def _check_shared_device(run: RunConfig) -> None:
-    """Ranks that share a GPU on purpose must fit into it, and whoever started them should not take their speed for a speed."""
+    """Checks that ranks sharing a GPU on purpose fit into it, and warns that their speed is not representative."""
     facts, ranks = detect_device(run.train.device), run.launch.ranks_per_device
     if ranks == 1 or facts.kind != "cuda":
         return
@@ -154,7 +154,7 @@ def _check_shared_device(run: RunConfig) -> None:
 
 
 def log_directory(run: RunConfig) -> Path:
-    """Where metrics and the resolved config go."""
+    """Returns the folder of metrics and the resolved config."""
     chosen = run.log.log_dir or run.checkpoint.save
     return Path(chosen) if chosen else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
 
@@ -181,9 +181,9 @@ def _parameter_counts_text(run: RunConfig) -> str:
 
 
 def _build_on_rank_zero_first(world: Axis, build: Callable[[], Result], *, local_rank: int) -> Result:
-    """Rank 0 builds and fills caches, then one rank of each other node, whose disks may be its own, then the rest.
+    """Builds on rank 0 first, which fills caches, then on one rank of each other node, whose disk may be local, then on the others.
 
-    If one of the first cannot, every rank says why.
+    If one of the first fails, every rank reports why.
     """
     turn = 0 if world.rank == 0 else 1 if local_rank == 0 else 2
     result = None

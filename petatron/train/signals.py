@@ -1,4 +1,4 @@
-"""When to stop before the end: a signal, a time limit, an interval; decided by all ranks together."""
+"""Early stops by signal, time limit or interval, agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _log = get_logger(__name__)
 
 
 class StopMonitor:
-    """Listens for SIGTERM and SIGINT while it is entered, and asks all ranks once per iteration.
+    """Handles SIGTERM and SIGINT while it is entered, and agrees on stopping with all ranks once per iteration.
 
-    A signal may reach ranks at different iterations, or only some of them; the question goes round over a CPU group, so
-    that no device waits, and every rank gives the same answer at the same iteration. It travels while the next iteration
-    runs, so at large worlds nobody waits for it either, and a signal is heeded one iteration later. A rank by itself has
-    nobody to ask, and stops after the iteration that the signal came in.
+    A signal may reach ranks at different iterations, or only some of them; requests are all-reduced over a CPU group, so that no
+    device waits, and every rank decides the same at the same iteration. The all-reduce overlaps the next iteration, so large worlds
+    do not wait for it either, and a signal takes effect one iteration later. A single rank needs no all-reduce and stops after the
+    iteration in which the signal came.
 
-    An evaluation may last for hours, so ranks ask within it too (`evaluation_stop_check`), over the same group and in the same way.
+    An evaluation may last for hours, so ranks poll within it too (`evaluation_stop_check`), over the same group and in the same way.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class StopMonitor:
         if self._signal_logger is not None:
             self._signal_logger.close()
         if self._pending_all_reduce is not None and exception[0] is None:
-            self._pending_all_reduce[1].wait()  # leave no question on the wire
+            self._pending_all_reduce[1].wait()  # leave no all-reduce pending
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT and self._sigint_received:
-            raise KeyboardInterrupt  # asked twice: do not wait for the end of the step
+            raise KeyboardInterrupt  # a second signal: do not wait for the end of the step
         self._sigint_received |= signum == signal.SIGINT
         self._received_signal = signum
 
@@ -74,7 +74,7 @@ class StopMonitor:
         _log.warning("%s: stopping %s%s%s", signal.Signals(signum).name, self._stop_point, saving, again)
 
     def stop_reason(self, iteration: int) -> str | None:
-        """Why to stop after this iteration, or None; every rank must ask."""
+        """Returns why to stop after this iteration, or None; every rank must call it."""
         interval = self._config.exit_interval
         early = self._describe_stop(self._all_reduce_requests(0)[:2])
         if early is None and interval and iteration % interval == 0:
@@ -83,7 +83,7 @@ class StopMonitor:
 
     @contextmanager
     def evaluation_stop_check(self, *, will_save: bool) -> Iterator[EvaluationStopCheck]:
-        """While open, a signal is answered for an evaluation; `will_save` says whether a checkpoint follows it."""
+        """While entered, signals stop an evaluation; `will_save` tells whether a checkpoint follows it."""
         before = self._stop_point, self._will_save
         self._stop_point, self._will_save = "the evaluation", will_save
         try:
@@ -102,7 +102,7 @@ class StopMonitor:
         return f"--exit-duration-in-mins {self._config.exit_duration_in_mins:g} is over" if late else None
 
     def _all_reduce_requests(self, elapsed_ms: int) -> tuple[int, int, int]:
-        """What all ranks wished when they were last asked; the wishes of now are the next question."""
+        """Returns the all-reduced requests of the previous call, and starts the all-reduce of the current ones."""
         minutes = self._config.exit_duration_in_mins
         overtime = minutes is not None and time.monotonic() - self._started_s > minutes * 60.0
         wishes = torch.tensor([self._received_signal, int(overtime), elapsed_ms])
@@ -121,10 +121,10 @@ class StopMonitor:
 class EvaluationStopCheck:
     """Decides before each evaluation batch whether to stop; all ranks stop at the same batch.
 
-    Batches may take a millisecond or a minute, and clocks differ between ranks, so ranks agree on the batches at which they
-    poll: every `stride`-th, where the stride follows from the time of the slowest rank, which travels with the question, and is
-    therefore the same on all of them. It aims at two questions per second and at most doubles each time, since the first batches
-    of a GPU are only launched and seem to take no time. A rank by itself looks at every batch.
+    Batches may take a millisecond or a minute, and clocks differ between ranks, so ranks agree on the batches at which they poll:
+    every `stride`-th, where the stride follows from the slowest rank's time, which is reduced with the requests and therefore the same
+    on all ranks. It aims at two polls per second and at most doubles each time, since the first batches of a GPU are only launched and
+    seem to take no time. A single rank checks at every batch.
     """
 
     def __init__(self, poll: Callable[[int], tuple[str | None, int]], *, multi_rank: bool) -> None:
@@ -134,14 +134,14 @@ class EvaluationStopCheck:
         self._last_check_s = time.monotonic()
 
     def stop_reason(self, batch: int) -> str | None:
-        """Why to stop before this batch, or None; every rank must ask, for every batch in order."""
+        """Returns why to stop before this batch, or None; every rank must call it, for every batch in order."""
         if self._multi_rank and batch < self._next_check_batch:
             return None
         now_s = time.monotonic()
         elapsed_ms = 0 if batch == 0 else max(1, round((now_s - self._last_check_s) * 1000))
         reason, slowest_ms = self._poll(elapsed_ms)
         stride = self._stride
-        if batch > 0 and slowest_ms:  # what is answered at the first batch was asked before the evaluation
+        if batch > 0 and slowest_ms:  # the first batch's answer was requested before the evaluation
             fitting = int(self._previous_stride * _EVALUATION_CHECK_INTERVAL_S * 1000 / slowest_ms)
             stride = max(1, min(fitting, 2 * self._stride))
         self._last_check_s, self._previous_stride, self._stride = now_s, self._stride, stride
@@ -150,30 +150,29 @@ class EvaluationStopCheck:
 
 
 class _SignalLogger:
-    """A thread that says, once for each, which signal has come.
+    """A thread that logs each signal once.
 
-    A handler would be the wrong place. Python runs it on the main thread when that is back from whatever library it is in, which
-    may be a wait of seconds for the device; and it may come in the middle of a write to the terminal, where another one
-    is an error. The number that the interpreter writes to a pipe at the very moment is there at once, and a thread may write
-    whatever it likes.
+    A handler would be the wrong place. Python runs it on the main thread after the current library call returns, which may wait for the
+    device for seconds; and it may interrupt a write to the terminal, where another write is an error. The wake-up file descriptor gets
+    the signal number at once, and a thread may write freely.
     """
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:
         self._on_signal = on_signal
         self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._write_fd, False)  # as `set_wakeup_fd` demands
+        os.set_blocking(self._write_fd, False)  # as `set_wakeup_fd` requires
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
-        told: set[int] = set()
+        logged: set[int] = set()
         while True:
             for number in os.read(self._read_fd, 64):
                 if number == 0:
                     return
-                if number in _SIGNALS and number not in told:
-                    told.add(number)
+                if number in _SIGNALS and number not in logged:
+                    logged.add(number)
                     self._on_signal(number)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step, as a straight line."""
+"""One optimizer step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from petatron.train.state.train_state import TrainState
 
 
 def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
-    """Forward, backward, reduction, clipping, update; advances the state's progress.
+    """Runs forward, backward, reduction, clipping and update; advances the state's progress.
 
-    Nothing here waits for the device, but for one number per step under dynamic loss scaling, which has to know.
+    Nothing here waits for the device, except for one number per step under dynamic loss scaling.
     """
     run, progress, scale = state.run, state.progress, state.scaler.scale
     size = sum(batch.tokens.shape[0] for batch in batches) * state.mesh.dp.size
@@ -54,7 +54,7 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
 
 
 def _timeline_writer(state: TrainState) -> Callable[[list[TimedAction]], None] | None:
-    """Where this step's measured timeline goes, if this is the step to be measured."""
+    """Returns the writer of this step's measured timeline, if this step is measured."""
     log, next_iteration = state.run.log, state.progress.iteration + 1
     if log.pipeline_timeline is None or next_iteration != log.pipeline_timeline_step:
         return None

@@ -1,7 +1,7 @@
-"""Does communication between these ranks work: bandwidth and results of every collective, and two steps of training.
+"""Checks that communication between these ranks works: bandwidth and results of every collective, and two training steps.
 
 Run by `petatron doctor --nccl` on every rank. The layout gives each axis two ranks where it can, so that every kind of communicator is
-tried; the model is trained in it and, by the first rank, alone.
+tested; the model is trained in that layout and, on rank 0, in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHARED_DEVICE_MESSAGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
 
 @dataclass(slots=True)
 class CommunicationReport:
-    """What a rank saw; `losses` are of the layout and of one process, which only the first rank trains."""
+    """What a rank measured; `losses` are of the layout and of one process, which only rank 0 trains."""
 
     layout: str
     connect_s: float
@@ -42,7 +42,7 @@ class CommunicationReport:
 
     @property
     def problems(self) -> list[str]:
-        """Everything that is not as it should be, in words."""
+        """Describes everything that failed."""
         found = [
             f"{one.op} over {one.axis} ({one.ranks} ranks, {one.bytes:,} bytes) gave wrong values"
             for one in self.measured
@@ -55,23 +55,23 @@ class CommunicationReport:
 
 
 def layout_flags(ranks: int) -> str:
-    """Two ranks for pp and two for tp where they divide, the rest for dp with a sharded optimizer.
+    """Returns two ranks for pp and two for tp where they divide, the others for dp with a sharded optimizer.
 
     >>> layout_flags(8)
     '--pp 2 --tp 2 --sequence-parallel --dp 2 --use-distributed-optimizer --overlap-param-gather'
     """
     pp = 2 if ranks % 2 == 0 else 1
     tp = 2 if ranks // pp % 2 == 0 else 1
-    words = [f"--pp {pp}"] * (pp > 1) + [f"--tp {tp} --sequence-parallel"] * (tp > 1)
+    flags = [f"--pp {pp}"] * (pp > 1) + [f"--tp {tp} --sequence-parallel"] * (tp > 1)
     dp = ranks // pp // tp
-    words += [f"--dp {dp}"] + ["--use-distributed-optimizer --overlap-param-gather"] * (dp > 1)
-    return " ".join(words)
+    flags += [f"--dp {dp}"] + ["--use-distributed-optimizer --overlap-param-gather"] * (dp > 1)
+    return " ".join(flags)
 
 
 def check_communication(
     make_mesh: Callable[[Layout], ParallelMesh], *, ranks: int, shared_device: bool, log: Callable[[str], None]
 ) -> CommunicationReport:
-    """On every rank of the world; `log` hears of progress on the first."""
+    """Runs the checks on every rank of the world; `log` reports progress on rank 0."""
     started = time.monotonic()
     flags = layout_flags(ranks)
     config = load_config(f"{_MODEL} {flags} --global-batch-size {4 * ranks}".split(), world_size=ranks).config
@@ -104,5 +104,5 @@ def check_communication(
 
 
 def current_device(kind: str) -> torch.device:
-    """The device this rank is bound to."""
+    """Returns the device this rank is bound to."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")

@@ -1,11 +1,11 @@
-"""Do two layouts train the same model? Compare their traces and name the first tensor that departs.
+"""Checks that two layouts train the same model: compares their traces and names the first tensor that diverges.
 
 The difference of two losses is relative to the reference. The difference of two tensors is the norm of their difference
 relative to the norm of the reference, where a tensor counts as at least a thousandth of its fair share of the norm of all
 tensors of its kind: some gradients (the bias of keys, which shifts all scores alike) are zero in exact arithmetic, and
-noise over noise says nothing. For the same reason the *parameter* behind such a gradient is left out until its gradient
+noise over noise is meaningless. For the same reason the *parameter* of such a gradient is skipped until its gradient
 has once been more than noise: Adam divides a gradient by the size of past ones, so noise becomes a step of full size, in
-whatever direction rounding took in that layout. Its gradient is compared all the same.
+whatever direction that layout rounds. Its gradient is always compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOLERANCES = {
     "float32": Tolerances(loss=1e-5, gradient=1e-3, parameter=1e-3),
     "float64": Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-7),
 }
-"""What counts as equal in each precision, over some tens of steps."""
+"""Tolerances of each precision, over some tens of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class StepComparison:
 
 @dataclass(frozen=True, slots=True)
 class TraceComparison:
-    """All steps, and what departed first (None when nothing did)."""
+    """All steps, and what diverged first (None when nothing did)."""
 
     steps: tuple[StepComparison, ...]
     first_departure: str | None
@@ -78,7 +78,7 @@ class TraceComparison:
 def compare_traces(
     reference: Sequence[Sequence[StepTrace]], candidate: Sequence[Sequence[StepTrace]], tolerances: Tolerances
 ) -> TraceComparison:
-    """Compare two runs, each given as one list of steps per rank."""
+    """Compares two runs, each given as one list of steps per rank."""
     if len(reference[0]) != len(candidate[0]):
         text = f"the reference made {len(reference[0])} steps, the layout {len(candidate[0])}"
         return TraceComparison((), text)
@@ -124,7 +124,7 @@ def _of_kind(tensors: dict[tuple[str, str], Tensor], kind: str, names: set[str] 
 
 
 def _expected_norms(tensors: dict[str, Tensor]) -> dict[str, float]:
-    """The norm each tensor would have if all elements were of one size; one that is not finite does not blur the others'."""
+    """Returns the norm each tensor would have if all elements had one magnitude; a non-finite one does not affect the others'."""
     squares = [float(x.square().sum()) for x in tensors.values()]
     total = math.sqrt(sum(square for square in squares if math.isfinite(square)))
     elements = sum(x.numel() for x in tensors.values())
@@ -134,11 +134,11 @@ def _expected_norms(tensors: dict[str, Tensor]) -> dict[str, float]:
 def _differences(
     left: dict[str, Tensor], right: dict[str, Tensor], replica_shards: Sequence[TracedShard]
 ) -> dict[str, float]:
-    """By name: the difference of the whole tensors, or of one rank's piece (`replica_shards`) where replicas differ more."""
+    """Returns by name the difference of the whole tensors, or of one rank's shard (`replica_shards`) where replicas differ more."""
     shares = _expected_norms(left)
     scales = {name: max(float(x.norm()), _NORM_FLOOR * shares[name]) for name, x in left.items()}
     out = {}
-    for name in dict.fromkeys([*left, *right]):  # in one order, so that of equal ones always the same is named
+    for name in dict.fromkeys([*left, *right]):  # a fixed order, so that ties always name the same one
         if name not in left or name not in right or left[name].shape != right[name].shape:
             out[name] = math.inf
         else:
@@ -151,14 +151,14 @@ def _differences(
 
 
 def _relative_difference(difference: float, scale: float) -> float:
-    """What is not finite on either side counts as an infinite difference, so that it can never pass a bound."""
+    """A non-finite value on either side is an infinite difference, so that it never passes a tolerance."""
     if not (math.isfinite(difference) and math.isfinite(scale)):
         return math.inf
     return difference / scale if scale > 0.0 else (0.0 if difference == 0.0 else math.inf)
 
 
 def _first_mismatch(step: StepComparison, tolerances: Tolerances) -> str | None:
-    """The loss, then the gradients one by one, then their norm (which clipping uses), then the updated parameters."""
+    """Checks the loss, then each gradient, then their norm (which clipping uses), then the updated parameters."""
     by_kind = {worst.kind: (f"{worst.kind} {worst.name}", worst.difference) for worst in step.worst}
     found = [("loss", step.loss_difference, tolerances.loss)]
     found += [(*by_kind["gradient"], tolerances.gradient)] if "gradient" in by_kind else []

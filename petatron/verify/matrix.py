@@ -1,21 +1,21 @@
 """The proof matrix as data: which layouts must train the same model as one process.
 
-A layout's name says what it is, and its flags follow from the name. Parts are joined by dots; a part is an axis with its
-size and, after dashes, how that axis is to work: `tp2-sp.pp2-vpp2.dp2-zero1` is tensor parallel 2 with sequence parallel,
-two pipeline ranks of two virtual stages each, and two data-parallel ranks that share the optimizer's state. Before the
-colon stands the model: `moe:dp4.ep2`. Experts live on the ranks of the other axes (ep and etp fold over tp x cp x dp), so
+A layout's flags follow from its name. Parts are joined by dots; a part is an axis with its
+size and, after dashes, its options: `tp2-sp.pp2-vpp2.dp2-zero1` is tensor parallel 2 with sequence parallel,
+two pipeline ranks of two virtual stages each, and two data-parallel ranks that shard the optimizer's state. Before the
+colon is the model: `moe:dp4.ep2`. Experts are on the ranks of the other axes (ep and etp fold over tp x cp x dp), so
 ep and etp never add ranks.
 
 What is in it:
 
-  - every axis alone at 2 and at 4 ranks, in every form it has (schedules, ways to exchange keys and values, dispatchers,
-    what data-parallel ranks share);
+  - every axis alone at 2 and at 4 ranks, with each of its options (schedules, key/value exchanges, dispatchers,
+    ZeRO stages);
   - every pair of {tp with sequence parallel, pp, virtual stages, cp, ep, dp with a sharded optimizer, fully sharded}. Two of
     these are no pairs of layouts: virtual stages exist only inside a pipeline, so `pp x vpp` is vpp itself; and a sharded
     optimizer and fully_shard are two answers to one question;
-  - products of three and more, most of them on 8 ranks.
+  - combinations of three and more axes, most of them on 8 ranks.
 
-Each entry trains the global batch and the micro-batch *size* of its reference: the balancing loss of a mixture of experts
+Each entry trains the global batch and the micro-batch *size* of its reference: the load-balancing loss of an MoE
 is defined over a micro-batch.
 """
 
@@ -34,7 +34,7 @@ MATRIX_TOLERANCES = {
     "float32": Tolerances(loss=1e-5, gradient=1e-4, parameter=1e-4),
     "float64": Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-7),
 }
-"""What counts as equal here: tighter than what `petatron verify` asks of models of any size."""
+"""Tolerances of the matrix: tighter than those of `petatron verify` for models of any size."""
 
 TRAINING_FLAGS = (
     "--mock-data --num-workers 0 --device cpu --lr 2e-3 --weight-decay 0.1 --init-method-std 0.1 --ddp-bucket-size 3000"
@@ -46,10 +46,10 @@ _LLAMA_FLAGS = (
     "--hidden-size 32 --num-attention-heads 8 --num-query-groups 4 --ffn-hidden-size 48 --seq-length 16 --vocab-size 131 "
     "--make-vocab-size-divisible-by 8 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 )
-# Rotary over the whole head: what a bias of keys adds without rotation is the same for all scores of a query, so its gradient
-# is zero in exact arithmetic. In float32 that is noise: over the comparison's floor for such tensors it comes out at 1e-4, the very
-# bound, and with a part of the head rotated Adam makes full steps of it in the other part of the same tensor.
-# The small base keeps the slowest rotation away from none.
+# Rope over the whole head: without rope a key bias adds the same to all scores of a query, so its gradient
+# is zero in exact arithmetic. In float32 that is noise: over the comparison's floor for such tensors it is 1e-4, the very
+# tolerance, and with partial rope Adam makes full steps of it in the other part of the same tensor.
+# The small base keeps the slowest rotation away from zero.
 _GPT_FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16 --vocab-size 67 "
     "--make-vocab-size-divisible-by 2 --position-embedding-type rope --rotary-base 100 --activation gelu_tanh "
@@ -67,10 +67,10 @@ MODEL_FLAGS = {
     "moe": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
-(biases, LayerNorm, norms of queries and keys, a window, packed documents); and a mixture of experts."""
+(biases, LayerNorm, qk-norm, a window, packed documents); and an MoE."""
 
 _AXIS_OPTIONS = {
-    # Three chunks do not divide a rank's part of the sequence, so they are of different lengths.
+    # Three chunks do not divide a rank's sequence shard, so their lengths differ.
     "tp": {"sp": "--sequence-parallel", "overlap": "--tp-comm-overlap --tp-comm-overlap-chunks 3"},
     "pp": {
         "gpipe": "--pipeline-schedule gpipe",
@@ -122,7 +122,7 @@ class MatrixEntry:
 
 
 def parse_entry(name: str) -> MatrixEntry:
-    """`dense:tp2-sp.dp2` in flags.
+    """Parses `dense:tp2-sp.dp2` into flags.
 
     >>> parse_entry("dense:tp2-sp.dp2-zero1")
     MatrixEntry(name='dense:tp2-sp.dp2-zero1', model='dense', flags='--tp 2 --sequence-parallel --dp 2 --use-distributed-optimizer \
@@ -188,9 +188,9 @@ MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI
 def select_entries(
     *, pattern: str | None = None, sample: int | None = None, seed: int = 1234, max_ranks: int = 8
 ) -> tuple[MatrixEntry, ...]:
-    """Entries of at most `max_ranks` by name, and of these a random sample.
+    """Selects entries of at most `max_ranks` by name, and of these a random sample.
 
-    A name means that entry alone, any other word every entry with the word in its name; *, ? and [] are as in a shell.
+    A full name selects that entry alone, any other word every entry whose name contains it; *, ? and [] are as in a shell.
     """
     named = [found for found in MATRIX if pattern is None or _matches(found.name, pattern)]
     chosen = [found for found in named if found.world_size <= max_ranks]
@@ -204,8 +204,8 @@ def select_entries(
         raise ConfigError([Problem("--nproc", str(max_ranks), rule, fix)])
     if sample is None or sample >= len(chosen):
         return tuple(chosen)
-    kept = set(random.Random(seed).sample(range(len(chosen)), sample))
-    return tuple(found for index, found in enumerate(chosen) if index in kept)
+    sampled = set(random.Random(seed).sample(range(len(chosen)), sample))
+    return tuple(found for index, found in enumerate(chosen) if index in sampled)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -1,19 +1,19 @@
-"""Run many layouts on one set of local ranks, and hold each against one process.
+"""Runs many layouts on one set of local ranks, and compares each with one process.
 
 Starting eight Python processes takes longer than training a tiny model in most layouts, so the ranks are started once and
-loop over the cases; for a case of n ranks the first n form a process group of their own. Rank 0 trains the references, each
-once, and compares. What the ranks tell the command that started them lies in a folder:
+loop over the cases; for a case of n ranks the first n form their own process group. Rank 0 trains the references, each
+once, and compares. The ranks report to the command that started them in a folder:
 
     cases.json                 what to run
-    begun                      the ranks have met and are at work
-    outcome-00007.json         the verdict on case 7
+    begun                      the ranks have completed their rendezvous
+    outcome-00007.json         the result of case 7
     error-00007-00002.json     why rank 2 failed in case 7
     case-00007/rank-00002/     the steps of rank 2, until they have been compared
     reference-.../rank-00000/  the steps of one process
 
-A rank that fails ends, and the launcher ends its peers: after a failed collective nobody can say what state a peer is in. The
-command then starts fresh ranks, which go on with the first case that has neither a verdict nor an error. So neither a crash
-nor a hang takes other cases with it.
+A rank that fails exits, and the launcher ends its peers: after a failed collective the state of a peer is unknown. The command
+then starts fresh ranks, which continue with the first case that has neither a result nor an error. So neither a crash nor a hang
+affects other cases.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from petatron.verify.verify import parse_injection, plan_verification
 TIMEOUT_MINUTES = 1.5
 """How long ranks wait for each other; a step of these models takes a fraction of a second."""
 STARTED_FILE = "begun"
-"""The file without which a failure of the ranks is no case's fault."""
+"""The file that marks the rendezvous as complete: a failure before it is not a case's."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixCase:
-    """One layout to be run, as words of the two command lines."""
+    """One layout to run, as arguments of the two command lines."""
 
     name: str
     model_flags: str
@@ -61,11 +61,11 @@ class MatrixCase:
     dtype: str
     steps: int
     inject: str | None = None
-    """A fault to plant (see `verify.parse_injection`), for testing the check itself."""
+    """A fault to inject (see `verify.parse_injection`), for testing the check itself."""
 
     @property
     def command(self) -> str:
-        """The same comparison by itself."""
+        """Returns the `petatron verify` command of this case alone."""
         inject = f" --inject {self.inject}" if self.inject else ""
         return (
             f"petatron verify {self.model_flags} {self.layout_flags} --steps {self.steps} --dtype {self.dtype}{inject}"
@@ -79,7 +79,7 @@ class MatrixCase:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What came of a case: the largest relative differences over all steps, and what departed first or went wrong."""
+    """The result of a case: the largest relative differences over all steps, and what diverged first or failed."""
 
     name: str
     loss: float | None = None
@@ -95,7 +95,7 @@ class CaseResult:
 
 
 def make_case(entry: MatrixEntry, *, model_flags: str, steps: int, dtype: str, inject: str | None = None) -> MatrixCase:
-    """The case of an entry; ConfigError if the layout does not fit the model, or the fault names no tensor of it."""
+    """Builds the case of an entry; ConfigError if the layout does not fit the model, or the fault names no tensor of it."""
     model, layout = model_flags.split(), entry.flags.split()
     both = plan_verification([*model, *layout], steps=steps, dtype=dtype)
     assert both.candidate.config.parallel.world_size == entry.world_size, entry.name
@@ -119,7 +119,7 @@ def read_cases(folder: Path) -> list[MatrixCase]:
 
 
 def read_result(folder: Path, number: int) -> CaseResult | None:
-    """The verdict on a case, or the error that kept it from one; None while it has not been run."""
+    """Reads the result of a case, or the error of a failed one; None while it has not been run."""
     path = folder / f"outcome-{number:05d}.json"
     if path.exists():
         return CaseResult(**json.loads(path.read_text()))
@@ -131,12 +131,12 @@ def read_result(folder: Path, number: int) -> CaseResult | None:
 
 
 def record_failure(folder: Path, number: int, name: str, text: str) -> CaseResult:
-    """Note that a case ended without a word from any rank."""
+    """Records that a case ended without a report from any rank."""
     return _write_result(folder, number, CaseResult(name, error=text))
 
 
 def run_cases(folder: Path, environment: RankEnvironment, on_result: Callable[[MatrixCase, CaseResult], None]) -> None:
-    """On every rank: run all cases that have no outcome; rank 0 hands each verdict to `on_result`."""
+    """Runs, on every rank, all cases that have no result; rank 0 passes each result to `on_result`."""
     torch.set_num_threads(1)
     meeting = Rendezvous(environment)
     cases = read_cases(folder)
@@ -157,7 +157,7 @@ def run_cases(folder: Path, environment: RankEnvironment, on_result: Callable[[M
 
 
 def _run_case(case: MatrixCase, number: int, folder: Path, rendezvous: Rendezvous) -> TraceComparison | None:
-    """The verdict on rank 0, None on the others."""
+    """Returns the comparison on rank 0, None on the others."""
     own = folder / f"case-{number:05d}"
     reference = folder / case.reference_name
     with rendezvous.process_group(f"case-{number}", case.world_size, timeout_minutes=TIMEOUT_MINUTES):
@@ -211,5 +211,5 @@ def _write_error(error: Exception, case: MatrixCase, number: int, folder: Path, 
 
 
 def _write_json_atomically(path: Path, facts: dict[str, object]) -> None:
-    """Under its name only when complete: the process may be ended at any moment."""
+    """The file appears only when complete: the process may be ended at any moment."""
     write_atomic(path, json.dumps(facts))

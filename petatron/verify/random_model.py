@@ -1,7 +1,7 @@
-"""Small models of odd shape, drawn so that a layout can split them: what nobody thought of testing.
+"""Draws small models of odd shape that fit a layout, to test combinations nobody thought of.
 
-A model is drawn blindly and offered to the config with the layout; what its rules refuse is drawn again. So every rule about
-divisibility is tested from both sides: what it lets through must train.
+A model is drawn at random and validated by the config with the layout; if the rules refuse it, another is drawn. So every rule about
+divisibility is tested from both sides: what it accepts must train.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FIXED_FLAGS = "--hidden-dropout 0 --attention-dropout 0 --train-iters 1"
 
 
 def random_model_flags(entry: MatrixEntry, *, seed: int) -> str:
-    """The flags of a model that fits the entry's layout; the same for the same entry and seed."""
+    """Returns the flags of a model that fits the entry's layout; the same for the same entry and seed."""
     random = Random(f"{seed}:{entry.name}")
     last: ConfigError | None = None
     for _ in range(_MAX_TRIES):
@@ -44,21 +44,21 @@ def _shape_flags(random: Random) -> list[str]:
     groups = random.choice((1, 2, 4, 6))
     heads = groups * random.choice((1, 1, 2, 3))
     length = 4 * random.randint(2, 8)
-    words = [
+    flags = [
         f"--num-layers {random.choice((2, 3, 4, 4, 5, 6, 8))}",
         f"--hidden-size {random.choice((12, 20, 28, 32, 36))}",
         f"--num-attention-heads {heads} --num-query-groups {groups} --kv-channels {random.choice((4, 5, 6, 10))}",
         f"--ffn-hidden-size {4 * random.randint(3, 12)} --seq-length {length}",
         f"--vocab-size {random.randint(11, 150)} --make-vocab-size-divisible-by {random.choice((1, 3, 8))}",
     ]
-    words += [f"--window-size {random.randint(1, length)}"] * (random.random() < 0.3)
-    return words
+    flags += [f"--window-size {random.randint(1, length)}"] * (random.random() < 0.3)
+    return flags
 
 
 def _component_flags(random: Random) -> list[str]:
     positions = random.choice(("rope", "rope", "learned_absolute", "none"))
     activation = random.choice(("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "squared_relu", "silu"))
-    words = [
+    flags = [
         f"--position-embedding-type {positions} --activation {activation}",
         f"--normalization {random.choice(('LayerNorm', 'RMSNorm'))}",
     ]
@@ -71,29 +71,29 @@ def _component_flags(random: Random) -> list[str]:
         ("--reset-position-ids", 0.3),
         ("--eod-mask-loss", 0.3),
     ):
-        words += [flag] * (random.random() < chance)
-    return words
+        flags += [flag] * (random.random() < chance)
+    return flags
 
 
 def _moe_flags(random: Random) -> list[str]:
-    """Not drawn: what is defined by the layout (a global balancing loss), and noise in the router."""
+    """Excludes what the layout defines (a global load-balancing loss), and router noise."""
     score = random.choice(("softmax", "sigmoid"))
     balance = random.choice(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
-    words = [
+    flags = [
         f"--num-experts {random.choice((4, 6, 8, 12))} --moe-router-topk {random.randint(1, 3)}",
         f"--moe-ffn-hidden-size {4 * random.randint(2, 8)} --moe-router-score-function {score}",
         f"--moe-router-load-balancing-type {balance}",
         f"--moe-layer-freq {random.choice(('1', '1', '2'))}",
     ]
-    words += ["--moe-aux-loss-coeff 0.02"] * (balance.endswith("aux_loss"))
-    words += ["--moe-router-pre-softmax"] * (score == "softmax" and random.random() < 0.5)
-    words += ["--moe-router-enable-expert-bias"] * (score == "sigmoid" and random.random() < 0.5)
-    words += ["--moe-z-loss-coeff 1e-3"] * (random.random() < 0.5)
-    words += [f"--moe-shared-expert-intermediate-size {4 * random.randint(2, 6)}"] * (random.random() < 0.5)
-    words += [f"--moe-latent-size {random.choice((8, 14))}"] * (random.random() < 0.3)
-    words += ["--moe-grouped-gemm"] * (random.random() < 0.5)
+    flags += ["--moe-aux-loss-coeff 0.02"] * (balance.endswith("aux_loss"))
+    flags += ["--moe-router-pre-softmax"] * (score == "softmax" and random.random() < 0.5)
+    flags += ["--moe-router-enable-expert-bias"] * (score == "sigmoid" and random.random() < 0.5)
+    flags += ["--moe-z-loss-coeff 1e-3"] * (random.random() < 0.5)
+    flags += [f"--moe-shared-expert-intermediate-size {4 * random.randint(2, 6)}"] * (random.random() < 0.5)
+    flags += [f"--moe-latent-size {random.choice((8, 14))}"] * (random.random() < 0.3)
+    flags += ["--moe-grouped-gemm"] * (random.random() < 0.5)
     dispatcher = random.choice(("allgather", "alltoall"))
-    return [*words, f"--moe-token-dispatcher-type {dispatcher}"]
+    return [*flags, f"--moe-token-dispatcher-type {dispatcher}"]
 
 
 def _training_flags(random: Random) -> list[str]:

@@ -1,7 +1,7 @@
-"""What a run computed, by logical tensor, so that two layouts can be held against each other.
+"""Records what a run computes by logical tensor, so that two layouts can be compared.
 
-Each rank keeps the pieces it holds; together the ranks' pieces are the whole logical tensors, whatever the layout. No
-communication is added to the run that is being watched.
+Each rank records its own shards; together they are the whole logical tensors, whatever the layout. No communication is added to
+the recorded run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from petatron.train.build import build_loader, build_model, build_optimizer
 
 @dataclass(frozen=True, slots=True)
 class TracedShard:
-    """A piece of one logical tensor at one step; `kind` is gradient (after all sums) or parameter (after the update)."""
+    """A shard of one logical tensor at one step; `kind` is gradient (after reduction) or parameter (after the update)."""
 
     kind: str
     name: str
@@ -50,16 +50,16 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """A deliberate fault for testing the comparison: spoil one logical tensor's gradient at one step (from 1)."""
+    """A deliberate fault for testing the comparison: corrupts one logical tensor's gradient at one step (from 1)."""
 
     name: str
     step: int
 
     def apply(self, model: ParallelModel) -> None:
-        """Change the gradient on every rank that holds the tensor."""
+        """Corrupts the gradient on every rank that holds the tensor."""
         for group in model.param_groups:
-            for piece, view in group_tensor_shards(group, group.grads()):
-                if piece.name == self.name:
+            for shard, view in group_tensor_shards(group, group.grads()):
+                if shard.name == self.name:
                     view.mul_(1.01).add_(1e-3)
 
 
@@ -70,7 +70,7 @@ def record_steps(
     keep_tensors: Callable[[int], bool] = lambda step: True,
     injection: Injection | None = None,
 ) -> Iterator[StepTrace]:
-    """Train the run and yield each step; `keep_tensors` says at which steps (from 1) tensors are kept, not only the loss."""
+    """Trains the run and yields each step; `keep_tensors` selects the steps (from 1) with tensors, not only the loss."""
     model = build_model(run, mesh)
     optimizer = build_optimizer(run, model)
     rates, decays = LearningRateSchedule.from_config(run), WeightDecaySchedule.from_config(run)
@@ -88,20 +88,20 @@ def record_steps(
 
 
 def _traced_shards(model: ParallelModel, kind: str) -> Iterator[TracedShard]:
-    """Every piece this rank updates, replicas too: ranks that should hold the same may have drifted apart."""
+    """Yields every shard this rank updates, replicas too: ranks that should hold the same may have diverged."""
     for group in model.param_groups:
-        for piece, view in group_tensor_shards(group, group.grads() if kind == "gradient" else group.weights()):
-            yield _traced_shard(kind, piece, view)
+        for shard, view in group_tensor_shards(group, group.grads() if kind == "gradient" else group.weights()):
+            yield _traced_shard(kind, shard, view)
 
 
-def _traced_shard(kind: str, piece: TensorShard, view: Tensor) -> TracedShard:
+def _traced_shard(kind: str, shard: TensorShard, view: Tensor) -> TracedShard:
     return TracedShard(
-        kind, piece.name, piece.logical_shape, piece.start, view.detach().to("cpu", copy=True).contiguous()
+        kind, shard.name, shard.logical_shape, shard.start, view.detach().to("cpu", copy=True).contiguous()
     )
 
 
 def assemble_tensors(shards: Iterable[TracedShard]) -> dict[tuple[str, str], Tensor]:
-    """Whole logical tensors from the parts of all ranks; elements that no rank supplied are NaN."""
+    """Assembles whole logical tensors from the shards of all ranks; elements that no rank supplied are NaN."""
     whole: dict[tuple[str, str], Tensor] = {}
     for part in shards:
         key = (part.kind, part.name)
@@ -112,7 +112,7 @@ def assemble_tensors(shards: Iterable[TracedShard]) -> dict[tuple[str, str], Ten
 
 
 def write_step_trace(step: StepTrace, path: Path) -> None:
-    """One step of one rank as a safetensors file."""
+    """Writes one step of one rank as a safetensors file."""
     tensors = {str(index): part.values for index, part in enumerate(step.shards)}
     parts = [[part.kind, part.name, part.logical_shape, part.start] for part in step.shards]
     facts = {"loss": step.loss, "grad_norm": step.grad_norm, "parts": parts}

@@ -1,4 +1,4 @@
-"""Two runs that differ in nothing but their layout: what each is told, what each writes down, and what counts as equal."""
+"""Compares two runs that differ only in their layout: their flags, their recorded traces and the tolerances."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SINGLE_PROCESS_FLAGS = (
     "--no-overlap-param-gather --data-parallel-sharding-strategy none --num-distributed-optimizer-instances 1 "
     "--no-fp8-param-gather --no-tp-comm-overlap --tp-comm-overlap-chunks none --no-overlap-moe-expert-parallel-comm"
 )
-# Dropout differs between layouts by design. A schedule made for thousands of steps says nothing about a few, and warm-up
+# Dropout differs between layouts by design. A schedule made for thousands of steps is meaningless for a few, and warm-up
 # from zero would make the first of them idle.
 _FIXED_FLAGS = (
     "--hidden-dropout 0 --attention-dropout 0 --no-bf16 --no-fp16 --eval-iters 0 --save none --load none --save-interval none "
@@ -48,7 +48,7 @@ class VerifyPlan:
     candidate: LoadedConfig
     reference: LoadedConfig
     ignored_settings: tuple[str, ...]
-    """Settings that were asked for and are no part of the comparison, as the user would write them."""
+    """Requested settings that are not part of the comparison, as the user would write them."""
 
     @property
     def every_step(self) -> bool:
@@ -63,7 +63,7 @@ class VerifyPlan:
 def plan_verification(
     argv: Sequence[str], *, steps: int, dtype: str, reference: str = SINGLE_PROCESS_FLAGS
 ) -> VerifyPlan:
-    """Both runs, with what does not belong to the question taken out (see `_FIXED_FLAGS`)."""
+    """Plans both runs, without settings that are not part of the comparison (see `_FIXED_FLAGS`)."""
     asked = resolve_config(argv, require_training=False)[0]
     given = asked.config
     if dtype == "float64" and given.precision.fp8_format is not None:
@@ -80,15 +80,15 @@ def plan_verification(
     size = candidate.config.train.global_batch_size
     reference_argv = [*candidate_argv, "--world-size", "none", "--nproc-per-node", "none", *reference.split()]
     reference_argv += ["--global-batch-size", str(size)]
-    left_out = tuple(_ignored_settings(asked, candidate.config, dtype))
-    return VerifyPlan(candidate_argv, reference_argv, candidate, load_config(reference_argv), left_out)
+    ignored = tuple(_ignored_settings(asked, candidate.config, dtype))
+    return VerifyPlan(candidate_argv, reference_argv, candidate, load_config(reference_argv), ignored)
 
 
 def _ignored_settings(requested: LoadedConfig, compared: RunConfig, dtype: str) -> Iterator[str]:
-    """What someone asked for that both runs do without, as it was written, and for a number format why."""
-    kept = flatten_config(compared)
+    """Yields requested settings that both runs ignore, as written, and for a dtype why."""
+    compared_values = flatten_config(compared)
     for path, value in flatten_config(requested.config).items():
-        if requested.origins[path].kind in ("flag", "file") and kept[path] != value:
+        if requested.origins[path].kind in ("flag", "file") and compared_values[path] != value:
             info = fields_by_path()[path]
             typed = f"{info.flag} {value}" if info.kind != "bool" else info.flag if value else f"--no-{info.flag[2:]}"
             why = f" (both runs are in {dtype}, since bounds for rounding are those of --dtype)"
@@ -96,7 +96,7 @@ def _ignored_settings(requested: LoadedConfig, compared: RunConfig, dtype: str) 
 
 
 def record_run(argv: Sequence[str], folder: Path, *, every_step: bool, injection: Injection | None) -> None:
-    """Run on every rank of one of the two runs: train, and write each step into the folder."""
+    """Runs on every rank of one of the two runs: trains, and writes each step into the folder."""
     environment = read_environment()
     loaded, _ = open_tokenizer(load_config(argv, world_size=environment.world_size))
     ends = (1, loaded.config.train.train_iters)
@@ -109,13 +109,13 @@ def record_run(argv: Sequence[str], folder: Path, *, every_step: bool, injection
 
 
 def compare_recorded_runs(reference: Path, candidate: Path, dtype: str) -> TraceComparison:
-    """Hold what two runs wrote against each other."""
+    """Compares the traces that two runs wrote."""
     ranks = [[StoredTrace(own) for own in sorted(folder.glob("rank-*"))] for folder in (reference, candidate)]
     return compare_traces(ranks[0], ranks[1], TOLERANCES[dtype])
 
 
 def parse_injection(text: str, run: RunConfig | None = None) -> Injection:
-    """`layers.0.attention.q.weight@3` spoils that tensor's gradient at step 3; without a step, at step 1."""
+    """Parses `layers.0.attention.q.weight@3`, which corrupts that tensor's gradient at step 3; without a step, at step 1."""
     name, _, step = text.partition("@")
     if run is not None and name not in (known := logical_shapes(run.model, run.moe, moe_layers(run))):
         close = difflib.get_close_matches(name, known, n=3)

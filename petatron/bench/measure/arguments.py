@@ -1,4 +1,4 @@
-"""Arguments that several benches have, what can be wrong with them, and the device they name."""
+"""Arguments shared by several benches, their checks, and the device they name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def minimum_problems(given: Mapping[str, tuple[int, int]]) -> list[Problem]:
-    """Flags whose value is below the least that makes sense; both by flag.
+    """Returns problems of flags whose value is below their minimum; both by flag.
 
     >>> print(*minimum_problems({"--repeat": (0, 1), "--steps": (4, 1)}))
     --repeat 0 is below 1. Use 1 or more.
@@ -30,14 +30,14 @@ def minimum_problems(given: Mapping[str, tuple[int, int]]) -> list[Problem]:
 
 
 def positive_problems(given: Mapping[str, float]) -> list[Problem]:
-    """Sizes that are none."""
+    """Returns problems of sizes that are not positive."""
     return [
         Problem(flag, str(value), "must be positive", "Leave it out.") for flag, value in given.items() if value <= 0
     ]
 
 
 def resolve_device(kind: Literal["auto", "cpu", "cuda"], *, problems: Sequence[Problem] = ()) -> torch.device:
-    """The device that --device names. Problems of other arguments are raised here, together with one of this."""
+    """Returns the device that --device names. Problems of other arguments are raised here, together with one of this."""
     import torch
 
     from petatron.base.device import detect_device

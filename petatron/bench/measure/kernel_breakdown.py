@@ -1,7 +1,7 @@
-"""Where a step's time goes: every kernel of a few profiled steps, by what its name says it is for.
+"""Breaks a step's time down by kernel class: every kernel of a few profiled steps, classified by name.
 
-Kernels are told apart by the names that libraries give them: cuBLAS's matrix products are nvjet or gemm, cuDNN's attention is sdpa,
-what torch.compile makes begins with triton_ and names the operations it fused. The first rule that matches decides. Idle is the
+Kernels are classified by the names that libraries give them: cuBLAS's GEMMs are nvjet or gemm, cuDNN's attention is sdpa,
+torch.compile's begin with triton_ and name the operations they fuse. The first rule that matches decides. Idle is the
 time in which no kernel runs at all; where kernels overlap, the classes add up to more than the busy time.
 """
 
@@ -44,7 +44,7 @@ _RULES: Sequence[tuple[str, re.Pattern[str]]] = tuple(
 
 
 def kernel_class(name: str) -> str:
-    """What a kernel is for.
+    """Returns the class of a kernel.
 
     >>> kernel_class("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT"), kernel_class("triton_poi_fused_mm_silu_mul_3")
     ('GEMM', 'elementwise')
@@ -67,7 +67,7 @@ class KernelBreakdown:
 
 
 def break_down_kernels(events: Iterable[Mapping[str, Any]], *, steps: int, top: int = 15) -> KernelBreakdown:
-    """Events of a Chrome trace (times in microseconds) to a breakdown of one of the steps they span."""
+    """Converts events of a Chrome trace (times in microseconds) to a breakdown of one of the steps they span."""
     work = [event for event in events if event.get("ph") == "X" and event.get("cat") in _DEVICE_WORK]
     totals: dict[str, tuple[float, int]] = {}
     classes: dict[str, float] = dict.fromkeys(KERNEL_CLASSES, 0.0)
@@ -85,7 +85,7 @@ def break_down_kernels(events: Iterable[Mapping[str, Any]], *, steps: int, top: 
 
 
 def _busy_time(spans: Sequence[tuple[float, float]]) -> float:
-    """How long at least one of the spans, sorted by start, was running."""
+    """Returns how long at least one of the spans, sorted by start, was running."""
     covered, reached = 0.0, float("-inf")
     for start, end in spans:
         covered += max(0.0, end - max(start, reached))
@@ -94,7 +94,7 @@ def _busy_time(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def profile_steps(runner: BenchRunner, *, steps: int = 3) -> KernelBreakdown:
-    """Profile some steps; the first of the profiler's is slow and is left out by a step before it."""
+    """Profiles some steps; the profiler's slow first step is excluded by a step before it."""
     runner.run(1)
     synchronize(runner.device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -1,4 +1,4 @@
-"""What a measurement was taken on: the device, how fast it copies, its clocks and power while it worked, kernels and versions."""
+"""The machine of a measurement: the device, its copy speed, its clocks and power under load, kernels and versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GpuReadings:
 
 
 def parse_readings(text: str) -> list[tuple[float, ...]]:
-    """The lines of nvidia-smi's CSV that are numbers throughout; it writes [N/A] for what a device does not tell.
+    """Parses the all-numeric lines of nvidia-smi's CSV; it writes [N/A] for what a device does not report.
 
     >>> parse_readings("1980, 120.5, 40\\n[N/A], 1, 2\\n")
     [(1980.0, 120.5, 40.0)]
@@ -55,7 +55,7 @@ def parse_readings(text: str) -> list[tuple[float, ...]]:
 
 @contextmanager
 def sample_gpu(device: torch.device) -> Iterator[GpuReadings]:
-    """Read clocks and power once a second in another process, while the body runs."""
+    """Samples clocks and power once a second in another process, while the body runs."""
     samples = GpuReadings()
     command = shutil.which("nvidia-smi") if device.type == "cuda" else None
     if command is None:
@@ -76,14 +76,14 @@ def device_name(device: torch.device) -> str:
 
 
 def large_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
-    """The yardstick of what moves memory: a copy, and the bytes it reads and writes."""
+    """Returns the baseline of memory-bound work: a copy, and the bytes it reads and writes."""
     source = torch.randint(0, 255, (_COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2 * source.numel()
 
 
 def choice_row(choice: KernelChoice) -> tuple[str, str]:
-    """Which kernels an operation uses, and why no better ones.
+    """Describes which kernels an operation uses, and why no better ones.
 
     >>> choice_row(KernelChoice("adamw", "torch fused", None, (("triton", "the device is no GPU"),)))
     ('adamw:', 'torch fused; not triton: the device is no GPU')

@@ -1,4 +1,4 @@
-"""What a bench says on stderr while it measures: often enough to see that it goes on, seldom enough to cost nothing."""
+"""Progress of a bench on stderr: often enough to see that it continues, seldom enough to cost nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = get_logger(__name__)
 
 
 class ProgressLog:
-    """Lines that are logged only if there was none for a while."""
+    """Logs a line only if there was none for a while."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What `petatron bench train` says: tokens per second, MFU in both conventions, memory, ratios."""
+"""The report of `petatron bench train`: tokens per second, MFU in both conventions, memory, ratios."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
 
 # How far losses of the same model on the same tokens may be apart, as a share of the first loss, and over how many steps they
-# are compared. Not of the loss itself: tokens come again, and what is left of the loss once they are known is noise.
+# are compared. Not of the loss itself: tokens repeat, and what is left of the loss once they are memorised is noise.
 _LOSS_TOLERANCE, _COMPARED_STEPS = 5e-3, 10
 
 
 @dataclass(slots=True)
 class TrainMeasurements:
-    """What was measured, by contender; `paired_speedups` are how many times as fast ours was, by peer and pair of blocks."""
+    """Measurements by contender; `paired_speedups` are how many times as fast ours was, by peer and pair of blocks."""
 
     contenders: dict[str, dict[str, Any]] = field(default_factory=dict)
     paired_speedups: dict[str, list[float]] = field(default_factory=dict)
     gpu_readings: dict[str, str] = field(default_factory=dict)
     separate_processes: bool = False
-    """Each in a process of its own."""
+    """Each ran in its own process."""
     one_peer_at_a_time: bool = False
-    """Peers one after the other beside ours, because the device does not hold all of them."""
+    """Peers ran one after the other against ours, because not all of them fit the device."""
 
     @property
     def description(self) -> str:
@@ -43,7 +43,7 @@ class TrainMeasurements:
 
 
 def merge_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Two measurements of one contender as one: each is a block, and memory is the larger."""
+    """Merges two measurements of one contender: each is a block, and memory is the larger."""
     if any(visit.get("out_of_memory") for visit in runs):
         return {"out_of_memory": True}
     blocks = [[value for block in visit["blocks_ms"] for value in block] for visit in runs]

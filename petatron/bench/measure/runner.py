@@ -1,4 +1,4 @@
-"""Contenders that train the same model, against each other on one device.
+"""Runs contenders that train the same model against each other on one device.
 
 A device that has just been idle is cold and fast; one at its power cap is slow. So nothing is timed before a warm-up of real
 steps, and contenders alternate in short blocks, in both orders. Each block of ours and the peer's of the same round give a ratio,
@@ -37,9 +37,9 @@ class BenchRunner:
     build_s: float = 0.0
     first_steps_s: float = 0.0
     peak_bytes: int | None = None
-    """The most a step takes, weights and optimizer state included; None where it cannot be told."""
+    """Peak memory of a step, weights and optimizer state included; None where it cannot be measured."""
     held_bytes: int = 0
-    """What is held between steps."""
+    """Memory held between steps."""
     blocks_ms: list[list[float]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
 
@@ -48,7 +48,7 @@ class BenchRunner:
             self.losses.append(self.contender.step(self.batches[len(self.losses) % len(self.batches)]).detach())
 
     def time_steps(self, steps: int) -> list[float]:
-        """Milliseconds of each step of a block."""
+        """Returns milliseconds of each step of a block."""
         synchronize(self.device)
         if self.device.type != "cuda":
             return [elapsed_seconds(lambda: self.run(1)) * 1e3 for _ in range(steps)]
@@ -61,7 +61,7 @@ class BenchRunner:
         return [before.elapsed_time(after) for before, after in pairwise(marks)]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything measured, as JSON has it."""
+        """Returns everything measured, as JSON values."""
         return {
             "blocks_ms": [list(block) for block in self.blocks_ms],
             "losses": [float(loss) for loss in self.losses],
@@ -72,7 +72,7 @@ class BenchRunner:
         }
 
     def compile_and_measure_memory(self, *, allocated_before: int) -> None:
-        """Compile, and then look how much memory a step takes beyond what was held before this was built."""
+        """Compiles, and then measures how much memory a step takes beyond what was allocated before this was built."""
         self.first_steps_s = elapsed_seconds(lambda: (self.run(COMPILE_STEPS), synchronize(self.device)))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -83,7 +83,7 @@ class BenchRunner:
 
 
 def time_alternating(runners: Sequence[BenchRunner], *, steps: int, block: int, warmup_s: float) -> None:
-    """Warm up, then time at least `steps` steps of each, in blocks that alternate in both orders."""
+    """Warms up, then times at least `steps` steps of each, in blocks that alternate in both orders."""
     names, news = ", ".join(runner.name for runner in runners), ProgressLog()
     with gc_disabled():
         _log.info("warming up for %.0f s: %s", warmup_s, names)

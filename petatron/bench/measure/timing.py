@@ -1,8 +1,8 @@
-"""How everything is timed: contenders take turns in both orders, and on a device the host does not wait in between.
+"""Timing of all benches: contenders alternate in both orders, and on a device the host does not wait in between.
 
-What runs before decides what is in the caches and how warm the device is, so nobody may always follow the same one: ours, theirs,
-theirs, ours, an even number of rounds. A device is timed by events that are queued with the work. Work that is shorter than the
-host needs to queue it would be timed at the host's speed, so the device may get something to do first, a head start.
+What runs before determines the caches and the device's temperature, so no contender always follows the same one: ours, theirs,
+theirs, ours, an even number of rounds. A device is timed by events that are queued with the work. Work that is shorter than its
+launch on the host would be timed at the host's speed, so the device may be given other work first, a head start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 def alternating_orders(items: Sequence[_T], *, rounds: int) -> Iterator[Sequence[_T]]:
-    """Forwards and backwards in turn, an even number of times, so that nobody always follows the same one.
+    """Yields the order forwards and backwards in turn, an even number of times, so that no item always follows the same one.
 
     >>> list(alternating_orders("ab", rounds=3))
     ['ab', 'ba', 'ab', 'ba']
@@ -34,7 +34,7 @@ def alternating_orders(items: Sequence[_T], *, rounds: int) -> Iterator[Sequence
 def median_ms(
     runs: Sequence[Callable[[], object]], device: torch.device, *, repeat: int, warmup_s: float
 ) -> list[float]:
-    """Median time of each over at least `repeat` rounds in both orders, after all have run twice and for a while."""
+    """Returns the median time of each over at least `repeat` rounds in both orders, after all have run twice and for a while."""
     end, rounds = time.monotonic() + warmup_s, 0
     while rounds < 2 or time.monotonic() < end:
         for run in runs:
@@ -49,7 +49,7 @@ def median_ms(
 
 
 def mean_ms(run: Callable[[], object], device: torch.device, *, calls: int, head_start: bool = True) -> float:
-    """Of one call, from some in a row. No head start is for work that would begin during it, on streams of its own."""
+    """Returns the time of one call, from some in a row. Without head start for work on its own streams, which would begin during it."""
     synchronize(device)
     if device.type != "cuda":
         return elapsed_seconds(lambda: [run() for _ in range(calls)]) * 1e3 / calls
@@ -65,14 +65,14 @@ def mean_ms(run: Callable[[], object], device: torch.device, *, calls: int, head
 
 
 def elapsed_seconds(action: Callable[[], object]) -> float:
-    """How long the host is busy with it."""
+    """Returns how long the host is busy with it."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 def paired_speedups(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
-    """How many times as fast as theirs each block of ours was; above 1 we are faster.
+    """Returns how many times as fast as theirs each block of ours was; above 1 ours is faster.
 
     >>> paired_speedups([[1.0, 1.0, 9.0], [2.0]], [[1.5, 1.5, 1.5], [2.2]])
     [1.5, 1.1]
@@ -91,7 +91,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Give back what nobody refers to any more."""
+    """Collects garbage and empties the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -99,7 +99,7 @@ def free_cached_memory(device: torch.device) -> None:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Python's cyclic collector would stop the host for longer than a step is, at random."""
+    """Python's cyclic garbage collector would stop the host at random for longer than a step."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -6,7 +6,7 @@ _PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def format_si(amount: float, unit: str, *, digits: int = 3) -> str:
-    """An amount with its unit; the largest prefix is T, so that FP8 products and bf16 ones have the same.
+    """Formats an amount with its unit; the largest prefix is T, so that FP8 and bf16 GEMMs have the same.
 
     >>> format_si(4.018e12, "B/s"), format_si(1.3e15, "FLOP/s"), format_si(12.34e9, "B/s"), format_si(5.0, "FLOP/s")
     ('4.02 TB/s', '1300 TFLOP/s', '12.3 GB/s', '5.00 FLOP/s')

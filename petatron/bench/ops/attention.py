@@ -1,8 +1,8 @@
-"""Attention, forward and backward, plain and packed, each as a layer calls it and beside PyTorch's other ways.
+"""Times attention, forward and backward, plain and packed, as a layer calls it and against PyTorch's other backends.
 
-FLOPs are those of what is visible: 2 n^2 H E forward for a document of n tokens (two products of n^2 E for every head, half
-of it masked), and 2.5 times as many backward, where one product is done again. Padding and moved rows count as nothing but
-time. Contenders alternate in one process, in both orders.
+FLOPs are those of unmasked scores: 2 n^2 H E forward for a document of n tokens (two GEMMs of n^2 E for every head, half of it
+masked), and 2.5 times as many backward, where one GEMM is recomputed. Padding and permuted rows count as time only. Contenders
+alternate in one process, in both orders.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AttentionShape:
 
 
 def random_lengths(batch: int, sequence: int, *, typical: int, seed: int) -> tuple[tuple[int, ...], ...]:
-    """Document lengths with a long tail, as text has it."""
+    """Draws document lengths with a long tail, like text."""
     generator = np.random.default_rng(seed)
     found = []
     for _ in range(batch):
@@ -68,7 +68,7 @@ SMALL_SHAPES = (AttentionShape("plain", ((64,),) * 2, 4, 2, 8), AttentionShape("
 def measure(
     device: torch.device, *, shapes: Sequence[AttentionShape] | None = None, repeat: int = 10, warmup_s: float = 1.0
 ) -> list[tuple[str, str]]:
-    """For every shape the speed of our way and of the others."""
+    """Returns for every shape the speed of our attention and of the others."""
     moves: PackingKernels = choose_kernel(
         "packed rows", KernelContext.of(device, torch.bfloat16, allow_compile=False)
     ).functions
@@ -96,7 +96,7 @@ def forward_backward(attention: AttentionFn, inputs: Sequence[Tensor], grad: Ten
 
 
 def make_inputs(shape: AttentionShape, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values in the memory order of a layer, and a gradient of the output."""
+    """Returns queries, keys and values in the memory layout of a layer, and an output gradient."""
     rows, sequence = len(shape.document_lengths), sum(shape.document_lengths[0])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -124,7 +124,7 @@ def contenders(shape: AttentionShape, device: torch.device, row_kernels: Packing
 
 
 def kernel_choice(device: torch.device) -> tuple[str, str]:
-    """The kernel of plain and of packed attention in half precision, and why."""
+    """Returns the kernel of plain and of packed attention in half precision, and why."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     kind = (device.type, capability, torch.bfloat16)
     others = "tiles" if flash.unsupported_reason(*kind) else "FlashAttention-2"

@@ -1,4 +1,4 @@
-"""What `petatron bench kernels` measures an operation with: shapes of two models, a place, and a case to be checked and timed."""
+"""Inputs of `petatron bench kernels`: shapes of two models, a device context, and cases to check and time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SMALL_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class BenchContext:
-    """Where it is measured and in which precision. `compile_references`: references under torch.compile are measured too."""
+    """Device and precision. `compile_references`: references under torch.compile are measured too."""
 
     device: torch.device
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class BenchContext:
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
-        """What sums and gradients of weights are kept in."""
+        """The dtype of sums and weight gradients."""
         return compute_dtype(self.dtype)
 
     def randn(self, *size: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
@@ -73,7 +73,7 @@ class BenchContext:
         return made if scale == 1.0 else made.mul_(scale)
 
     def implementations(self, operation: str, *compiled: str) -> dict[str, Any]:
-        """Implementations by name, the chosen one first; functions to be compiled are those of the reference."""
+        """Returns implementations by name, the selected one first; `compiled` names reference functions to compile."""
         choice, plain = choose_kernel(operation, self.kernel_context), OPERATIONS[operation][-1]
         ways = {choice.name: choice.functions}
         reference = ways.setdefault(plain.name, choice.functions if choice.name == plain.name else plain.load())
@@ -87,8 +87,8 @@ class BenchContext:
 class KernelCase:
     """One operation at one shape.
 
-    implementations: what to time, the first being ours. call: run one of them. reference: outputs in float64, or leading rows of them; what
-    is None is not compared. checked_call: what to compare with it, where that is not what `call` returns.
+    implementations: what to time, the first being ours. call: runs one of them. reference: outputs in float64, or leading rows of them;
+    None is not compared. checked_call: what to compare with it, where that is not what `call` returns.
     """
 
     label: str

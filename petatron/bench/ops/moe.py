@@ -1,13 +1,13 @@
-"""A layer of routed experts, forward and backward, beside that of Hugging Face transformers, and what its parts cost.
+"""Times an MoE layer, forward and backward, against that of Hugging Face transformers, and its parts.
 
-Useful FLOPs are those of the chosen experts alone, 6 x T K x 3 D F: two per multiplication and addition, three products of
-D x F each, one forward and two backward passes. Sorting, moving and weighing rows count as nothing but time. Ours also
-brings the weights' gradients to float32, where an optimizer wants them; the peer leaves them in bfloat16.
+Useful FLOPs are those of the selected experts alone, 6 x T K x 3 D F: two per multiply-add, three GEMMs of D x F each, one forward
+and two backward. Sorting, permuting and weighting rows count as time only. Ours also accumulates weight gradients in float32, as
+the optimizer needs them; the peer leaves them in bfloat16.
 
-The peer's forward and backward alternate with ours in one process, on the same weights, tokens and choices. Routing is even
+The peer's forward and backward alternate with ours in one process, on the same weights, tokens and routing. Routing is even
 (every expert equally likely) or skewed (the r-th expert is 1/r as likely as the first).
 
-T tokens, K choices per token, D hidden size, F inner size, R = T K rows.
+T tokens, K experts per token, D hidden size, F inner size, R = T K rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ACTIVATION = "swiglu"
 
 @dataclass(frozen=True, slots=True)
 class MoEShape:
-    """`family` says whose layer this is, and so which of the peer's to compare with."""
+    """`family` names the model family of the layer, and so the peer's to compare with."""
 
     family: str
     num_experts: int
@@ -53,7 +53,7 @@ SMALL_SHAPES = (MoEShape("mixtral", 4, 2, 64, 96, 128), MoEShape("qwen3_moe", 16
 
 @dataclass(frozen=True, slots=True)
 class BenchMoELayer:
-    """The experts' weights, their float32 gradients, and one batch: tokens, choices, weights, and the output's gradient."""
+    """The experts' weights, their float32 gradients, and one batch: tokens, routing, probabilities, and the output gradient."""
 
     shape: MoEShape
     kernels: MoEKernels
@@ -76,7 +76,7 @@ class MoEOutputs:
 
 @dataclass(frozen=True, slots=True)
 class MoEOperation:
-    """One pass over the layer's data: what to run, and the FLOPs or bytes it cannot do without."""
+    """One pass over the layer's data: what to run, and its minimum FLOPs or bytes."""
 
     name: str
     run: Callable[[], object]
@@ -114,7 +114,7 @@ def build_layer(
 
 @torch.no_grad()
 def ours(layer: BenchMoELayer) -> MoEOutputs:
-    """Forward and backward with the kernels of this library; rows are kept for the backward pass, the activation is not."""
+    """Runs forward and backward with this library's kernels; permuted rows are saved for backward, the activation is not."""
     kernels, arrangement = layer.kernels, build_permutation(layer.experts_TK, layer.shape.num_experts)
     multiply = GroupedGemm(arrangement.counts)
     weight_R = choices_to_rows(layer.weights_TK, arrangement)
@@ -134,13 +134,13 @@ def ours(layer: BenchMoELayer) -> MoEOutputs:
 
 
 def peer(layer: BenchMoELayer) -> Callable[[], MoEOutputs] | None:
-    """The same with the grouped_mm experts of Hugging Face transformers, which shares the weights; None without it."""
+    """Returns the same with the grouped_mm experts of Hugging Face transformers, which shares the weights; None without it."""
     module = _peer_module(layer.shape)
     if module is None:
         return None
     module.gate_up_proj = torch.nn.Parameter(layer.gate_up)
     module.down_proj = torch.nn.Parameter(layer.down)
-    # Each router of theirs gives its weights in this precision.
+    # Each of their routers returns its weights in this precision.
     kind = layer.x_TD.dtype if layer.shape.family == "qwen3_moe" else layer.weights_TK.dtype
     x, weights = (leaf.detach().clone().requires_grad_() for leaf in (layer.x_TD, layer.weights_TK.to(kind)))
     leaves = [x, weights, *module.parameters()]
@@ -186,7 +186,7 @@ def _peer_module(shape: MoEShape) -> Any:
 
 
 def layer_operations(layer: BenchMoELayer) -> Iterator[MoEOperation]:
-    """The passes of `ours`, each alone."""
+    """Yields the passes of `ours`, one by one."""
     shape, kernels = layer.shape, layer.kernels
     tokens, rows = layer.x_TD.numel() * layer.x_TD.itemsize, shape.top_k * layer.x_TD.numel() * layer.x_TD.itemsize
     hidden = shape.num_tokens * shape.top_k * shape.ffn_hidden_size * layer.x_TD.itemsize
@@ -236,7 +236,7 @@ def _gemm_operations(
 def measure(
     device: torch.device, *, shapes: Sequence[MoEShape] | None = None, repeat: int = 10, warmup_s: float = 2.0
 ) -> list[tuple[str, str]]:
-    """For every shape and routing ours and the peer's time, and for every shape its parts, even routing."""
+    """Returns for every shape and routing ours and the peer's time, and for every shape its parts, with even routing."""
     table: list[tuple[str, str]] = []
     news = ProgressLog()
     for shape in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):

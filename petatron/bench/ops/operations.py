@@ -1,7 +1,7 @@
 """The operations that `petatron bench kernels` times, each as a training step calls it, at the shapes of two models.
 
-Bytes are what an operation cannot do without: every input read once, every output written once. FLOPs are those of its products.
-What is found is held against float64 first, on as many leading rows as the truth has: every run draws new numbers.
+Bytes are the minimum: every input read once, every output written once. FLOPs are those of its GEMMs. Results are first compared
+with float64, on as many leading rows as the reference has: every run draws new numbers.
 
 | bytes per element of a row | read | written |
 |---|---|---|
@@ -130,7 +130,7 @@ def loss_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
     head_grad = torch.empty(shape.vocab_size, shape.hidden_size, device=context.device, dtype=context.accumulate_dtype)
 
     def whole(kernels: Any) -> Outputs:
-        written: list[bool] = []  # the first chunk's part of the head's gradient takes the place of what was there
+        written: list[bool] = []  # the first chunk overwrites the head's gradient, later ones accumulate
 
         def deliver(write: WriteWeightGrad) -> None:
             write(head_grad, bool(written))
@@ -162,7 +162,7 @@ def loss_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
 def _softmax_case(
     context: BenchContext, implementations: Mapping[str, Any], columns: int, targets: Tensor, weights: Tensor
 ) -> KernelCase:
-    """A chunk of logits, which become their gradient."""
+    """A chunk of logits, overwritten with their gradient."""
     rows, few = targets.shape[0], slice(CHECKED_ROWS)
     logits = context.randn(rows, columns)
     first = logits[few].clone()
@@ -212,7 +212,7 @@ def embedding_cases(context: BenchContext, shape: MicroBatchShape, *, first: boo
 
 
 def weight_grad_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
-    """The weight's gradient of the widest product, added to a wide buffer."""
+    """The weight-gradient GEMM of the widest linear, accumulated into a float32 buffer."""
     few = min(CHECKED_ROWS, 2 * shape.ffn_hidden_size)
     x, grad = (
         context.randn(shape.num_tokens, shape.hidden_size),
@@ -242,7 +242,7 @@ def weight_grad_cases(context: BenchContext, shape: MicroBatchShape, *, first: b
 
 
 def fp8_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
-    """Casts of a layer's input, and the three products of gate and up; of the larger model only."""
+    """Casts of a layer's input, and the three GEMMs of gate and up; of the larger model only."""
     if first:
         return
     ways, few = context.implementations("fp8"), CHECKED_ROWS
@@ -265,7 +265,7 @@ def fp8_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> 
             checked_call=lambda k, cast=cast: _dequantised(cast(k)),
             reference=lambda: (x[:few].double(), x[:, :few].double().t()),
             moved_bytes=each * x.numel(),
-            tolerance=0.05,  # three bits after the point
+            tolerance=0.05,  # three mantissa bits
         )
     yield from _fp8_gemm_cases(context, shape, next(iter(ways.values())), x)
 
@@ -304,7 +304,7 @@ def _fp8_gemm_cases(
                 call=lambda run: (run(),),
                 reference=lambda a=a, b=b: (dequantise(a)[:few].double() @ dequantise(b).double().t(),),
                 flops=2 * shape.num_tokens * weight.numel(),
-                tolerance=2e-2 if number == 0 else None,  # fast sums have fewer bits
+                tolerance=2e-2 if number == 0 else None,  # fast accumulation has fewer bits
             )
 
 
@@ -317,4 +317,4 @@ CASES: Mapping[str, Callable[..., Iterator[KernelCase]]] = {
     "product": weight_grad_cases,
     "fp8": fp8_cases,
 }
-"""By the name that --only takes."""
+"""By the name for --only."""

@@ -1,4 +1,4 @@
-"""From the product that makes queries, keys and values to heads, for `petatron bench kernels`: rotated, and normalised before."""
+"""Splits the QKV GEMM's output into heads, for `petatron bench kernels`: with rope, and with qk-norm before it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _rope_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -
 
 
 def _qk_norm_rope_cases(context: BenchContext, shape: MicroBatchShape) -> Iterator[KernelCase]:
-    """Values stay where they are; their gradient is copied to its place beside the others."""
+    """Values are not copied; their gradient is copied to its place next to the others."""
     width, norm = (
         shape.hidden_size // shape.num_heads,
         QKNormSpec(shape.num_heads, shape.num_kv_heads, EPSILON, zero_centered_gamma=False),
@@ -96,7 +96,7 @@ def _qk_norm_rope_cases(context: BenchContext, shape: MicroBatchShape) -> Iterat
 
 
 def _cos_sin(context: BenchContext, sequence: int, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of random angles, those of a head's halves the same."""
+    """Returns cosines and sines of random angles, the same for both halves of a head."""
     angles = torch.randn(sequence, 1, 1, width // 2, device=context.device).repeat(1, 1, 1, 2)
     return angles.cos().to(context.dtype), angles.sin().to(context.dtype)
 

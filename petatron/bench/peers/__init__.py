@@ -1,8 +1,8 @@
-"""Who is measured by `petatron bench train`: our own step, and the same work done by others.
+"""Contenders of `petatron bench train`: our own step, and the same work done by other libraries.
 
-A contender is built from the run's config and trains that model on the batches it is given: weights kept in fp32 (ours: bf16 with
-fp32 master weights), products in bf16 or FP8, AdamW with the run's numbers, gradients clipped, one update per micro-batch. Each
-is one file; what a peer cannot express is a problem that is raised before anything is built.
+A contender is built from the run's config and trains that model on the given batches: weights in fp32 (ours: bf16 with fp32 master
+weights), GEMMs in bf16 or FP8, AdamW with the run's settings, gradients clipped, one update per micro-batch. Each is one file; what
+a peer cannot express is raised before anything is built.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class BenchSpec:
     device: torch.device
     compile: bool
     fp8_recipe: str | None
-    """None: products in bf16."""
+    """None: GEMMs in bf16."""
     peer_paths: tuple[Path, ...] = ()
-    """Folders that hold the source of peers."""
+    """Folders with the source of peers."""
     keep_gathered: bool = False
-    """torchtitan: keep the gathered bf16 weights from the forward to the backward pass."""
+    """torchtitan: do not reshard the gathered bf16 weights between forward and backward."""
 
     @property
     def micro_batches(self) -> int:
-        """Of one step. More than one is for our own steps: others make one update per micro-batch."""
+        """Micro-batches of one step. More than one only for our own steps: others update per micro-batch."""
         assert self.run.train.global_batch_size is not None
         return self.run.train.global_batch_size // self.run.train.micro_batch_size
 
@@ -58,18 +58,18 @@ class BenchSpec:
 
 
 class Contender(Protocol):
-    """A model with its optimizer; `step` may not wait for the device."""
+    """A model with its optimizer; `step` must not wait for the device."""
 
     def step(self, batch: Batch) -> Tensor:
-        """One update from a micro-batch, seen as often as a step has micro-batches; the loss as a scalar on the device."""
+        """Runs one update from a micro-batch, repeated for each micro-batch of the step; returns the loss as a device scalar."""
         ...
 
 
 def problems(name: str, spec: BenchSpec) -> Sequence[Problem]:
-    """What keeps a contender from doing this work, looked up without building it."""
+    """Returns what keeps a contender from doing this work, without building it."""
     return importlib.import_module(_MODULES[name]).problems(spec)
 
 
 def build(name: str, spec: BenchSpec) -> Contender:
-    """A contender with its first weights on the device."""
+    """Builds a contender with its initial weights on the device."""
     return importlib.import_module(_MODULES[name]).build(spec)

@@ -10,7 +10,7 @@ from petatron.config.schema.training import OptimizerConfig
 
 
 class ClippedAdamW:
-    """Clip, update, forget the gradients; nothing waits for the device."""
+    """Clips, updates and clears the gradients without waiting for the device."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         assert config.lr is not None

@@ -1,4 +1,4 @@
-"""From the flags of a run to the work that is measured: model, device, tokens."""
+"""Builds the measured work from the flags of a run: model, device, tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.models.batch import Batch
 
 NUM_BATCHES = 4
-"""Seen again and again."""
+"""Reused in turn."""
 _TRAINING_FLAGS = (
     "--mock-data --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --weight-decay 0.1 --adam-beta2 0.95"
 )
@@ -24,9 +24,9 @@ _log = get_logger(__name__)
 
 
 def bench_spec(flags: Sequence[str], *, silenced_flags: Collection[str] = ()) -> BenchSpec:
-    """The model and device that a run's flags name, for one rank; how it trains is given, unless they say otherwise.
+    """Returns the model and device that a run's flags name, for one rank; training settings have defaults that the flags override.
 
-    What `petatron train` would note about flags is said here too, but for `silenced_flags` ones and those that nobody typed.
+    Notices of `petatron train` about flags are logged here too, except for `silenced_flags` and flags that nobody typed.
     """
     _check_one_process(flags)
     loaded = load_config([*_precision(flags), *_TRAINING_FLAGS.split(), *flags], world_size=1)
@@ -40,7 +40,7 @@ def bench_spec(flags: Sequence[str], *, silenced_flags: Collection[str] = ()) ->
 
 
 def _check_one_process(flags: Sequence[str]) -> None:
-    """Said first and alone: rules about ranks would explain it by a world size that nobody gave."""
+    """Raised first and alone: rules about ranks would blame a world size that nobody gave."""
     asked = resolve_config(flags, require_training=False)[0]
     values, given = flatten_config(asked.config), []
     for name in (*MESH_SIZES, "nproc_per_node", "nnodes"):
@@ -60,7 +60,7 @@ def _precision(flags: Sequence[str]) -> list[str]:
 
 
 def make_batches(spec: BenchSpec) -> list[Batch]:
-    """The same random tokens for everyone, so few that the loss must fall."""
+    """Returns the same random tokens for every contender, so few that the loss must fall."""
     model, size = spec.run.model, spec.run.train.micro_batch_size
     assert model.vocab_size is not None
     generator = torch.Generator().manual_seed(spec.run.train.seed)

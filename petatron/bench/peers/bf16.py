@@ -1,4 +1,4 @@
-"""Our own step without FP8: the same run, its FP8 flags left out, beside itself in the same minutes on the same device."""
+"""Our own step without FP8: the same run without its FP8 flags, measured against itself on the same device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(spec: BenchSpec) -> PetatronContender:
 
 
 def without_fp8(run: RunConfig) -> RunConfig:
-    """The run with every FP8 setting back at its default.
+    """Returns the run with every FP8 setting at its default.
 
     >>> from petatron.config import load_config
     >>> run = load_config(["--fp8-hybrid", "--bf16"], preset="tiny-llama", require_training=False).config

@@ -20,7 +20,7 @@ from petatron.train.build import architecture_of
 
 
 def problems(spec: BenchSpec) -> Sequence[Problem]:
-    """What transformers cannot express, or that it is not there."""
+    """Returns what transformers cannot express, or that it is not installed."""
     found: list[Problem] = []
     if importlib.util.find_spec("transformers") is None:
         found.append(
@@ -59,13 +59,13 @@ class TransformersContender:
 
 
 def config_json(run: RunConfig) -> dict:
-    """The content of the model's config.json."""
+    """Returns the content of the model's config.json."""
     architecture = architecture_of(run)
     return to_hf_config(architecture.model, architecture.moe, architecture.moe_layer_mask)
 
 
 def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The model with the first weights that every contender has."""
+    """Builds the model with the initial weights of every contender."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     content = config_json(run)

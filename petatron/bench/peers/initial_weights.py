@@ -1,8 +1,8 @@
-"""The same first weights for every contender, drawn on the device.
+"""The same initial weights for every contender, drawn on the device.
 
 A run draws its weights on the CPU so that they do not depend on the device; billions of draws take longer than a measurement.
-Here each logical tensor has a generator of its own, seeded with its name: whoever holds a part of the model, in whichever
-process, fills it with the same values. They are rounded to bfloat16, because one contender computes with its weights and
+Here each logical tensor has its own generator, seeded with its name: every contender, in whichever
+process, gets the same values. They are rounded to bfloat16, because one contender computes with its weights and
 another with a rounded copy; so their first losses must agree, and `petatron bench train` reports how well.
 """
 
@@ -18,7 +18,7 @@ from petatron.models.decoder import initial_constant, initial_std
 
 
 def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, *, device: torch.device) -> Tensor:
-    """The first values of a whole logical tensor, in float32.
+    """Returns the initial values of a whole logical tensor, in float32.
 
     >>> from petatron.config import load_config
     >>> model = load_config(preset="tiny-llama", require_training=False).config.model

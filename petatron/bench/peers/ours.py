@@ -1,4 +1,4 @@
-"""Our own step: the one `petatron train` takes, without a data loader and without a log."""
+"""Our own step: that of `petatron train`, without a data loader and without a log."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class PetatronContender:
 
 @torch.no_grad()
 def load_initial_weights(model: ParallelModel) -> None:
-    """First weights, piece by piece: a parameter may hold several logical tensors. The one rank holds each of them whole."""
+    """Loads initial weights shard by shard: a parameter may fuse several logical tensors. The one rank holds each whole."""
     for stage in model.stages.values():
         for name, parameter in stage.named_parameters():
-            for piece in model.placements[name].tensor_shards:
+            for tensor_shard in model.placements[name].tensor_shards:
                 values = initial_weight(
-                    piece.name, piece.logical_shape, model.architecture.model, device=parameter.device
+                    tensor_shard.name, tensor_shard.logical_shape, model.architecture.model, device=parameter.device
                 )
-                parameter[piece.local_slices()].copy_(values)
+                parameter[tensor_shard.local_slices()].copy_(values)

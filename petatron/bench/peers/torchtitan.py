@@ -1,12 +1,12 @@
 """torchtitan's Llama 3, trained as its own trainer does on one device: compiled blocks, `fully_shard`, fused AdamW.
 
-Only its source is needed, in a folder given by `--peer-path` (an unpacked wheel will do). Importing the package as it is would
-also import its data loading and command line, with libraries that a measurement has no use for. So the package is copied into a
-temporary folder, and in that copy the files that pull those in are emptied or cut down to the one name the model imports from
+Only its source is needed, in a folder given by `--peer-path` (an unpacked wheel will do). Importing the package unmodified would
+also import its data loading and command line, with libraries that a measurement does not need. So the package is copied into a
+temporary folder, and in that copy the files that import those are emptied or reduced to the one name the model imports from
 them. The model, its attention and its loss are as published.
 
 Its recipe, from its `parallelize_llama` and `Trainer`: weights in fp32, sharded (here over one rank) with a bf16 copy gathered
-for the products and gradients reduced in fp32; `torch.compile(fullgraph=True)` of each block and of the loss; float8 products by
+for the GEMMs and gradients reduced in fp32; `torch.compile(fullgraph=True)` of each block and of the loss; float8 GEMMs by
 torchao for every linear layer whose sizes allow it, but not the head; AdamW fused; gradients clipped with foreach kernels.
 """
 
@@ -35,7 +35,7 @@ from petatron.bench.peers.initial_weights import initial_weight
 from petatron.config.schema.model import ModelConfig
 from petatron.models.batch import Batch
 
-# What these files of the copy hold instead. None but the last two do anything for the model.
+# Replacement content of these files in the copy. Only the last two matter to the model.
 _STUBBED_FILES: Mapping[str, str] = {
     "__init__.py": "",
     "models/llama3/__init__.py": "",
@@ -62,7 +62,7 @@ _WEIGHT_NAMES: Mapping[str, str] = {
 
 
 def problems(spec: BenchSpec) -> Sequence[Problem]:
-    """What its Llama does not have, and what its source is missing."""
+    """Returns what its Llama does not support, and what its source is missing."""
     found = [
         Problem("--against", "torchtitan", f"has no {part}", "Compare with hf, or choose a Llama.")
         for part in _unsupported_features(spec)
@@ -100,7 +100,7 @@ def _unsupported_features(spec: BenchSpec) -> list[str]:
 
 
 def _path_problems(spec: BenchSpec) -> Iterator[Problem]:
-    """Folders that cannot be what was meant: absent ones, and those with an empty place for a package that is nowhere else."""
+    """Finds wrong folders: missing ones, and those with an empty folder for a package that is nowhere else."""
     fix = "Give the folder that holds torchtitan/, for instance an unpacked wheel."
     for path in spec.peer_paths:
         if not path.is_dir():
@@ -121,7 +121,7 @@ def build(spec: BenchSpec) -> TorchtitanContender:
 
 
 class TorchtitanContender:
-    """Its model and recipe; the temporary copy of its source lives as long as this does."""
+    """Its model and recipe; the temporary copy of its source lives as long as this object."""
 
     def __init__(self, spec: BenchSpec) -> None:
         self._copy = tempfile.TemporaryDirectory(prefix="torchtitan-")
@@ -139,7 +139,7 @@ class TorchtitanContender:
         _shard(model, mesh, reshard=not spec.keep_gathered)
         model.to_empty(device=spec.device)
         with torch.no_grad():
-            model.init_weights(buffer_device=spec.device)  # its table of rotary angles is made here
+            model.init_weights(buffer_device=spec.device)  # also builds its rope table
             _load_initial_weights(model, spec)
         self._model, self._loss = model.train(), loss
         self._optimizer = ClippedAdamW(model, spec.run.optim)
@@ -155,7 +155,7 @@ class TorchtitanContender:
 
 
 def _importer(spec: BenchSpec, folder: Path) -> Callable[[str], Any]:
-    """A function that imports modules of a cut-down copy of the package."""
+    """Returns a function that imports modules of a reduced copy of the package."""
     source = _package_dir(spec, "torchtitan")
     assert source is not None
     if "torchtitan" not in sys.modules:
@@ -163,7 +163,7 @@ def _importer(spec: BenchSpec, folder: Path) -> Callable[[str], Any]:
         for name, text in _STUBBED_FILES.items():
             (folder / "torchtitan" / name).write_text(text)
         for path in [path for path in (folder / "torchtitan").rglob("*") if path.is_dir()]:
-            (path / "__init__.py").touch()  # torch asks every module for its file, and a folder without one has none
+            (path / "__init__.py").touch()  # torch reads every module's __file__, which a namespace package lacks
         sys.path.insert(0, str(folder))
     torchao = _package_dir(spec, "torchao")
     if torchao is not None and str(torchao.parent) not in sys.path:
@@ -172,7 +172,7 @@ def _importer(spec: BenchSpec, folder: Path) -> Callable[[str], Any]:
 
 
 def _process_group_size(device: torch.device) -> int:
-    """A process group of this process alone, if there is none; how many ranks it has."""
+    """Returns the size of the process group, creating one of this process alone if there is none."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
@@ -194,7 +194,7 @@ def _model_args(model: ModelConfig, load: Callable[[str], Any]) -> Any:
         ffn_dim_multiplier=factor,
         norm_eps=model.norm_epsilon,
         rope_theta=model.rotary_base,
-        # A factor of 1 leaves its frequencies alone, which are scaled always.
+        # Its frequencies are always scaled; a factor of 1 leaves them unchanged.
         rope_scaling_args=module.RoPEScalingArgs(
             scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else 1.0,
             low_freq_factor=model.rope_low_freq_factor,
@@ -226,7 +226,7 @@ def _shard(model: Any, mesh: Any, *, reshard: bool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for part in (model.tok_embeddings, *model.layers.values()):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # Its backward pass begins with these, so they stay gathered.
+    # Its backward begins with these, so they stay gathered.
     fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
@@ -235,7 +235,7 @@ def _shard(model: Any, mesh: Any, *, reshard: bool) -> None:
 
 
 def _load_initial_weights(model: nn.Module, spec: BenchSpec) -> None:
-    """Our first weights under its names. It rotates neighbours where we rotate halves of a head, so rows trade places."""
+    """Loads our initial weights under its names. Its rope pairs neighbours where ours pairs halves of a head, so rows are permuted."""
     config = spec.run.model
     assert config.kv_channels is not None
     for name, parameter in model.named_parameters():

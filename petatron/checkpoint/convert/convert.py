@@ -1,9 +1,9 @@
-"""A model from one form into another, tensor by tensor, without ranks.
+"""Converts a model between formats, tensor by tensor, in one process.
 
-A converted model is written beside its place and moved there when all of it is on disk, so a folder that exists is complete. Into
-the forms `petatron` and `huggingface` every tensor passes through one buffer of the size of the largest: that, and the few
+A converted model is written to a temporary folder and renamed when all of it is on disk, so a folder that exists is complete. In
+the formats `petatron` and `huggingface` every tensor passes through one buffer of the size of the largest: that, and the few
 blocks (or, from Megatron, the one logical tensor) that `open_model.py` reads with, is all the memory a conversion needs. Megatron's
-legacy files hold the whole share of a rank, and so must memory when they are written.
+legacy files contain a rank's whole share, which must fit in memory when they are written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ROUTER_FILE = step_folder.rank_file_path(0)
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer to put beside the weights in place of the source's own; `eod` is its end-of-document id."""
+    """A tokenizer to write next to the weights in place of the source's own; `eod` is its end-of-document id."""
 
     files: Mapping[str, bytes]
     eod: int | None
@@ -53,7 +53,7 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronLayout:
-    """How a checkpoint for Megatron-LM is cut."""
+    """The format and parallel sizes of a Megatron-LM checkpoint."""
 
     format: Literal["legacy", "torch_dist"] = "torch_dist"
     tp: int = 1
@@ -63,7 +63,7 @@ class MegatronLayout:
 
 @dataclass(frozen=True, slots=True)
 class ConversionProgress:
-    """A tensor that is about to be written, and how much was before it."""
+    """The tensor about to be written, and the bytes written before it."""
 
     name: str
     done_bytes: int
@@ -76,10 +76,9 @@ def _no_progress(_: ConversionProgress) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOptions:
-    """What to make of a source.
+    """What to convert a source to.
 
-    dtype: of the weights; None keeps that of each tensor. Where a checkpoint has weights in the optimizer's precision too, a
-    wide dtype is read from these.
+    dtype: of the weights; None keeps that of each tensor. Where a checkpoint has master weights too, a wide dtype is read from these.
     """
 
     target_format: ModelFormat
@@ -96,10 +95,10 @@ def convert(
     disk: Disk | None = None,
     on_progress: Callable[[ConversionProgress], None] = _no_progress,
 ) -> None:
-    """Write a source to a folder that does not exist yet, or is empty.
+    """Writes a source to a folder that does not exist yet, or is empty.
 
-    `petatron` makes a folder of one step, from which a run starts with `--load --finetune`, and a config.yaml of the
-    model's settings; `huggingface` the folder of a model; `megatron` one that a Megatron-LM run loads.
+    `petatron` writes a folder of one step, from which a run starts with `--load --finetune`, and a config.yaml of the model's
+    settings; `huggingface` a model folder; `megatron` one that a Megatron-LM run loads.
     """
     disk = disk or Disk()
     if options.target_format == "huggingface":
@@ -116,7 +115,7 @@ def convert(
 
 
 def _check_hf_family(source: ModelSource) -> None:
-    """A folder that other programs open needs a family that has all of the model."""
+    """Checks that a Hugging Face family can express the whole model."""
     remedy = "Convert it with --to petatron instead; petatron.from_pretrained opens that."
     if source.router_keys:
         raise CheckpointError(
@@ -134,7 +133,7 @@ def _check_hf_family(source: ModelSource) -> None:
 
 @contextmanager
 def _atomic_folder(target: Path, disk: Disk) -> Iterator[Path]:
-    """A folder to write to, which takes its place at the end; removed when something goes wrong."""
+    """Yields a temporary folder that is renamed to `target` at the end, or removed on error."""
     target = target.absolute()
     try:
         draft = create_tmp_folder(target)
@@ -163,7 +162,7 @@ def _check_free_space(folder: Path, needed_bytes: int) -> None:
 
 
 class _ConversionWriter:
-    """One conversion: the source's tensors in the dtypes they are to have, and how far it is."""
+    """Runs one conversion: the source's tensors in their target dtypes, and its progress."""
 
     def __init__(
         self,
@@ -184,7 +183,7 @@ class _ConversionWriter:
         return sum(weight.num_bytes for weight in self._weights.values())
 
     def write_model_folder(self, folder: Path, prefix: str = "") -> RankTable:
-        """The folder of a model; `prefix` is what its files are called in a manifest."""
+        """Writes a model folder; `prefix` is the path of its files in a manifest."""
         dtypes = {name: weight.dtype for name, weight in self._weights.items()}
         plans = plan_files(self._entries, dtypes, world_size=1)
         self._buffer = torch.empty(max(self._entry_bytes(entry) for entry in self._entries), dtype=torch.uint8)
@@ -196,7 +195,7 @@ class _ConversionWriter:
         return RankTable(stored, tuple(table), {})
 
     def write_step(self, folder: Path) -> None:
-        """A folder of checkpoints with one step, and the settings of its model as a config file."""
+        """Writes a checkpoint folder with one step, and its model's settings as a config file."""
         source, disk = self._source, self._disk
         step_folder.begin_step(folder, source.step, disk)
         draft = step_folder.make_tmp_step(folder, source.step, disk)
@@ -211,7 +210,7 @@ class _ConversionWriter:
         disk.write(folder / CONFIG_YAML_FILE, [config_yaml_text(source.config_sections).encode()])
 
     def write_megatron(self, folder: Path) -> None:
-        """A folder that a Megatron-LM run loads."""
+        """Writes a folder that a Megatron-LM run loads."""
         layout, architecture = self._options.megatron, self._source.architecture
         try:
             write_megatron(
@@ -225,12 +224,12 @@ class _ConversionWriter:
                 ep=layout.ep,
                 format=layout.format,
             )
-        except CheckpointException as error:  # torch puts into it whatever `_fetch` raises, an interrupt included
+        except CheckpointException as error:  # torch wraps whatever `_fetch` raises, an interrupt included
             cause, _ = next(iter(error.failures.values()))
             raise cause from None
 
     def _fetch(self, name: str) -> Tensor:
-        """A logical tensor in memory of its own."""
+        """Reads a logical tensor into its own memory."""
         if name not in self._weights:
             return self._router_state(ROUTER_PREFIX + name)
         weight = self._weights[name]
@@ -240,7 +239,7 @@ class _ConversionWriter:
         return tensor
 
     def _fill(self, name: str, chunks: Sequence[Chunk]) -> None:
-        """Read chunks; a value that its new dtype cannot hold is an error."""
+        """Reads chunks; a value that its new dtype cannot represent is an error."""
         source = self._source
         source.fill(chunks)
         for chunk in chunks:
@@ -251,7 +250,7 @@ class _ConversionWriter:
                 _check_finite(name, before, chunk.tensor)
 
     def _file_bytes(self, file_plan: FilePlan) -> Iterator[bytes | memoryview]:
-        """The bytes of a file; each tensor overwrites the one before it in the buffer."""
+        """Yields the bytes of a file; each tensor overwrites the one before it in the buffer."""
         entries = sorted(
             file_plan.entries, key=lambda entry: -self._entry_dtype(entry).itemsize
         )  # the order of `serialize_tensors`
@@ -266,7 +265,7 @@ class _ConversionWriter:
             yield memory[:size]
 
     def _write_router_state(self, tmp_step: Path) -> RankTable:
-        """What routers have learnt is small, and the same on every rank."""
+        """Writes the state of routers, which is small and the same on every rank."""
         tensors = {f"{key}@0": self._router_state(key) for key in self._source.router_keys}
         stored = self._disk.write(tmp_step / _ROUTER_FILE, serialize_tensors(tensors))
         rows = []
@@ -318,7 +317,7 @@ class _ConversionWriter:
 def _weight_specs(
     source: ModelSource, entries: Sequence[FolderEntry], dtype: torch.dtype | None
 ) -> dict[str, WeightSpec]:
-    """Every logical weight in the dtype it is to have; what is fused in one entry has the dtype of its first part."""
+    """Returns every logical weight with its target dtype; tensors fused in one entry have the dtype of the first."""
     weights: dict[str, WeightSpec] = {}
     for entry in entries:
         kept = dtype or source.dtypes[WEIGHT_PREFIX + entry.regions[0].name]
@@ -328,7 +327,7 @@ def _weight_specs(
 
 
 def _region_chunk(region: EntryRegion, values: Tensor, weights: Mapping[str, WeightSpec]) -> Chunk:
-    """A region of an entry's memory, seen as the box of the logical tensor that it is."""
+    """Views a region of an entry's memory as its box of the logical tensor."""
     part = values[region.entry_slices()]
     part = part.transpose(-2, -1) if region.transposed else part
     while part.dim() < len(region.shape):
@@ -341,7 +340,7 @@ def _may_overflow(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 def _all_finite(values: Tensor) -> bool:
-    """Without memory of the tensor's size, which `isfinite` would need several times."""
+    """Checks in bounded memory; `isfinite` would need several times the tensor's size."""
     return not values.numel() or all(bound.isfinite() for bound in values.aminmax())
 
 
@@ -356,7 +355,7 @@ def _check_finite(name: str, before: Tensor, after: Tensor) -> None:
 
 
 def _main_dtype(weights: Mapping[str, WeightSpec]) -> torch.dtype:
-    """The dtype that most of the model has."""
+    """Returns the dtype of most of the model."""
     sizes: dict[torch.dtype, int] = {}
     for weight in weights.values():
         sizes[weight.dtype] = sizes.get(weight.dtype, 0) + math.prod(weight.shape)

@@ -1,4 +1,4 @@
-"""The forms in which a model lies on disk, told apart without opening it, and its settings as a config.
+"""Detects the format of a model on disk without opening it, and turns its settings into a config.
 
 petatron      a folder of steps, one step, or the `model/` of one
 huggingface   config.json and safetensors
@@ -35,13 +35,13 @@ COMPANION_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""The files of a model's folder that go with the weights wherever they go."""
+"""Files of a model folder that are copied along with the weights."""
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _MAX_DEFAULT_SEQ_LENGTH = 4096
 
 
 def detect_format(path: Path) -> ModelFormat:
-    """Which form a folder has."""
+    """Returns the format of a folder."""
     if step_folder.containing_step(path) is not None or step_folder.list_steps(path):
         return "petatron"
     if is_megatron_folder(path):
@@ -65,7 +65,7 @@ def is_megatron_folder(path: Path) -> bool:
 
 
 def check_not_inside_step(path: Path, display_name: str) -> None:
-    """Raise for a place inside a checkpoint, which would no longer be what was saved."""
+    """Raises for a path inside a checkpoint, which would no longer be what was saved."""
     whole = path.resolve()
     for folder in (whole, *whole.parents):
         if _is_step_folder(folder):
@@ -76,12 +76,12 @@ def check_not_inside_step(path: Path, display_name: str) -> None:
 
 
 def tmp_folder(target: Path) -> Path:
-    """Where a model is written before it has its name."""
+    """Returns the temporary folder in which a model is written."""
     return target.with_name(f"{target.name}.tmp")
 
 
 def create_tmp_folder(target: Path) -> Path:
-    """Make the draft of a model's folder, which nobody else has made; what it is for may be there only as an empty folder."""
+    """Creates the temporary folder of a conversion exclusively; the target may exist only as an empty folder."""
     check_not_inside_step(target, str(target))
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise CheckpointError(
@@ -100,7 +100,7 @@ def create_tmp_folder(target: Path) -> Path:
 
 
 def _is_step_folder(folder: Path) -> bool:
-    """Many programs have a manifest.json; ours says so in its first words."""
+    """Many programs have a manifest.json; ours has its format name in the first bytes."""
     try:
         with open_regular_file(folder / step_folder.MANIFEST_FILE) as file:
             return b'"petatron checkpoint"' in file.read(64)
@@ -109,12 +109,12 @@ def _is_step_folder(folder: Path) -> bool:
 
 
 def folder_companions(folder: Path) -> dict[str, Path]:
-    """The files beside the weights that a folder has."""
+    """Returns a folder's files other than the weights."""
     return find_companion_files(folder, COMPANION_FILES, CheckpointError)
 
 
 def reject_pickle_weights(folder: Path) -> None:
-    """Raise for a Hugging Face folder whose weights are pickles, which run code when they are read."""
+    """Raises for a Hugging Face folder whose weights are pickles, which execute code when they are loaded."""
     if is_hf_folder(folder):
         return
     pickled = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
@@ -132,7 +132,7 @@ def reject_pickle_weights(folder: Path) -> None:
 
 
 def config_sections(model: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A model's settings as sections of a config file, with a sequence length that it can take unless one is given."""
+    """Returns a model's settings as sections of a config file, with a sequence length that it supports unless one is given."""
     length = model.get("seq_length") or min(
         model.get("max_position_embeddings") or _MAX_DEFAULT_SEQ_LENGTH, _MAX_DEFAULT_SEQ_LENGTH
     )
@@ -140,7 +140,7 @@ def config_sections(model: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[st
 
 
 def config_yaml_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """The same as the text of a config file; JSON's values are YAML's."""
+    """Serialises the sections as a config file; JSON values are YAML."""
     lines = []
     for section, values in sections.items():
         lines += [f"{section}:", *(f"  {name}: {json.dumps(value)}" for name, value in values.items())]
@@ -150,7 +150,7 @@ def config_yaml_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
 def load_config_sections(
     sections: Mapping[str, Mapping[str, Any]], flags: Sequence[str] = (), *, world_size: int = 1
 ) -> LoadedConfig:
-    """The derived and checked config of a model, through the same door as a user's file."""
+    """Loads the derived and checked config of a model, on the same path as a user's file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(config_yaml_text(sections))

@@ -1,7 +1,7 @@
-"""Folders of Hugging Face models as checkpoints: a manifest for a folder that came without one.
+"""Reads Hugging Face model folders as checkpoints: builds a manifest for a folder that has none.
 
-The names come from the model that is to be filled (`models/hf`), the places from the files' own headers. So reading one is
-the same as reading a checkpoint of ours: any layout, only the bytes that are needed, and everything must fit.
+Names come from the model to fill (`models/hf`), offsets from the files' own headers. So reading one is the same as reading a
+checkpoint of ours: any layout, only the bytes that are needed, and everything must fit.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether this is a folder of a model, as Hugging Face writes them, and not one of checkpoints."""
+    """Whether this is a Hugging Face model folder, and not one of checkpoints."""
     return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
 
 
 def model_folder_error(path: Path, why: str) -> CheckpointError:
-    """The error for a file of a model's folder."""
+    """Returns the error for a file of a model folder."""
     return CheckpointError(f"{path} {why}. Take it from the model's own folder.")
 
 
 def load_config_json(path: Path) -> dict[str, Any]:
-    """The content of a folder's config.json."""
+    """Reads a folder's config.json."""
     with reading_untrusted(path / CONFIG_FILE, model_folder_error):
         try:
             content = read_limited_json(path / CONFIG_FILE, _MAX_CONFIG_BYTES)
@@ -64,13 +64,13 @@ def load_config_json(path: Path) -> dict[str, Any]:
 
 
 def read_model_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """ModelConfig and MoEConfig values from a folder's config.json; the second are none for a dense model."""
+    """Returns ModelConfig and MoEConfig values from a folder's config.json; the second is empty for a dense model."""
     with reading_untrusted(path / CONFIG_FILE, model_folder_error):
         return parse_config_json(load_config_json(path))
 
 
 def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, Any]) -> None:
-    """Refuses settings that claim more than the folder's files can hold, before a model is made of them."""
+    """Raises if settings claim more than the folder's files contain, before a model is built from them."""
     apart = load_config_json(path).get("model_type") != OWN_MODEL_TYPE
     check_counts(
         path / CONFIG_FILE, model_folder_error, model, moe, num_tensors=len(_tensor_infos(path)), separate_experts=apart
@@ -78,7 +78,7 @@ def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, 
 
 
 def check_stored_size(path: Path, architecture: Architecture) -> None:
-    """Refuses a model that is larger than the folder's files, before there is memory for it."""
+    """Raises if a model is larger than the folder's files, before memory is allocated for it."""
     shapes = logical_shapes(architecture.model, architecture.moe, architecture.moe_layer_mask)
     needed = sum(math.prod(shape) for shape in shapes.values())
     stored = sum(slot.end - slot.begin for _, slot in _tensor_infos(path).values())
@@ -89,7 +89,7 @@ def check_stored_size(path: Path, architecture: Architecture) -> None:
 
 
 def folder_manifest(path: Path, architecture: Architecture) -> Manifest:
-    """Where every logical tensor of a model stands in a folder; all that does not fit is one error."""
+    """Locates every logical tensor of a model in a folder; everything that does not fit is one error."""
     _check_same_model(path, architecture)
     model, moe, moe_layer_mask = architecture.model, architecture.moe, architecture.moe_layer_mask
     shapes = logical_shapes(model, moe, moe_layer_mask)
@@ -129,7 +129,7 @@ def folder_manifest(path: Path, architecture: Architecture) -> Manifest:
 def _stored_names(
     path: Path, infos: Mapping[str, tuple[str, TensorInfo]], expected: Mapping[str, FolderEntry]
 ) -> dict[str, str]:
-    """Full name to the name as stored, without what is no weight of its own."""
+    """Maps full names to stored names, without entries that are not weights of their own."""
     config = load_config_json(path)
     if config.get("model_type") == OWN_MODEL_TYPE:
         return {name: name for name in infos}
@@ -147,7 +147,7 @@ def _stored_names(
 
 
 def _same_bytes(path: Path, a: tuple[str, TensorInfo], b: tuple[str, TensorInfo]) -> bool:
-    """Whether two tensors of a folder have the same bytes, read a block at a time."""
+    """Whether two tensors of a folder have the same bytes, read block by block."""
     if a[1].end - a[1].begin != b[1].end - b[1].begin:
         return False
     with open_regular_file(path / a[0]) as first, open_regular_file(path / b[0]) as second:
@@ -168,7 +168,7 @@ def _add(tensors: dict[str, StoredTensor], key: str, shape: Shape, dtype: str, b
 
 
 def _check_same_model(path: Path, architecture: Architecture) -> None:
-    """The settings that make it the same function of its weights must be the run's."""
+    """Checks that the settings that change the function of the weights equal the run's."""
     model_values, moe_values = read_model_settings(path)
     ours: Mapping[str, Any] = {
         name: getattr(section, name)
@@ -190,7 +190,7 @@ def _check_same_model(path: Path, architecture: Architecture) -> None:
 
 
 def _check_shards(path: Path) -> None:
-    """Every file that the index names must be there; beside one file for all, an index is a leftover."""
+    """Checks that every file that the index names exists; next to a single-file model, an index is a leftover."""
     if not (path / _INDEX_FILE).is_file() or (path / "model.safetensors").is_file():
         return
     with reading_untrusted(path / _INDEX_FILE, model_folder_error):
@@ -204,12 +204,12 @@ def _check_shards(path: Path) -> None:
 
 
 def _tensor_infos(path: Path) -> dict[str, tuple[str, TensorInfo]]:
-    """Every tensor of the folder's files, and its file."""
+    """Returns every tensor of the folder's files, and its file."""
     _check_shards(path)
     found: dict[str, tuple[str, TensorInfo]] = {}
     for file in sorted(path.glob("*.safetensors")):
         if any(fnmatch.fnmatch(file.name, pattern) for pattern in ("consolidated*", "adapter*")):
-            continue  # the same weights once more under other names, or a part that is no model
+            continue  # the same weights again under other names, or a part that is no model
         for name, slot in read_checked_header(file, None).items():
             if name in found:
                 raise CheckpointError(

@@ -1,12 +1,12 @@
-"""Models that lie on disk in one of three forms, opened alike: what the model is, and its logical tensors on demand.
+"""Opens a model on disk in any of three formats: its config, and its logical tensors on demand.
 
     petatron      a folder of steps, one step, or the `model/` of one
     huggingface   config.json and safetensors
     megatron      what Megatron-LM saved, see docs/megatron-checkpoints.md
 
-Opening reads headers only, checks every name and shape, and reports all that is wrong at once. Values come through `ModelSource.fill`,
-which puts boxes of logical tensors into memory of the caller's; the first two forms need a few blocks of 8 MiB beside it, the
-third one whole logical tensor.
+Opening reads headers only, checks every name and shape, and reports all problems at once. Values are read by `ModelSource.fill`
+into boxes of logical tensors in the caller's memory; in addition the first two formats need a few blocks of 8 MiB, the third one
+whole logical tensor.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from petatron.sharding.shard_spec import Shape
 class ModelSource:
     """An opened model.
 
-    config_sections: its settings as sections of a config file. config_json: its config.json, if it has one. companion_files: the files
-    that go with it wherever it goes, its tokenizer's above all. shapes, dtypes: of every tensor, by key: weights and what routers have
-    learnt. fill: reads chunks with such keys.
+    config_sections: its settings as sections of a config file. config_json: its config.json, if it has one. companion_files: files
+    copied along with it, its tokenizer's above all. shapes, dtypes: of every tensor, by key: weights and router state. fill: reads
+    chunks with such keys.
     """
 
     format: ModelFormat
@@ -81,9 +81,9 @@ class ModelSource:
 def open_model_source(
     path: Path, *, model_format: ModelFormat | None = None, step: int | None = None, vocab_size: int | None = None
 ) -> ModelSource:
-    """Open a model for reading; the form is found out if it is not given.
+    """Opens a model for reading; the format is detected if it is not given.
 
-    `step` chooses among several. `vocab_size` is for Megatron's form, which may know its vocabulary only with its padding.
+    `step` selects among several. `vocab_size` is for Megatron's format, which may know its vocabulary only with its padding.
     """
     found = model_format or detect_format(path)
     problems = []
@@ -146,7 +146,7 @@ def _open_petatron(step: Path) -> ModelSource:
 
 
 def _check_weights(step: Path, manifest: Manifest, architecture: Architecture) -> None:
-    """The checkpoint has the weights of the model that its config.json describes, with their shapes."""
+    """Checks that the checkpoint has the weights of the model that its config.json describes, with their shapes."""
     shapes = logical_shapes(architecture.model, architecture.moe, architecture.moe_layer_mask)
     there = {key.removeprefix(WEIGHT_PREFIX): tensor.shape for key, tensor in manifest.tensors.items()}
     wrong = [name for name, shape in shapes.items() if there.get(name) != shape]
@@ -195,11 +195,11 @@ def _manifest_source(
 
 
 def _check_router_state(source: ModelSource) -> None:
-    """A model whose experts are chosen with a bias is another one without it."""
+    """Checks that the expert bias is stored: without it the router selects other experts."""
     moe = source.architecture.moe
     if moe is None or not moe.moe_router_enable_expert_bias:
         return
-    layers = [layer for layer, mixed in enumerate(source.architecture.moe_layer_mask) if mixed]
+    layers = [layer for layer, has_moe in enumerate(source.architecture.moe_layer_mask) if has_moe]
     missing = [n for n in layers if f"{ROUTER_PREFIX}layers.{n}.mlp.router.expert_bias" not in source.shapes]
     if missing:
         raise CheckpointError(
@@ -227,7 +227,7 @@ def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
 
 
 def _open_with_vocab_size(path: Path, vocab_size: int) -> MegatronCheckpoint:
-    """A checkpoint that says its vocabulary is believed; one that cannot be opened without the number is opened with it."""
+    """Prefers the checkpoint's own vocabulary size; uses the given one if it cannot be opened without."""
     try:
         checkpoint = open_megatron(path)
     except PetatronError:
@@ -244,7 +244,7 @@ def _state_key(name: str) -> str:
 
 
 class _MegatronReader:
-    """Keeps the last tensor: the experts of a layer are parts of one, and asked for one after the other."""
+    """Caches the last tensor: the experts of a layer are parts of one, and requested one after the other."""
 
     def __init__(self, checkpoint: MegatronCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -254,7 +254,7 @@ class _MegatronReader:
         for chunk in chunks:
             name = chunk.key.split("/", 1)[1]
             if name not in self._last:
-                self._last.clear()  # first let go of the one before
+                self._last.clear()  # free the previous one first
                 self._last[name] = self._checkpoint.tensors[name].load()
             chunk.tensor.copy_(self._last[name][chunk.box.slices()])
 

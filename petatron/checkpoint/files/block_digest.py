@@ -1,7 +1,7 @@
-"""Digests of blocks of a file: CRC-32 to find damage, or SHA-256 where a signature vouches for a checkpoint.
+"""Digests of file blocks: CRC-32 to find damage, or SHA-256 where a signature covers a checkpoint.
 
-A CRC-32 is fast enough to be always on, and anyone can make another content with the same one. A reader tells the two by
-their length: eight hexadecimal digits, or sixty-four.
+A CRC-32 is fast enough to be always on, but anyone can craft other content with the same one. A reader tells the two by their
+length: eight hexadecimal digits, or sixty-four.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SHA256_DIGITS = 64
 
 
 class BlockDigest:
-    """The digest of a block whose parts come one after the other.
+    """The incremental digest of a block.
 
     >>> digest = BlockDigest(sha256=False)
     >>> digest.update(b"ab")
@@ -39,12 +39,12 @@ class BlockDigest:
 
 
 def is_sha256(digest: str) -> bool:
-    """Whether a digest is one that nobody can make another content for."""
+    """Whether a digest is collision-resistant."""
     return len(digest) == _SHA256_DIGITS
 
 
 def matches_digest(parts: Iterable[bytes | memoryview], digest: str) -> bool:
-    """Whether these parts together are what a digest was taken of."""
+    """Whether these parts, concatenated, have the digest."""
     found = BlockDigest(sha256=is_sha256(digest))
     for part in parts:
         found.update(part)

@@ -1,7 +1,7 @@
-"""The file operations a checkpoint is made of, and the digests that say whether a file is what was written.
+"""File operations of a checkpoint, and the digests that tell whether a file is what was written.
 
 A file has a digest per block of 8 MiB, by default a CRC-32: fast enough to be always on (several GB/s per core, and blocks are
-independent), and a reader who needs a part of a file checks the blocks of that part and no more.
+independent), and a reader of a part of a file checks the blocks of that part only.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class StoredFile:
 
 
 class Disk:
-    """What publishing is made of. Tests replace `failpoint`, which is called before and after everything that leaves a trace
-    on disk, to end the process at any of these moments, or single operations, to make them fail."""
+    """The file operations of publishing. Tests replace `failpoint`, which is called before and after everything that changes the disk,
+    to end the process at any of these moments, or single operations, to make them fail.
+    """
 
     sha256_digests = False
-    """With strong digests of what it writes, a signature of them is one of the content."""
+    """Whether files get SHA-256 digests, so that a signature of them covers the content."""
 
     def failpoint(self, event: str, path: Path) -> None:
         """A boundary between two states of the disk."""
@@ -46,7 +47,7 @@ class Disk:
         self.failpoint("folder made", path)
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> StoredFile:
-        """Write a file through to the device, and say what it holds."""
+        """Writes a file through to the device, and returns its size and digests."""
         with (
             safe_files.create_file(path) as file,
             _BackgroundFlusher(file.fileno()) as flusher,
@@ -58,7 +59,7 @@ class Disk:
                     _write_all(file.fileno(), piece)
                     self.failpoint("written", path)
                     flusher.add_written(len(piece))
-                digests.wait()  # only until here may whoever hands over parts be asked to keep their memory
+                digests.wait()  # the caller may reuse a part's memory from here on
             flusher.finish()
             self.failpoint("synced", path)
             return digests.result()
@@ -69,7 +70,7 @@ class Disk:
         self.failpoint("renamed", new)
 
     def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder (new files, renames) survive a power cut."""
+        """Makes the names in a folder (new files, renames) survive a power cut."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -78,12 +79,12 @@ class Disk:
         self.failpoint("folder synced", path)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, a link, or a folder with all that is in it, file by file; links are not followed."""
+        """Removes a file, a link, or a folder with its contents, file by file; links are not followed."""
         safe_files.remove_tree(path, lambda gone: self.failpoint("removed", gone))
 
 
 class _BackgroundFlusher:
-    """Has the device work while more is written: waiting for all of it at the end would take as long again."""
+    """Flushes to the device while more is written: waiting for all of it at the end would take as long again."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -113,13 +114,13 @@ class _BackgroundFlusher:
         os.fsync(self._descriptor)
 
     def _raise_flush_error(self) -> None:
-        """A write that failed on its way to the device is reported once, to whoever waits: that must be us."""
+        """Raises a failed write-back: the system reports it once, to the first that waits, so it must be handled here."""
         if self._pending_flush is not None:
             self._pending_flush.result()
 
 
 class _FileDigester:
-    """The digests of a file's blocks, computed on another core while the blocks are written."""
+    """Computes the digests of a file's blocks on another core while the blocks are written."""
 
     def __init__(self, *, sha256: bool) -> None:
         self._sha256 = sha256
@@ -136,12 +137,12 @@ class _FileDigester:
             self._pool.shutdown()
 
     def digest_pieces(self, part: bytes | memoryview) -> Iterator[memoryview]:
-        """The part in pieces that end at block boundaries; each is being digested when it is handed out."""
-        rest = memoryview(part)
-        room = BLOCK_BYTES - self._size % BLOCK_BYTES
-        while rest:
-            piece, rest = rest[:room], rest[room:]
-            room = BLOCK_BYTES
+        """Splits a part at block boundaries; each slice is being digested when it is yielded."""
+        remaining = memoryview(part)
+        num_bytes = BLOCK_BYTES - self._size % BLOCK_BYTES
+        while remaining:
+            piece, remaining = remaining[:num_bytes], remaining[num_bytes:]
+            num_bytes = BLOCK_BYTES
             self._size += len(piece)
             self._submit(piece, ends_block=self._size % BLOCK_BYTES == 0)
             yield piece
@@ -176,7 +177,7 @@ def _write_all(descriptor: int, part: memoryview) -> None:
 
 
 def digest_file(path: Path, *, sha256: bool = False) -> StoredFile:
-    """Size and digests of a file as it lies."""
+    """Returns size and digests of a file on disk."""
     blocks: list[str] = []
     size = 0
     with path.open("rb", buffering=0) as file:
@@ -190,7 +191,7 @@ def digest_file(path: Path, *, sha256: bool = False) -> StoredFile:
 
 
 def read_fully(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill a buffer from a place in a file; fewer bytes only at the end of the file."""
+    """Fills a buffer from an offset in a file; fewer bytes only at the end of the file."""
     got = 0
     while got < len(buffer):
         count = os.preadv(descriptor, [buffer[got:]], offset + got)
@@ -201,12 +202,12 @@ def read_fully(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def read_into(descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
-    """Fill several buffers, one after the other, from a place in a file; fewer bytes only at the end of the file."""
+    """Fills several buffers, one after the other, from an offset in a file; fewer bytes only at the end of the file."""
     got = os.preadv(descriptor, parts, offset)
     begin = 0
     for part in parts:
         end = begin + len(part)
-        if got < end:  # the system gave less than it was asked for
+        if got < end:  # a short read
             got = max(got, begin)
             more = read_fully(descriptor, part[got - begin :], offset + got)
             got += more
@@ -217,13 +218,13 @@ def read_into(descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
 
 
 def read_ahead(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Have the device fetch what will be read next; systems that cannot be told so lose nothing but time."""
+    """Prefetches what will be read next; a no-op on systems without the call."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
 
 def check_writable(folder: str | Path) -> None:
-    """Raise now, rather than at the first save, if checkpoints cannot be written to a folder; makes the folder."""
+    """Raises now, rather than at the first save, if checkpoints cannot be written to a folder; creates the folder."""
     folder = Path(folder)
     try:
         if not folder.exists():
@@ -239,5 +240,5 @@ def check_writable(folder: str | Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the disk of a folder, for whoever must not be root to use it."""
+    """Returns the free bytes on a folder's disk for a user that is not root."""
     return shutil.disk_usage(folder).free

@@ -1,4 +1,4 @@
-"""Boxes of logical tensors the way the entries of a file have them: fewer leading dimensions, maybe transposed."""
+"""Maps boxes of logical tensors to the layout of file entries: fewer leading dimensions, maybe transposed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from petatron.sharding.shard_spec import Shape
 
 
 def to_entry_layout(values: Tensor, num_dims: int, *, transposed: bool) -> Tensor:
-    """A view of a box's values with the dimensions an entry has; those it does not have are leading ones of size 1."""
+    """Views a box's values with the entry's dimensions; those it lacks are leading ones of size 1."""
     for _ in range(values.dim() - num_dims):
         values = values.squeeze(0)
     return values.transpose(-1, -2) if transposed else values
 
 
 def entry_box(box: Box, stored_start: Shape, start_in_entry: Shape, *, transposed: bool) -> Box:
-    """Where a part of a box stands in an entry that has the box, which begins at `stored_start`, from `start_in_entry` on.
+    """Maps a sub-box to coordinates of an entry that stores the box beginning at `stored_start` from `start_in_entry` on.
 
     >>> entry_box(Box((2, 1, 0), (1, 2, 3)), stored_start=(2, 0, 0), start_in_entry=(0, 8), transposed=True)
     Box(start=(0, 9), shape=(3, 2))

@@ -1,9 +1,9 @@
-"""manifest.json and the ranks' tables: what a checkpoint holds, where, and how to tell that it is whole.
+"""manifest.json and the ranks' tables: what a checkpoint contains, where, and how to verify that it is complete.
 
 Each rank writes a table of its own files and of the boxes in them; the manifest names all tables with their digests, and is
-written last, so a folder that has one is complete. It carries a digest of itself. Nobody has to know all boxes when a checkpoint
-is saved: the first rank's work is one line for each rank. In version 2, which is still read, there was one table, in the manifest.
-Others may have made the files that are read, with digests that fit: every type, range and name is checked before it is used.
+written last, so a folder that has one is complete. It contains a digest of itself. No rank has to know all boxes when a checkpoint
+is saved: rank 0 writes one line for each rank. In version 2, which is still read, there was one table, in the manifest.
+Files may come from others, with digests that fit: every type, range and name is checked before it is used.
 `docs/checkpoint-format.md` describes both for readers of other programs.
 """
 
@@ -36,10 +36,9 @@ class UnknownVersionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of a logical tensor, and where it stands: from `start_in_entry` on in the entry `entry_name` of a file.
+    """A box of a logical tensor, stored from `start_in_entry` on in the entry `entry_name` of a file.
 
-    Leading dimensions of size 1 that the entry does not have are dropped; `transposed` says that the entry has its two
-    dimensions the other way round.
+    Leading dimensions of size 1 that the entry does not have are dropped; `transposed`: the entry has its two dimensions swapped.
     """
 
     file: str
@@ -51,7 +50,7 @@ class StoredBox:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A logical tensor and the boxes it was saved as; dtype is safetensors' code for it."""
+    """A logical tensor and the boxes it was saved as; `dtype` is its safetensors code."""
 
     shape: Shape
     dtype: str
@@ -60,7 +59,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """What one rank wrote: files, boxes as (key, whole tensor with some of its boxes), and which file has its local entries."""
+    """What one rank wrote: files, boxes as (key, logical tensor with some of its boxes), and which file has its local entries."""
 
     files: Mapping[str, StoredFile]
     entries: tuple[tuple[str, StoredTensor], ...]
@@ -80,8 +79,8 @@ class TableFile:
 class Manifest:
     """The whole checkpoint. `local` maps the entries that belong to one rank to their files.
 
-    One that was just read from a file of version 3 has `tables` in place of tensors, local entries and files
-    (`storage.complete` reads them).
+    One just read from a file of version 3 has `tables` in place of tensors, local entries and files (`step_folder.complete_manifest`
+    reads them).
     """
 
     step: int
@@ -94,7 +93,7 @@ class Manifest:
 
 
 def merge_tables(tables: Iterable[RankTable]) -> dict[str, StoredTensor]:
-    """One table of logical tensors from all ranks' boxes; ValueError if two do not describe a tensor alike."""
+    """Merges all ranks' boxes into one table of logical tensors; ValueError if two disagree on a tensor."""
     boxes: dict[str, list[StoredBox]] = {}
     seen: dict[str, tuple[Shape, str]] = {}
     for key, part in (entry for table in tables for entry in table.entries):
@@ -107,7 +106,7 @@ def merge_tables(tables: Iterable[RankTable]) -> dict[str, StoredTensor]:
 def manifest_to_json(
     step: int, *, layout: str, facts: Mapping[str, Any], tables: Sequence[TableFile], version: int = VERSION
 ) -> str:
-    """The text of manifest.json."""
+    """Serialises manifest.json."""
     body = {
         "format": _FORMAT,
         "version": version,
@@ -117,13 +116,13 @@ def manifest_to_json(
         "block_bytes": BLOCK_BYTES,
         "tables": {table.path: [table.size_bytes, table.digest] for table in tables},
     }
-    # Facts may hold tuples or integer keys, which JSON turns into something else; the digest is of what will be read.
+    # JSON changes tuples and integer keys in facts; the digest is of what will be read.
     body = json.loads(json.dumps(body))
     return json.dumps({**body, "digest": _digest(body)}, indent=1)
 
 
 def manifest_from_json(text: str | bytes) -> Manifest:
-    """Read manifest.json; ValueError says what is wrong with it."""
+    """Parses manifest.json; ValueError tells what is wrong with it."""
     body = _parse_object(text, _FORMAT, "the manifest of a Petatron checkpoint")
     if body.get("version") not in (_SINGLE_TABLE_VERSION, VERSION) or body.get("block_bytes") != BLOCK_BYTES:
         raise UnknownVersionError(
@@ -148,7 +147,7 @@ def manifest_from_json(text: str | bytes) -> Manifest:
 
 
 def table_to_json(table: RankTable) -> bytes:
-    """The content of a rank's table."""
+    """Serialises a rank's table."""
     body = {
         "format": _TABLE_FORMAT,
         "version": VERSION,
@@ -160,7 +159,7 @@ def table_to_json(table: RankTable) -> bytes:
 
 
 def table_from_json(content: bytes) -> RankTable:
-    """Read a table, whose digest has been checked; ValueError says what is wrong with it."""
+    """Parses a table whose digest has been checked; ValueError tells what is wrong with it."""
     return _table_from_body(_parse_object(content, _TABLE_FORMAT, "a table of a Petatron checkpoint"))
 
 
@@ -229,7 +228,7 @@ def _file_from_json(name: str, value: Any) -> StoredFile:
 
 
 def box_to_json(stored: StoredBox) -> list[Any]:
-    """File, entry, start, shape, place in the entry, and whether it is transposed there."""
+    """Serialises file, entry, start, shape, start in the entry, and whether it is transposed there."""
     return [
         stored.file,
         stored.entry_name,
@@ -241,7 +240,7 @@ def box_to_json(stored: StoredBox) -> list[Any]:
 
 
 def box_from_json(value: Sequence[Any]) -> StoredBox:
-    """What `box_to_json` wrote."""
+    """Parses what `box_to_json` wrote."""
     file, name, start, shape, at, transposed = value
     return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), bool(transposed))
 
@@ -261,7 +260,7 @@ def _tensor_from_json(key: str, value: Any) -> StoredTensor:
 
 
 def _checked_box_from_json(key: str, logical_shape: Shape, value: Any) -> StoredBox:
-    """A box that lies inside its tensor and can be one of an entry: what the entry itself is, its file knows.
+    """Parses a box that is inside its tensor and can be one of an entry; the entry itself is checked against its file's header.
 
     There may be hundreds of thousands, so this is written for speed.
     """

@@ -37,15 +37,15 @@ DTYPE_CODES = {
 }
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 MAX_DIMS = 64
-"""Dimensions that a tensor of a file may have, which is what torch can index."""
+"""The most dimensions of a tensor in a file, torch's limit."""
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header that the format has."""
+"""The longest header that the format allows."""
 _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a file: its elements stand from byte `begin` to `end`."""
+    """A tensor of a file, stored in bytes `begin` to `end`."""
 
     dtype: str
     shape: Shape
@@ -54,7 +54,7 @@ class TensorInfo:
 
 
 def dtype_code(name: str, tensor: Tensor) -> str:
-    """Safetensors' word for a tensor's dtype."""
+    """Returns safetensors' code for a tensor's dtype."""
     if tensor.dtype not in DTYPE_CODES:
         raise CheckpointError(
             f"{name} has dtype {tensor.dtype}, which a checkpoint cannot hold. Save it as {torch.float32}."
@@ -63,7 +63,7 @@ def dtype_code(name: str, tensor: Tensor) -> str:
 
 
 def serialize_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, one tensor at a time, so that a save needs host memory for one tensor only."""
+    """Yields the bytes of a file, one tensor at a time, so that a save needs host memory for one tensor only."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
@@ -80,13 +80,13 @@ def serialize_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryv
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements of a tensor in order, as they lie in memory where possible."""
+    """Returns the elements of a tensor in order, without a copy where possible."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(plain.view(torch.uint8).numpy())
 
 
 def read_header(path: Path, *, aligned: bool = False) -> dict[str, TensorInfo]:
-    """The tensors of a file; ValueError says what is wrong with it. Nothing in the file is trusted before it is checked.
+    """Reads the tensors of a file; ValueError tells what is wrong with it. Nothing in the file is trusted before it is checked.
 
     aligned: every tensor must begin at a multiple of its element size, as in the files of a checkpoint, whose blocks are read as elements.
     """

@@ -1,8 +1,8 @@
-"""Signatures of checkpoints: who made it, where digests only tell whether it is damaged.
+"""Signatures of checkpoints: they prove who made one, where digests only detect damage.
 
-`manifest.sig` beside a step's manifest is an Ed25519 signature of the manifest's bytes. The manifest holds a digest of every rank's
-table, and the tables of a step that is to be signed hold a SHA-256 of every file beside the CRC-32 that finds damage; so the
-signature covers all of it. Keys are files in OpenSSH's form or in PEM, without a passphrase: a run has nobody to ask.
+`manifest.sig` next to a step's manifest is an Ed25519 signature of the manifest's bytes. The manifest contains a digest of every
+rank's table, and the tables of a signed step contain a SHA-256 of every file in addition to the CRC-32 that finds damage; so the
+signature covers all of it. Keys are OpenSSH or PEM files without a passphrase: a run has nobody to ask.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from petatron.base.errors import CheckpointError
 SIGNATURE_FILE = "manifest.sig"
 SignFunction = Callable[[bytes], bytes]
 _FORMAT = "petatron signature"
-_CONTEXT = b"petatron checkpoint manifest\0"  # so that nothing else that the key signs can pass for a manifest
+_CONTEXT = (
+    b"petatron checkpoint manifest\0"  # domain separation: nothing else that the key signs can pass for a manifest
+)
 _MAX_FILE_BYTES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Whose it claims to be, and the signature itself."""
+    """A claimed public key and its signature."""
 
     public_key: bytes
     value: bytes
@@ -38,7 +40,7 @@ class Signature:
 
 
 def key_fingerprint(key: bytes) -> str:
-    """A short name of a public key.
+    """Returns the fingerprint of a public key.
 
     >>> key_fingerprint(bytes(32))
     'SHA256:Zmh6rfhivXdsj8GLjp+OIAiXFIVu4jOzkCpZHQ1fKSU'
@@ -47,7 +49,7 @@ def key_fingerprint(key: bytes) -> str:
 
 
 def open_signer(path: Path) -> SignFunction:
-    """What makes the content of `manifest.sig` from a manifest, with the private key in a file."""
+    """Returns a function that signs a manifest with the private key in a file, giving the content of `manifest.sig`."""
     private = _private_key(path)
     public = private.public_key().public_bytes_raw()
 
@@ -65,7 +67,7 @@ def open_signer(path: Path) -> SignFunction:
 
 
 def read_signature(source: Path) -> Signature | None:
-    """The signature of a step, if it has one."""
+    """Reads the signature of a step, if it has one."""
     path = source / SIGNATURE_FILE
     if not path.is_file():
         return None
@@ -82,7 +84,7 @@ def read_signature(source: Path) -> Signature | None:
 
 
 def signature_problem(source: Path, manifest: bytes, trusted_keys: Sequence[bytes]) -> str | None:
-    """Why a step is not signed by any of the trusted keys, or None."""
+    """Tells why a step is not signed by any of the trusted keys, or None."""
     try:
         found = read_signature(source)
     except CheckpointError as error:
@@ -107,7 +109,7 @@ def _is_valid(found: Signature, manifest: bytes) -> bool:
 
 
 def read_public_keys(path: Path) -> list[bytes]:
-    """The keys of a file: one in PEM, or lines of OpenSSH's form such as `ssh-ed25519 AAAA... name`."""
+    """Reads the keys of a file: one in PEM, or OpenSSH lines such as `ssh-ed25519 AAAA... name`."""
     library, content = _import_cryptography(), _read_key_file(path)
     try:
         if content.lstrip().startswith(b"-----BEGIN"):
@@ -154,7 +156,7 @@ def _read_key_file(path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _CryptographyModules:
-    """What is used of `cryptography`."""
+    """The parts of `cryptography` in use."""
 
     ed25519: Any
     serialization: Any

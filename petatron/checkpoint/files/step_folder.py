@@ -2,13 +2,13 @@
 
     FOLDER/step-00000010/manifest.json                   the tables, and their digests
     FOLDER/step-00000010/model/                          the weights, as a Hugging Face folder
-    FOLDER/step-00000010/state/rank-00000.safetensors    what else the run needs: the boxes rank 0 is primary for
+    FOLDER/step-00000010/state/rank-00000.safetensors    all other state: the boxes rank 0 is primary for
     FOLDER/step-00000010/state/rank-00000.table.json     what rank 0 wrote: files, sizes, digests, boxes
     FOLDER/latest                                        the name of the newest step folder
 
 Files are written and synced in `step-N.tmp`, a rank's table after its files, the manifest last; one rename makes the folder
-appear, then `latest` moves, and only then are old steps pruned. A rename cannot replace a folder that is not empty, so saving a
-step again first moves the old one to `step-N.replaced`. Should the crash come between the two renames, readers take the replaced
+appear, then `latest` is updated, and only then are old steps pruned. A rename cannot replace a folder that is not empty, so saving a
+step again first moves the old one to `step-N.replaced`. After a crash between the two renames, readers use the replaced
 folder, and the next save puts it back. A step that is being pruned is first renamed to `step-N.pruned`: a reader never sees half
 of one.
 """
@@ -61,7 +61,7 @@ def step_name(step: int) -> str:
 
 
 def begin_step(folder: Path, step: int, disk: Disk) -> None:
-    """Clear what an interrupted save left behind, and open the draft of a step."""
+    """Removes what an interrupted save left behind, and creates the temporary folder of a step."""
     if not folder.exists():
         disk.make_folder(folder)
         disk.sync_folder(folder.parent)
@@ -73,7 +73,7 @@ def begin_step(folder: Path, step: int, disk: Disk) -> None:
 
 
 def make_tmp_step(folder: Path, step: int, disk: Disk) -> Path:
-    """The folder in which a step is written; on a network file system another rank's may not be visible yet."""
+    """Creates the folder in which a step is written; on a network file system another rank's may not be visible yet."""
     draft = folder / f"{step_name(step)}.tmp"
     for path in (draft, draft / MODEL_FOLDER, draft / STATE_FOLDER):
         disk.make_folder(path)
@@ -81,18 +81,18 @@ def make_tmp_step(folder: Path, step: int, disk: Disk) -> Path:
 
 
 def recover_interrupted(folder: Path, disk: Disk) -> None:
-    """Remove drafts, and bring back a replaced step whose replacement never appeared.
+    """Removes temporary folders, and restores a replaced step whose replacement never appeared.
 
-    What cannot be removed stays: NFS keeps the files that somebody has open, and that is no reason not to save.
+    What cannot be removed stays: NFS keeps files that are open somewhere, and that is no reason not to save.
     """
     left = [path for path in sorted(folder.iterdir()) if _is_leftover(path)] if folder.is_dir() else []
     if left:
-        # Whoever crashed may not have done so, and a power cut must not undo the rename of what is removed here.
+        # The crashed process may not have synced, and a power cut must not undo the rename of what is removed here.
         disk.sync_folder(folder)
     for path in left:
         whole = path.with_suffix("")
         if path.suffix == ".replaced" and not whole.exists():
-            if whole.is_symlink():  # it leads nowhere, and keeps the step from its name
+            if whole.is_symlink():  # a dangling link that occupies the step's name
                 disk.remove(whole)
             disk.rename(path, whole)
         else:
@@ -101,23 +101,23 @@ def recover_interrupted(folder: Path, disk: Disk) -> None:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether this is neither a step nor a stranger's file, but a part of a save that did not end."""
+    """Whether this is part of an unfinished save, rather than a step or an unrelated file."""
     match = _STEP_FOLDER_NAME.fullmatch(path.name)
     return path.name == f"{LATEST_FILE}.tmp" or (match is not None and match.group(2) is not None)
 
 
 def rank_file_path(rank: int) -> str:
-    """The path in a step of a rank's own file of tensors."""
+    """Returns the path in a step of a rank's own file of tensors."""
     return f"{STATE_FOLDER}/rank-{rank:05d}.safetensors"
 
 
 def table_path(rank: int) -> str:
-    """The path in a step of a rank's table."""
+    """Returns the path in a step of a rank's table."""
     return f"{STATE_FOLDER}/rank-{rank:05d}.table.json"
 
 
 def write_table(tmp_step: Path, rank: int, table: RankTable, disk: Disk) -> TableFile:
-    """Write the table of a rank's files into the draft of a step."""
+    """Writes the table of a rank's files into the temporary folder of a step."""
     content = table_to_json(table)
     path = table_path(rank)
     disk.write(tmp_step / path, [content])
@@ -134,7 +134,7 @@ def publish_step(
     disk: Disk,
     sign: SignFunction | None = None,
 ) -> None:
-    """Turn a draft into the newest checkpoint. Until the rename it does not exist for readers."""
+    """Publishes a temporary folder as the newest checkpoint. Until the rename readers do not see it."""
     final = folder / step_name(step)
     draft, replaced = folder / f"{final.name}.tmp", folder / f"{final.name}.replaced"
     for part in (MODEL_FOLDER, STATE_FOLDER):
@@ -156,7 +156,7 @@ def publish_step(
 
 
 def check_visible(folder: Path, step: int, table: TableFile) -> None:
-    """What another rank has written must be seen here too; a network file system may need a moment for that.
+    """Checks that another rank's files are visible here too; a network file system may need a moment for that.
 
     Every rank looks for the files of the next one. If ranks write to different disks, some rank's neighbour is on another one.
     """
@@ -172,7 +172,7 @@ def check_visible(folder: Path, step: int, table: TableFile) -> None:
 
 
 def _first_invisible(tmp_step: Path, table: TableFile) -> str | None:
-    """A file that is not there, or not yet whole: the table itself, or one that it names."""
+    """Returns a file that is missing or incomplete: the table itself, or one that it names."""
     try:
         content = (tmp_step / table.path).read_bytes()
     except OSError:
@@ -191,9 +191,9 @@ def _has_size(path: Path, size_bytes: int) -> bool:
 
 
 def prune_steps(folder: Path, *, keep: int | None, retain_interval: int | None, disk: Disk) -> list[int]:
-    """Remove old steps: all up to the one that `latest` names but the newest `keep` and the multiples of `retain_interval`.
+    """Removes old steps: all up to the one that `latest` names but the newest `keep` and the multiples of `retain_interval`.
 
-    What lies ahead of `latest` stays, and does not count: someone went back, and may want that branch or not trust it.
+    Steps after `latest` stay, and do not count: someone resumed from an earlier one, and may want that branch or not trust it.
     """
     found = list_steps(folder)
     current = latest_step(folder)
@@ -218,7 +218,7 @@ def prune_steps(folder: Path, *, keep: int | None, retain_interval: int | None, 
 
 
 def list_steps(folder: Path) -> dict[int, Path]:
-    """Every complete checkpoint of a folder, oldest first."""
+    """Returns every complete checkpoint of a folder, oldest first."""
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # in this order a step precedes its .replaced
         match = _STEP_FOLDER_NAME.fullmatch(path.name)
@@ -228,7 +228,7 @@ def list_steps(folder: Path) -> dict[int, Path]:
 
 
 def latest_step(folder: Path) -> int | None:
-    """The step that `latest` names if it is there, else the highest one."""
+    """Returns the step that `latest` names if it exists, else the highest one."""
     found = list_steps(folder)
     named = _step_in_latest_file(folder)
     return named if named in found else max(found, default=None)
@@ -244,7 +244,7 @@ def _step_in_latest_file(folder: Path) -> int | None:
 
 
 def containing_step(path: Path) -> Path | None:
-    """The step that a folder is, or whose `model/` it is."""
+    """Returns the step that a folder is, or whose `model/` it is."""
     if (path / MANIFEST_FILE).is_file():
         return path
     whole = path.resolve()
@@ -252,9 +252,9 @@ def containing_step(path: Path) -> Path | None:
 
 
 def resolve_step(folder: Path, step: int | None) -> Path:
-    """The folder of a step, or of the newest one; `DamagedCheckpointError` if `latest` names one that is not whole.
+    """Returns the folder of a step (None: the newest); a folder that is itself a step, or the model of one, resolves to that step.
 
-    A folder that is one step, or the model of one, is that step.
+    Raises `DamagedCheckpointError` if `latest` names one that is not complete.
     """
     own = containing_step(folder)
     if own is not None:
@@ -280,7 +280,7 @@ def resolve_step(folder: Path, step: int | None) -> Path:
 
 
 def previous_step(folder: Path, source: Path | None) -> int | None:
-    """The newest step older than that of a checkpoint's folder; the newest of all for None."""
+    """Returns the newest step older than that of a checkpoint's folder; the newest of all for None."""
     found = list_steps(folder)
     own = next((step for step, path in found.items() if path == source), None)
     return max((step for step in found if source is None or (own is not None and step < own)), default=None)
@@ -299,7 +299,7 @@ def damaged_error(path: Path, why: str) -> DamagedCheckpointError:
 
 
 def read_manifest_head(source: Path) -> Manifest:
-    """manifest.json, without the tables that it names."""
+    """Reads manifest.json, without the tables that it names."""
     path = source / MANIFEST_FILE
     with reading_untrusted(path, damaged_error):
         try:
@@ -317,7 +317,7 @@ def read_manifest_head(source: Path) -> Manifest:
 
 
 def read_table(source: Path, table: TableFile) -> RankTable:
-    """One of the tables that a manifest names, which must be what was saved."""
+    """Reads one of the tables that a manifest names, and checks its digest."""
     path = source / table.path
     check_size(path, StoredFile(table.size_bytes, ()))
     with reading_untrusted(path, damaged_error):
@@ -333,7 +333,7 @@ def read_table(source: Path, table: TableFile) -> RankTable:
 
 
 def _check_file_names(path: Path, table: RankTable) -> None:
-    """A table speaks of its own files only, and these are in the step."""
+    """Checks that a table names only its own files, all inside the step."""
     named = {box.file for _, tensor in table.entries for box in tensor.boxes} | set(table.local.values())
     strange = (named - table.files.keys()) | {name for name in table.files if not _is_step_file(name)}
     if strange:
@@ -341,7 +341,7 @@ def _check_file_names(path: Path, table: RankTable) -> None:
 
 
 def complete_manifest(source: Path, manifest_head: Manifest, tables: Sequence[RankTable]) -> Manifest:
-    """A manifest with the content of its tables. The tables' files are files of the checkpoint like others."""
+    """Adds the content of its tables to a manifest. The table files count as files of the checkpoint."""
     if not manifest_head.tables:
         return manifest_head
     try:
@@ -363,13 +363,13 @@ def complete_manifest(source: Path, manifest_head: Manifest, tables: Sequence[Ra
 
 
 def read_manifest(source: Path) -> Manifest:
-    """All that the manifest and its tables say."""
+    """Reads the manifest and all its tables."""
     head = read_manifest_head(source)
     return complete_manifest(source, head, [read_table(source, table) for table in head.tables])
 
 
 def read_manifest_head_to_load(source: Path) -> Manifest:
-    """The manifest, without its tables, of a step that is to be loaded: its own, and with every file it knows of."""
+    """Reads the manifest, without its tables, of a step to load: checks its step and the files that it lists."""
     head = read_manifest_head(source)
     match = _STEP_FOLDER_NAME.fullmatch(source.name)
     if match and int(match.group(1)) != head.step:
@@ -379,7 +379,7 @@ def read_manifest_head_to_load(source: Path) -> Manifest:
 
 
 def check_sizes(source: Path, files: Mapping[str, StoredFile]) -> None:
-    """Raise if one of these files is missing or has another size, whether it will be read or not."""
+    """Raises if one of these files is missing or has another size, whether it will be read or not."""
     for name, stored in files.items():
         check_size(source / name, stored)
 
@@ -393,7 +393,7 @@ def _is_step_file(name: str) -> bool:
 
 
 def check_size(path: Path, expected: StoredFile) -> None:
-    """Raise if a file is missing or has another size than was saved."""
+    """Raises if a file is missing or has another size than was saved."""
     if not path.is_file():
         raise damaged_error(path, "is missing")
     size = path.stat().st_size
@@ -402,7 +402,7 @@ def check_size(path: Path, expected: StoredFile) -> None:
 
 
 def check_content(path: Path, expected: StoredFile) -> None:
-    """Raise if a file is not exactly what was saved."""
+    """Raises if a file is not exactly what was saved."""
     check_size(path, expected)
     if digest_file(path, sha256=any(map(is_sha256, expected.block_digests))).block_digests != expected.block_digests:
         raise digest_mismatch_error(path)
@@ -413,10 +413,7 @@ def digest_mismatch_error(path: Path) -> DamagedCheckpointError:
 
 
 def check_aux_files(source: Path, manifest: Manifest) -> None:
-    """Raise if a file of the model folder beside the weights is not what was saved; weights are checked as they are read.
-
-    The first table has these files, so a manifest without the content of its tables will do.
-    """
+    """Raises if a non-weight file of the model folder (the first table lists them) is damaged; weights are checked when read."""
     files = manifest.files
     if not files and manifest.tables:
         files = read_table(source, manifest.tables[0]).files
@@ -426,15 +423,15 @@ def check_aux_files(source: Path, manifest: Manifest) -> None:
 
 
 def extra_files(source: Path, manifest: Manifest) -> list[Path]:
-    """Files, links and folders in a step that its manifest does not know; of a folder, nothing that is in it."""
+    """Returns files, links and folders in a step that its manifest does not list; of a folder, only itself."""
     known = {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
     return [path for path in _step_contents(source) if path not in known]
 
 
 def symlinks_in_step(source: Path, manifest: Manifest) -> dict[Path, Path]:
-    """Parts of a step that are links, and where to; whoever writes there changes the checkpoint.
+    """Returns parts of a step that are links, with their targets; writing there changes the checkpoint.
 
-    The step itself is one when it has the name of a step: a run's folder holds its steps, and others may name one as they like.
+    The step itself counts when it has the name of a step: a run's folder contains its steps, and other links to one are fine.
     """
     known = {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
     found = [path for path in _step_contents(source) if path in known]
@@ -443,6 +440,6 @@ def symlinks_in_step(source: Path, manifest: Manifest) -> dict[Path, Path]:
 
 
 def _step_contents(source: Path) -> list[Path]:
-    """What is in a step, and in its two folders where they are no links."""
+    """Lists a step, and its two folders where they are no links."""
     inner = [source / part for part in (MODEL_FOLDER, STATE_FOLDER) if not (source / part).is_symlink()]
     return sorted(path for folder in (source, *inner) if folder.is_dir() for path in folder.iterdir())

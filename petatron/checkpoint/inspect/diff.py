@@ -1,8 +1,7 @@
-"""Two checkpoints side by side, whatever layouts saved them: settings, and every logical tensor.
+"""Compares two checkpoints, whatever layouts saved them: settings, and every logical tensor.
 
-Tensors are compared in pieces of a few million elements, many small ones together, each filled from either checkpoint
-through the same reads a load makes. So memory is bounded, bytes are checked against their digests, and it does not matter how
-either side was cut.
+Tensors are compared in boxes of a few million elements, many small ones in a batch, each filled from either checkpoint through the
+same reads a load makes. So memory is bounded, bytes are checked against their digests, and the two layouts do not matter.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _BATCH_ELEMENTS = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """How far a tensor is from its counterpart. `second_key` differs from `key` where one side has no wider weights."""
+    """How far a tensor is from its counterpart. `second_key` differs from `key` where one side has no master weights."""
 
     key: str
     second_key: str
@@ -41,7 +40,7 @@ class TensorDiff:
 
     @property
     def relative(self) -> float:
-        """The largest difference of an element over the largest element of either side."""
+        """Returns the largest absolute difference over the largest absolute value of either side."""
         if self.largest == 0:
             return 0.0
         return self.largest / self.scale if math.isfinite(self.largest) and self.scale else math.inf
@@ -66,7 +65,7 @@ class CheckpointDiff:
 
 @dataclass(frozen=True, slots=True)
 class _TensorPair:
-    """The keys under which two checkpoints have the same tensor, and the dtype in which it is compared."""
+    """The keys of the same tensor in two checkpoints, and the dtype in which it is compared."""
 
     key: str
     second_key: str
@@ -77,7 +76,7 @@ class _TensorPair:
 def diff_checkpoints(
     first: Path, second: Path, on_progress: ProgressCallback = lambda done, total: None
 ) -> CheckpointDiff:
-    """Compare two checkpoints; every byte that is read is checked."""
+    """Compares two checkpoints; every byte that is read is checked."""
     manifests = read_manifest(first), read_manifest(second)
     for source, manifest in zip((first, second), manifests):
         _check_complete(source, manifest)
@@ -100,7 +99,7 @@ def _check_complete(source: Path, manifest: Manifest) -> None:
 
 
 def _setting_diffs(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Progress, data and every field of the configuration that differ."""
+    """Yields differences of progress, data and every field of the configuration."""
     configs = run_config(first), run_config(second)
     sections = [
         ("progress", _section(first, "progress"), _section(second, "progress")),
@@ -125,7 +124,7 @@ def _section(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _match_tensors(
     first: Mapping[str, StoredTensor], second: Mapping[str, StoredTensor]
 ) -> tuple[list[_TensorPair], dict[str, str]]:
-    """Which tensors meet, and why some that have the same name cannot."""
+    """Pairs tensors, and tells why some that have the same name cannot be compared."""
     pairs: list[_TensorPair] = []
     unlike: dict[str, str] = {}
     for key in dict.fromkeys([*first, *second]):
@@ -144,7 +143,7 @@ def _match_tensors(
 
 
 def _matching_key(key: str, tensors: Mapping[str, StoredTensor]) -> str | None:
-    """A tensor's key on a side; a run in full precision has no wider weights than the model's own."""
+    """Returns a tensor's key on one side; a full-precision run has no master weights other than the model's own."""
     if key in tensors:
         return key
     plain = WEIGHT_PREFIX + key.removeprefix(MASTER_PREFIX)
@@ -159,7 +158,7 @@ def _common_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype | None
 
 @dataclass(slots=True)
 class _DiffStats:
-    """What is known so far of a pair."""
+    """Running statistics of a pair."""
 
     differing: int = 0
     largest: float = 0.0
@@ -183,7 +182,7 @@ def _tensor_diffs(
     manifests: tuple[Manifest, Manifest],
     on_progress: ProgressCallback,
 ) -> list[TensorDiff]:
-    tallies = [_DiffStats() for _ in pairs]
+    stats = [_DiffStats() for _ in pairs]
     total, done = sum(math.prod(pair.shape) for pair in pairs), 0
     for batch in _box_batches(pairs):
         sides = [
@@ -191,21 +190,23 @@ def _tensor_diffs(
             for side, (source, manifest) in enumerate(zip(sources, manifests))
         ]
         for (number, _, _, shape), a, b in zip(batch, *sides):
-            tallies[number].update(a, b)
+            stats[number].update(a, b)
             done += math.prod(shape)
         on_progress(done, total)
     return [
-        TensorDiff(pair.key, pair.second_key, math.prod(pair.shape), tally.differing, tally.largest, tally.scale)
-        for pair, tally in zip(pairs, tallies)
+        TensorDiff(
+            pair.key, pair.second_key, math.prod(pair.shape), pair_stats.differing, pair_stats.largest, pair_stats.scale
+        )
+        for pair, pair_stats in zip(pairs, stats)
     ]
 
 
 _PairBox = tuple[int, _TensorPair, tuple[int, ...], tuple[int, ...]]
-"""The number of a pair, the pair, and start and shape of a box of it."""
+"""Index of a pair, the pair, and start and shape of a box of it."""
 
 
 def _box_batches(pairs: Sequence[_TensorPair]) -> Iterator[list[_PairBox]]:
-    """Boxes of all pairs in order, at most so many elements at a time."""
+    """Yields boxes of all pairs in order, in batches of bounded size."""
     batch: list[_PairBox] = []
     room = _BATCH_ELEMENTS
     for number, pair in enumerate(pairs):
@@ -223,7 +224,7 @@ def _box_batches(pairs: Sequence[_TensorPair]) -> Iterator[list[_PairBox]]:
 
 
 def _read_batch(source: Path, manifest: Manifest, keys: Sequence[str], batch: Sequence[_PairBox]) -> list[Tensor]:
-    """One side's values of a batch."""
+    """Reads one side's values of a batch."""
     values: list[Tensor] = []
     reads: list[BoxRead] = []
     for key, (_, pair, start, shape) in zip(keys, batch):

@@ -1,8 +1,8 @@
-"""Looking at checkpoints without a run: where they are, what they hold, and whether they still are what was saved.
+"""Inspects checkpoints without a run: where they are, what they contain, and whether they still are what was saved.
 
-A check goes from the outside in, and each stage trusts only what the one before it found good: the manifest against its own
-digest, the ranks' tables against the manifest, every file against size and digests, the files' headers against the tables, and
-config.json against the configuration the run had. Everything that is wrong is found in one pass.
+A check goes from the outside in, and each stage trusts only what the one before it verified: the manifest against its own digest,
+the ranks' tables against the manifest, every file against size and digests, the files' headers against the tables, and config.json
+against the configuration of the run. All problems are found in one pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from petatron.config.schema.model_identity import REDUNDANT_FIELDS
 from petatron.sharding.boxes import tiling_problem
 
 ProgressCallback = Callable[[int, int], None]
-"""Told how much of how much work is done."""
+"""Called with the work done and the total."""
 
 _CONFIG_FILE = f"{step_folder.MODEL_FOLDER}/config.json"
 _MAX_SHOWN = 3
@@ -44,7 +44,7 @@ _THREADS = 4
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The folder of one checkpoint: `path` itself, or a step (None: the newest) of those in it."""
+    """Returns the folder of one checkpoint: `path` itself, or a step (None: the newest) of those in it."""
     if _is_step_folder(path):
         if step is not None:
             raise CheckpointError(f"{path} is one checkpoint. Leave out --step, or give {path.parent}.")
@@ -75,7 +75,7 @@ def _is_step_folder(path: Path) -> bool:
 
 
 def steps_without_manifest(folder: Path) -> list[Path]:
-    """Steps under their final name that have no manifest. A save never leaves one: its manifest has been lost."""
+    """Returns steps under their final name that have no manifest. A save never leaves one: its manifest has been lost."""
     complete = set(step_folder.list_steps(folder).values())
     return [path for path in sorted(folder.glob("step-*")) if not path.suffix and path not in complete]
 
@@ -114,22 +114,22 @@ class CheckpointSummary:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The run's configuration by section; empty when no training run saved it."""
+        """Returns the run's configuration by section; empty when no training run saved it."""
         return run_config(self.run_facts)
 
     @property
     def progress(self) -> Mapping[str, float]:
-        """The numbers that say how far the run was."""
+        """Returns the run's progress counters."""
         found = self.run_facts.get("progress")
         return {k: v for k, v in found.items() if isinstance(v, int | float)} if isinstance(found, dict) else {}
 
     def bytes_in(self, subfolder: str) -> int:
-        """Size of the model folder or of the state folder."""
+        """Returns the size of the model folder or of the state folder."""
         return sum(size for name, size in self.files.items() if name.startswith(f"{subfolder}/"))
 
 
 def summarize_checkpoint(source: Path) -> CheckpointSummary:
-    """What a manifest and its tables say; no other file is opened."""
+    """Summarises a manifest and its tables; no other file is opened."""
     manifest = step_folder.read_manifest(source)
     return CheckpointSummary(
         source=source,
@@ -146,13 +146,13 @@ def summarize_checkpoint(source: Path) -> CheckpointSummary:
 
 
 def run_facts(manifest: Manifest) -> Mapping[str, Any]:
-    """What the training loop recorded: progress, config, data, schedule."""
+    """Returns what the training loop recorded: progress, config, data, schedule."""
     facts = manifest.facts.get("facts")
     return facts if isinstance(facts, dict) else {}
 
 
 def run_config(facts: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The configuration among the facts of a run; other programs may have put anything there."""
+    """Returns the configuration among the facts of a run; other programs may have put anything there."""
     found = facts.get("config")
     if not isinstance(found, dict):
         return {}
@@ -164,7 +164,7 @@ def run_config(facts: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong with a file of a checkpoint, and what to do about it."""
+    """A problem with a file of a checkpoint, and what to do about it."""
 
     file: Path
     text: str
@@ -172,7 +172,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """What a check of one checkpoint found; it is sound when there is nothing."""
+    """The findings of a check of one checkpoint; it is sound when there are none."""
 
     source: Path
     num_files: int
@@ -191,7 +191,7 @@ def verify_checkpoint(
     read_content: bool = True,
     trusted_keys: Sequence[bytes] | None = None,
 ) -> VerificationReport:
-    """Check everything about a checkpoint; without `read_content`, all that can be known without reading the files through.
+    """Checks everything about a checkpoint; without `read_content`, all that can be checked without reading whole files.
 
     trusted_keys: public keys, of which one must have signed it.
     """
@@ -203,7 +203,7 @@ def verify_checkpoint(
                 tables.append(step_folder.read_table(source, table))
             except CheckpointError as error:
                 findings.append(Finding(source / table.path, str(error)))
-        if findings:  # of what the others describe, nothing would seem complete
+        if findings:  # without all tables, every tensor would seem incomplete
             return VerificationReport(source, 0, 0, tuple(findings))
         manifest = step_folder.complete_manifest(source, head, tables)
     except CheckpointError as error:
@@ -239,7 +239,7 @@ def _signature_findings(source: Path, manifest: Manifest, trusted_keys: Sequence
     if problem is not None:
         yield Finding(source / SIGNATURE_FILE, problem)
         return
-    tables = {table.path for table in manifest.tables}  # of these the manifest itself has strong digests
+    tables = {table.path for table in manifest.tables}  # the manifest itself has strong digests of these
     weak = [
         name
         for name, file in manifest.files.items()
@@ -253,7 +253,7 @@ def _signature_findings(source: Path, manifest: Manifest, trusted_keys: Sequence
 def newest_valid(
     folder: Path, known_valid: Mapping[Path, bool], on_progress: ProgressCallback = lambda done, total: None
 ) -> Path | None:
-    """The newest step of a folder that is sound; those in `known_valid` have been examined."""
+    """Returns the newest sound step of a folder; those in `known_valid` have been checked."""
     for source in reversed(step_folder.list_steps(folder).values()):
         if known_valid[source] if source in known_valid else verify_checkpoint(source, on_progress).is_valid:
             return source
@@ -292,7 +292,7 @@ def _file_problem(
 
 
 def _verify_blocks(path: Path, expected: StoredFile, on_progress: Callable[[int], None]) -> Iterator[tuple[int, bool]]:
-    """Every block of a file, and whether it is what was saved."""
+    """Yields every block of a file, and whether it is what was saved."""
 
     def check(number: int) -> bool:
         begin = number * BLOCK_BYTES
@@ -304,9 +304,7 @@ def _verify_blocks(path: Path, expected: StoredFile, on_progress: Callable[[int]
         return same
 
     count = -(-expected.size_bytes // BLOCK_BYTES)
-    if count != len(
-        expected.block_digests
-    ):  # so that a manifest made by others cannot claim fewer digests than there are bytes
+    if count != len(expected.block_digests):  # a forged manifest cannot claim fewer digests than there are bytes
         yield from ((number, False) for number in range(count))
         return
     threads = min(_THREADS, os.cpu_count() or 1, max(count, 1))
@@ -320,7 +318,7 @@ def _verify_blocks(path: Path, expected: StoredFile, on_progress: Callable[[int]
 
 
 def _table_findings(source: Path, manifest: Manifest, broken: set[Path]) -> Iterator[Finding]:
-    """The manifest's table against itself, and against the headers of the files that are good."""
+    """Checks the manifest's table against itself, and against the headers of the sound files."""
     problems: dict[Path, list[str]] = {}
     headers: dict[str, Mapping[str, TensorInfo]] = {}
     for name in manifest.files:
@@ -358,7 +356,7 @@ def _entry_problem(stored: StoredBox, dtype: str, info: TensorInfo | None) -> st
 
 
 def _config_findings(path: Path, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """config.json must describe the model that the run trained."""
+    """Checks that config.json describes the model that the run trained."""
     try:
         model, moe = read_model_settings(path.parent)
         with reading_untrusted(path, step_folder.damaged_error):
@@ -378,7 +376,7 @@ def _config_differences(values: Mapping[str, Any], facts: Mapping[str, Any]) -> 
 
 
 def summarize_kinds(summary: CheckpointSummary) -> dict[str, tuple[int, str, int]]:
-    """Tensors, dtypes and bytes of every kind of state."""
+    """Returns tensors, dtypes and bytes of every kind of state."""
     found: dict[str, list[TensorSummary]] = {}
     for tensor in summary.tensors:
         found.setdefault(tensor.kind, []).append(tensor)

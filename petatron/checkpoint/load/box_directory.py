@@ -1,11 +1,12 @@
-"""Where a load finds its boxes, without any rank that reads every table.
+"""A distributed directory of stored boxes, so that no rank reads every table of a checkpoint.
 
-The tables of a checkpoint are shared out among the ranks, each is read once, and every tensor's boxes go to one rank, chosen by
-a hash of its name (`owner_rank`), which keeps them in a `BoxDirectory`. Ranks ask there for the boxes that overlap theirs, and
-are told the table that has the digests of each file. So a rank reads its share of the tables and those of the files that it
-reads anyway. Whether a tensor is described completely, and whether it is wanted by anyone, the directory's rank knows.
+The tables are divided among the ranks and each is read once; every tensor's boxes are sent to one rank, chosen by a hash of its
+name (`owner_rank`), which stores them in a `BoxDirectory`. Ranks request there the boxes that overlap theirs, and receive with
+each the table that has its file's digests. So a rank reads its share of the tables and those of the files that it reads anyway.
+The owner knows whether a tensor is described completely, and whether any rank requests it.
 
-All values are JSON's, and nothing here communicates: `table_rows`, `box_requests`, `BoxDirectory.add`, `BoxDirectory.answers`.
+All values are JSON's, and nothing here communicates: `table_rows`, `box_requests`, `BoxDirectory.add_rows`,
+`BoxDirectory.answer_requests`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MessageRow = list[Any]
 
 
 def other_precision_key(key: str) -> str | None:
-    """The same weights in the other precision."""
+    """Returns the key of the same weights in the other precision."""
     for kind, other in ((MASTER_PREFIX, WEIGHT_PREFIX), (WEIGHT_PREFIX, MASTER_PREFIX)):
         if key.startswith(kind):
             return other + key.removeprefix(kind)
@@ -38,7 +39,7 @@ def wants_full_precision(chunk: Chunk) -> bool:
 
 
 def table_rows(entries: Iterable[tuple[str, StoredTensor]], table: int, world_size: int) -> dict[int, list[MessageRow]]:
-    """What a table says, by the rank whose directory it belongs to; `table` is the table's place in the manifest."""
+    """Returns a table's rows by owner rank; `table` is the table's index in the manifest."""
     found: dict[int, list[MessageRow]] = {}
     for key, tensor in entries:
         row = [key, tensor.shape, tensor.dtype, table, [box_to_json(box) for box in tensor.boxes]]
@@ -47,7 +48,7 @@ def table_rows(entries: Iterable[tuple[str, StoredTensor]], table: int, world_si
 
 
 def box_requests(chunks: Sequence[Chunk], world_size: int) -> dict[int, list[MessageRow]]:
-    """What a rank asks, by the rank that knows: its chunk's number, key, whether it is wide, and box."""
+    """Returns a rank's requests by owner rank: chunk index, key, whether it wants full precision, and box."""
     found: dict[int, list[MessageRow]] = {}
     for number, chunk in enumerate(chunks):
         row = [number, chunk.key, wants_full_precision(chunk), chunk.start, tuple(chunk.tensor.shape)]
@@ -56,7 +57,7 @@ def box_requests(chunks: Sequence[Chunk], world_size: int) -> dict[int, list[Mes
 
 
 class BoxDirectory:
-    """All boxes of some tensors of a checkpoint."""
+    """Holds all boxes of some tensors of a checkpoint."""
 
     def __init__(self, source: Path) -> None:
         self._source = source
@@ -66,7 +67,7 @@ class BoxDirectory:
 
     @classmethod
     def from_tensors(cls, source: Path, tensors: Mapping[str, StoredTensor]) -> BoxDirectory:
-        """The directory of a whole checkpoint, for a reader that is alone."""
+        """Builds the directory of a whole checkpoint, for a single reader."""
         directory = cls(source)
         directory._tensors = {
             key: (stored.shape, stored.dtype, list(stored.boxes), [0] * len(stored.boxes))
@@ -75,7 +76,7 @@ class BoxDirectory:
         return directory
 
     def add_rows(self, rows: Iterable[MessageRow]) -> None:
-        """Take rows of `table_rows`, of any rank."""
+        """Adds rows of `table_rows`, from any rank."""
         for key, shape, dtype, table, boxes in rows:
             known = self._tensors.setdefault(key, (tuple(shape), dtype, [], []))
             if known[:2] != (tuple(shape), dtype):
@@ -84,10 +85,10 @@ class BoxDirectory:
             known[3].extend([table] * len(boxes))
 
     def source_key(self, key: str, *, full_precision: bool) -> str:
-        """Which tensor fills a chunk.
+        """Returns which stored tensor fills a chunk.
 
-        Weights may be there twice, in the model's precision and in the optimizer's. Whoever wants them in a wide precision
-        gets the wide ones, whatever it calls them; a checkpoint of a run in full precision has them once, as the model's.
+        Weights may be stored twice, in the model's precision and as master weights. A full-precision chunk is filled from the master
+        weights, whatever its key; a checkpoint of a full-precision run stores them once, as the model's.
         """
         other = other_precision_key(key)
         here = self._tensors
@@ -100,7 +101,7 @@ class BoxDirectory:
         return key
 
     def lookup(self, key: str, box: Box, *, full_precision: bool) -> tuple[str, StoredTensor | None, list[int]]:
-        """The tensor that fills a box with the boxes that overlap it, and the tables of these; None if there is none."""
+        """Returns the tensor that fills a box with the boxes that overlap it, and the tables of these; None if there is none."""
         key = self.source_key(key, full_precision=full_precision)
         self._requested.add(key)
         found = self._tensors.get(key)
@@ -123,7 +124,7 @@ class BoxDirectory:
         return self._indexes[key]
 
     def answer_requests(self, requests: Iterable[MessageRow]) -> list[MessageRow]:
-        """For every request its number, the tensor's key, shape and dtype (null if there is none), boxes and their tables."""
+        """Answers each request with its index, the tensor's key, shape and dtype (null if there is none), boxes and their tables."""
         rows = []
         for number, key, wide, start, shape in requests:
             found, stored, tables = self.lookup(key, Box(tuple(start), tuple(shape)), full_precision=wide)
@@ -135,11 +136,11 @@ class BoxDirectory:
         return rows
 
     def requested_kinds(self) -> list[str]:
-        """The kinds of state that were asked for, as far as this directory was."""
+        """Returns the kinds of state that were requested from this directory."""
         return sorted({key.partition("/")[0] for key in self._requested})
 
     def unexpected_keys(self, may_ignore_kind: Callable[[str], bool]) -> list[str]:
-        """Tensors that nobody has asked for, of kinds that must not be left."""
+        """Returns tensors that no rank requested, of kinds that must not be ignored."""
         return [
             key
             for key in self._tensors
@@ -150,7 +151,7 @@ class BoxDirectory:
 
 
 def parse_answer(row: MessageRow) -> tuple[int, str, StoredTensor | None, list[int]]:
-    """A row of `BoxDirectory.answers`: the chunk's number, the tensor that fills it, and the tables of its boxes."""
+    """Parses a row of `BoxDirectory.answer_requests`: chunk index, the tensor that fills it, and the tables of its boxes."""
     number, key, shape, dtype, boxes, tables = row
     stored = None if shape is None else StoredTensor(tuple(shape), dtype, tuple(map(box_from_json, boxes)))
     return number, key, stored, tables

@@ -1,8 +1,8 @@
-"""Filling this run's chunks from another run's boxes: first a plan that can refuse, then the reads.
+"""Fills this run's chunks from another run's boxes: first a plan that can raise, then the reads.
 
-Files are read in blocks of 8 MiB, each of them once, checked against its digest, and its elements go from there to wherever
-they belong: so a load needs memory for a few blocks, however large the tensors are, and reads the blocks it needs only. A
-block holds consecutive elements of an entry, which are a handful of boxes (`sharding/flat_shard.py`).
+Files are read in blocks of 8 MiB, each once and checked against its digest; elements are copied from the block to their targets.
+So a load needs memory for a few blocks, however large the tensors are, and reads only the blocks it needs. A block contains
+consecutive elements of an entry, which are a handful of boxes (`sharding/flat_shard.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_IOVECS = 500  # systems take about a thousand in one call
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxRead:
-    """Copy the common box of a stored box and a chunk."""
+    """Copies the intersection of a stored box and a chunk."""
 
     chunk: Chunk
     stored: StoredBox
@@ -47,7 +47,7 @@ class BoxRead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """A rank's reads, and the keys a lenient load has to leave alone."""
+    """A rank's reads, and the keys that a non-strict load leaves unfilled."""
 
     reads: tuple[BoxRead, ...]
     missing_keys: tuple[str, ...]
@@ -65,9 +65,9 @@ def plan_reads(
     strict: bool,
     unexpected_keys: Sequence[str] = (),
 ) -> ReadPlan:
-    """Decide every read of this rank from what the checkpoint has for each chunk.
+    """Plans every read of this rank from what the checkpoint has for each chunk.
 
-    A strict load wants the same keys on both sides; `unexpected_keys` are those of the checkpoint that nobody wants.
+    A strict load requires the same keys on both sides; `unexpected_keys` are those of the checkpoint that no rank requests.
     """
     reads: list[BoxRead] = []
     problems: list[str] = []
@@ -99,7 +99,7 @@ def _mismatch(chunk: Chunk, stored: StoredTensor) -> str | None:
 
 
 def _incompatible_dtypes(stored: str, dtype: torch.dtype) -> bool:
-    """Floating point may be converted into another precision; anything else must be what it was."""
+    """Floating point may be converted to another precision; any other dtype must match."""
     code = DTYPE_CODES.get(dtype)
     return stored != code and not (stored in _FLOAT_CODES and code in _FLOAT_CODES)
 
@@ -118,7 +118,7 @@ def _mismatch_error(source: Path, problems: Sequence[str]) -> CheckpointError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BoxCopy:
-    """A box of an entry, and the memory that it goes to, both the way the entry has them."""
+    """A box of an entry and its target tensor, both in the entry's layout."""
 
     info: TensorInfo
     box: Box
@@ -126,7 +126,7 @@ class _BoxCopy:
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """The bytes of the file from the first to the last element."""
+        """Returns the bytes of the file from the first to the last element."""
         first = last = 0
         for size, at, length in zip(self.info.shape, self.box.start, self.box.shape):
             first, last = first * size + at, last * size + at + length - 1
@@ -134,7 +134,7 @@ class _BoxCopy:
         return self.info.begin + first * itemsize, self.info.begin + (last + 1) * itemsize
 
     def target_bytes(self) -> memoryview | None:
-        """The bytes of the target, if they are those of the span one by one."""
+        """Returns the target's bytes if they map one to one to the byte range."""
         target = self.target
         whole_rows = self.box.shape[1:] == self.info.shape[1:]
         alike = target.dtype == DTYPES[self.info.dtype] and target.device.type == "cpu" and target.is_contiguous()
@@ -142,7 +142,7 @@ class _BoxCopy:
 
 
 def execute_reads(source: Path, plan: ReadPlan, files: Mapping[str, StoredFile]) -> None:
-    """Carry out the reads of a plan, block by block; dtypes are converted on the way."""
+    """Executes the reads of a plan, block by block, converting dtypes."""
     by_file: dict[str, list[BoxRead]] = {}
     for read in plan.reads:
         by_file.setdefault(read.stored.file, []).append(read)
@@ -192,7 +192,7 @@ def _read_file(
 
 
 def read_checked_header(path: Path, expected: StoredFile | None) -> dict[str, TensorInfo]:
-    """The tensors of a file of a checkpoint."""
+    """Returns the tensors of a file of a checkpoint."""
     if expected is not None:
         check_size(path, expected)
     with untrusted_files.reading_untrusted(path, damaged_error):
@@ -204,7 +204,7 @@ def read_checked_header(path: Path, expected: StoredFile | None) -> dict[str, Te
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ReadBlock:
-    """A byte range to read, its digest if there is one, and the fills that take something from it."""
+    """A byte range to read, its digest if there is one, and the copies that use it."""
 
     begin: int
     end: int
@@ -213,10 +213,10 @@ class _ReadBlock:
 
 
 def _read_blocks(copies: Sequence[_BoxCopy], expected: StoredFile | None, header_end: int) -> Iterator[_ReadBlock]:
-    """The ranges to read.
+    """Yields the byte ranges to read.
 
-    Files with digests are read on the grid of their blocks, and the header is checked with the rest. Others are cut so that
-    no element lies across two ranges.
+    Files with digests are read on the grid of their blocks, and the header is checked with the data. Others are split so that no
+    element spans two ranges.
     """
     if expected is not None:
         wanted: dict[int, list[_BoxCopy]] = {number: [] for number in range(max(1, -(-header_end // BLOCK_BYTES)))}
@@ -252,7 +252,7 @@ def _read_block(path: Path, descriptor: int, block: _ReadBlock, thread_buffers: 
 
 
 def _direct_buffers(block: _ReadBlock, scratch: memoryview) -> list[memoryview] | None:
-    """The memory that a block's bytes go to as they are, with spare memory for what nobody wants; None if it is not so simple."""
+    """Returns the targets a block can be read into directly, with scratch for unneeded bytes; None if copies are needed."""
     parts: list[memoryview] = []
     at = block.begin
     for fill in sorted(block.copies, key=lambda fill: fill.byte_range):
@@ -271,7 +271,7 @@ def _direct_buffers(block: _ReadBlock, scratch: memoryview) -> list[memoryview] 
 
 
 def _copy_elements(buffer: Tensor, block: _ReadBlock, box_copy: _BoxCopy) -> None:
-    """The elements of a block that lie in a fill's box."""
+    """Copies the elements of a block that are in a copy's box."""
     dtype, slot = DTYPES[box_copy.info.dtype], box_copy.info
     low, high = max(block.begin, slot.begin), min(block.end, slot.end)
     if low >= high:
@@ -289,7 +289,7 @@ def _copy_elements(buffer: Tensor, block: _ReadBlock, box_copy: _BoxCopy) -> Non
 def read_rank_local(
     source: Path, local: Mapping[str, str], files: Mapping[str, StoredFile], rank: int
 ) -> dict[str, Tensor]:
-    """The tensors that a rank saved for itself; `local` maps entries to files."""
+    """Reads the tensors that a rank saved for itself; `local` maps entries to files."""
     prefix = f"local/{rank}/"
     found: dict[str, Tensor] = {}
     reads: list[BoxRead] = []

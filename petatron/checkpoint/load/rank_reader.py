@@ -1,4 +1,4 @@
-"""One rank's way to its boxes of a checkpoint: the manifest, its share of the tables, and the other ranks' directories."""
+"""How one rank locates its boxes in a checkpoint: the manifest, its share of the tables, and the other ranks' directories."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Result = TypeVar("Result")
 
 
 class RunOnAllRanks(Protocol):
-    """Takes an action on every rank; one rank's failure is everyone's."""
+    """Runs an action on every rank; one rank's failure is raised on all."""
 
     def __call__(self, action: Callable[[], Result], /) -> Result: ...
 
 
 class RankReader:
-    """A checkpoint that is being loaded, as one rank sees it. `files` are those whose digests it has learnt."""
+    """Loads a checkpoint on one rank. `files` are those whose digests it knows."""
 
     def __init__(self, source: Path, axis: Axis, run_on_all_ranks: RunOnAllRanks) -> None:
         self._source, self._axis, self._run_on_all_ranks = source, axis, run_on_all_ranks
@@ -37,7 +37,7 @@ class RankReader:
         self.files: dict[str, StoredFile] = {}
 
     def read_manifest(self, read: Callable[[], Manifest]) -> Manifest:
-        """The manifest as the first rank reads it. If it has no tables, that rank keeps the tensors for all."""
+        """Broadcasts the manifest that rank 0 reads. If it has no tables, rank 0 owns all tensors."""
         found = self._run_on_all_ranks(lambda: read() if self._axis.rank == 0 else None)
         told = None if found is None else _manifest_to_message(found)
         head = _manifest_from_message(broadcast_object(told, self._axis))
@@ -48,7 +48,7 @@ class RankReader:
     def plan_reads(
         self, chunks: Sequence[Chunk], *, strict: bool, may_ignore_kind: Callable[[str], bool] | None
     ) -> box_reads.ReadPlan:
-        """Every read of this rank; all that does not fit is one error. All ranks call it."""
+        """Plans every read of this rank; everything that does not fit is one error. All ranks call it."""
         received = exchange_messages(self._run_on_all_ranks(lambda: self._rows_and_requests(chunks)), self._axis)
         directory = BoxDirectory(self._source)
 
@@ -66,13 +66,13 @@ class RankReader:
         )
 
     def _ignore_unrequested_kinds(self, directory: BoxDirectory) -> Callable[[str], bool]:
-        """Without other word, a load leaves the kinds of state that nobody asks for at all."""
+        """By default a load ignores the kinds of state that no rank requests."""
         asked = all_gather_objects(directory.requested_kinds(), self._axis)
         kinds = {kind for found in asked for kind in found}
         return lambda kind: kind not in kinds
 
     def _rows_and_requests(self, chunks: Sequence[Chunk]) -> dict[int, dict[str, list[MessageRow]]]:
-        """This rank's share of the tables, and what it asks, by the rank that is to know."""
+        """Returns this rank's share of the tables and its requests, by owner rank."""
         size, rank = self._axis.size, self._axis.rank
         found: dict[int, dict[str, list[MessageRow]]] = {}
         for number in range(rank, len(self._manifest.tables), size):
@@ -110,7 +110,7 @@ class RankReader:
         return box_reads.plan_reads(self._source, chunks, found, strict=strict, unexpected_keys=unexpected_keys)
 
     def read_local(self) -> dict[str, Tensor]:
-        """The tensors that this rank saved for itself, in the same layout."""
+        """Reads the tensors that this rank saved for itself, in the same layout."""
         rank, local = self._axis.rank, dict(self._manifest.local)
         for number, table in enumerate(self._manifest.tables):
             if table.path == step_folder.table_path(rank):
@@ -119,7 +119,7 @@ class RankReader:
 
 
 def _manifest_to_message(manifest: Manifest) -> dict[str, Any]:
-    """What every rank has to know of a manifest, as JSON values: all but the tensors."""
+    """Serialises what every rank needs of a manifest as JSON values: all but the tensors."""
     return {
         "step": manifest.step,
         "layout": manifest.layout,

@@ -1,7 +1,7 @@
-"""Megatron's arguments and our configuration: what they agree on, and every way in which they cannot.
+"""Translates between Megatron's arguments and our configuration, and lists everything that cannot be expressed.
 
-A checkpoint of Megatron's remembers the command line it was trained with. Most model arguments have our names; the rest are
-translated here in both directions. Arguments that change the mathematics and that we do not have are refused, all at once.
+A Megatron checkpoint stores the command line it was trained with. Most model arguments have our names; the others are translated
+here in both directions. Arguments that change the mathematics and that we do not have are refused, all at once.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _MODEL_FIELDS = (
 )  # fmt: skip
 _CONVERTED_SEPARATELY = ("moe_layer_freq", "moe_router_force_load_balancing")
 _MOE_FIELDS = tuple(field.name for field in dataclasses.fields(MoEConfig) if field.name not in _CONVERTED_SEPARATELY)
-# Megatron builds Llama-3 scaling with these and has no argument for them.
+# Megatron hard-codes these for Llama-3 rope scaling and has no argument for them.
 _LLAMA3_SCALING = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Arguments that make another model of the same weights, with the values that do not.
+# Arguments that change the function of the same weights, with the values that do not.
 _UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (),
     "attention_output_gate": (),
@@ -62,7 +62,7 @@ _MAX_TEXT_CHARS, _MAX_SHOWN_CHARS = 10_000, 80
 
 
 def checkpoint_arguments(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What Megatron's command line was, as a file remembers it."""
+    """Returns Megatron's command line as stored in a file."""
     kept = content.get("args")
     found = kept.fields if isinstance(kept, InertObject) else kept
     values = {name: _plain_value(value) for name, value in found.items()} if isinstance(found, dict) and found else None
@@ -77,7 +77,7 @@ def checkpoint_arguments(content: Mapping[str, Any], path: Path) -> dict[str, An
 
 
 def _plain_value(value: Any) -> Any:
-    """A value that can be compared and printed: objects of a file may hold themselves, or each other a million times."""
+    """Returns a value that can be compared and printed: objects of a file may contain themselves, or each other a million times."""
     if isinstance(value, str) and len(value) > _MAX_TEXT_CHARS:
         return InertObject("str", ())
     if isinstance(value, list | tuple):
@@ -89,7 +89,7 @@ def _plain_value(value: Any) -> Any:
 def config_from_arguments(
     arguments: Mapping[str, Any], vocab_size: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
-    """Values for ModelConfig and for MoEConfig (empty without experts), and what cannot be expressed."""
+    """Returns values for ModelConfig and for MoEConfig (empty without experts), and what cannot be expressed."""
     problems = [
         Problem(flag_name(name), "", "is not in the checkpoint's arguments", "Save it with Megatron's own trainer.")
         for name in _REQUIRED
@@ -136,7 +136,7 @@ def config_from_arguments(
 
 
 def _parse_values(values: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """Values of the schema's types: a checkpoint may hold a whole number for a float, or anything."""
+    """Converts values to the schema's types: a checkpoint may have an integer for a float, or anything."""
     typed: dict[str, Any] = {}
     for name, value in values.items():
         try:
@@ -151,13 +151,13 @@ def _short_text(value: Any) -> str:
 
 
 def _vocab_size(arguments: Mapping[str, Any]) -> int | None:
-    """Megatron's null tokenizer has one id more than it is told: the end of a document."""
+    """Megatron's null tokenizer has one id more than its argument: the end of a document."""
     size = arguments.get("vocab_size")
     return size + 1 if size and arguments.get("tokenizer_type") == "NullTokenizer" else size
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:
-    """Megatron's fused GELU, which is its default where there are biases, is the approximation by tanh."""
+    """Megatron's fused GELU, its default where there are biases, is the tanh approximation."""
     if arguments.get("swiglu"):
         return "swiglu"
     if arguments.get("squared_relu"):
@@ -212,7 +212,7 @@ def _moe_values(arguments: Mapping[str, Any], model: Mapping[str, Any], problems
 def arguments_from_config(
     model: ModelConfig, moe: MoEConfig | None, *, tp: int, pp: int, ep: int, padded_vocab_size: int, iteration: int
 ) -> Namespace:
-    """The arguments Megatron looks for in a checkpoint; `ConfigError` for what it has no argument for."""
+    """Returns the arguments that Megatron reads from a checkpoint; `ConfigError` for what it has no argument for."""
     if problems := _unsupported_by_megatron(model):
         raise ConfigError(problems)
     rotary = model.position_embedding_type == "rope"

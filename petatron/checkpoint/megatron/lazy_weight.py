@@ -1,4 +1,4 @@
-"""A weight as it lies in a checkpoint: its shape is known, its values are read when they are asked for."""
+"""A weight of a checkpoint: its shape is known, its values are read on demand."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class LazyWeight:
 
 @dataclass(frozen=True, slots=True)
 class MegatronContents:
-    """What a reader of one format found: Megatron's arguments, the iteration, and the weights by the names of `weight_names.py`.
+    """What a format's reader found: Megatron's arguments, the iteration, and the weights by the names of `weight_names.py`.
 
-    `num_weights` is how many weights are there, an expert's being one. `lazy_weights` wants to know how ranks share each weight, which
-    follows from the arguments; a name that it is not told is taken as it lies.
+    `num_weights` counts each expert's weight separately. `lazy_weights` is called with the tensor-parallel layout of each weight, which
+    follows from the arguments; a weight whose name is not given is read as stored.
     """
 
     arguments: Mapping[str, Any]

@@ -1,6 +1,6 @@
-"""Reading `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`: one file per tensor, pipeline and expert rank.
+"""Reads `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`: one file per tensor, pipeline and expert rank.
 
-A rank's file counts its layers and its experts from 0. Which ones of the model they are follows from the other files: virtual stage v of
+A rank's file numbers its layers and its experts from 0. Their global indices follow from the other files: virtual stage v of
 pipeline rank p is the (v x pipeline size + p)-th stage of the model, and every stage begins where the one before ends. So
 uneven stages need no rule of their own. Everything but experts is the same on all expert ranks and is read from the first.
 """
@@ -26,7 +26,7 @@ from petatron.checkpoint.megatron.weight_names import WeightLayout, is_weight, l
 
 _FILE = "model_optim_rng.pt"
 _OLDEST_VERSION = 2.0
-_MAX_RANKS_PER_FOLDER = 64  # of each that is there: beyond it their names are not listed
+_MAX_RANKS_PER_FOLDER = 64  # per folder on disk: beyond it the names are not listed
 _TE_GROUPED_MLP = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SEQUENTIAL_MLP = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.local_experts\.(\d+)\.(.+)$")
 _GROUPED_MLP = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.weight([12])$")
@@ -40,14 +40,14 @@ class _ParallelSizes:
     ep: int
 
     def folder(self, tp: int, pp: int, ep: int) -> str:
-        """Pipeline and expert ranks are in the name only if there are several."""
+        """The name contains pipeline and expert ranks only if there are several."""
         pipeline = f"_{pp:03d}" if self.pp > 1 else ""
         return f"mp_rank_{tp:02d}{pipeline}" + (f"_{ep:03d}" if self.ep > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
 class _RankFiles:
-    """The weights of each (tensor, pipeline, expert) rank, one dictionary per virtual stage; `experts_per_rank` is how many a rank has."""
+    """The weights of each (tensor, pipeline, expert) rank, one dictionary per virtual stage, with `experts_per_rank` experts on a rank."""
 
     step: Path
     sizes: _ParallelSizes
@@ -56,7 +56,7 @@ class _RankFiles:
 
 
 def read_legacy(step: Path) -> MegatronContents:
-    """All weights of a step's folder."""
+    """Reads all weights of a step's folder."""
     first = min((path.parent.name for path in step.glob(f"mp_rank_*/{_FILE}")), default=None)
     if first is None:
         raise CheckpointError(f"{step} holds no mp_rank_*/{_FILE}. Give the folder that a Megatron run saved to.")
@@ -83,14 +83,14 @@ def read_legacy(step: Path) -> MegatronContents:
 
 
 def _num_weights(chunk: Mapping[str, Tensor], experts_per_rank: int) -> int:
-    """Weights in a dictionary of them, of which some may hold all experts of a rank."""
+    """Counts the weights in a dictionary, of which some may stack all experts of a rank."""
     return sum(
         min(experts_per_rank, tensor.numel()) if _GROUPED_MLP.match(name) else 1 for name, tensor in chunk.items()
     )
 
 
 def _parallel_sizes(step: Path, arguments: Mapping[str, Any]) -> _ParallelSizes:
-    """The layout, with one folder for each of its ranks."""
+    """Determines the parallel sizes, with one folder for each rank."""
     sizes = _ParallelSizes(
         int(arguments.get("tensor_model_parallel_size") or 1),
         int(arguments.get("pipeline_model_parallel_size") or 1),
@@ -121,7 +121,7 @@ def _parallel_sizes(step: Path, arguments: Mapping[str, Any]) -> _ParallelSizes:
 
 
 def _model_chunks(path: Path) -> list[dict[str, Tensor]]:
-    """The weights of a rank, one dictionary per virtual stage, under modern names with local numbers."""
+    """Returns the weights of a rank, one dictionary per virtual stage, under mcore names with local indices."""
     content = load_torch_file(path)
     keys = ["model"] if "model" in content else sorted(
         (key for key in content if re.fullmatch(r"model\d+", key)), key=lambda key: int(key[5:])
@@ -132,7 +132,7 @@ def _model_chunks(path: Path) -> list[dict[str, Tensor]]:
 
 
 def _flatten(tree: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Nested dictionaries, as before the core library, become dotted names."""
+    """Flattens nested dictionaries, as before Megatron-Core, into dotted names."""
     if not isinstance(tree, Mapping):
         raise CheckpointError(
             f"{path} has a {type(tree).__name__} where the model's weights should be. Is it Megatron's?"
@@ -148,7 +148,7 @@ def _flatten(tree: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, Ten
 
 
 def _per_expert_names(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """One name per expert, whichever of Megatron's three ways of keeping experts was used."""
+    """Yields one name per expert, for any of Megatron's three ways of storing experts."""
     if (match := _SEQUENTIAL_MLP.match(name)) is not None:
         yield f"{match[1]}.{match[2]}.{match[3]}", tensor
     elif (match := _TE_GROUPED_MLP.match(name)) is not None:
@@ -175,7 +175,7 @@ def _unsharded_weights(rank_files: _RankFiles, layouts: Mapping[str, WeightLayou
 def _stage_weights(
     rank_files: _RankFiles, virtual_stage: int, pp: int, first_layer: int
 ) -> Iterator[tuple[str, str, list[Tensor], str]]:
-    """Each weight of a stage: its name there, its name in the model, the shards of all ranks, and the file of the first."""
+    """Yields each weight of a stage: its local name, its global name, the shards of all ranks, and the file of the first."""
     sizes = rank_files.sizes
     for ep in range(sizes.ep):
         where = rank_files.step / sizes.folder(0, pp, ep) / _FILE
@@ -205,7 +205,7 @@ def _check_same_names(ranks: list[dict[str, Tensor]], where: Path) -> None:
 
 
 def _split_grouped_mlp(chunk: dict[str, Tensor], experts_per_rank: int) -> dict[str, Tensor]:
-    """`weight1` and `weight2` hold all experts of a rank as [in, out] matrices one after the other; others are kept.
+    """Splits `weight1` and `weight2`, which stack all experts of a rank as [in, out] matrices; others are unchanged.
 
     `weight1` has the shape [in, experts x out] but its memory is [experts, in, out].
     """

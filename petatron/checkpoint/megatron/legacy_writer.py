@@ -1,8 +1,7 @@
-"""Writing a Megatron checkpoint from logical tensors: weights and arguments, no optimizer.
+"""Writes a Megatron checkpoint from logical tensors: weights and arguments, no optimizer.
 
-Legacy files hold a rank's whole share, so a share is what must fit in memory; every rank fetches what it needs anew. The
-distributed format is written weight by weight. The tracker is written last, so a write that fails leaves nothing that Megatron
-would load.
+Legacy files contain a rank's whole share, which must fit in memory; every rank fetches its tensors anew. The distributed format is
+written weight by weight. The tracker is written last, so a failed write leaves nothing that Megatron would load.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _CACHED_TENSORS = 3  # q, k and v, or gate and up of all experts of a layer
 
 @dataclass(frozen=True, slots=True)
 class _MegatronExport:
-    """What to write; `padded_vocab_size` is the vocabulary with its padding, `moe_layer_mask` says which layers have experts."""
+    """What to write; `padded_vocab_size` includes the padding, `moe_layer_mask` tells which layers have experts."""
 
     model: ModelConfig
     moe: MoEConfig | None
@@ -53,7 +52,7 @@ class _MegatronExport:
     padded_vocab_size: int
 
     def full_weight(self, weight: MegatronWeight) -> Tensor:
-        """A Megatron weight in full."""
+        """Returns a Megatron weight, unsharded."""
         parts = [self.fetch(name) for name in weight.logical_names]
         if weight.expert is not None:
             parts = [part[weight.expert] for part in parts]
@@ -82,10 +81,10 @@ def write_megatron(
     ep: int = 1,
     format: Literal["legacy", "torch_dist"] = "torch_dist",
 ) -> Path:
-    """Write a step into a folder, move its tracker there, and return the step's own folder.
+    """Writes a step into a folder, updates the tracker, and returns the step's own folder.
 
-    `fetch` gives whole logical tensors by name; tp, pp and ep are the ranks that legacy files are for. Iteration 0 is written as
-    a release, since Megatron has no step 0.
+    `fetch` returns whole logical tensors by name; tp, pp and ep are the parallel sizes of legacy files. Iteration 0 is written as a
+    release, since Megatron has no step 0.
     """
     moe = moe if moe is not None and moe.num_experts is not None else None
     if problems := _layout_problems(model, moe, tp, pp, ep):
@@ -109,7 +108,7 @@ def write_megatron(
 
 
 class _FetchCache:
-    """Keeps the last few tensors, since the experts of a layer ask for the same ones one after another."""
+    """Caches the last few tensors, since the experts of a layer request the same ones one after another."""
 
     def __init__(self, fetch: FetchTensor) -> None:
         self._fetch = fetch
@@ -159,7 +158,7 @@ def _write_legacy(step: Path, export: _MegatronExport, common: dict[str, Any]) -
 
 
 def _rank_state_dict(export: _MegatronExport, tp: int, pp: int, ep: int) -> dict[str, Tensor]:
-    """One rank's weights, with layers and experts counted from 0."""
+    """Returns one rank's weights, with layers and experts numbered from 0."""
     layers = export.model.num_layers // export.pp
     share: dict[str, Tensor] = {}
     for weight in export.weights:
@@ -176,7 +175,7 @@ def _rank_state_dict(export: _MegatronExport, tp: int, pp: int, ep: int) -> dict
 
 
 def _names_on_stage(export: _MegatronExport, name: str, pp: int) -> list[str]:
-    """What an end of the model is called on a pipeline rank; a tied head is a copy of the embedding on the last one."""
+    """Returns the names of an embedding or head weight on a pipeline rank; a tied head is a copy of the embedding on the last."""
     first, last = pp == 0, pp == export.pp - 1
     if name == "embedding.word_embeddings.weight":
         copied = last and not first and not export.model.untie_embeddings_and_output_weights
@@ -190,7 +189,7 @@ def _num_local_experts(export: _MegatronExport) -> int:
 
 
 def _local_expert_name(export: _MegatronExport, name: str, expert: int | None) -> str:
-    """Experts in one grouped product are numbered parameters, others are modules."""
+    """Experts of a grouped GEMM are numbered parameters, others are modules."""
     if expert is None or export.moe is None:
         return name
     local = expert % _num_local_experts(export)
@@ -211,7 +210,7 @@ def _write_torch_dist(step: Path, export: _MegatronExport, common: dict[str, Any
 
 
 def _global_tensors(export: _MegatronExport) -> list[GlobalTensor]:
-    """Weights of one name over all layers and experts are one tensor, unless the layers differ."""
+    """Stacks weights of one name over all layers and experts into one tensor, unless the layers differ."""
     alike = len(set(export.moe_layer_mask)) < 2
     grouped: dict[str, list[tuple[tuple[int, ...], MegatronWeight]]] = {}
     for weight in export.weights:

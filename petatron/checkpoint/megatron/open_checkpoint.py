@@ -1,4 +1,4 @@
-"""A Megatron checkpoint as logical tensors: find it, check all of it, and read one tensor at a time."""
+"""Opens a Megatron checkpoint as logical tensors: finds it, checks all of it, and reads one tensor at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_TRACKER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A logical tensor that is read when it is asked for."""
+    """A logical tensor that is read on demand."""
 
     shape: Shape
     dtype: torch.dtype
@@ -54,10 +54,10 @@ class MegatronCheckpoint:
 
 
 def open_megatron(folder: Path, *, vocab_size: int | None = None) -> MegatronCheckpoint:
-    """The newest step of a folder that Megatron saved to, or one step's own folder.
+    """Opens the newest step of a folder that Megatron saved to, or one step's own folder.
 
-    `vocab_size` is the number of token ids; without it the one in the checkpoint's arguments is taken, if there is one. Names and
-    shapes of all weights are checked here, and values are read by `LazyTensor.load`.
+    `vocab_size` is the number of token ids; the default is the one in the checkpoint's arguments, if there is one. Names and shapes of
+    all weights are checked here, and values are read by `LazyTensor.load`.
     """
     with reading_untrusted(folder, megatron_file_error):
         return _open(find_step(folder), vocab_size)
@@ -83,7 +83,7 @@ def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
 
 
 def find_step(folder: Path) -> Path:
-    """The folder of one step: `folder` itself, or the one that its tracker names."""
+    """Returns the folder of one step: `folder` itself, or the one that its tracker names."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Give the folder that a Megatron run saved to.")
     if (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*")):
@@ -146,7 +146,7 @@ def _lazy_tensors(
     shapes: Mapping[str, Shape],
     model: ModelConfig,
 ) -> dict[str, LazyTensor]:
-    """Logical tensors in the order of the model; an expert's weights become the rows of one."""
+    """Returns logical tensors in model order; the experts' weights become the rows of one."""
     sources: dict[str, list[tuple[MegatronWeight, LazyWeight, int]]] = {}
     for weight in weights:
         for part, name in enumerate(weight.logical_names):
@@ -163,7 +163,7 @@ def _load(parts: list[tuple[MegatronWeight, LazyWeight, int]], shape: Shape, mod
 
 
 def _read(parts: list[tuple[MegatronWeight, LazyWeight, int]], shape: Shape, model: ModelConfig) -> Tensor:
-    """One logical tensor, as memory of its own."""
+    """Reads one logical tensor into its own memory."""
     weight, stored, part = parts[0]
     out = torch.empty(shape, dtype=stored.dtype)
     for weight, stored, part in parts:

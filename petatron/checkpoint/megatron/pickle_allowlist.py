@@ -1,8 +1,8 @@
-"""Reading Megatron's pickles without running them, and which names may stand in them.
+"""Reads Megatron's pickles without executing them, and lists the names that may appear in them.
 
-A pickle is a program, and it may call whatever it can name. Here nothing is called (`pickle_interpreter.py`), and a file that names
-anything but what is on a fixed list is refused with the names: it was not made for this. What is on the list is not the class of that
-name but a stand-in which keeps what it is given and does nothing.
+A pickle is a program that may call whatever it can name. Here nothing is called (`pickle_interpreter.py`), and a file that names
+anything outside a fixed list is refused with the names. An allowed name stands not for its class but for an inert object, which
+stores its arguments and does nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from petatron.checkpoint.megatron.torch_save_file import (
 
 _MAX_METADATA_BYTES = 1 << 30
 
-# What a Megatron run keeps beside its weights: its arguments with a few enums, random states, scales of FP8.
+# What a Megatron run saves besides its weights: its arguments with a few enums, RNG states, FP8 scales.
 _NON_WEIGHT_STATE = (
     "argparse.Namespace",
     "types.SimpleNamespace",
@@ -61,7 +61,7 @@ _NON_WEIGHT_STATE = (
     "numpy.core.multiarray.scalar",
     "numpy._core.multiarray.scalar",
 )
-# What else torch itself takes from files that are not trusted; none of it is a weight of ours.
+# What else torch accepts from untrusted files; none of it is a weight of ours.
 _OTHER_VALUES = (
     "_codecs.encode",
     "builtins.bytearray",
@@ -87,7 +87,7 @@ _OTHER_VALUES = (
     ),
     *(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 )
-# What the table of a distributed checkpoint is made of, over the versions of torch.
+# Classes in the metadata of a distributed checkpoint, over the versions of torch.
 _METADATA = (
     [f"torch.distributed.checkpoint.metadata.{name}" for name in (
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -111,14 +111,14 @@ _COPY_AGAIN = "Copy the checkpoint again from where it was written."
 
 
 def megatron_file_error(path: Path, why: str) -> CheckpointError:
-    """The error for a file of a Megatron checkpoint that cannot be read."""
+    """Returns the error for a file of a Megatron checkpoint that cannot be read."""
     return CheckpointError(f"{path} {why}. {_COPY_AGAIN}")
 
 
 def load_torch_file(path: Path) -> dict[str, Any]:
-    """A file of `torch.save` that holds a dictionary; its tensors stay on disk until they are used."""
+    """Loads a `torch.save` file that contains a dictionary; its tensors are memory-mapped."""
     with _allowlisted(path) as name, open_regular_file(path) as file:
-        # Private pages: nothing is written to the file, and torch wants memory that could be written.
+        # Private pages: nothing is written to the file, but torch needs writable memory.
         memory = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, access=mmap.ACCESS_COPY)
         content = read_torch_save(torch.frombuffer(memory, dtype=torch.uint8), name)
     if not isinstance(content, dict):
@@ -127,7 +127,7 @@ def load_torch_file(path: Path) -> dict[str, Any]:
 
 
 def load_tensor_blob(blob: Tensor, path: Path) -> Tensor:
-    """One tensor out of bytes of a file of a distributed checkpoint, in whose memory it stays."""
+    """Loads one tensor from bytes of a distributed checkpoint's file, as a view of them."""
     with _allowlisted(path) as name:
         content = read_torch_save(blob, name)
     if not isinstance(content, Tensor):
@@ -136,7 +136,7 @@ def load_tensor_blob(blob: Tensor, path: Path) -> Tensor:
 
 
 def load_dist_metadata(path: Path) -> InertObject:
-    """The table of a distributed checkpoint, made of stand-ins."""
+    """Loads the metadata of a distributed checkpoint as inert objects."""
     with _allowlisted(path) as name:
         table = read_pickle(read_limited_bytes(path, _MAX_METADATA_BYTES), _MetadataResolver(name))
     if not isinstance(table, InertObject):
@@ -145,7 +145,7 @@ def load_dist_metadata(path: Path) -> InertObject:
 
 
 class _MetadataResolver:
-    """What the names of a table stand for; see `PickleResolver`."""
+    """Resolves the names in a distributed checkpoint's metadata; see `PickleResolver`."""
 
     def __init__(self, name: Callable[[str], Any]) -> None:
         self._name = name
@@ -163,7 +163,7 @@ class _MetadataResolver:
 
 @contextmanager
 def _allowlisted(path: Path) -> Iterator[Callable[[str], Any]]:
-    """What a name stands for while a file is read; at the end, names that may not be there are one error."""
+    """Yields the resolver of names while a file is read; at the end, names that are not allowed are one error."""
     known: dict[str, GlobalName] = {}
     unknown: set[str] = set()
 

@@ -1,16 +1,16 @@
-"""A pickle read as data, by an interpreter that can call nothing and whose work is bounded by the size of the file.
+"""Reads a pickle as data, with an interpreter that can call nothing and whose work is bounded by the size of the file.
 
-A pickle is a program for a small machine with a stack and a memo. Python's own machine looks names up and calls them, and besides that it
-can be made to use gigabytes or to run for ever by a few bytes: a memo index that makes it allocate as many places, a tuple of
-a tuple of itself that takes 2^60 steps to hash. This machine has neither. A name becomes a `GlobalName`; what calling it makes,
-`PickleResolver` says, and for all but a few names it is a `InertObject`, which keeps what it is given and can do nothing. The bounds:
+A pickle is a program for a stack machine with a memo. Python's own machine looks names up and calls them, and a few bytes can make
+it use gigabytes or run for ever: a memo index that makes it allocate as many slots, a tuple of a tuple of itself that takes 2^60
+steps to hash. This machine does neither. A name becomes a `GlobalName`; `PickleResolver` decides the result of calling it, for all
+but a few names an `InertObject`, which stores its arguments and can do nothing. The bounds:
 
-    every opcode reads at least a byte and does constant work, or work in proportion to what it takes off the stack
+    every opcode reads at least a byte and does constant work, or work in proportion to what it pops off the stack
     the memo is a dictionary, so an index costs nothing; containers are counted against the size of the file
-    only texts and numbers of 60 bits are hashed by value, whose hashes nobody can make collide; other keys by identity
-    nothing is copied because it is mentioned again: a state is kept, not merged
+    only texts and integers of 60 bits are hashed by value, whose hashes nobody can make collide; other keys by identity
+    nothing is copied because it is referenced again: a state is stored, not merged
 
-Opcodes that `pickle` has not written in binary protocols (2 to 5) are refused.
+Opcodes that `pickle` does not write in binary protocols (2 to 5) are refused.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _FLOAT64 = struct.Struct(">d").unpack
 
 
 class PickleError(ValueError):
-    """The bytes are no pickle that is understood."""
+    """The bytes are not a supported pickle."""
 
 
 class GlobalName:
-    """A name in a pickle, which stands for nothing."""
+    """A global name in a pickle, never resolved to the object."""
 
     __slots__ = ("full",)
 
@@ -44,7 +44,7 @@ class GlobalName:
 
 
 class InertObject:
-    """Takes the place of an object: keeps the name of its class, its arguments and its state, and can do nothing."""
+    """Stands for an object: stores its class name, arguments and state, and can do nothing."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -57,33 +57,33 @@ class InertObject:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """What would be the object's attributes."""
+        """Returns what would be the object's attributes."""
         return self.state if isinstance(self.state, dict) else {}
 
 
 class PickleResolver(Protocol):
-    """What the names and storages of a kind of file stand for."""
+    """Resolves the names and storages of a kind of file."""
 
     def find_class(self, full: str) -> Any:
-        """What a name stands for when it is mentioned."""
+        """Resolves a name when it is referenced."""
         ...
 
     def call(self, name: GlobalName, arguments: Any) -> Any:
-        """What a name makes of arguments, in constant time."""
+        """Returns the result of calling a name, in constant time."""
         ...
 
     def persistent_load(self, identity: Any) -> Any:
-        """What is kept outside of the pickle."""
+        """Loads an object stored outside the pickle."""
         ...
 
 
 def read_pickle(data: bytes, resolver: PickleResolver) -> Any:
-    """The value of a pickle; `PickleError` (or an IndexError or TypeError of a stack that is not as it should be) if it is none."""
+    """Returns the value of a pickle; `PickleError` (or an IndexError or TypeError of a malformed stack) if it is none."""
     return _PickleMachine(data, resolver).run()
 
 
 class _PickleMachine:
-    """The stack, the memo, and where in the bytes it is."""
+    """Holds the stack, the memo and the read position."""
 
     __slots__ = ("at", "data", "marks", "memo", "objects_left", "resolver", "stack")
 
@@ -95,7 +95,7 @@ class _PickleMachine:
         self.objects_left = _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
 
     def run(self) -> Any:
-        """Nearly all of a file are the opcodes that are written out here; the table has the others."""
+        """Executes the pickle. The frequent opcodes are inlined here; the table has the others."""
         data, stack, marks, memo, push = self.data, self.stack, self.marks, self.memo, self.stack.append
         called, handlers = self.resolver.call, _HANDLERS
         if not data.endswith(b"."):

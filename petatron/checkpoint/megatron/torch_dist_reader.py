@@ -1,9 +1,8 @@
-"""Reading the distributed format, `torch_dist`: a table in `.metadata`, tensors in `__R_N.distcp`, the rest in `common.pt`.
+"""Reads the distributed format, `torch_dist`: metadata in `.metadata`, tensors in `__R_N.distcp`, other state in `common.pt`.
 
-The table lists global tensors and, for each, chunks with their place in the tensor and in a file; a chunk in a file is what
-`torch.save` makes of a tensor. Layers of one shape are one tensor with the layers along its first dimension, experts are another
-dimension after that; models whose layers differ have a tensor per layer, newer files one per expert. Reading a weight
-touches only the chunks that it meets.
+The metadata lists global tensors and, for each, chunks with their offset in the tensor and in a file; a chunk in a file is a
+`torch.save` of a tensor. Layers of one shape are one tensor stacked along its first dimension, experts along the next; models
+whose layers differ have a tensor per layer, newer files one per expert. Reading a weight reads only the chunks it overlaps.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class _StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class _DistTensor:
-    """A tensor of the table."""
+    """A global tensor of the metadata."""
 
     name: str
     shape: Shape
@@ -67,7 +66,7 @@ class _DistTensor:
 
 @dataclass(frozen=True, slots=True)
 class _WeightSlice:
-    """Which part of a global tensor a weight is: `leading_index` are its indices along the dimensions before the weight's own.
+    """The part of a global tensor that is one weight: `leading_index` are its indices along the stacked dimensions.
 
     gate_up_half: 0 for a gate and 1 for an up that are tensors of their own; transposed: stored as [in, out].
     """
@@ -84,7 +83,7 @@ class _WeightSlice:
 
 
 def read_torch_dist(step: Path) -> MegatronContents:
-    """All weights of a step's folder."""
+    """Reads all weights of a step's folder."""
     common_path = step / "common.pt"
     if not common_path.is_file():
         raise CheckpointError(f"{step} has no common.pt, which holds the model's arguments. Copy the whole folder.")
@@ -129,12 +128,12 @@ def _is_model_weight(name: str) -> bool:
 
 
 def _storage_key(name: str, start: Shape) -> str:
-    """What places are looked up by: nobody can make texts collide, as one can tuples of numbers."""
+    """Returns the lookup key of a chunk: a text, since nobody can make texts collide, as one can tuples of integers."""
     return f"{name} {start}"
 
 
 def _dist_tensor(step: Path, name: str, metadata: InertObject, storage_by_key: Mapping[str, Any]) -> _DistTensor:
-    """A tensor whose chunks are all of it, each once."""
+    """Builds a tensor whose chunks tile it, each once."""
     shape, dtype = _shape(metadata.fields["size"]), _dtype(metadata.fields["properties"])
     boxes = sorted(
         (_shape(chunk.fields["offsets"]), _shape(chunk.fields["sizes"])) for chunk in metadata.fields["chunks"]
@@ -160,7 +159,7 @@ def _dist_tensor(step: Path, name: str, metadata: InertObject, storage_by_key: M
 
 
 def _check_files(tensors: Sequence[_DistTensor]) -> None:
-    """Chunks are in their files and together not larger than these: a table is believed only as far as there are bytes."""
+    """Checks that chunks are inside their files and together not larger: metadata is trusted only as far as there are bytes."""
     sizes: dict[Path, int] = {}
     claimed: dict[Path, int] = {}
     for name, chunk in ((tensor.name, chunk) for tensor in tensors for chunk in tensor.chunks):
@@ -196,7 +195,7 @@ def _shape(value: Any) -> Shape:
 
 
 def _dtype(properties: InertObject) -> torch.dtype:
-    """Properties keep themselves as a tuple that begins with the number format."""
+    """Properties are stored as a tuple that begins with the dtype."""
     found = properties.fields["dtype"] if isinstance(properties.state, dict) else properties.state[0]
     if not isinstance(found, torch.dtype):
         raise TypeError(f"a {type(found).__name__} where a dtype should be")
@@ -218,7 +217,7 @@ def _chunk(step: Path, start: Shape, shape: Shape, storage_info: InertObject) ->
 
 
 def _num_stacked_dims(tensor: _DistTensor) -> int:
-    """How many of the first dimensions count layers and experts."""
+    """Returns how many leading dimensions index layers and experts."""
     layered = _LAYER.fullmatch(tensor.name)
     if layered is None:
         return 0
@@ -227,7 +226,7 @@ def _num_stacked_dims(tensor: _DistTensor) -> int:
 
 
 def _weights_in(tensor: _DistTensor) -> Iterator[tuple[str, _WeightSlice]]:
-    """The weights that a global tensor holds, by the names of `weight_names.py`."""
+    """Yields the weights of a global tensor, by the names of `weight_names.py`."""
     layered = _LAYER.fullmatch(tensor.name)
     if layered is None:
         yield mcore_name(tensor.name), _WeightSlice(tensor, ())
@@ -257,7 +256,7 @@ def _split_gate_up_half(name: str) -> tuple[int | None, str]:
 
 
 def _lazy_weight(step: Path, reader: _ChunkReader, boxes: list[_WeightSlice]) -> LazyWeight:
-    """Halves become one weight, gate first."""
+    """Concatenates halves into one weight, gate first."""
     boxes = sorted(boxes, key=lambda box: box.gate_up_half or 0)
     halves = [box.gate_up_half for box in boxes]
     if halves not in ([None], [0, 1]):
@@ -269,7 +268,7 @@ def _lazy_weight(step: Path, reader: _ChunkReader, boxes: list[_WeightSlice]) ->
 
 
 class _ChunkReader:
-    """Reads chunks; keeps the last one, since q, k and v, or the experts of one chunk, are asked for one after another."""
+    """Reads chunks; caches the last one, since q, k and v, or the experts of one chunk, are requested one after another."""
 
     def __init__(self) -> None:
         self._last: tuple[_StoredChunk, Tensor] | None = None

@@ -1,7 +1,7 @@
-"""Writing tensors in the format of torch.distributed.checkpoint, one after another and without a process group.
+"""Writes tensors in the format of torch.distributed.checkpoint, one after another and without a process group.
 
-torch's writer asks its planner for each tensor at the moment it writes it. So a planner that makes tensors on request never holds
-more than one. The number formats must be known before; they are those of the first part of each tensor.
+torch's writer asks its planner for each tensor at the moment it writes it, so a planner that produces tensors on request never
+holds more than one. The dtypes must be known before; they are those of the first chunk of each tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from petatron.sharding.shard_spec import Shape
 
 @dataclass(frozen=True, slots=True)
 class LazyChunk:
-    """One chunk: its indices along the leading dimensions of its tensor, and how to make it."""
+    """One chunk: its indices along the leading dimensions of its tensor, and how to produce it."""
 
     leading_index: Shape
     load: Callable[[], Tensor]
@@ -37,7 +37,7 @@ class LazyChunk:
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """A tensor of the checkpoint; each part fills the dimensions after the first `num_leading_dims` ones."""
+    """A tensor of the checkpoint; each chunk spans the dimensions after the first `num_leading_dims` ones."""
 
     name: str
     shape: Shape
@@ -46,11 +46,11 @@ class GlobalTensor:
 
 
 def write_dist_tensors(folder: Path, tensors: Sequence[GlobalTensor]) -> None:
-    """Write `.metadata` and one `.distcp` file."""
-    # Without copying ahead the writer keeps the order of the plan, on which the fetching relies.
+    """Writes `.metadata` and one `.distcp` file."""
+    # Without copy-ahead the writer keeps the order of the plan, on which fetching relies.
     writer = dcp.FileSystemWriter(str(folder), thread_count=1, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # says that there is no process group, which is the point
+        warnings.simplefilter("ignore")  # that there is no process group, which is intended
         dcp.save({}, storage_writer=writer, planner=_LazySavePlanner(tensors), no_dist=True)
 
 
@@ -61,7 +61,7 @@ class _LazySavePlanner(SavePlanner):
         self._state_dict_metadata: dict[str, Any] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: the tensors are known."""
+        """Does nothing: the tensors are known."""
 
     def create_local_plan(self) -> SavePlan:
         items = []

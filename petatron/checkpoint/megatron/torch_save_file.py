@@ -1,6 +1,6 @@
-"""Files of `torch.save`: a zip archive whose members are not compressed, one of them a pickle, the others the bytes of storages.
+"""Reads `torch.save` files: a zip archive of uncompressed members, one of them a pickle, the others the bytes of storages.
 
-Archives are read here and not by `zipfile`: members are used where they lie, and a directory cannot claim what is not in the file.
+Archives are read here and not by `zipfile`: members are used in place, and a directory cannot claim what is not in the file.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _IN_ZIP64_EXTRA = 0xFFFFFFFF
 
 
 def read_torch_save(data: Tensor, find_class: Callable[[str], Any]) -> Any:
-    """The value in a file of `torch.save`, given as bytes in memory; its tensors are views of them.
+    """Returns the value of a `torch.save` file, given as bytes in memory; its tensors are views of them.
 
-    `find_class` says what a name stands for that is neither a tensor's nor a dtype's.
+    `find_class` resolves names other than those of tensors and dtypes.
     """
     members = _zip_members(data.numpy())
     pickles = [member for member in members if member.endswith("/data.pkl")]
@@ -65,7 +65,7 @@ def read_torch_save(data: Tensor, find_class: Callable[[str], Any]) -> Any:
 
 
 class _TensorResolver:
-    """Makes tensors of what a pickle says of them; see `PickleResolver`."""
+    """Rebuilds the tensors of a pickle; see `PickleResolver`."""
 
     def __init__(
         self, memory: Tensor, members: Mapping[str, tuple[int, int]], folder: str, name: Callable[[str], Any]
@@ -81,7 +81,7 @@ class _TensorResolver:
         return call_allowed(name, arguments)
 
     def persistent_load(self, identity: Any) -> Any:
-        """The bytes of a storage, and the dtype it was saved with."""
+        """Returns the bytes of a storage, and the dtype it was saved with."""
         kind, storage, key, *_ = _checked_arguments(identity)
         if kind != "storage" or type(storage) is not GlobalName or storage.full not in _STORAGES:
             return InertObject("storage", ())
@@ -98,7 +98,7 @@ class _Storage:
         self.memory, self.dtype = memory, dtype
 
     def view(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """A tensor in this memory, none of whose elements is outside of it."""
+        """Returns a tensor in this storage, with every element inside it."""
         _check_shape(shape)
         _check_shape(strides)
         elements = self.memory.numel() // dtype.itemsize
@@ -115,7 +115,7 @@ class _Storage:
 
 
 def _checked_arguments(arguments: Any) -> tuple[Any, ...]:
-    """Arguments of a call; whoever takes them looks at each."""
+    """Returns the arguments of a call; the callee checks each."""
     if type(arguments) is not tuple or len(arguments) > _MAX_ARGUMENTS:
         raise ValueError("a call in it has no arguments, or too many")
     return arguments
@@ -127,7 +127,7 @@ def _check_shape(shape: Any) -> None:
 
 
 def _torch_size(shape: Any = ()) -> Any:
-    """As it is: whoever uses it checks it."""
+    """Returns the shape unchanged: its user checks it."""
     return shape
 
 
@@ -173,13 +173,13 @@ CALLABLES_WITHOUT_TENSORS = ("torch.Size", "collections.OrderedDict")
 
 
 def call_allowed(name: GlobalName, arguments: Any) -> Any:
-    """What a name makes of arguments: a tensor, a shape, a dictionary, or a stand-in."""
+    """Returns the result of calling a name: a tensor, a shape, a dictionary, or an inert object."""
     call = _CALLABLES.get(name.full)
     return InertObject(name.full, arguments) if call is None else call(*_checked_arguments(arguments))
 
 
 def _zip_members(data: Any) -> dict[str, tuple[int, int]]:
-    """Where the members of an archive begin and end; ValueError if one is compressed or is not in the file."""
+    """Returns the byte ranges of an archive's members; ValueError if one is compressed or is not in the file."""
     begin, size = _central_directory_range(data)
     if size > _MAX_DIRECTORY_BYTES or begin + size > len(data):
         raise ValueError("the directory of its archive is not in it")
@@ -225,7 +225,7 @@ def _central_directory_range(data: Any) -> tuple[int, int]:
 
 
 def _zip64_values(extra: bytes, values: list[int]) -> list[int]:
-    """Numbers of more than 32 bits stand in the extra field with the number 1, in their order."""
+    """Reads values of more than 32 bits from the extra field with id 1, in their order."""
     at = 0
     while at + 4 <= len(extra):
         number, length = struct.unpack_from("<HH", extra, at)

@@ -1,11 +1,11 @@
-"""How a Megatron weight is made of logical tensors, and how tensor-parallel ranks share it.
+"""How logical tensors are fused in a Megatron weight, and how it is sharded over tensor-parallel ranks.
 
 qkv         [groups x (heads per group + 2) x width, ...]: for each key/value head its query heads, the key, the value
-gated       gate | up, each cut over the ranks, so that a rank holds its part of the gate and then its part of up
+gated       gate | up, each sharded, so that a rank holds its shard of the gate and then its shard of up
 vocabulary  rows are token ids, padded at the end to a multiple that depends on the number of ranks
-column      cut along dimension 0
-row         cut along dimension 1
-whole       every rank has all of it
+column      sharded along dimension 0
+row         sharded along dimension 1
+whole       replicated
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from petatron.sharding.shard_spec import Shape
 
 
 def extract_logical(weight: MegatronWeight, full_weight: Tensor, logical_index: int, model: ModelConfig) -> Tensor:
-    """The logical tensor `weight.logical[part]` (one expert of it, if the weight is an expert's)."""
+    """Extracts the logical tensor `weight.logical_names[logical_index]` (one expert of it, if the weight is an expert's)."""
     if weight.layout == "vocabulary":
         return full_weight[: weight.shape[0]]
     if weight.layout == "gated":
@@ -37,7 +37,7 @@ def extract_logical(weight: MegatronWeight, full_weight: Tensor, logical_index: 
 def fuse_logical(
     weight: MegatronWeight, parts: Sequence[Tensor], model: ModelConfig, *, padded_vocab_size: int
 ) -> Tensor:
-    """The whole weight from its logical tensors; `padded_vocab_size` is the vocabulary with its padding, which becomes zero."""
+    """Fuses logical tensors into the full weight; `padded_vocab_size` includes the padding, which becomes zero."""
     if weight.layout == "vocabulary":
         (table,) = parts
         padding = table.new_zeros((padded_vocab_size - table.shape[0], *table.shape[1:]))
@@ -56,18 +56,18 @@ def _heads_per_group(model: ModelConfig) -> int:
 
 
 def shard_dim(layout: WeightLayout) -> int | None:
-    """The dimension that tensor-parallel ranks share."""
+    """Returns the dimension that is sharded over tensor-parallel ranks."""
     return {"whole": None, "row": 1}.get(layout, 0)
 
 
 def unsharded_shape(layout: WeightLayout, shard_shape: Shape, tp: int) -> Shape:
-    """The shape of the whole from that of one of `tp` shards."""
+    """Returns the full shape from that of one of `tp` shards."""
     dim = shard_dim(layout)
     return tuple(size * tp if at == dim else size for at, size in enumerate(shard_shape))
 
 
 def unshard(layout: WeightLayout, shards: Sequence[Tensor]) -> Tensor:
-    """The whole weight from the shards of all tensor-parallel ranks."""
+    """Returns the full weight from the shards of all tensor-parallel ranks."""
     dim = shard_dim(layout)
     if dim is None or len(shards) == 1:
         return shards[0]
@@ -78,7 +78,7 @@ def unshard(layout: WeightLayout, shards: Sequence[Tensor]) -> Tensor:
 
 
 def shard_weight(layout: WeightLayout, full_weight: Tensor, *, tp: int, tp_rank: int) -> Tensor:
-    """One rank's shard, as memory of its own."""
+    """Returns one rank's shard, in its own memory."""
     dim = shard_dim(layout)
     if dim is None or tp == 1:
         return full_weight.contiguous()

@@ -1,14 +1,14 @@
-"""The weights of a Megatron model under one set of names, whatever file they lie in, and which logical tensors each one is.
+"""Canonical names of the weights of a Megatron model, whatever the file format, and the logical tensors fused in each.
 
 Megatron has called the same weight by many names: by its layer on this pipeline rank or by its layer in the model, with a norm
-as a module of its own or as a part of the product that follows it, with one module per expert or one for all of them, and
-all of it differently before the core library existed. Readers turn what they find into the names of this page first:
+as a module of its own or as a part of the linear that follows it, with one module per expert or one for all of them, and
+all of it differently before Megatron-Core existed. Readers translate into these names first:
 
     decoder.layers.3.self_attention.linear_qkv.weight     layers counted over the whole model
     decoder.layers.3.input_layernorm.weight               norms are always modules of their own
     decoder.layers.3.mlp.experts.5.linear_fc1.weight      experts counted over the whole layer, [out, in]
 
-Such a weight is whole over tensor-parallel ranks, in the order that Megatron's distributed format has: q, k and v
+Such a weight is unsharded, in the order of Megatron's distributed format: q, k and v
 interleaved by key/value head, gate before up. What the kinds mean for layouts is in `weight_layouts.py`.
 """
 
@@ -26,7 +26,7 @@ from petatron.models.hf import logical_shapes
 from petatron.sharding.shard_spec import Shape
 
 WeightLayout = Literal["whole", "column", "row", "qkv", "gated", "vocabulary"]
-"""How a weight is cut over tensor-parallel ranks, and what is fused in it."""
+"""How a weight is sharded over tensor-parallel ranks, and what is fused in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class MegatronWeight:
 
 @dataclass(frozen=True, slots=True)
 class _ModuleMapping:
-    """Module names: `*` stands for a layer, `#` for an expert."""
+    """Module names: `*` is a layer index, `#` an expert index."""
 
     megatron_module: str
     logical_modules: tuple[str, ...]
@@ -89,21 +89,21 @@ _MODULE_MAPPINGS = (
 
 
 def moe_layer_mask(model: ModelConfig, moe: MoEConfig | None) -> tuple[bool, ...]:
-    """Which layers are mixtures of experts."""
+    """Tells which layers are MoE layers."""
     return moe_layers(RunConfig(model=model, moe=moe or MoEConfig()))
 
 
 def logical_shapes_with_router_bias(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Shape]:
-    """Every logical tensor, with the bias of routers, which is state and not a parameter."""
-    mixed = moe_layer_mask(model, moe)
-    shapes = logical_shapes(model, moe, mixed)
+    """Returns every logical tensor's shape, including the expert bias of routers, which is state and not a parameter."""
+    is_moe = moe_layer_mask(model, moe)
+    shapes = logical_shapes(model, moe, is_moe)
     if moe is not None and moe.num_experts is not None and moe.moe_router_enable_expert_bias:
-        shapes |= {f"layers.{at}.mlp.router.expert_bias": (moe.num_experts,) for at, here in enumerate(mixed) if here}
+        shapes |= {f"layers.{at}.mlp.router.expert_bias": (moe.num_experts,) for at, here in enumerate(is_moe) if here}
     return shapes
 
 
 def megatron_weights(model: ModelConfig, moe: MoEConfig | None) -> tuple[MegatronWeight, ...]:
-    """Every weight of the model, in the order of its layers; together they are all its logical tensors, each once."""
+    """Returns every weight of the model, in layer order; together they are all its logical tensors, each once."""
     shapes = logical_shapes_with_router_bias(model, moe)
     found = [
         weight
@@ -125,7 +125,7 @@ def megatron_weights(model: ModelConfig, moe: MoEConfig | None) -> tuple[Megatro
 
 def _expand_mapping(mapping: _ModuleMapping, layer: int, shapes: Mapping[str, Shape]) -> Iterator[MegatronWeight]:
     modules = [module.replace("*", str(layer)) for module in mapping.logical_modules]
-    # `up` alone is a plain MLP only if there is no gate beside it.
+    # `up` alone is a plain MLP only if there is no gate.
     if len(modules) == 1 and modules[0].endswith(".up") and f"{modules[0][:-3]}.gate.weight" in shapes:
         return
     for leaf in ("weight", "bias", "expert_bias"):
@@ -146,7 +146,7 @@ def _fused_shape(shapes: list[Shape]) -> Shape:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-# Names of modules before the core library, after `language_model.` or without it.
+# Module names before Megatron-Core, after `language_model.` or without it.
 _LEGACY_MODULES = {
     "input_layernorm": "input_layernorm",
     "input_norm": "input_layernorm",
@@ -177,12 +177,12 @@ _NOT_WEIGHTS = re.compile(
 
 
 def is_weight(name: str) -> bool:
-    """False for what Megatron keeps among the weights although it can be made anew: FP8 scales, tables, counters."""
+    """False for what Megatron stores among the weights although it can be recomputed: FP8 scales, tables, counters."""
     return _NOT_WEIGHTS.search(name) is None
 
 
 def mcore_name(name: str) -> str:
-    """The core library's name, with norms as modules of their own.
+    """Returns Megatron-Core's name, with norms as modules of their own.
 
     >>> mcore_name("language_model.encoder.layers.0.mlp.dense_4h_to_h.bias")
     'decoder.layers.0.mlp.linear_fc2.bias'
@@ -198,9 +198,9 @@ def mcore_name(name: str) -> str:
 
 
 def transformer_engine_name(name: str, *, is_moe: bool) -> str:
-    """The name that Megatron's default implementation gives a weight: norms are parts of the product after them.
+    """Returns the name in Megatron's Transformer Engine implementation: norms are parts of the linear after them.
 
-    In a mixture of experts (`is_moe`) no product follows the second norm, so it is a module of its own.
+    In an MoE layer (`is_moe`) no linear follows the second norm, so it is a module of its own.
     """
     name = re.sub(r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1", name)
     if not is_moe:
@@ -209,7 +209,7 @@ def transformer_engine_name(name: str, *, is_moe: bool) -> str:
 
 
 def layer_index(name: str) -> int | None:
-    """The layer in a weight's name; None for both ends of the model.
+    """Returns the layer in a weight's name; None outside the layers.
 
     >>> layer_index("decoder.layers.12.input_layernorm.weight"), layer_index("output_layer.weight")
     (12, None)
@@ -219,5 +219,5 @@ def layer_index(name: str) -> int | None:
 
 
 def with_layer(name: str, layer: int) -> str:
-    """The same weight of another layer."""
+    """Returns the name of the same weight in another layer."""
     return re.sub(r"^decoder\.layers\.\d+\.", f"decoder.layers.{layer}.", name)

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy of what is to be written, and one thread that writes it."""
+"""Async save: stages a copy of the state in host memory, and one thread writes it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _THREADS = 4
 
 
 class StagingBuffer:
-    """Host memory that keeps its size between saves; pinned where a device copies into it."""
+    """Host memory reused between saves; pinned where a device copies into it."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors as they are now. The copies are valid until the next call."""
+        """Copies the tensors' current values. The copies are valid until the next call."""
         on_device = any(tensor.device.type == "cuda" for tensor in tensors.values())
         sizes = {name: tensor.numel() * tensor.dtype.itemsize for name, tensor in tensors.items()}
         starts, total = {}, 0
@@ -28,7 +28,7 @@ class StagingBuffer:
             starts[name] = total
             total += -(-size // 64) * 64
         if self._buffer.numel() < total:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old memory before asking for more
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating more
             self._buffer = _host_buffer(total, pinned=on_device)
         copies = {
             name: self._buffer[starts[name] : starts[name] + sizes[name]].view(tensor.dtype).view(tensor.shape)
@@ -45,14 +45,14 @@ class StagingBuffer:
 
 
 def _host_buffer(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Host memory; numpy's comes in huge pages, which the first copy into it touches several times as fast."""
+    """Allocates host memory; numpy's uses huge pages, several times as fast on first touch."""
     if pinned:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
 
 
 class AsyncSaveThread:
-    """At most one piece of work at a time, on a thread of its own."""
+    """Runs at most one task at a time, on its own thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -75,7 +75,7 @@ class AsyncSaveThread:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the work is done; raises what it raised, once."""
+        """Waits until the task is done; raises its error, once."""
         if self._thread is not None:
             self._thread.join()
         self._thread, error, self._error = None, self._error, None

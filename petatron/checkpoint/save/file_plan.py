@@ -1,6 +1,6 @@
-"""The files of a model folder, and the rank that writes each: a function of the entries and their dtypes alone.
+"""Assigns the files of a model folder to writer ranks: a function of the entries and their dtypes alone.
 
-So every rank knows them without asking, whatever boxes the others hold.
+So every rank computes the same plan without communication, whatever boxes the others hold.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FilePlan:
 
 
 def shapes_from_entries(entries: Iterable[FolderEntry]) -> dict[str, Shape]:
-    """The shape of every logical tensor, as far as the entries' regions reach."""
+    """Derives the shape of every logical tensor from the entries' regions."""
     shapes: dict[str, Shape] = {}
     for region in (region for entry in entries for region in entry.regions):
         stop = tuple(at + size for at, size in zip(region.start, region.shape))
@@ -60,7 +60,7 @@ def entry_bytes(entry: FolderEntry, dtypes: Mapping[str, torch.dtype]) -> int:
 
 
 def plan_files(entries: Sequence[FolderEntry], dtypes: Mapping[str, torch.dtype], world_size: int) -> list[FilePlan]:
-    """Cut the entries into files of at most 4 GiB, more where that lets more ranks write at a time."""
+    """Splits the entries into files of at most 4 GiB, more where that lets more ranks write in parallel."""
     sizes = [entry_bytes(entry, dtypes) for entry in entries]
     total = sum(sizes)
     count = max(-(-total // _MAX_FILE_BYTES), min(world_size, -(-total // _MIN_FILE_BYTES)), 1)
@@ -82,7 +82,7 @@ def plan_files(entries: Sequence[FolderEntry], dtypes: Mapping[str, torch.dtype]
 
 
 def check_folder_complete(entries: Sequence[FolderEntry], local_shapes: Mapping[str, Shape]) -> None:
-    """Refuse entries that do not hold each of these logical tensors once. Each rank asks for those it holds boxes of."""
+    """Raises if entries do not contain each of these logical tensors once. Each rank checks those it holds boxes of."""
     boxes: dict[str, list[Box]] = {}
     for region in (region for entry in entries for region in entry.regions):
         if region.name in local_shapes:
@@ -102,7 +102,7 @@ def incomplete_weights_error(problems: Sequence[str]) -> CheckpointError:
 
 
 def file_table_entries(file: FilePlan, weights: Mapping[str, WeightSpec], path: str) -> list[tuple[str, StoredTensor]]:
-    """The entries of a table for a file of the folder."""
+    """Returns the table entries for a file of the folder."""
     return [
         (
             WEIGHT_PREFIX + region.name,

@@ -1,8 +1,7 @@
-"""From the boxes of weights that ranks hold to the whole tensors of a model folder, each on the one rank that writes it.
+"""Gathers the boxes of weights that ranks hold into the whole tensors of a model folder, each on the rank that writes it.
 
-Transfers go in rounds of limited size, one exchange each (`weight_transfers.py` says what is in them), so the memory on the
-device is that of a round, however large a tensor is. With one rank nothing moves, and an entry that is one box is that
-box's own memory.
+Transfers go in rounds of bounded size, one exchange each (planned by `weight_transfers.py`), so device memory is bounded by a
+round, however large a tensor is. With one rank nothing is sent, and an entry that is one box aliases that box's memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from petatron.mesh.mesh import Axis
 
 
 class WeightGather:
-    """The transfers of a save, and the memory they need: once this is made on every rank, nothing of it should fail."""
+    """Runs the transfers of a save; its buffers are allocated first, so that nothing should fail once it exists on every rank."""
 
     def __init__(
         self,
@@ -32,11 +31,11 @@ class WeightGather:
         world_axis: Axis,
         device: torch.device,
     ) -> None:
-        """`chunks` are all of this rank's, on the device that the world's ranks talk over."""
+        """`chunks` are all of this rank's, on the device that `world_axis` communicates over."""
         self._transfer_plan, self._chunks, self._world_axis = transfer_plan, chunks, world_axis
-        own = (entry for file in files if file.rank == world_axis.rank for entry in file.entries)
+        own_entries = (entry for file in files if file.rank == world_axis.rank for entry in file.entries)
         self._entry_tensors: dict[str, Tensor] = {}
-        for entry in own:
+        for entry in own_entries:
             alias = transfer_plan.aliases.get(entry.name)
             dtype = dtypes[entry.regions[0].name]
             self._entry_tensors[entry.name] = (
@@ -48,12 +47,12 @@ class WeightGather:
         self._recv_buffer = torch.empty(transfer_plan.max_recv_bytes, dtype=torch.uint8)
 
     def run(self) -> dict[str, Tensor]:
-        """The whole entries of this rank's files, in host memory unless they are a local chunk's own; every rank calls it."""
+        """Returns the whole entries of this rank's files, in host memory unless they alias a local chunk; every rank calls it."""
         for transfer in self._transfer_plan.local_copies:
             self._copy_into_entry(transfer, self._local_box(transfer))
         if self._world_axis.size > 1:
-            for moves in self._transfer_plan.rounds:
-                self._exchange(moves)
+            for transfer_round in self._transfer_plan.rounds:
+                self._exchange(transfer_round)
         return self._entry_tensors
 
     def _exchange(self, transfer_round: TransferRound) -> None:
@@ -87,6 +86,6 @@ def _in_entry_layout(transfer: WeightTransfer, values: Tensor) -> Tensor:
 
 
 def _packed_view(buffer: Tensor, offset: int, transfer: WeightTransfer) -> Tensor:
-    """The place of a transfer in packed memory, as the box it is."""
+    """Returns the view of a transfer in packed memory, shaped as its box."""
     size = transfer.box.volume * transfer.dtype.itemsize
     return buffer[offset : offset + size].view(transfer.dtype).view(transfer.box.shape)

@@ -1,7 +1,7 @@
-"""What a rank writes of a checkpoint: planned at the first save, copied if training is to go on meanwhile, then written.
+"""What a rank writes of a checkpoint: planned at the first save, staged if the save is async, then written.
 
-The weights go into the model folder, whole (`gather_weights.py`); everything else, and weights that the folder has no place for,
-goes as boxes into the rank's own file in `state/`. The rank's table, which says what is in its files, comes last.
+Weights go into the model folder, whole (`gather_weights.py`); all other state, and weights that the folder cannot store, goes as
+boxes into the rank's own file in `state/`. The rank's table, which describes its files, is written last.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankWriteJob:
     local: Mapping[str, str]
 
     def staged(self, staging: StagingBuffer) -> RankWriteJob:
-        """The same with all tensors as they are now; later changes of the run's own do not show."""
+        """Returns the same job with all tensors copied; later changes by the run do not show."""
         named = {f"{path}\0{name}": tensor for path, part in self.tensors.items() for name, tensor in part.items()}
         copies = staging.stage(named)
         tensors = {path: {name: copies[f"{path}\0{name}"] for name in part} for path, part in self.tensors.items()}
@@ -61,7 +61,7 @@ def build_write_job(
     facts: Mapping[str, Any],
     layout: str,
 ) -> RankWriteJob:
-    """A plan with this save's tensors; `gathered` are the entries of the model folder that this rank writes."""
+    """Binds this save's tensors to a plan; `gathered` are the entries of the model folder that this rank writes."""
     path = rank_file_path(rank)
     tensors: dict[str, Tensor] = {f"local/{rank}/{name}": tensor for name, tensor in local.items()}
     own = dict.fromkeys(tensors, path)
@@ -80,12 +80,12 @@ def build_write_job(
 def folder_aux_files(
     files: Sequence[FilePlan], dtypes: Mapping[str, torch.dtype], model: ModelFolder
 ) -> dict[str, bytes]:
-    """The files of the model folder that hold no tensors; the first rank writes them."""
+    """Returns the files of the model folder that contain no tensors; rank 0 writes them."""
     return {**model.aux_files, **weight_index_file(files, dtypes)}
 
 
 def weight_index_file(files: Sequence[FilePlan], dtypes: Mapping[str, torch.dtype]) -> dict[str, bytes]:
-    """The file that says which tensor is in which file, as transformers reads it; none is needed for a single file."""
+    """Returns the index of tensor to file that transformers reads; none is needed for a single file."""
     if len(files) == 1:
         return {}
     names = {entry.name: file.name for file in files for entry in file.entries}
@@ -94,7 +94,7 @@ def weight_index_file(files: Sequence[FilePlan], dtypes: Mapping[str, torch.dtyp
 
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Raise before anything is written if it cannot fit."""
+    """Raises before anything is written if it cannot fit."""
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     free = free_bytes(existing)
     if free < needed_bytes:
@@ -105,7 +105,7 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 
 def write_rank_files(folder: Path, job: RankWriteJob, disk: Disk) -> TableFile:
-    """Write a rank's files and then its table into the draft of a step."""
+    """Writes a rank's files and then its table into the temporary folder of a step."""
     draft = make_tmp_step(folder, job.step, disk)
     written = {path: disk.write(draft / path, serialize_tensors(tensors)) for path, tensors in job.tensors.items()}
     for name, content in job.aux_files.items():

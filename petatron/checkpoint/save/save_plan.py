@@ -1,11 +1,11 @@
-"""What a save of this layout does on one rank, found out with messages and without any rank that knows everything.
+"""Plans one rank's part of a save of this layout with messages; no rank knows everything.
 
-    1. The dtype of every tensor of the model folder: one maximum over all ranks (`dtype_numbers`, `agreed_dtypes`).
-    2. From that, the files of the folder and their writers, on every rank alike (`file_plan.py`).
-    3. Messages (`SavePlanner.messages`): every box goes to the ranks that write the entries it meets, if it belongs to the folder; and
-       else to the one rank that checks its tensor, which a hash of the key chooses.
+    1. The dtype of every tensor of the model folder: one max-reduce over all ranks (`encoded_dtypes`, `set_agreed_dtypes`).
+    2. From that, the files of the folder and their writers, the same on every rank (`file_plan.py`).
+    3. Messages (`SavePlanner.messages`): a box that belongs to the folder goes to the ranks that write the entries it overlaps; any
+       other box goes to the one rank that checks its tensor, chosen by a hash of the key.
     4. The plan (`SavePlanner.plan`): writers know where their entries come from and that nothing is missing; checkers know that the
-       boxes of each tensor are the whole tensor, once.
+       boxes of each tensor cover the whole tensor, once.
 
 A rank's work grows with its own boxes, with the entries of the model, and with the boxes of the tensors that it writes or checks.
 All of this is pure: `SavePlanner` needs no process group. The layout does not change in a run, so it happens at the first save.
@@ -45,11 +45,11 @@ LocalTensorMetadata = tuple[str, torch.Size, torch.dtype]
 SavePlanKey = tuple[
     tuple[tuple[ChunkMetadata, bool], ...], tuple[LocalTensorMetadata, ...], tuple[FolderEntry, ...] | None
 ]
-"""All that a plan depends on: this rank's chunks and which it is primary for, its local tensors, the folder's entries."""
+"""Everything a plan depends on: this rank's chunks and which it is primary for, its local tensors, the folder's entries."""
 
 
 def save_plan_key(chunks: Sequence[Chunk], local: Mapping[str, Tensor], model: ModelFolder | None) -> SavePlanKey:
-    """What must be the same for a plan to be used again."""
+    """Returns the key under which a plan may be reused."""
     facts = tuple((chunk.metadata, chunk.primary) for chunk in chunks)
     apart = tuple((name, tensor.shape, tensor.dtype) for name, tensor in local.items())
     return facts, apart, None if model is None else model.entries
@@ -59,8 +59,8 @@ def save_plan_key(chunks: Sequence[Chunk], local: Mapping[str, Tensor], model: M
 class SavePlan:
     """One rank's part of every save in a layout.
 
-    state_entries: name in the rank's own file and place among the chunks, for each box that goes there. files: those of the folder, of all
-    ranks. table_entries: what this rank writes, as its table says it. primary_bytes: the size of the boxes this rank is primary for.
+    state_entries: for each box in the rank's own file, its entry name and chunk index. files: the folder's, of all ranks.
+    table_entries: what this rank writes, as its table lists it. primary_bytes: the size of the boxes this rank is primary for.
     """
 
     state_entries: tuple[tuple[str, int], ...]
@@ -71,12 +71,12 @@ class SavePlan:
     primary_bytes: int
 
     def with_rounds(self, num_rounds: int) -> SavePlan:
-        """The same with as many rounds as all ranks take part in."""
+        """Pads the plan to the number of rounds that all ranks take part in."""
         return replace(self, transfers=self.transfers.with_rounds(num_rounds))
 
 
 class SavePlanner:
-    """One rank's boxes, and what it learns of those of others."""
+    """Plans from one rank's boxes and the messages of other ranks."""
 
     def __init__(self, chunks: Sequence[Chunk], model: ModelFolder | None, *, rank: int, world_size: int) -> None:
         self._chunks, self._rank, self._world_size = chunks, rank, world_size
@@ -96,7 +96,7 @@ class SavePlanner:
         self._dtypes: Mapping[str, torch.dtype] = {}
 
     def encoded_dtypes(self) -> list[int]:
-        """For every tensor of the folder its dtype's number and the negative of it; the maximum over all ranks says the rest."""
+        """Encodes each folder tensor's dtype as its index and the reversed index, so that one max-reduce finds both extremes."""
         numbers = [0] * (2 * len(self._shapes))
         for index in self._folder_chunks:
             at, number = 2 * self._tensor_indices[self._name(index)], 1 + _DTYPE_CODES.index(self._dtype_codes[index])
@@ -108,7 +108,7 @@ class SavePlanner:
         return numbers
 
     def set_agreed_dtypes(self, max_encoded: Sequence[int]) -> None:
-        """Take the maximum over all ranks of `encoded_dtypes`; from here on the files are known."""
+        """Sets dtypes from the max over all ranks of `encoded_dtypes`; from here on the files are known."""
         missing = [name for name, number in self._tensor_indices.items() if not max_encoded[2 * number]]
         if missing:
             raise incomplete_weights_error([f"no rank holds {name}" for name in missing])
@@ -122,7 +122,7 @@ class SavePlanner:
         self._files = plan_files(self._entries, self._dtypes, self._world_size) if self._entries else []
 
     def messages(self) -> dict[int, dict[str, list[Any]]]:
-        """What other ranks (and this one) have to know of this rank's boxes, as JSON values by rank."""
+        """Returns what each rank (this one included) needs to know of this rank's boxes, as JSON values by rank."""
         self._check_shapes()
         found: dict[int, dict[str, list[Any]]] = {}
         places: dict[str, tuple[BoxIndex, list[int]]] = {}
@@ -146,12 +146,12 @@ class SavePlanner:
         return found
 
     def _check_shapes(self) -> None:
-        """The folder has this rank's tensors in their shapes, once."""
+        """Checks that the folder has this rank's tensors in their shapes, once."""
         held = {self._name(index): self._chunks[index].logical_shape for index in self._folder_chunks}
         check_folder_complete(self._entries, held)
 
     def plan(self, received: Mapping[int, Mapping[str, list[Any]]], round_bytes: int = ROUND_BYTES) -> SavePlan:
-        """What this rank does, from the messages of all ranks; refuses what would not be the whole state."""
+        """Builds this rank's plan from the messages of all ranks; raises if they are not the whole state."""
         _check_state(received)
         names = list(self._shapes)
         held: dict[str, list[PrimaryBox]] = {}
@@ -194,12 +194,12 @@ class SavePlanner:
 
 
 def owner_rank(key: str, world_size: int) -> int:
-    """The rank that checks (or, at a load, knows) all boxes of a tensor; the same for all kinds of state of one weight."""
+    """Returns the rank that checks (at a load: knows) all boxes of a tensor; the same for all kinds of state of one weight."""
     return zlib.crc32(key.partition("/")[2].encode()) % world_size
 
 
 def _check_entries(files: Sequence[FilePlan], boxes_by_name: Mapping[str, Sequence[PrimaryBox]]) -> None:
-    """Every region of these files must be there exactly once."""
+    """Checks that every region of these files is covered exactly once."""
     problems = []
     indexes = {name: BoxIndex([found.box for found in boxes]) for name, boxes in boxes_by_name.items()}
     for region in (region for file in files for entry in file.entries for region in entry.regions):
@@ -213,7 +213,7 @@ def _check_entries(files: Sequence[FilePlan], boxes_by_name: Mapping[str, Sequen
 
 
 def _check_state(received: Mapping[int, Mapping[str, list[Any]]]) -> None:
-    """Every tensor that this rank checks must be there exactly once."""
+    """Checks that every tensor assigned to this rank is covered exactly once."""
     tensors: dict[str, tuple[Any, str, list[Box]]] = {}
     for source in sorted(received):
         for key, shape, code, start, size in received[source].get("state", ()):

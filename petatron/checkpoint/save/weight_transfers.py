@@ -1,9 +1,9 @@
-"""Which parts of weights go from which rank to which, in rounds of limited size.
+"""Plans which parts of weights are sent from which rank to which, in rounds of bounded size.
 
-A writer's entries, one after another, are cut into rounds of at most so many bytes: between rows of a logical tensor, or inside
-a row that is larger than a round. The cuts follow from the files alone, so a sender knows the rounds of every writer without
-being told, and needs only its own boxes; a writer needs the boxes that meet its files. Inside a round the bytes between
-two ranks are in the order of the cuts, then of the sender's boxes, which both ends know.
+A writer's entries, one after another, are split into rounds of at most `round_bytes`: between rows of a logical tensor, or inside
+a row that is larger than a round. The split follows from the files alone, so a sender knows the rounds of every writer without
+communication and needs only its own boxes; a writer needs the boxes that overlap its files. Within a round the bytes between two
+ranks are ordered by segment, then by the sender's boxes, which both ends know.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PrimaryBox:
-    """A box that a rank is primary for; `chunk_index` is its place among that rank's chunks."""
+    """A box that a rank is primary for; `chunk_index` is its index among that rank's chunks."""
 
     rank: int
     chunk_index: int
@@ -34,7 +34,7 @@ class PrimaryBox:
 
 @dataclass(frozen=True, slots=True)
 class EntrySegment:
-    """A part of an entry that its writer gets in one round: a box of the region's logical tensor."""
+    """A part of an entry that its writer receives in one round: a box of the region's logical tensor."""
 
     round_index: int
     entry: FolderEntry
@@ -44,7 +44,7 @@ class EntrySegment:
 
 @dataclass(frozen=True, slots=True)
 class WeightTransfer:
-    """A part of a segment that one rank holds. `peer` is the other rank, `chunk_index` the place of the sender's chunk."""
+    """A part of a segment that one rank holds. `peer` is the other rank, `chunk_index` the index of the sender's chunk."""
 
     round_index: int
     peer: int
@@ -56,14 +56,14 @@ class WeightTransfer:
 
     @property
     def num_bytes(self) -> int:
-        """In whole words, so that what is packed one after another is aligned."""
+        """Rounded up to whole words, so that packed transfers are aligned."""
         size = self.box.volume * self.dtype.itemsize
         return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRound:
-    """A rank's part of a round, in the order in which it is packed."""
+    """A rank's part of a round, in packing order."""
 
     sends: tuple[WeightTransfer, ...]
     receives: tuple[WeightTransfer, ...]
@@ -79,9 +79,9 @@ class TransferRound:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What one rank does to bring the entries together.
+    """One rank's part in gathering the entries.
 
-    local_copies: parts of its files that it holds itself. aliases: entries that are a box of its own, by that chunk's place.
+    local_copies: parts of its files that it holds itself. aliases: entries that are one of its own boxes, with that chunk's index.
     """
 
     rounds: tuple[TransferRound, ...]
@@ -89,24 +89,24 @@ class TransferPlan:
     aliases: Mapping[str, WeightTransfer]
 
     def with_rounds(self, num_rounds: int) -> TransferPlan:
-        """The same with empty rounds at the end."""
+        """Pads the plan with empty rounds."""
         return replace(self, rounds=(*self.rounds, *[TransferRound((), ())] * (num_rounds - len(self.rounds))))
 
     @property
     def max_send_bytes(self) -> int:
-        """The most that is sent in a round."""
+        """The most bytes sent in a round."""
         return max((moves.send_bytes for moves in self.rounds), default=0)
 
     @property
     def max_recv_bytes(self) -> int:
-        """The most that is received in a round."""
+        """The most bytes received in a round."""
         return max((moves.recv_bytes for moves in self.rounds), default=0)
 
 
 def split_into_rounds(
     files: Iterable[FilePlan], dtypes: Mapping[str, torch.dtype], round_bytes: int = ROUND_BYTES
 ) -> Iterator[EntrySegment]:
-    """The files of one writer, cut into rounds of at most so many bytes."""
+    """Splits the files of one writer into rounds of at most `round_bytes`."""
     number, room = 0, round_bytes
     for entry in (entry for file in files for entry in file.entries):
         for region in entry.regions:
@@ -116,13 +116,13 @@ def split_into_rounds(
             while at < total:
                 if room < min(min(row, total - at) * itemsize, round_bytes):
                     number, room = number + 1, round_bytes
-                take = min(total - at, max(1, room // itemsize))
-                if take < total - at and take > row:
-                    take -= (at + take) % row
-                for start, shape, _ in range_boxes(region.shape, at, at + take):
+                num_elements = min(total - at, max(1, room // itemsize))
+                if num_elements < total - at and num_elements > row:
+                    num_elements -= (at + num_elements) % row
+                for start, shape, _ in range_boxes(region.shape, at, at + num_elements):
                     begin = tuple(a + b for a, b in zip(region.start, start))
                     yield EntrySegment(number, entry, region, Box(begin, shape))
-                at, room = at + take, room - take * itemsize
+                at, room = at + num_elements, room - num_elements * itemsize
 
 
 def plan_transfers(
@@ -133,7 +133,7 @@ def plan_transfers(
     needed_boxes: Mapping[str, Sequence[PrimaryBox]],
     round_bytes: int = ROUND_BYTES,
 ) -> TransferPlan:
-    """What a rank sends, receives and has: `local_boxes` are its boxes by tensor, `needed_boxes` all that meet the files it writes."""
+    """Plans a rank's sends, receives and local copies: `local_boxes` are its own by tensor, `needed_boxes` all that overlap its files."""
     writing = [file for file in files if file.rank == rank]
     aliases = _aliases(rank, writing, dtypes, needed_boxes)
     kept: list[WeightTransfer] = []
@@ -156,7 +156,7 @@ def plan_transfers(
 def _files_by_writer(
     rank: int, files: Sequence[FilePlan], local_boxes: Mapping[str, Sequence[PrimaryBox]]
 ) -> dict[int, list[FilePlan]]:
-    """The other ranks that write a tensor of which this rank has boxes, with all their files."""
+    """Returns the other ranks that write a tensor of which this rank has boxes, with all their files."""
     writers = {
         file.rank
         for file in files
@@ -174,7 +174,7 @@ def _overlapping_transfers(
     dtypes: Mapping[str, torch.dtype],
     boxes_by_name: Mapping[str, Sequence[PrimaryBox]],
 ) -> Iterator[WeightTransfer]:
-    """Where segments meet boxes, in the order of both; `peer` is who holds the box."""
+    """Yields the intersections of segments and boxes, in the order of both; `peer` is the rank that holds the box."""
     indexes: dict[str, BoxIndex] = {}
     for segment in segments:
         name = segment.region.name
@@ -207,7 +207,7 @@ def _aliases(
     dtypes: Mapping[str, torch.dtype],
     boxes_by_name: Mapping[str, Sequence[PrimaryBox]],
 ) -> dict[str, WeightTransfer]:
-    """Entries of one region that lies in one box of this rank: its own memory is written."""
+    """Finds entries of one region inside one box of this rank, which are written from its own memory."""
     found = {}
     for entry in (entry for file in files for entry in file.entries):
         region = entry.regions[0]

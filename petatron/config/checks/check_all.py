@@ -1,9 +1,9 @@
 """The validator: a pure function from a derived config to all its problems.
 
 Each rule is written once, in the file of its topic; each reads the config and yields problems in terms of flags, with
-the value found, the rule and a fix. Rules about fields that derivation could not fill stay silent, because the reason is
+the value found, the rule and a fix. Rules about fields that derivation could not fill are skipped, because the reason is
 already reported. A flag that is refused because its feature is not in this version has that one problem: what else is
-wrong with its value cannot matter until it is left out. Rules about other flags still apply.
+wrong with its value does not matter. Rules about other flags still apply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from petatron.config.flags.parse import unsupported_problem
 from petatron.config.schema.fields import fields_by_path
 from petatron.config.schema.run import RunConfig
 
-# Path of a field -> the feature that any value but its default asks for.
+# Path of a field -> the feature that any value but its default requires.
 UNSUPPORTED_FIELDS: Mapping[str, str] = {
     "latent.multi_latent_attention": "multi-latent attention",
     "latent.mtp_num_layers": "multi-token prediction",
@@ -33,9 +33,9 @@ UNSUPPORTED_FIELDS: Mapping[str, str] = {
 
 
 def check_config(config: RunConfig, *, require_training: bool = True) -> list[Problem]:
-    """Every problem of a derived config; empty means it may run.
+    """Returns every problem of a derived config; empty means it may run.
 
-    `require_training=False` leaves out what only training needs: a length, a learning rate, data, a vocabulary.
+    `require_training=False` skips what only training needs: a length, a learning rate, data, a vocabulary.
     """
     refusals = list(_unsupported_fields(config))
     refused = {problem.where for problem in refusals}

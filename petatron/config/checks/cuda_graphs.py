@@ -1,11 +1,10 @@
-"""What a recorded step (`--cuda-graphs`) cannot have: the one list of it.
+"""What cannot be combined with `--cuda-graphs`: the one list of it.
 
-A CUDA graph repeats the kernels of one step with the launch parameters and addresses of that step. Inside it nothing is
-communicated, the host learns nothing from the device, and nothing that the host counts from step to step goes on. What stands
-before or behind a step's forward and backward passes is free: the reduction of gradients, the optimizer and where its state
-lives, evaluation, saving.
+A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step. Inside it there is no
+communication, no device-to-host synchronisation, and no host state that changes from step to step. What is before or after a
+step's forward and backward is unrestricted: gradient reduction, the optimizer and its offload, evaluation, saving.
 
-Here are the rules that a config can break. Whatever else cannot be recorded shows when it is tried (`parallel/pipeline/cuda_graph.py`).
+Here are the rules that a config can break. Anything else that cannot be captured fails at capture (`parallel/pipeline/cuda_graph.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def uses_random_numbers(config: RunConfig) -> bool:
 
 
 CaptureProblem = tuple[str, str, str]
-"""What the step has, why that cannot be recorded, and what to do."""
+"""What the step has, why that cannot be captured, and what to do."""
 
 
 def _communication(config: RunConfig) -> Iterator[CaptureProblem]:
@@ -89,11 +88,11 @@ def _experts(config: RunConfig) -> Iterator[CaptureProblem]:
     if moe.moe_pad_expert_input_to_capacity:
         return
     why = "the host must know how many rows each expert has"
-    eight_bits = precision.fp8_format is not None and not precision.first_last_layers_bf16
+    fp8 = precision.fp8_format is not None and not precision.first_last_layers_bf16
     if not precision.bf16:
         fix = "Add --bf16, or --moe-pad-expert-input-to-capacity with --moe-expert-capacity-factor."
         yield "experts in another precision than bf16", why, fix
-    elif not moe.moe_grouped_gemm and not eight_bits:
+    elif not moe.moe_grouped_gemm and not fp8:
         yield "--no-moe-grouped-gemm", why, "Leave one of them out."
     for name, width in (
         ("moe_latent_size" if moe.moe_latent_size else "hidden_size", moe.moe_latent_size or config.model.hidden_size),

@@ -1,4 +1,4 @@
-"""Rules about data parallelism: what its ranks share, and in which precision gradients travel."""
+"""Rules about data parallelism: what its ranks shard, and the precision of gradient reduction."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _optimizer_sharded(parallel: ParallelConfig, strategy: str | None) -> Iterat
 
 
 def _instances(parallel: ParallelConfig, *, experts: bool) -> Iterator[Problem]:
-    """Every instance is a whole copy, of the dense parameters and of the experts."""
+    """Every instance is a full replica, of the dense parameters and of the experts."""
     count, dp = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size
     yield from at_least("num_distributed_optimizer_instances", count, 1)
     if count < 1 or dp is None or dp < 1:

@@ -1,4 +1,4 @@
-"""Rules about what a run reads and writes: data, tokenizer, checkpoints, logs. Whether files exist is not asked here."""
+"""Rules about what a run reads and writes: data, tokenizer, checkpoints, logs. Whether files exist is not checked here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Proble
 
 
 def _empty_paths(config: RunConfig) -> Iterator[Problem]:
-    """`--save "$FOLDER"` with no such variable: it would pass for the working folder, or for a flag that was not given."""
+    """`--save "$FOLDER"` with an unset variable would mean the working folder, or a flag that was not given."""
     for info in path_fields():
         value = getattr(getattr(config, info.section), info.name)
         derived = info.name == "log_dir" and config.checkpoint.save == ""

@@ -1,4 +1,4 @@
-"""Rules about FP8: which precision it goes with, and which sizes its products take."""
+"""Rules about FP8: which precision it requires, and which sizes its GEMMs support."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _bf16_layers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _param_gather(config: RunConfig) -> Iterator[Problem]:
-    """What is gathered in eight bits has to be the operand of every product, and there has to be something to gather."""
+    """Weights gathered in FP8 must be the operand of every GEMM, and there must be something to gather."""
     if config.precision.fp8_recipe == "rowwise":
         rule = "sends numbers with one scale, but --fp8-recipe rowwise gives each one two, its row's and its column's"
         fix = "Use tensorwise, delayed or blockwise; or leave it out."
@@ -51,7 +51,7 @@ def _param_gather(config: RunConfig) -> Iterator[Problem]:
 
 
 def _sizes(config: RunConfig) -> Iterator[Problem]:
-    """Sizes that would leave every product out of FP8; single ones are only reported when they are met."""
+    """Sizes that would exclude every GEMM from FP8; single ones are only reported at run time."""
     precision, model = config.precision, config.model
     multiple = 128 if precision.fp8_recipe == "blockwise" else 16
     how = f"{precision.fp8_format} with --fp8-recipe {precision.fp8_recipe}"
@@ -63,7 +63,7 @@ def _sizes(config: RunConfig) -> Iterator[Problem]:
     tokens = model.seq_length * samples // ranks
     if tokens > 0 and tokens % multiple != 0:
         rule = f"{takes}, but a rank's micro-batch has {tokens} tokens"
-        # Context parallelism cuts a sequence into two parts for each rank, which are of one length.
+        # Context parallelism splits a sequence into two parts of equal length for each rank.
         length_step = math.lcm(multiple * ranks // math.gcd(multiple * ranks, samples), 2 * ranks if ranks > 1 else 1)
         lengths = multiples_near(model.seq_length, length_step)
         batches = multiples_near(samples, multiple // math.gcd(multiple, max(model.seq_length // ranks, 1)))

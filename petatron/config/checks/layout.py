@@ -1,4 +1,4 @@
-"""Rules about the mesh: whether the ranks multiply out and every split divides what it splits."""
+"""Rules about the mesh: the sizes multiply to the world size, and every split divides evenly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL_PARALLEL_SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-"""Over how many ranks one model is spread; above 1, ranks communicate inside a forward pass."""
+"""The sizes that shard one model; above 1, ranks communicate inside a forward."""
 MESH_SIZES = (*MODEL_PARALLEL_SIZES, "expert_tensor_parallel_size", "data_parallel_size", "world_size")
 """Every size of the mesh."""
 _SIZES = (*MESH_SIZES, "ddp_bucket_size")
@@ -89,7 +89,7 @@ def _tensor(config: RunConfig) -> Iterator[Problem]:
     where = "--tensor-model-parallel-size"
     if heads > 0 and heads % tp:
         yield Problem(where, str(tp), f"does not divide --num-attention-heads {heads}", f"Use {divisors(heads)}.")
-        return  # another tp is needed anyway, so what else this one does not divide is noise
+        return  # another tp is needed anyway, so further indivisible sizes are noise
     if groups is not None and groups > 0 and groups % tp and tp % groups:
         rule = f"is neither a multiple nor a divisor of --num-query-groups {groups}"
         usable = [size for size in range(1, heads + 1) if heads % size == 0 and not (groups % size and size % groups)]
@@ -114,7 +114,7 @@ def _sequence(config: RunConfig) -> Iterator[Problem]:
 
 
 def _tp_comm_overlap(config: RunConfig) -> Iterator[Problem]:
-    """What the overlap of tensor parallelism in the forward pass needs; at tp 1 it has no effect."""
+    """Requirements of the tensor-parallel overlap in the forward; at tp 1 it has no effect."""
     parallel, precision = config.parallel, config.precision
     if parallel.tp_comm_overlap_chunks is not None and parallel.tp_comm_overlap_chunks < 2:
         rule = "leaves no chunk to communicate beside the GEMM of another"
@@ -155,7 +155,7 @@ def _context(config: RunConfig) -> Iterator[Problem]:
 
 
 def _all_to_all_heads(config: RunConfig, num_ranks: int, where: str, found: str, fix: str) -> Iterator[Problem]:
-    """All-to-all attention hands every one of `num_ranks` an equal share of a tensor-parallel rank's heads."""
+    """All-to-all attention gives each of `num_ranks` an equal share of a tensor-parallel rank's heads."""
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if heads < tp or heads % tp or groups is None or groups < 1:
@@ -192,7 +192,7 @@ def _expert(config: RunConfig) -> Iterator[Problem]:
 
 
 def _more_ranks(config: RunConfig, expert_ranks: int) -> str:
-    """What to write for the fewest ranks, no fewer than now, that both the experts' layout and the others' divide."""
+    """Returns the flags for the fewest ranks, no fewer than now, that both the experts' layout and the dense one divide."""
     parallel, nodes = config.parallel, config.launch.nnodes
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     model_ranks *= parallel.context_parallel_size

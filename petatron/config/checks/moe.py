@@ -1,4 +1,4 @@
-"""Rules about a mixture of experts as mathematics: the router and what balances it. Its layout is `layout.py`'s."""
+"""Rules about the mathematics of MoE: the router and load balancing. Its layout is checked in `layout.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _topk(moe: MoEConfig, experts: int) -> Iterator[Problem]:
 
 
 def _softmax_over_topk(moe: MoEConfig) -> bool:
-    """Sinkhorn has a score of its own for one choice."""
+    """Sinkhorn has its own score for top-1."""
     softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
     return softmax and moe.moe_router_load_balancing_type != "sinkhorn"
 

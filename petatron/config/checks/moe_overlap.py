@@ -1,8 +1,8 @@
 """What `--overlap-moe-expert-parallel-comm` needs, and what it cannot be combined with: the one list of it.
 
-A forward pass of one micro-batch and a backward pass of another take turns in the middle of layers
-(`parallel/pipeline/combined_forward_backward.py`). So tokens must be exchanged by an all-to-all, the schedule must run forwards and
-backwards in turn, and nothing that the two passes share may change in the middle of a layer.
+A forward of one micro-batch and a backward of another alternate within layers
+(`parallel/pipeline/combined_forward_backward.py`). So tokens must be dispatched by an all-to-all, the schedule must alternate
+forwards and backwards, and nothing that the two share may change in the middle of a layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from petatron.config.schema.run import RunConfig
 
 MOE_OVERLAP_FLAG = "--overlap-moe-expert-parallel-comm"
 OVERLAP_SCHEDULES = ("1f1b", "interleaved")
-"""Schedules whose steady state runs forwards and backwards in turn, so that two of them can be combined."""
+"""Schedules whose steady state alternates forwards and backwards, so that two of them can be combined."""
 
 
 def check_moe_overlap(config: RunConfig) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Rules about the pipeline: whether schedule, virtual stages and the cut of the layers belong together."""
+"""Rules about the pipeline: whether schedule, virtual stages and the split of the layers are compatible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCHEDULE, _VIRTUAL = "--pipeline-schedule", "--num-virtual-stages-per-pipeline-
 
 
 def splits_backward(parallel: ParallelConfig) -> bool:
-    """Whether weight gradients are made apart from, and later than, those of the inputs (zero bubble)."""
+    """Whether weight gradients are computed separately from, and later than, input gradients (zero bubble)."""
     return parallel.pipeline_schedule in ("zb-h1", "zb-v")
 
 
@@ -32,7 +32,7 @@ def check_pipeline(config: RunConfig) -> Iterator[Problem]:
     if not mismatch:
         yield from stage_problems(config)
     group, pp = getattr(parallel, _GROUP), parallel.pipeline_model_parallel_size
-    if group is not None and group < pp and parallel.pipeline_schedule == "interleaved":  # idle elsewhere
+    if group is not None and group < pp and parallel.pipeline_schedule == "interleaved":  # no effect elsewhere
         rule = f"is below --pipeline-model-parallel-size {pp}, so a rank would wait for its own output"
         yield Problem(flag_name(_GROUP), str(group), rule, f"Use {pp} or more.")
 
@@ -59,7 +59,7 @@ def _schedule(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _cause(parallel: ParallelConfig) -> tuple[str, str]:
-    """The flag that decided how many stages a rank holds, with its value."""
+    """Returns the flag that determined how many stages a rank holds, with its value."""
     for name in ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"):
         if (value := getattr(parallel, name)) is not None:
             return flag_name(name), str(value)

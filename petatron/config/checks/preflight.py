@@ -1,6 +1,6 @@
-"""What a configuration needs from outside: files that must be there, libraries that must be installed.
+"""Checks what a configuration needs from the machine: existing files and installed libraries.
 
-`check` asks whether values fit each other; this asks the machine. Both are asked before anything is started.
+`check_config` checks values against each other; this checks the machine. Both run before anything is started.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIBRARIES = {
 
 
 def preflight(config: RunConfig) -> list[Problem]:
-    """Everything that is missing, all at once."""
+    """Returns everything that is missing, all at once."""
     asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _offload_folder, _trace_folder)
     return [*(problem for ask in asked for problem in ask(config)), *communicator_problems(config.parallel)]
 
@@ -42,7 +42,7 @@ def _timeline(config: RunConfig) -> Iterator[Problem]:
 
 
 def _run_folders(config: RunConfig) -> Iterator[Problem]:
-    """They are made with all that they lie in, so what can be in the way is a file. Logs go beside checkpoints by default."""
+    """They are created with their parents, so only a file can be in the way. Logs are next to checkpoints by default."""
     save, log = config.checkpoint.save, config.log
     named = {
         "save": save,
@@ -60,13 +60,13 @@ def _run_folders(config: RunConfig) -> Iterator[Problem]:
 
 
 def _offload_folder(config: RunConfig) -> Iterator[Problem]:
-    """The folder itself is made if need be. One that lies in nothing is a mistyped path, or a disk that is not mounted."""
+    """The folder itself is created if needed. One without a parent is a mistyped path, or a disk that is not mounted."""
     if config.memory.optimizer_nvme_offload is not None:
         yield from _new_folder("--optimizer-nvme-offload", config.memory.optimizer_nvme_offload)
 
 
 def _trace_folder(config: RunConfig) -> Iterator[Problem]:
-    """As above; it may also lie in a folder that the run itself will make."""
+    """As above; its parent may also be a folder that the run itself will create."""
     log = config.log
     if not log.profile or log.profile_dir is None:
         return
@@ -87,7 +87,7 @@ def _new_folder(flag: str, path: str) -> Iterator[Problem]:
 
 
 def _write_error(folder: Path) -> str | None:
-    """Why nothing can be made in a folder. Found by making something: permissions say nothing to root, nor of /proc or a full disk."""
+    """Returns why a folder is not writable, by trying: permissions tell nothing for root, /proc or a full disk."""
     try:
         with tempfile.TemporaryDirectory(prefix="petatron-", dir=folder):
             return None

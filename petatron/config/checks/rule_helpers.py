@@ -1,4 +1,4 @@
-"""Sentences that several rules share: what is wrong with a number, and which numbers would do."""
+"""Shared texts and checks of rules: what is wrong with a number, and which numbers would do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from petatron.config.schema.fields import fields_by_name, flag_name, join_with_o
 
 
 def divisors(number: int, *, limit: int = 12) -> str:
-    """1, 2, 4 or 8; a long list keeps its start."""
+    """Lists divisors as in `1, 2, 4 or 8`; a long list is truncated."""
     found = [candidate for candidate in range(1, min(number, 4096) + 1) if number % candidate == 0]
     if len(found) > limit:
         return ", ".join(str(value) for value in found[:limit]) + " or another divisor"
@@ -17,30 +17,30 @@ def divisors(number: int, *, limit: int = 12) -> str:
 
 
 def multiples_near(number: int, step: int) -> str:
-    """The multiples of `step` on both sides of `number`: `96 or 112`."""
+    """Returns the multiples of `step` on both sides of `number`: `96 or 112`."""
     below = number // step * step
     return f"{below} or {below + step}" if below > 0 else str(step)
 
 
 def or_default(name: str, value: int) -> str:
-    """`12`, or `10 (default)`: nobody need have typed it."""
+    """Returns `12`, or `10 (default)` for a value that nobody may have typed."""
     return f"{value} (default)" if value == fields_by_name()[name].default else str(value)
 
 
 def at_least(name: str, value: float | None, minimum: float) -> Iterator[Problem]:
-    """A problem when a set value is below its minimum."""
+    """Yields a problem when a set value is below its minimum."""
     if value is not None and value < minimum:
         yield Problem(flag_name(name), str(value), f"is below {minimum:g}", f"Use {minimum:g} or more.")
 
 
 def above(name: str, value: float | None, bound: float) -> Iterator[Problem]:
-    """A problem when a set value is not strictly above a bound."""
+    """Yields a problem when a set value is not strictly above a bound."""
     if value is not None and value <= bound:
         yield Problem(flag_name(name), str(value), f"is not above {bound:g}", f"Use a number above {bound:g}.")
 
 
 def within(name: str, value: float | None, low: float, high: float, *, closed: bool = False) -> Iterator[Problem]:
-    """A problem when a set value is outside [low, high), or [low, high] if closed."""
+    """Yields a problem when a set value is outside [low, high), or [low, high] if closed."""
     if value is not None and not (low <= value < high or (closed and value == high)):
         span = f"{low:g} to {high:g}" + ("" if closed else f", {high:g} excluded")
         yield Problem(flag_name(name), str(value), "is out of range", f"Use a number from {span}.")

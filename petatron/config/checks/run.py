@@ -1,4 +1,4 @@
-"""Rules about a run: number formats, memory, batches, length, schedule and optimizer."""
+"""Rules about a run: precision, memory, batches, length, schedule and optimizer."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _length(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
 
 
 def _first_batch(config: RunConfig) -> Iterator[Problem]:
-    """Only whole batches are trained on, so a run must hold at least its first."""
+    """Only whole batches are trained on, so a run must have at least its first."""
     train = config.train
     samples, batch, ramp = train.train_samples, train.global_batch_size, train.rampup_batch_size
     if samples is None or samples < 1 or batch is None or train.train_iters is not None:
@@ -175,7 +175,7 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
     for name in ("lr_warmup_iters", "lr_warmup_samples"):
         yield from at_least(name, getattr(schedule, name), 0)
     for name in ("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
-        # An unset decay length copies the run's, whose own rule speaks for it.
+        # An unset decay length copies the run's, which has its own rule.
         if getattr(schedule, name) not in (config.train.train_iters, config.train.train_samples):
             yield from at_least(name, getattr(schedule, name), 1)
     yield from within("lr_warmup_fraction", schedule.lr_warmup_fraction, 0, 1)
@@ -249,7 +249,7 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
 
 
 def _state_dtypes(config: RunConfig) -> Iterator[Problem]:
-    """Narrow state beside a model that is not narrower itself."""
+    """Low-precision optimizer state requires a model in low precision."""
     optim, precision = config.optim, config.precision
     if precision.fp64:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):

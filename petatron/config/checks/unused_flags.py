@@ -1,4 +1,4 @@
-"""Settings that are in order but do nothing beside the others: said aloud, so that no flag is ignored in silence."""
+"""Valid settings that have no effect in combination: reported, so that no flag is ignored silently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOAD = (
     "no_load_optim",
     "no_load_rng",
     "load_fallback",
-)  # what cannot do without --load is a problem, see files.py
+)  # what requires --load is a problem, see files.py
 _SAVE = ("no_save_optim", "no_save_rng", "async_save", "save_total_limit")
 
 _CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes")
@@ -38,7 +38,7 @@ _NO_REPLICAS = "no two ranks hold the same weights, as data-parallel ones do"
 
 
 def unused_flag_notices(config: RunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
-    """One line for each value a person set in a flag or file that has no effect in this config."""
+    """Yields one line for each value set in a flag or file that has no effect in this config."""
     values = flatten_config(config)
     idle = (*_unused(config), *_unused_parallel(config), *_unused_moe(config), *_unused_memory(config))
     for name, reason in idle:
@@ -53,9 +53,9 @@ def unused_flag_notices(config: RunConfig, origins: Mapping[str, ValueOrigin]) -
 
 
 def _different_effect_notices(config: RunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
-    """Settings that have an effect, but not the one that their name promises."""
+    """Yields settings that have an effect, but not the one that their name suggests."""
     precision = config.precision
-    # On by default, so that only a flag tells that someone expects something of it.
+    # On by default, so that only an explicit flag shows that someone expects an effect.
     asked = config.moe.moe_shared_expert_overlap and origins["moe.moe_shared_expert_overlap"].kind == "flag"
     if asked and config.moe.num_experts is not None and (why := _no_shared_expert_overlap_reason(config)) is not None:
         yield f"--moe-shared-expert-overlap has no effect: {why}"
@@ -143,13 +143,13 @@ def _unused_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _num_micro_batches(config: RunConfig) -> int | None:
-    """Of a step on one data-parallel rank, once a batch-size ramp is over; None while the sizes are a problem of their own."""
+    """Returns the micro-batches of a step on one data-parallel rank after any ramp; None while the sizes are a problem of their own."""
     size, dp, micro = config.train.global_batch_size, config.parallel.data_parallel_size, config.train.micro_batch_size
     return None if size is None or not dp or micro < 1 else size // (dp * micro)
 
 
 def _unused_data_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Flags of data parallelism: its ranks, and those of context parallelism, hold the same weights."""
+    """Flags of data parallelism: its ranks, and those of context parallelism, replicate the weights."""
     parallel = config.parallel
     strategy = parallel.data_parallel_sharding_strategy
     if not _weights_are_replicated(config):
@@ -163,7 +163,7 @@ def _unused_data_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _weights_are_replicated(config: RunConfig) -> bool:
-    """Whether dense weights or experts lie on more than one rank; True while the sizes are a problem of their own."""
+    """Whether dense weights or experts have several replicas; True while the sizes are a problem of their own."""
     parallel = config.parallel
     dp, ep, etp = (
         parallel.data_parallel_size,
@@ -210,7 +210,7 @@ def _unused_moe(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _no_shared_expert_overlap_reason(config: RunConfig) -> str | None:
-    """Why no all-to-all overlaps with a shared expert, if so."""
+    """Returns why no all-to-all overlaps with a shared expert, if so."""
     moe, parallel = config.moe, config.parallel
     if moe.moe_shared_expert_intermediate_size is None:
         return "there is no shared expert"
@@ -231,7 +231,7 @@ def _unused_memory(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _unused_recompute_modules(config: RunConfig) -> Iterator[str]:
-    """Modules to recompute that the model does not have, or of which nothing is kept anyway."""
+    """Yields modules to recompute that the model does not have, or of which nothing is saved anyway."""
     if config.memory.recompute_granularity != "selective":
         return
     lacking = {"moe_act": "what an activation function makes is never kept"}
@@ -247,7 +247,7 @@ def _unused_recompute_modules(config: RunConfig) -> Iterator[str]:
 
 
 def _saves_norm_outputs(config: RunConfig) -> bool:
-    """Whether what a norm makes is kept: by a router that multiplies it as it is."""
+    """Whether norm outputs are saved for backward: by a router whose GEMM uses them directly."""
     precision, moe = config.precision, config.moe
     if moe.num_experts is None or moe.moe_input_jitter_eps:
         return False

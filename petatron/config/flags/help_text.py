@@ -13,7 +13,7 @@ _COLUMN, _WIDTH = 34, 110
 
 
 def flag_help() -> str:
-    """Every flag with its documentation, by section."""
+    """Returns every flag with its documentation, by section."""
     lines = ["Sources, later wins:", *_entry("--preset NAME", "A published model shape; `petatron config presets`.")]
     lines += [*_entry("--config FILE", "YAML with the same fields; may be given several times."), ""]
     other_names = flag_aliases()
@@ -30,7 +30,7 @@ def flag_help() -> str:
 
 
 def flag_aliases() -> dict[str, list[str]]:
-    """Field name -> its other spellings, as typed."""
+    """Maps field names to their other spellings, as typed."""
     found: dict[str, list[str]] = {}
     for flag, name in megatron_flags.ALIASES.items():
         found.setdefault(name, []).append(flag)

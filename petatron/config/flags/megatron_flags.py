@@ -1,7 +1,7 @@
 """Tables of flag spellings beyond the schema's own: short forms, Megatron's other names, and what is refused and why.
 
-Nothing here is code. `parse.py` and `config/yaml_file.py` read the tables to parse, `reference_page.py` to document. A flag of
-Megatron's falls in exactly one table, or is a field of the schema, or is unknown.
+`parse.py` and `config/yaml_file.py` read these tables to parse, `reference_page.py` to document. A flag of
+Megatron's is in exactly one table, or is a field of the schema, or is unknown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from petatron.config.schema.fields import FieldValue
 
 @dataclass(frozen=True, slots=True)
 class Shorthand:
-    """A flag without a value that sets `field` to `value`; one that `is_overridable` gives way to the field's own flag."""
+    """A flag without a value that sets `field` to `value`; one that `is_overridable` yields to the field's own flag."""
 
     field: str
     value: FieldValue
@@ -23,7 +23,7 @@ class Shorthand:
 
 @dataclass(frozen=True, slots=True)
 class NoOpFlag:
-    """A flag that is accepted and changes nothing, because what it asks for is always so; `takes_value` if it has one."""
+    """A flag that is accepted and changes nothing, because it is always on; `takes_value` if it has a value."""
 
     reason: str
     takes_value: bool = False
@@ -57,13 +57,13 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--fp8-hybrid": Shorthand("fp8_format", "hybrid"),
     "--enable-cuda-graph": Shorthand("cuda_graphs", True),
     "--recompute-activations": Shorthand("recompute_granularity", "selective"),
-    # Megatron's switches for FSDP; how much is sharded is the strategy's business when that is given too.
+    # Megatron's switches for FSDP; the strategy decides how much is sharded when that is given too.
     "--use-torch-fsdp2": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
     "--use-megatron-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
     "--use-custom-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
 }
 
-# A flag whose every value means one of a field's.
+# A flag whose every value maps to one of a field's.
 CHOICE_FLAGS: Mapping[str, Mapping[str, Shorthand]] = {
     "--cuda-graph-impl": {
         "none": Shorthand("cuda_graphs", False),
@@ -72,7 +72,7 @@ CHOICE_FLAGS: Mapping[str, Mapping[str, Shorthand]] = {
     },
 }
 
-# Megatron deprecated this one: it means something only when another flag has already removed the learned table.
+# Megatron deprecated this one: it has an effect only when another flag has already removed the learned table.
 NO_POSITION_EMBEDDING = "--no-position-embedding"
 
 _FUSED = "kernels are not chosen by flags; results are the same"
@@ -182,7 +182,7 @@ _ATTN = "this attention variant"
 _SFT = "fine-tuning on conversations"
 _DATA = "this data option"
 
-# Features that Megatron has and this version has not. The value is what the message calls it.
+# Features that Megatron has and this version has not. The value is the feature's name in the message.
 UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--cuda-graph-scope": _GRAPHS,
     "--cuda-graph-modules": _GRAPHS,
@@ -318,7 +318,7 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--inference-max-requests": _SERVER,
 }
 
-# Values of our own fields that Megatron knows and this version does not: field -> value -> what the message calls it.
+# Values of our own fields that Megatron has and this version has not: field -> value -> its name in the message.
 UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
         "muon": "the Muon optimizer",
@@ -346,5 +346,5 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# A key of a YAML file that people take for a section -> the section's name.
+# A key of a YAML file that is easily mistaken for a section -> the section's name.
 SECTION_ALIASES: Mapping[str, str] = {"optimizer": "optim"}

@@ -1,8 +1,8 @@
-"""The command line: argv to settings, with every problem collected.
+"""Parses the command line into settings and collects every problem.
 
 A flag is a field of the schema (`--num-layers 2` or `--num-layers=2`), another spelling from `megatron_flags.py`, or wrong.
-Booleans are `--x`, `--no-x`, `--x=false`; a bare `true` or `false` after one is taken as its value, any other word is
-not. Fields that hold several values take words until the next flag. Underscores count as dashes, so torchrun's
+Booleans are `--x`, `--no-x`, `--x=false`; a bare `true` or `false` after one is its value, any other word is
+not. Fields with several values consume words until the next flag. Underscores count as dashes, so torchrun's
 `--nproc_per_node=8` is understood. A word that starts with `--` is always a flag; one that starts with a single dash is
 a value, so negative numbers need no quoting.
 """
@@ -29,7 +29,7 @@ PRESET_FLAG, FILE_FLAG = "--preset", "--config"
 
 @dataclass(slots=True)
 class ParsedFlags:
-    """What argv said. `doubtful_flags` are flags whose value is in doubt, so that rules about them stay silent."""
+    """The settings of argv. `doubtful_flags` are flags whose value is in doubt, so that rules about them are skipped."""
 
     settings: list[Setting] = field(default_factory=list)
     preset: str | None = None
@@ -45,7 +45,7 @@ class ParsedFlags:
 
 @dataclass(frozen=True, slots=True)
 class _FlagToken:
-    """One flag with the words that follow it, up to the next flag; `inline_value` is what stood after `=`."""
+    """One flag with the words that follow it, up to the next flag; `inline_value` is the part after `=`."""
 
     typed: str
     flag: str
@@ -54,7 +54,7 @@ class _FlagToken:
 
 
 def parse_flags(argv: Sequence[str]) -> ParsedFlags:
-    """Settings in the order typed; nothing is raised, the problems are in the answer."""
+    """Returns settings in the order typed; nothing is raised, the problems are in the result."""
     parsed = ParsedFlags()
     for word in _tokenize(argv, parsed):
         surplus = _apply_flag(word, parsed)
@@ -65,7 +65,7 @@ def parse_flags(argv: Sequence[str]) -> ParsedFlags:
 
 
 def known_flags() -> list[str]:
-    """Every spelling that is understood, for suggestions."""
+    """Returns every accepted spelling, for suggestions."""
     own = [info.flag for info in fields_by_name().values()]
     negated = [f"--no-{info.flag[2:]}" for info in fields_by_name().values() if info.kind == "bool"]
     others = (
@@ -78,12 +78,12 @@ def known_flags() -> list[str]:
 
 
 def unsupported_problem(where: str, found: str, feature: str, fix: str = "Leave it out") -> Problem:
-    """The one wording for what exists elsewhere but not here yet."""
+    """The problem of a feature that exists elsewhere but not here yet."""
     return Problem(where, found, f"needs {feature}, which is not in this version", f"{fix}.")
 
 
 def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Problem:
-    """A value that does not fit its field; `where` is how the user named the field."""
+    """The problem of a value that does not fit its field; `where` is how the user named the field."""
     feature = megatron_flags.UNSUPPORTED_VALUES.get(info.name, {}).get(text)
     if feature is not None:
         return unsupported_problem(where, text, feature, f"Use {join_with_or(info.choices)}")
@@ -92,7 +92,7 @@ def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Proble
 
 
 def _did_you_mean(text: str, choices: Iterable[str]) -> str:
-    """Of a few choices one is easily told, so a swapped pair of letters in a short word (`mpl`) is near enough."""
+    """Among few choices a loose match is unambiguous, so a swapped pair of letters in a short word (`mpl`) is near enough."""
     close = closest_matches(text, choices, count=1, cutoff=0.6)
     return f"Did you mean {close[0]}?" if close else ""
 
@@ -114,7 +114,7 @@ def _stray_word(text: str) -> Problem:
 
 
 def _apply_flag(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
-    """Apply one flag; the answer is the following words it did not use."""
+    """Applies one flag; returns the following words it did not use."""
     flag = token.flag
     info = _field(flag)
     negated = _field(f"--{flag[5:]}") if flag.startswith("--no-") else None
@@ -178,7 +178,7 @@ def _add_parsed(info: FieldInfo, token: _FlagToken, texts: Sequence[str], parsed
 
 
 def _apply_valueless(token: _FlagToken, parsed: ParsedFlags, apply: Callable[[], None]) -> Sequence[str]:
-    """A flag that has no value: an attached one is a mistake."""
+    """Applies a flag without a value: an attached one is a problem."""
     if token.inline_value is None:
         apply()
     else:
@@ -263,8 +263,8 @@ def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:
 def _check_contradictions(parsed: ParsedFlags) -> None:
     """`--swiglu --squared-relu`, `--fp8-format e4m3 --fp8-hybrid`: each names a whole choice, so neither can quietly win.
 
-    The same flag twice is no contradiction, the last one wins; nor is a `none` or `--no-x` that takes back what stood before,
-    nor a field's own flag that refines a model whose base was described in shorthands.
+    The same flag twice is no contradiction, the last one wins; nor is a `none` or `--no-x` that reverts an earlier one,
+    nor a field's own flag that refines a model whose base was given in shorthands.
     """
     before: dict[str, Setting] = {}
     for setting in parsed.settings:

@@ -1,4 +1,4 @@
-"""The flag reference page, docs/flags.md, written from the schema and the spelling tables."""
+"""The flag reference page, docs/flags.md, generated from the schema and the spelling tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ their default is accepted.
 
 
 def reference_page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [_INTRODUCTION]
     for section, section_class in sections().items():
         title = (section_class.__doc__ or "").strip()

@@ -1,4 +1,4 @@
-"""How `--data-path` and `--split` are read; the validator and the data layer use the same two functions."""
+"""Parses `--data-path` and `--split`; the validator and the data layer use the same two functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BlendPart:
 
 
 def parse_blend(words: Sequence[str]) -> tuple[BlendPart, ...]:
-    """`a b` or `0.3 a 0.7 b`; either every dataset has a weight or none has.
+    """Parses `a b` or `0.3 a 0.7 b`; either every dataset has a weight or none has.
 
     >>> [part.weight for part in parse_blend(["0.3", "a", "0.7", "b"])]
     [0.3, 0.7]
@@ -42,7 +42,7 @@ def parse_blend(words: Sequence[str]) -> tuple[BlendPart, ...]:
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Shares of train, validation and test that sum to 1; shares left out are 0.
+    """Returns shares of train, validation and test that sum to 1; omitted shares are 0.
 
     >>> parse_split("3,1")
     (0.75, 0.25, 0.0)
@@ -61,7 +61,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def read_blend_file(path: str) -> list[str]:
-    """The words of a `--data-args-path` file; OSError or UnicodeDecodeError if it is no such file."""
+    """Reads the words of a `--data-args-path` file; OSError or UnicodeDecodeError if it is no such file."""
     return read_limited_bytes(Path(path), _MAX_BLEND_FILE_BYTES).decode().split()
 
 

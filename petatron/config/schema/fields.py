@@ -1,4 +1,4 @@
-"""What the schema says, as data: every field with its flag, type, default, choices and documentation.
+"""The schema as data: every field with its flag, type, default, choices and documentation.
 
 The schema is the only place a setting is declared, so flags, YAML keys, help text and the reference page are all read
 from it here. Types come from the annotations; documentation is the string literal under a field, which Python does not
@@ -35,7 +35,7 @@ _KIND_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or fa
 class FieldInfo:
     """One setting. `is_list` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
 
-    `marks` are the words beside the type in the schema's `Annotated`: path, one start, one load.
+    `marks` are the words next to the type in the schema's `Annotated`: path, one start, one load.
     """
 
     section: str
@@ -58,12 +58,12 @@ class FieldInfo:
 
     @property
     def type_name(self) -> str:
-        """The type as the reference page prints it."""
+        """The type as printed on the reference page."""
         name = " | ".join(self.choices) if self.kind == "choice" else self.kind
         return f"{name} ..." if self.is_list else name
 
     def parse(self, text: str) -> FieldValue:
-        """One value from one piece of text; `ValueError` says what was wanted."""
+        """Parses one value from text; `ValueError` tells what is expected."""
         if self.optional and text.lower() in NONE_WORDS:
             return None
         if self.kind == "choice":
@@ -105,13 +105,13 @@ def flag_name(name: str) -> str:
 
 
 def join_with_or(words: Iterable[object], last: str = "or") -> str:
-    """1, 2 or 4."""
+    """Joins words as in `1, 2 or 4`."""
     items = [str(word) for word in words]
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {last} {items[-1]}"
 
 
 def closest_matches(word: str, candidates: Iterable[str], *, count: int = 2, cutoff: float = 0.72) -> list[str]:
-    """The candidates that look most like `word` whatever its case, best first; clearly worse ones are left out."""
+    """Returns the candidates most similar to `word`, ignoring case, best first; clearly worse ones are omitted."""
     lowered = {candidate.lower(): candidate for candidate in candidates}
     close = difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=cutoff)
     scores = [difflib.SequenceMatcher(None, match, word.lower()).ratio() for match in close]
@@ -120,14 +120,14 @@ def closest_matches(word: str, candidates: Iterable[str], *, count: int = 2, cut
 
 @functools.cache
 def sections() -> dict[str, type]:
-    """Section name -> its dataclass, in schema order."""
+    """Maps section names to their dataclasses, in schema order."""
     hints = typing.get_type_hints(RunConfig)
     return {item.name: hints[item.name] for item in fields(RunConfig) if is_dataclass(hints[item.name])}
 
 
 @functools.cache
 def all_fields() -> tuple[FieldInfo, ...]:
-    """Every field of every section, in schema order."""
+    """Returns every field of every section, in schema order."""
     documentation = _field_docs()
     found: list[FieldInfo] = []
     for section, section_class in sections().items():
@@ -140,7 +140,7 @@ def all_fields() -> tuple[FieldInfo, ...]:
 
 @functools.cache
 def fields_by_name() -> dict[str, FieldInfo]:
-    """Field name -> field. Names are unique over all sections, which is what lets a flag go without a prefix."""
+    """Maps field names to fields. Names are unique over all sections, so that a flag needs no prefix."""
     index = {info.name: info for info in all_fields()}
     assert len(index) == len(all_fields()), "a field name is used in two sections"
     return index
@@ -152,12 +152,12 @@ def fields_by_path() -> dict[str, FieldInfo]:
 
 
 def flatten_config(config: RunConfig) -> dict[str, FieldValue]:
-    """Path -> value of every field."""
+    """Maps paths to the values of all fields."""
     return {info.path: getattr(getattr(config, info.section), info.name) for info in all_fields()}
 
 
 def unflatten_config(values: Mapping[str, FieldValue]) -> RunConfig:
-    """The inverse of `flatten_config`; paths left out take their default."""
+    """Inverts `flatten_config`; omitted paths get their default."""
     grouped: dict[str, dict[str, FieldValue]] = {section: {} for section in sections()}
     for path, value in values.items():
         section, name = path.split(".")
@@ -189,7 +189,7 @@ def _field_info(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInf
 
 def _field_docs() -> dict[tuple[str, str], str]:
     docs: dict[tuple[str, str], str] = {}
-    # By file and not by class: to find one class, Python would parse all of its file again.
+    # By file and not by class: to find one class, Python would reparse its whole file.
     files = dict.fromkeys(section_class.__module__ for section_class in sections().values())
     nodes = [node for name in files for node in ast.parse(inspect.getsource(sys.modules[name])).body]
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Which settings of a model are part of what it computes from its weights, and which are how a run treats it.
+"""Which settings of a model define the function of its weights, and which are a run's choice.
 
 A checkpoint, a config.json and a resumed run must agree on the first; the others may differ.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from petatron.config.schema.model import ModelConfig, MoEConfig
 
-# How a run lays out or computes the model.
+# How a run shards or computes the model.
 RUNTIME_FIELDS = frozenset(
     {
         "seq_length",
@@ -22,7 +22,7 @@ RUNTIME_FIELDS = frozenset(
         "moe_shared_expert_overlap",
     }
 )
-# What matters only while weights change, or how far positions reach.
+# What matters only in training, or limits positions.
 TRAINING_ONLY_FIELDS = frozenset(
     {
         "max_position_embeddings",
@@ -37,12 +37,12 @@ TRAINING_ONLY_FIELDS = frozenset(
         "moe_input_jitter_eps",
     }
 )
-# Ways of writing what other settings say as well.
+# Redundant with other settings.
 REDUNDANT_FIELDS = frozenset({"group_query_attention", "moe_layer_freq"})
 
 
 def is_identity_field(name: str) -> bool:
-    """Whether two models that differ in this setting are two models.
+    """Whether models that differ in this setting are different models.
 
     >>> is_identity_field("rotary_base"), is_identity_field("hidden_dropout")
     (True, False)
@@ -51,9 +51,9 @@ def is_identity_field(name: str) -> bool:
 
 
 def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
-    """The settings that make a model the same function of its weights, as a checkpoint holds them.
+    """Returns the settings that define the function of a model's weights, as stored in a checkpoint.
 
-    A dense model says nothing of experts, so that a checkpoint from before there were any is still its own.
+    A dense model has no expert settings, so that checkpoints from before MoE support still match.
     """
     experts = asdict(moe) if moe is not None and moe.num_experts is not None else {}
     return {name: value for name, value in (asdict(model) | experts).items() if is_identity_field(name)}

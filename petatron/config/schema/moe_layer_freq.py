@@ -1,7 +1,7 @@
-"""Which layers are mixtures of experts: the value of `--moe-layer-freq`.
+"""Which layers are MoE layers: the value of `--moe-layer-freq`.
 
 A number N makes layers 0, N, 2N, ... MoE. Anything else is one 0 or 1 per layer, in Python's notation for lists: brackets,
-`+` to join and `*` to repeat. Python's own parser reads it, but only these forms are understood and nothing is evaluated.
+`+` to join and `*` to repeat. Python's own parser reads it, but only these forms are accepted and nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _MAX_LAYERS = 100_000
 
 
 class MoELayerFreqError(ValueError):
-    """What is wrong with a pattern, as the rest of a sentence about it."""
+    """What is wrong with a pattern, as the predicate of a sentence about it."""
 
 
 def moe_layers(config: RunConfig) -> tuple[bool, ...]:
-    """For each layer whether it is a mixture of experts; `ConfigError` if the pattern makes no sense for the model.
+    """Returns for each layer whether it is an MoE layer; `ConfigError` if the pattern does not fit the model.
 
     >>> from petatron.config import ModelConfig, MoEConfig
     >>> moe_layers(RunConfig(model=ModelConfig(num_layers=3), moe=MoEConfig(num_experts=2, moe_layer_freq="[0]+[1]*2")))
@@ -41,7 +41,7 @@ def moe_layers(config: RunConfig) -> tuple[bool, ...]:
 
 
 def moe_layer_freq_problems(config: RunConfig) -> Iterator[Problem]:
-    """What is wrong with the pattern, for a model with experts."""
+    """Yields problems of the pattern, for a model with experts."""
     layers, text = config.model.num_layers, config.moe.moe_layer_freq
     try:
         pattern = parse_moe_layer_freq(text)
@@ -63,7 +63,7 @@ def moe_layer_freq_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def parse_moe_layer_freq(text: str) -> int | tuple[int, ...]:
-    """The number, or the list the expression stands for."""
+    """Returns the number, or the list that the expression denotes."""
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

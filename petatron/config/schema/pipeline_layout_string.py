@@ -1,10 +1,10 @@
-"""The string of `--pipeline-model-parallel-layout`, read into stages.
+"""Parses the string of `--pipeline-model-parallel-layout` into stages.
 
     layout := item*        item := symbol ['*' N] | '(' layout ')' ['*' N]       symbol := 'E' | 't' | 'L' | '|'
 
 E is the embedding, t a transformer layer, L the output head with the loss; `|` ends a stage. Commas and blanks mean
-nothing, so long strings can be grouped for the eye. `Et|(ttt|)*2tL` is four stages with 1, 3, 3 and 1 layers. Whether the
-stages fit the model is not asked here.
+nothing, so long strings can be grouped visually. `Et|(ttt|)*2tL` is four stages with 1, 3, 3 and 1 layers. Whether the
+stages fit the model is not checked here.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _MAX_SYMBOLS = 100_000
 
 
 class PipelineLayoutError(ValueError):
-    """What is wrong with a layout string, as the rest of a sentence about it."""
+    """What is wrong with a layout string, as the predicate of a sentence about it."""
 
 
 def parse_pipeline_layout(text: str) -> tuple[str, ...]:
-    """One string of symbols per stage.
+    """Returns one string of symbols per stage.
 
     >>> parse_pipeline_layout("Et|(tt|)*2,L")
     ('Et', 'tt', 'tt', 'L')
     """
     rest = "".join(character for character in text if character not in _IGNORED)
-    open_groups = [""]  # what has been read of the layout, and of each bracket that is still open
+    open_groups = [""]  # parsed content of the layout, and of each open bracket
     while rest:
         if rest[0] == "(":
             open_groups.append("")
@@ -53,7 +53,7 @@ def parse_pipeline_layout(text: str) -> tuple[str, ...]:
 
 
 def _parse_repeat_count(text: str) -> tuple[int, str]:
-    """The N of a leading `* N` (1 without one), and what follows."""
+    """Returns the N of a leading `* N` (1 without one), and the remaining text."""
     if not text.startswith("*"):
         return 1, text
     digits = text[1:]

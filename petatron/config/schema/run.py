@@ -3,8 +3,8 @@
 Every section is a frozen dataclass of plain values; the string under a field is its documentation and its help text.
 A field's name is Megatron's flag with underscores (`num_layers` is `--num-layers`), and names are unique over all
 sections, so a flag needs no prefix. A default is written in one of `model.py`, `parallel.py` and `training.py`,
-and nowhere else. `None` means "derived": `config/derived_defaults.py` fills it and records why. What values may be together is the
-business of `config/checks/`. Nothing here imports torch.
+and nowhere else. `None` means "derived": `config/derived_defaults.py` fills it and records why. Which values are compatible is
+checked in `config/checks/`. Nothing here imports torch.
 """
 
 from __future__ import annotations

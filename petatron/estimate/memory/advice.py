@@ -1,15 +1,15 @@
-"""Settings that would make a run fit, and what each would cost: predicted, not tried.
+"""Suggests settings that would make a run fit, with their cost: predicted, not measured.
 
-A candidate takes one variant of each of some kinds of change. It counts if the validator accepts it and the forecast says that
-it fits; among the variants of the same kinds the cheapest is taken. `time_cost.py` has the prices.
+A candidate has one option of each of some groups. It counts if the validator accepts it and the forecast says that it fits; among
+candidates of the same groups the cheapest is used. `time_cost.py` has the costs.
 
 There are thousands, and an answer should take no longer than a second:
 
-- What a step keeps and how long its passes take does not depend on the optimizer's settings, and what is held from step to
-  step, and how long it travels, on those alone and on who shares it. Both halves are worked out once for each choice that
-  touches them, and a candidate is the sum of two.
-- Kinds of which the variants that free most do not fit together need no further look.
-- Nor does a candidate that is too dear already without one of its changes, if that change can only slow it down.
+- Activations and the time of forward and backward do not depend on the optimizer's settings; persistent state and its transfer time
+  depend on those and on the sharding alone. Both halves are computed once for each choice that affects them, and a candidate is
+  the sum of two.
+- Groups whose most saving options do not fit together are skipped.
+- So is a candidate that is too expensive already without one of its options, if that option can only slow it down.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from petatron.estimate.memory.options import MemoryOption, OptionGroup, bf16_opt
 from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
 
 _NUM_SUGGESTIONS = 3
-_MAX_COMBINED_GROUPS = 3  # kinds in a set
+_MAX_COMBINED_GROUPS = 3  # groups in a set
 _MIN_GAIN = 0.01  # of a step's time
 
 OptionSet = tuple[MemoryOption, ...]
@@ -51,17 +51,17 @@ class SuggestedChange:
 
 
 def suggest_changes(run: RunConfig, capacity_bytes: int, *, device: DeviceKind = "cuda") -> list[SuggestedChange]:
-    """The three cheapest changes under which the heaviest rank needs at most `capacity_bytes`, or as many as there are.
+    """Returns the three cheapest changes under which the largest rank needs at most `capacity_bytes`, or as many as there are.
 
-    They are sets of at most three kinds of change, and of more only while fewer than three of those do. A kind is added to
-    others that do already only if that is worth a per cent. A run in fp32 is looked at in bf16, and as it is only while that
-    leaves fewer than three: any other set costs far more.
+    They are sets of at most three groups' options, and of more only if fewer than three such sets fit. A group is added to a set
+    that fits already only if that gains a per cent. A run in fp32 is searched in bf16, and as it is only if that leaves fewer than
+    three: any other set costs far more.
     """
-    before = _Baseline(largest_forecast(run, device=device).total, predicted_step_time(run, device=device))
+    baseline = _Baseline(largest_forecast(run, device=device).total, predicted_step_time(run, device=device))
     found: list[SuggestedChange] = []
-    for given in [*([narrow] for narrow in bf16_options(run)), []]:
+    for common_options in [*([option] for option in bf16_options(run)), []]:
         if len(found) < _NUM_SUGGESTIONS:
-            found += _Search(run, given, capacity_bytes, device, before).cheapest_changes()
+            found += _Search(run, common_options, capacity_bytes, device, baseline).cheapest_changes()
     return sorted(found, key=lambda change: (round(change.time_cost, 4), change.total_bytes))[:_NUM_SUGGESTIONS]
 
 
@@ -75,18 +75,18 @@ class _Baseline:
 
 @dataclass(frozen=True, slots=True)
 class _PartialCost:
-    """What one half of a candidate takes: bytes of every pipeline rank, and seconds."""
+    """The cost of one half of a candidate: bytes of every pipeline rank, and seconds."""
 
     rank_bytes: Sequence[int]
     seconds: float
 
 
 _IMPOSSIBLE = _PartialCost((), math.inf)
-"""For a memory budget that cannot be kept any more."""
+"""For a memory budget that cannot be met."""
 
 
 class _Search:
-    """Everything that is known of the candidates that have the `common_options` variants in common."""
+    """The state of a search among candidates that share `common_options`."""
 
     def __init__(
         self,
@@ -106,58 +106,58 @@ class _Search:
         self._allowed_cache: dict[OptionSet, bool] = {}
 
     def cheapest_changes(self) -> list[SuggestedChange]:
-        """The cheapest of every set of kinds, as far as it may be among the first three."""
-        kinds = list(option_groups(self._run))
+        """Returns the cheapest candidate of every set of groups, as far as it may be among the first three."""
+        groups = list(option_groups(self._run))
         found: dict[frozenset[int], SuggestedChange] = {}
-        if not self._may_fit(kinds):
+        if not self._may_fit(groups):
             return []
-        for together in range(0 if self._common_options else 1, len(kinds) + 1):
-            if together > _MAX_COMBINED_GROUPS and len(found) >= _NUM_SUGGESTIONS:
+        for count in range(0 if self._common_options else 1, len(groups) + 1):
+            if count > _MAX_COMBINED_GROUPS and len(found) >= _NUM_SUGGESTIONS:
                 break
-            for chosen in combinations(range(len(kinds)), together):
+            for chosen in combinations(range(len(groups)), count):
                 limits = [change.time_cost - _MIN_GAIN for fewer, change in found.items() if fewer < set(chosen)]
                 limits += sorted(change.time_cost for change in found.values())[_NUM_SUGGESTIONS - 1 : _NUM_SUGGESTIONS]
-                best = self._cheapest([kinds[at] for at in chosen], cost_limit=min(limits, default=math.inf))
+                best = self._cheapest([groups[index] for index in chosen], cost_limit=min(limits, default=math.inf))
                 if best is not None:
                     found[frozenset(chosen)] = best
         return list(found.values())
 
     def _cheapest(self, groups: Sequence[OptionGroup], *, cost_limit: float) -> SuggestedChange | None:
-        """The cheapest way to change these kinds of settings that is allowed and fits, if it costs less than `cost_limit`."""
+        """Returns the cheapest options of these groups that are allowed and fit, if they cost less than `cost_limit`."""
         every = product(
             *(
-                self._viable_options(groups, at) if len(groups) > _MAX_COMBINED_GROUPS else groups[at].options
-                for at in range(len(groups))
+                self._viable_options(groups, index) if len(groups) > _MAX_COMBINED_GROUPS else groups[index].options
+                for index in range(len(groups))
             )
         )
-        cheap = [variants for variants in every if self._time_cost_floor(variants) < cost_limit]
+        cheap = [options for options in every if self._time_cost_floor(options) < cost_limit]
         if not cheap or not self._may_fit(groups):
             return None
         best: tuple[float, float, OptionSet] | None = None
-        for variants in cheap:
-            if best is not None and round(self._time_cost_floor(variants), 4) > best[0]:
+        for options in cheap:
+            if best is not None and round(self._time_cost_floor(options), 4) > best[0]:
                 continue
-            size, cost = self._total_bytes(variants), self._time_cost(variants)
+            size, cost = self._total_bytes(options), self._time_cost(options)
             price = (round(cost, 4), size)
             better = size <= self._capacity and cost < cost_limit and (best is None or price < best[:2])
-            if better and self._allowed(variants):
-                best = (*price, variants)
+            if better and self._allowed(options):
+                best = (*price, options)
         return None if best is None else self._suggested_change(best[2])
 
     def _may_fit(self, groups: Sequence[OptionGroup]) -> bool:
-        """Whether the variants that free most would fit together, allowed or not."""
+        """Whether the most saving options would fit together, allowed or not."""
         return any(
-            self._total_bytes(variants) <= self._capacity
-            for variants in product(*(kind.most_saving for kind in groups))
+            self._total_bytes(options) <= self._capacity
+            for options in product(*(group.most_saving for group in groups))
         )
 
     def _viable_options(self, groups: Sequence[OptionGroup], at: int) -> list[MemoryOption]:
-        """Variants of one kind with which the others' may be enough."""
-        before, behind = groups[:at], groups[at + 1 :]
-        return [one for one in groups[at].options if self._may_fit([*before, OptionGroup([one], [one]), *behind])]
+        """Returns the options of one group with which those of the others may fit."""
+        before, after = groups[:at], groups[at + 1 :]
+        return [one for one in groups[at].options if self._may_fit([*before, OptionGroup([one], [one]), *after])]
 
     def _total_bytes(self, options: OptionSet) -> float:
-        """Bytes of the heaviest rank; infinite if what it holds from step to step is too much already."""
+        """Returns the bytes of the largest rank; infinite if its persistent state is too much already."""
         state = self._state_cost(options)
         passes = self._pass_cost(options) if max(state.rank_bytes) <= self._capacity else _IMPOSSIBLE
         return max((a + b for a, b in zip(passes.rank_bytes, state.rank_bytes)), default=math.inf)
@@ -166,17 +166,17 @@ class _Search:
         return (self._pass_cost(options).seconds + self._state_cost(options).seconds) / self._baseline.seconds - 1.0
 
     def _time_cost_floor(self, options: OptionSet) -> float:
-        """What a candidate costs at least, as far as is known without working out its passes."""
+        """Returns the least cost of a candidate, as far as it is known without computing its forward and backward time."""
         floor = self._pass_time_floor(_affecting(options, "passes"))
         return (floor + self._state_cost(options).seconds) / self._baseline.seconds - 1.0
 
     def _pass_time_floor(self, options: OptionSet) -> float:
-        known = self._pass_costs.get(options)
-        if known is not None:
-            return known.seconds
+        cost = self._pass_costs.get(options)
+        if cost is not None:
+            return cost.seconds
         if options not in self._pass_time_floors:
-            fewer = (options[:at] + options[at + 1 :] for at, one in enumerate(options) if one.only_slows)
-            self._pass_time_floors[options] = max((self._pass_time_floor(rest) for rest in fewer), default=0.0)
+            subsets = (options[:at] + options[at + 1 :] for at, one in enumerate(options) if one.only_slows)
+            self._pass_time_floors[options] = max((self._pass_time_floor(subset) for subset in subsets), default=0.0)
         return self._pass_time_floors[options]
 
     def _pass_cost(self, options: OptionSet) -> _PartialCost:
@@ -202,9 +202,9 @@ class _Search:
         return self._state_costs[key]
 
     def _allowed(self, options: OptionSet) -> bool:
-        """Whether the validator has nothing against these variants that it has not against the run as it is.
+        """Whether the validator reports no problem with these options that the run does not have already.
 
-        Two that do not go together are in many sets, and are refused by name.
+        Two that conflict are in many sets, so pairs are checked first.
         """
         if len(options) > 2 and not all(self._allowed(pair) for pair in combinations(options, 2)):
             return False
@@ -216,19 +216,19 @@ class _Search:
     def _suggested_change(self, options: OptionSet) -> SuggestedChange:
         every, total = [*self._common_options, *options], int(self._total_bytes(options))
         return SuggestedChange(
-            flags=" ".join(variant.flags for variant in every),
+            flags=" ".join(option.flags for option in every),
             total_bytes=total,
             saved_bytes=self._baseline.total_bytes - total,
             time_cost=self._time_cost(options),
-            remark="; ".join(variant.remark for variant in every if variant.remark),
+            remark="; ".join(option.remark for option in every if option.remark),
         )
 
 
 def _affecting(options: OptionSet, side: str) -> OptionSet:
-    return tuple([variant for variant in options if variant.affects in (side, "both")])
+    return tuple([option for option in options if option.affects in (side, "both")])
 
 
 def _apply_options(run: RunConfig, options: Sequence[MemoryOption]) -> RunConfig:
-    for variant in options:
-        run = variant.edit(run)
+    for option in options:
+        run = option.edit(run)
     return run

@@ -1,11 +1,11 @@
-"""What a rank will hold at its worst moment: pure arithmetic, so it is known before any rank starts.
+"""Forecasts the peak memory of a rank: pure arithmetic, so it is known before any rank starts.
 
     weights, gradients, optimizer   `estimate/state_bytes.py`
-    activations                     what micro-batches in flight keep, and the largest part that is made again
-    logits                          what a micro-batch in flight keeps outside its layers, most of it for the loss
+    activations                     saved by the micro-batches in flight, and the largest recomputed group
+    logits                          saved by the micro-batches in flight outside their layers, most of it for the loss
 
-Not counted: what a kernel needs while it runs, buffers of communication, and the device's own share. The log has the
-prediction beside the measured peak.
+Not counted: a kernel's workspace, communication buffers, and the device's own share. The log has the prediction with the measured
+peak.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MemoryForecast:
 
 
 def format_gigabytes(size: float) -> str:
-    """Three digits or so.
+    """Formats bytes as GB with three digits or so.
 
     >>> format_gigabytes(134_217_728_000), format_gigabytes(1_500_000), format_gigabytes(0)
     ('134.2', '0.0015', '0')
@@ -65,24 +65,24 @@ def format_gigabytes(size: float) -> str:
 
 
 def recompute_plans(run: RunConfig, *, device: DeviceKind) -> list[RecomputePlan]:
-    """The plan of every stage in model order; a budget that some stage cannot keep is refused with what the largest needs."""
+    """Returns the plan of every stage in model order; raises the `BudgetError` of the stage that needs most if a budget is too small."""
     shape = ActivationShape.from_config(run, device=device)
     pipeline = pipeline_plan(run)
     in_flight = pipeline.in_flight(num_micro_batches(run))
     plans: list[RecomputePlan] = []
-    refused: list[BudgetError] = []
-    for stage, held in zip(pipeline_stages(run), in_flight, strict=True):
+    errors: list[BudgetError] = []
+    for stage, count in zip(pipeline_stages(run), in_flight, strict=True):
         try:
-            plans.append(plan_recompute(run.memory, shape, stage, in_flight=held, num_local_stages=pipeline.virtual))
+            plans.append(plan_recompute(run.memory, shape, stage, in_flight=count, num_local_stages=pipeline.virtual))
         except BudgetError as error:
-            refused.append(error)
-    if refused:
-        raise max(refused, key=lambda error: error.needed_bytes)
+            errors.append(error)
+    if errors:
+        raise max(errors, key=lambda error: error.needed_bytes)
     return plans
 
 
 def forecast_memory(run: RunConfig, *, device: DeviceKind) -> list[MemoryForecast]:
-    """What every pipeline rank will hold at most; ranks that differ in other ways hold the same."""
+    """Forecasts every pipeline rank's peak; ranks that differ in other axes need the same."""
     plans = recompute_plans(run, device=device)
     return [
         MemoryForecast(pipeline_rank=rank, state=state, activations=peak - logits, logits=logits)
@@ -93,18 +93,18 @@ def forecast_memory(run: RunConfig, *, device: DeviceKind) -> list[MemoryForecas
 
 
 def state_bytes_per_rank(run: RunConfig) -> list[StateBytes]:
-    """What every pipeline rank holds from step to step."""
-    every = pipeline_stages(run)
-    return [state_bytes(run, [every[number] for number in own]) for own in _stages_per_rank(run)]
+    """Returns the persistent state of every pipeline rank."""
+    stages = pipeline_stages(run)
+    return [state_bytes(run, [stages[stage] for stage in own]) for own in _stages_per_rank(run)]
 
 
 def activation_peaks(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> list[tuple[int, int]]:
-    """What every pipeline rank keeps beside that at its worst moment, and how much of it lies outside layers."""
-    shape, every = ActivationShape.from_config(run, device=device), pipeline_stages(run)
+    """Returns every pipeline rank's peak of activations, and how much of it is outside layers."""
+    shape, stages = ActivationShape.from_config(run, device=device), pipeline_stages(run)
     return [
         (
-            sum(_stage_peak_bytes(run, plans[number], shape, every[number]) for number in own),
-            sum(plans[number].in_flight * embedding_and_head_bytes(shape, every[number]) for number in own),
+            sum(_stage_peak_bytes(run, plans[stage], shape, stages[stage]) for stage in own),
+            sum(plans[stage].in_flight * embedding_and_head_bytes(shape, stages[stage]) for stage in own),
         )
         for own in _stages_per_rank(run)
     ]
@@ -112,16 +112,16 @@ def activation_peaks(run: RunConfig, plans: Sequence[RecomputePlan], *, device: 
 
 def _stages_per_rank(run: RunConfig) -> list[list[int]]:
     pipeline, count = pipeline_plan(run), len(pipeline_stages(run))
-    return [[number for number in range(count) if pipeline.rank_of(number) == rank] for rank in range(pipeline.ranks)]
+    return [[stage for stage in range(count) if pipeline.rank_of(stage) == rank] for rank in range(pipeline.ranks)]
 
 
 def largest_forecast(run: RunConfig, *, device: DeviceKind) -> MemoryForecast:
-    """The forecast of the pipeline rank that needs most."""
+    """Returns the forecast of the pipeline rank that needs most."""
     return max(forecast_memory(run, device=device), key=lambda forecast: forecast.total)
 
 
 def shared_device_problem(run: RunConfig, *, memory_bytes: int) -> Problem | None:
-    """Why a device cannot hold the ranks that are to share it (`--ranks-per-device`); None if it can, as far as is predicted."""
+    """Returns why a device cannot hold the ranks that share it (`--ranks-per-device`); None if it can, as predicted."""
     ranks, each = run.launch.ranks_per_device, largest_forecast(run, device="cuda").total
     if ranks == 1 or ranks * each <= memory_bytes:
         return None
@@ -132,12 +132,12 @@ def shared_device_problem(run: RunConfig, *, memory_bytes: int) -> Problem | Non
 
 
 def _stage_peak_bytes(run: RunConfig, plan: RecomputePlan, shape: ActivationShape, stage: PipelineStage) -> int:
-    mixed = tuple(shape.moe_layer_mask[layer] for layer in stage.layer_indices)
-    return plan.peak_bytes - freed_bytes(plan, shape, mixed, run.memory.cpu_offloading_num_layers)
+    moe_mask = tuple(shape.moe_layer_mask[layer] for layer in stage.layer_indices)
+    return plan.peak_bytes - freed_bytes(plan, shape, moe_mask, run.memory.cpu_offloading_num_layers)
 
 
 def memory_log_line(run: RunConfig, *, device: DeviceKind, pipeline_rank: int, measured_bytes: int) -> str:
-    """Prediction and measurement side by side, for the log."""
+    """Returns prediction and measurement, for the log."""
     predicted = forecast_memory(run, device=device)[pipeline_rank].describe()
     what = "measured peak" if device == "cuda" else "resident peak of the process"
     return f"memory: predicted {predicted}, {what} {format_gigabytes(measured_bytes)} GB"

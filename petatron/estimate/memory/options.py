@@ -1,6 +1,6 @@
-"""What can be set to hold less, as variants of some kinds: their flags, and what they do to a config.
+"""The settings that save memory, as groups of options: their flags, and their edits of a config.
 
-Whether a run may have them is the validator's business, and whether they help that of `advice.py`.
+The validator decides whether a run may have them, `advice.py` whether they help.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ AffectedPart = Literal["passes", "state", "both"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryOption:
-    """One setting: the flags that say it, how it changes a config, and what it means beyond memory and time.
+    """One setting: its flags, its edit of a config, and a remark on what it changes beyond memory and time.
 
-    affects: what it touches, the passes of a step or what is held from step to step.
-    only_slows: no passes get faster by it, whatever it goes with.
+    affects: forward and backward of a step, or persistent state.
+    only_slows: never makes forward and backward faster, whatever it is combined with.
     """
 
     flags: str
@@ -37,24 +37,24 @@ class MemoryOption:
 
 @dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """Settings of which a run can have one. `most_saving` are those of them that may free most, whatever they go with."""
+    """Settings of which a run can have one. `most_saving` are those that may free most, whatever they are combined with."""
 
     options: Sequence[MemoryOption]
     most_saving: Sequence[MemoryOption]
 
     @classmethod
     def increasing(cls, variants: Sequence[MemoryOption]) -> OptionGroup:
-        """Each frees more than the one before."""
+        """Builds a group in which each option frees more than the one before."""
         return cls(variants, variants[-1:])
 
     @classmethod
     def empty(cls) -> OptionGroup:
-        """The run has made its choice, or has none."""
+        """Builds the group of a setting that is fixed, or does not apply."""
         return cls((), ())
 
 
 def option_groups(run: RunConfig) -> Iterator[OptionGroup]:
-    """Every kind of change that this run leaves open."""
+    """Yields every group of options that this run leaves open."""
     passes = (_micro_batch_options(run), _recompute_options(run), _activation_offload_options(run))
     state = (
         _sharding_options(run),
@@ -62,13 +62,13 @@ def option_groups(run: RunConfig) -> Iterator[OptionGroup]:
         _gradient_dtype_options(run),
         _optimizer_offload_options(run),
     )
-    for kind in (*passes, *state, _sequence_parallel_options(run), _context_parallel_options(run)):
-        if kind.options:
-            yield kind
+    for group in (*passes, *state, _sequence_parallel_options(run), _context_parallel_options(run)):
+        if group.options:
+            yield group
 
 
 def bf16_options(run: RunConfig) -> list[MemoryOption]:
-    """bf16 for a run in fp32; one in float64 wants to be exact."""
+    """Returns bf16 for a run in fp32; a float64 run is meant to be exact."""
     if run.precision.fp64 or not computes_in_fp32(run):
         return []
     remark = "computes in bfloat16, master weights stay in fp32"
@@ -76,7 +76,7 @@ def bf16_options(run: RunConfig) -> list[MemoryOption]:
 
 
 def _edit_section(name: str, **values: Any) -> ConfigEdit:
-    """Sets fields of one section of a config."""
+    """Returns an edit that sets fields of one section of a config."""
 
     def edit(run: RunConfig) -> RunConfig:
         return replace(run, **{name: replace(getattr(run, name), **values)})
@@ -85,7 +85,7 @@ def _edit_section(name: str, **values: Any) -> ConfigEdit:
 
 
 def _micro_batch_options(run: RunConfig) -> OptionGroup:
-    """Smaller ones, of which a step has more. The global batch stays, which must be said if it was derived before."""
+    """Smaller micro-batches, of which a step has more. The global batch is unchanged, and must be given if it was derived before."""
     size, batch = run.train.micro_batch_size, run.train.global_batch_size
     smaller = [number for number in range(size - 1, 0, -1) if size % number == 0]
     return OptionGroup.increasing(
@@ -118,9 +118,7 @@ def _recompute_options(run: RunConfig) -> OptionGroup:
         for number in sorted({max(1, layers * part // 8) for part in range(1, 8)} - {layers})
     ]
     every = _full_recompute_option("uniform", 1)
-    return OptionGroup(
-        [*parts, *some, every], [*parts, every]
-    )  # whole layers keep least, but make most again at a time
+    return OptionGroup([*parts, *some, every], [*parts, every])  # whole layers save least, but recompute most at a time
 
 
 def _full_recompute_option(method: str, number: int) -> MemoryOption:
@@ -147,13 +145,13 @@ def _activation_offload_options(run: RunConfig) -> OptionGroup:
 
 
 def _sharding_options(run: RunConfig) -> OptionGroup:
-    """State spread over the ranks that hold the same weights, more of it than now.
+    """State sharded over data-parallel ranks, more of it than now.
 
-    Which frees most depends on the rest: fully sharded, gradients are in fp32 and master weights stay on the device.
+    Which frees most depends on other settings: fully sharded, gradients are in fp32 and master weights stay on the device.
     """
     parallel, now = run.parallel, run.parallel.data_parallel_sharding_strategy
-    copies = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
-    if copies == 1 or now is None:
+    num_replicas = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
+    if num_replicas == 1 or now is None:
         return OptionGroup.empty()
     variants: list[MemoryOption] = []
     if now == "no_shard":
@@ -171,9 +169,9 @@ def _sharding_options(run: RunConfig) -> OptionGroup:
 
 
 def _fully_sharded_edit(strategy: str) -> ConfigEdit:
-    share = _edit_section("parallel", data_parallel_sharding_strategy=strategy)
-    widen = _edit_section("optim", main_grads_dtype="fp32")
-    return lambda run: widen(share(run))
+    shard = _edit_section("parallel", data_parallel_sharding_strategy=strategy)
+    use_fp32_grads = _edit_section("optim", main_grads_dtype="fp32")
+    return lambda run: use_fp32_grads(shard(run))
 
 
 def _moment_dtype_options(run: RunConfig) -> OptionGroup:
@@ -217,7 +215,7 @@ def _sequence_parallel_options(run: RunConfig) -> OptionGroup:
 
 
 def _context_parallel_options(run: RunConfig) -> OptionGroup:
-    """Data-parallel ranks that share each sequence instead, at the same number of ranks."""
+    """Data-parallel ranks become context-parallel ranks, at the same number of ranks."""
     replicas, size = run.parallel.data_parallel_size or 1, run.parallel.context_parallel_size
     variants: list[MemoryOption] = []
     for factor in (2, 4, 8):

@@ -1,30 +1,30 @@
-"""How long a step takes beside another one of the same model: what settings that spare memory cost.
+"""Predicts the relative time of a step: the cost of settings that save memory.
 
-Rules of thumb for one rank, meant to order settings, not to promise speed. The link to the host carries 50 GB/s; F is the time of
-the layers' forward pass, without the head, at 600 TFLOP/s, or 60 in fp32:
+Rules of thumb for one rank, meant to rank settings, not to promise speed. The host link has 50 GB/s; F is the time of the layers'
+forward, without the head, at 600 TFLOP/s, or 60 in fp32:
 
-    smaller micro-batch      products of t rows take 1 + 256 / t of their best time; weights and gradients are passed over
+    smaller micro-batch      GEMMs of t rows take 1 + 256 / t of their best time; weights and gradients are read and written
                              once more per micro-batch, 12 bytes per element at 4 TB/s
-    recompute                the operations that are repeated
-    activation offload       bytes / 50 GB/s beyond F on the way out, and beyond 2 F on the way back
-    optimizer offload        the state that is away, once in each direction at the same time
+    recompute                the repeated operations
+    activation offload       bytes / 50 GB/s beyond F for offload, and beyond 2 F for reload
+    optimizer offload        the offloaded state, once in each direction at the same time
     context parallelism      keys and values of the other ranks, three times, at 150 GB/s
     bf16 in place of fp32    a tenth of the time for operations
     sequence parallelism     nothing
-    bf16 moments             nothing, and less on the way to the host and back
-    bf16 gradients           nothing, though they are half as much to write and to send
+    bf16 moments             nothing, and less transfer to the host and back
+    bf16 gradients           nothing, though they are half the bytes to write and to send
 
-Ranks that hold the same weights send their gradients, 4 bytes (2 with `--grad-reduce-in-bf16`), and gather what others have updated,
-in the run's precision (a byte with `--fp8-param-gather`). Of n elements, t = n (1 - 1 / ranks) arrive, at 150 GB/s if these ranks have room
-in a machine of 8, else at 50. With g and a the seconds of both, m micro-batches, and x+ for what is left of x above 0:
+Data-parallel ranks reduce gradients, 4 bytes (2 with `--grad-reduce-in-bf16`), and all-gather updated weights, in the run's precision
+(a byte with `--fp8-param-gather`). Of n elements, t = n (1 - 1 / ranks) are received, at 150 GB/s if these ranks fit in a node of 8,
+else at 50. With g and a the seconds of both, m micro-batches, and x+ = max(x, 0):
 
     no_shard                 (2 g - 2 F)+
     optim                    (g - 2 F)+ + a, or (a - F)+ with `--overlap-param-gather`
     optim_grads              m (g - 2 F)+ + (a - F)+, and 1 copy
     optim_grads_params       m ((a - F)+ + (g + b - 2 F)+), and 2 m copies          b: a without what is outside of layers
 
-Without `--overlap-grad-reduce`, nothing hides g of the first two. A copy is of what was gathered, to where it is computed with; in
-FP8 both fully sharded strategies cast weights for every use, 2 m times 6 bytes per element.
+Without `--overlap-grad-reduce`, g of the first two is exposed. A copy is of gathered weights, from the all-gather's buffer to the
+parameters; in FP8 both fully sharded strategies cast weights for every use, 2 m times 6 bytes per element.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _DEVICES_PER_NODE = 8
 
 
 def predicted_step_time(run: RunConfig, *, device: DeviceKind = "cuda") -> float:
-    """Seconds of a step on one rank by the rules of thumb above; to be compared with others of its kind only."""
+    """Returns the seconds of a step on one rank by the rules of thumb above; comparable with one another only."""
     return forward_backward_time(run, recompute_plans(run, device=device), device=device) + optimizer_offload_time(run)
 
 
@@ -61,15 +61,15 @@ def computes_in_fp32(run: RunConfig) -> bool:
 
 
 def optimizer_offload_time(run: RunConfig) -> float:
-    """Seconds for which optimizer state is on its way from the host and back: all that an update adds."""
+    """Returns the seconds of transferring optimizer state from the host and back: all that an update adds."""
     if not run.memory.optimizer_cpu_offload:
         return 0.0
-    here, first = replace(run, memory=replace(run.memory, optimizer_cpu_offload=False)), pipeline_stages(run)[:1]
-    return (state_bytes(here, first).optimizer - state_bytes(run, first).optimizer) / _HOST_BANDWIDTH
+    base, first = replace(run, memory=replace(run.memory, optimizer_cpu_offload=False)), pipeline_stages(run)[:1]
+    return (state_bytes(base, first).optimizer - state_bytes(run, first).optimizer) / _HOST_BANDWIDTH
 
 
 def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> float:
-    """Seconds of a step's forward and backward passes, with what ranks send each other, under the plans of all stages."""
+    """Returns the seconds of a step's forward and backward with their communication, under the plans of all stages."""
     parallel, micro_batches = run.parallel, num_micro_batches(run)
     speed = _FLOPS_FP32 if computes_in_fp32(run) else _FLOPS
     assert run.train.global_batch_size is not None and parallel.world_size is not None
@@ -78,31 +78,31 @@ def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, dev
     )
     tokens = run.train.global_batch_size * run.model.seq_length
     ideal = per_token * tokens / parallel.world_size / speed
-    shape, every = ActivationShape.from_config(run, device=device), pipeline_stages(run)
-    elements = local_element_counts(run, every[:1])
-    held = elements.dense + elements.experts
-    seconds = ideal * (1.0 + 256.0 / shape.gathered_tokens) + micro_batches * 12.0 * held / _MEMORY_BANDWIDTH
-    seconds += _largest_recompute_flops(every, shape, plans) * micro_batches / speed
+    shape, stages = ActivationShape.from_config(run, device=device), pipeline_stages(run)
+    elements = local_element_counts(run, stages[:1])
+    local = elements.dense + elements.experts
+    seconds = ideal * (1.0 + 256.0 / shape.gathered_tokens) + micro_batches * 12.0 * local / _MEMORY_BANDWIDTH
+    seconds += _largest_recompute_flops(stages, shape, plans) * micro_batches / speed
     head = 6 * run.model.hidden_size * padded_vocab_size(run.model, tp_size=parallel.tensor_model_parallel_size)
     forward = (1.0 - head / per_token) * ideal / micro_batches / 3.0
-    seconds += _activation_offload_wait(run, shape, plans[0], every[0], forward_s=forward) * micro_batches
+    seconds += _activation_offload_wait(run, shape, plans[0], stages[0], forward_s=forward) * micro_batches
     seconds += _data_parallel_wait(run, elements, micro_batches, forward_s=forward)
     others = parallel.context_parallel_size - 1
-    layers = sum(len(stage.layer_indices) for stage in every) / parallel.pipeline_model_parallel_size
-    keys = 2 * shape.kv_dim * shape.gathered_tokens * shape.element_bytes
-    return seconds + 3.0 * others * keys * layers * micro_batches / _INTRA_NODE_BANDWIDTH
+    layers = sum(len(stage.layer_indices) for stage in stages) / parallel.pipeline_model_parallel_size
+    kv_bytes = 2 * shape.kv_dim * shape.gathered_tokens * shape.element_bytes
+    return seconds + 3.0 * others * kv_bytes * layers * micro_batches / _INTRA_NODE_BANDWIDTH
 
 
 def _largest_recompute_flops(
     all_stages: Sequence[PipelineStage], shape: ActivationShape, plans: Sequence[RecomputePlan]
 ) -> float:
-    """Operations that the busiest stage repeats for one micro-batch."""
-    known: dict[tuple[frozenset[str], bool], float] = {}
+    """Returns the operations that the stage with most of them repeats for one micro-batch."""
+    cache: dict[tuple[frozenset[str], bool], float] = {}
 
-    def repeated(modules: frozenset[str], mixed: bool) -> float:
-        if (modules, mixed) not in known:
-            known[modules, mixed] = recompute_flops(shape, modules, is_moe=mixed)
-        return known[modules, mixed]
+    def repeated(modules: frozenset[str], is_moe: bool) -> float:
+        if (modules, is_moe) not in cache:
+            cache[modules, is_moe] = recompute_flops(shape, modules, is_moe=is_moe)
+        return cache[modules, is_moe]
 
     return max(
         sum(
@@ -116,44 +116,44 @@ def _largest_recompute_flops(
 def _activation_offload_wait(
     run: RunConfig, shape: ActivationShape, plan: RecomputePlan, stage: PipelineStage, *, forward_s: float
 ) -> float:
-    """Seconds for which a micro-batch waits for activations that leave or come back."""
+    """Returns the seconds that a micro-batch waits for offload and reload of activations."""
     number = run.memory.cpu_offloading_num_layers
     if number == 0:
         return 0.0
-    mixed = tuple(shape.moe_layer_mask[layer] for layer in stage.layer_indices)
-    seconds = offloaded_bytes(plan, shape, mixed, number) / _HOST_BANDWIDTH
+    moe_mask = tuple(shape.moe_layer_mask[layer] for layer in stage.layer_indices)
+    seconds = offloaded_bytes(plan, shape, moe_mask, number) / _HOST_BANDWIDTH
     return max(0.0, seconds - forward_s) + max(0.0, seconds - 2.0 * forward_s)
 
 
 def _data_parallel_wait(run: RunConfig, elements: ElementCounts, micro_batches: int, *, forward_s: float) -> float:
-    """Seconds for which a step waits for gradients and weights of ranks that hold the same, and for what that adds to do."""
+    """Returns the seconds that a step waits for gradient reduction and weight all-gather, and the time of their copies and casts."""
     parallel, layout = run.parallel, Layout.from_config(run.parallel)
     sharded = parallel.data_parallel_sharding_strategy != "no_shard"
-    copies = (layout.dp_shard * layout.cp, layout.edp_shard) if sharded else (layout.dp * layout.cp, layout.edp)
-    held = elements.dense + elements.experts
-    arriving = elements.dense * (1.0 - 1.0 / copies[0]) + elements.experts * (1.0 - 1.0 / copies[1])
-    link = _INTRA_NODE_BANDWIDTH if copies[0] * layout.tp <= _DEVICES_PER_NODE else _INTER_NODE_BANDWIDTH
+    replicas = (layout.dp_shard * layout.cp, layout.edp_shard) if sharded else (layout.dp * layout.cp, layout.edp)
+    local = elements.dense + elements.experts
+    received = elements.dense * (1.0 - 1.0 / replicas[0]) + elements.experts * (1.0 - 1.0 / replicas[1])
+    link = _INTRA_NODE_BANDWIDTH if replicas[0] * layout.tp <= _DEVICES_PER_NODE else _INTER_NODE_BANDWIDTH
     weight = 1 if run.precision.fp8_param_gather else element_bytes(run)
-    sent = arriving * (2 if parallel.grad_reduce_in_bf16 else max(element_bytes(run), 4)) / link
-    gathered = arriving * weight / link
+    reduce = received * (2 if parallel.grad_reduce_in_bf16 else max(element_bytes(run), 4)) / link
+    gather = received * weight / link
 
-    def beyond(seconds: float, hidden: float) -> float:
+    def exposed(seconds: float, hidden: float) -> float:
         return max(0.0, seconds - hidden)
 
     backward = 2.0 * forward_s
     if parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and layout.world_size > 1:
-        copy = 2.0 * weight * held / _MEMORY_BANDWIDTH
+        copy = 2.0 * weight * local / _MEMORY_BANDWIDTH
         casts = (
-            12.0 * (held - elements.embedding_and_head) / _MEMORY_BANDWIDTH
+            12.0 * (local - elements.embedding_and_head) / _MEMORY_BANDWIDTH
             if run.precision.fp8_format is not None
             else 0.0
         )
         if parallel.data_parallel_sharding_strategy == "optim_grads":
-            return micro_batches * (beyond(sent, backward) + casts) + beyond(gathered, forward_s) + copy
-        twice = gathered * (1.0 - elements.embedding_and_head / held)
-        waits = beyond(gathered, forward_s) + beyond(sent + twice, backward)
+            return micro_batches * (exposed(reduce, backward) + casts) + exposed(gather, forward_s) + copy
+        regather = gather * (1.0 - elements.embedding_and_head / local)
+        waits = exposed(gather, forward_s) + exposed(reduce + regather, backward)
         return micro_batches * (waits + 2.0 * copy + casts)
-    behind = backward if parallel.overlap_grad_reduce else 0.0
+    hidden = backward if parallel.overlap_grad_reduce else 0.0
     if not sharded:
-        return beyond(2.0 * sent, behind)
-    return beyond(sent, behind) + beyond(gathered, forward_s if parallel.overlap_param_gather else 0.0)
+        return exposed(2.0 * reduce, hidden)
+    return exposed(reduce, hidden) + exposed(gather, forward_s if parallel.overlap_param_gather else 0.0)

@@ -1,17 +1,17 @@
-"""Causal attention on one device: the fastest kernel that knows these tensors, else blocks and tiles.
+"""Causal attention on one device: the fastest kernel that supports these tensors, else blocks and tiles.
 
-A token sees itself and the tokens before it, at most `window` of them, and none behind the start of its document.
+A token attends to itself and the tokens before it, at most `window` of them, and none before the start of its document.
 
-    neither window nor documents       cuDNN on Hopper, else what PyTorch chooses
+    neither window nor documents       cuDNN on Hopper, else PyTorch's choice
     documents                          cuDNN on Hopper for long ones (`documents.py`), else FlashAttention on NVIDIA GPUs
     windows, with or without them      FlashAttention on NVIDIA GPUs
-    everything else                    the sequence is cut into pieces (`mask.py`), so neither time nor memory is spent on
-                                       what nobody sees
+    everything else                    the sequence is cut into rectangles (`mask.py`), so that masked-out parts cost neither
+                                       time nor memory
 
-The first three are for half precision. None of them asks the device for anything: what the host has to know of the
-documents was worked out when the batch was made.
+The first three are for half precision. None of them synchronises with the device: what the host needs to know of the documents
+was computed with the batch.
 
-S sequence, B batch, H query heads, K key/value heads, E head width.
+S sequence, B batch, H query heads, K kv heads, E head dim.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def causal_attention(
     documents: Documents | None = None,
     packing_kernels: PackingKernels = rows,
 ) -> Tensor:
-    """Softmax attention in which a token sees itself and the tokens of its document before it, `window` of them at most.
+    """Softmax attention of each token to itself and the tokens of its document before it, at most `window` of them.
 
-    `packing_kernels` takes tokens to padded rows and back: `rows` or a faster twin.
+    `packing_kernels` gathers tokens into padded rows and scatters them back: `rows` or a faster implementation.
     """
     length = q_SBHE.shape[0]
     limit = window if window is not None and window < length else None
@@ -75,7 +75,7 @@ def block_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, mask: BlockM
 
 
 def _equal_length_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, length: int) -> Tensor:
-    """Documents of one length are a larger batch of shorter sequences; where batches come first in memory, only a view."""
+    """Treats documents of one length as a larger batch of shorter sequences; a view where memory is batch first."""
     sequence, batch = q_SBHE.shape[:2]
     q, k, v = (x.transpose(0, 1).reshape(-1, length, *x.shape[2:]).transpose(0, 1) for x in (q_SBHE, k_SBKE, v_SBKE))
     return _dense_attention(q, k, v, 0.0).transpose(0, 1).reshape(batch, sequence, *q_SBHE.shape[2:]).transpose(0, 1)
@@ -93,7 +93,7 @@ def _dense_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, dropout: fl
 
 
 class _CudnnAttention(torch.autograd.Function):
-    """One causal call; our own node because of the layout of the gradient (`cudnn.py`)."""
+    """One causal call; a node of its own because of the gradient's layout (`cudnn.py`)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        answered = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
-        found = zero_qkv_grads(q, k, v)
-        block_backward(answered, k, v, ctx.mask, grads=found, dropout=ctx.dropout)
-        return *(grad.to(q.dtype) for grad in found), None, None
+        backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
+        qkv_grads = zero_qkv_grads(q, k, v)
+        block_backward(backward_inputs, k, v, ctx.mask, grads=qkv_grads, dropout=ctx.dropout)
+        return *(grad.to(q.dtype) for grad in qkv_grads), None, None

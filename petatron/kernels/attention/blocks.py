@@ -1,11 +1,11 @@
-"""Attention over blocks of keys that come one after the other, merged by log-sum-exp.
+"""Attention over successive blocks of keys, merged by log-sum-exp.
 
 If a query's output over some keys is O1 with log-sum-exp L1, and over some others O2 with L2, then over both it is
 
     L = log(exp L1 + exp L2)        O = O1 exp(L1 - L) + O2 exp(L2 - L)
 
-so keys may be met in any order, from any rank. The sums are kept in at least float32. Shapes are those of the layers:
-S sequence, B batch, H query heads, K key/value heads, E head width.
+so blocks may come in any order, from any rank. The sums are in at least float32. Shapes are those of the layers: S sequence,
+B batch, H query heads, K kv heads, E head dim.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from petatron.kernels.compute_dtype import compute_dtype
 
 
 class PartialAttention:
-    """The answer to some queries over the keys they have met so far."""
+    """The attention of some queries over the blocks of keys so far."""
 
     def __init__(self, q_SBHE: Tensor, *, value_width: int) -> None:
         length, batch, heads, _ = q_SBHE.shape
@@ -35,17 +35,17 @@ class PartialAttention:
     def attend_block(
         self, k_SBKE: Tensor, v_SBKE: Tensor, mask: BlockMask, *, dropout: AttentionDropout | None = None
     ) -> None:
-        """Take a block of keys and values into account; `mask` says at which positions they and the queries stand."""
+        """Adds a block of keys and values; `mask` has their positions and those of the queries."""
         k, v = _heads_first(k_SBKE), _heads_first(v_SBKE)
-        for piece, tile, key in _pieces_of_work(mask, self._q_BHSE, v, dropout):
-            part = tile or piece
+        for rectangle, tile, key in _rectangles_and_tiles(mask, self._q_BHSE, v, dropout):
+            part = tile or rectangle
             q_part, k_part, v_part = (
                 _slice_rows(self._q_BHSE, part.rows),
                 _slice_rows(k, part.columns),
                 _slice_rows(v, part.columns),
             )
             if tile is None:
-                out, lse = flash.forward(q_part, k_part, v_part, causal=piece.kind == "causal")
+                out, lse = flash.forward(q_part, k_part, v_part, causal=rectangle.kind == "causal")
             else:
                 keyed = None if dropout is None else (dropout, key)
                 out, lse = tile_forward(q_part, k_part, v_part, masked_out=tile.masked_out, dropout=keyed)
@@ -53,16 +53,16 @@ class PartialAttention:
 
     def _merge(self, rows: range, out_BHQE: Tensor, lse_BHQ: Tensor) -> None:
         out, lse = _slice_rows(_heads_first(self.out_SBHE), rows), self.lse_BHS[:, :, rows.start : rows.stop]
-        both = torch.logaddexp(lse, lse_BHQ)
-        finite = both.clamp(min=torch.finfo(both.dtype).min)  # -inf - -inf where nothing has been seen yet
+        merged = torch.logaddexp(lse, lse_BHQ)
+        finite = merged.clamp(min=torch.finfo(merged.dtype).min)  # -inf - -inf where no key has been visible yet
         out.mul_((lse - finite).exp_().unsqueeze(-1))
         out.addcmul_(out_BHQE.to(out.dtype), (lse_BHQ - finite).exp_().unsqueeze(-1))
-        lse.copy_(both)
+        lse.copy_(merged)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackwardInputs:
-    """Queries with their final answer over all keys, and the gradient of that answer."""
+    """Queries with their final output over all keys, and the gradient of that output."""
 
     q_SBHE: Tensor
     out_SBHE: Tensor
@@ -74,16 +74,16 @@ class AttentionBackwardInputs:
     def of(cls, q_SBHE: Tensor, *, out_SBHE: Tensor, lse_BHS: Tensor, grad_SBHE: Tensor) -> AttentionBackwardInputs:
         dtype = lse_BHS.dtype
         delta = (grad_SBHE.to(dtype) * out_SBHE.to(dtype)).sum(dim=-1).permute(1, 2, 0)
-        # The kernels want a dense last dimension; autograd may hand over an expanded gradient.
+        # The kernels need a dense last dimension; autograd may pass an expanded gradient.
         return cls(q_SBHE, out_SBHE, lse_BHS, grad_SBHE.contiguous(), delta.contiguous())
 
 
 QKVGrads = tuple[Tensor, Tensor, Tensor]
-"""Of queries, keys and values, shaped as they are."""
+"""Gradients of queries, keys and values, with their shapes."""
 
 
 def zero_qkv_grads(q: Tensor, k: Tensor, v: Tensor) -> QKVGrads:
-    """In at least float32, to be added to."""
+    """Allocates gradients in at least float32, to accumulate into."""
     dtype = compute_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     return dq, dk, dv
@@ -98,25 +98,25 @@ def block_backward(
     grads: QKVGrads,
     dropout: AttentionDropout | None = None,
 ) -> None:
-    """Add to `grads` what this block of keys has to do with the gradients."""
+    """Adds the contribution of this block of keys to `grads`."""
     q, out, grad = (_heads_first(x) for x in (inputs.q_SBHE, inputs.out_SBHE, inputs.grad_SBHE))
     k, v = _heads_first(k_SBKE), _heads_first(v_SBKE)
     dq, dk, dv = (_heads_first(x) for x in grads)
-    for piece, tile, key in _pieces_of_work(mask, q, v, dropout):
-        part = tile or piece
+    for rectangle, tile, key in _rectangles_and_tiles(mask, q, v, dropout):
+        part = tile or rectangle
         rows, columns = part.rows, part.columns
         lse = inputs.lse_BHS[:, :, rows.start : rows.stop]
         q_part, grad_part = _slice_rows(q, rows), _slice_rows(grad, rows)
         k_part, v_part = _slice_rows(k, columns), _slice_rows(v, columns)
         if tile is None:
-            causal = piece.kind == "causal"
-            found = flash.backward(
+            causal = rectangle.kind == "causal"
+            part_grads = flash.backward(
                 grad_part, q_part, k_part, v_part, out=_slice_rows(out, rows), lse=lse, causal=causal
             )
         else:
             delta = inputs.delta_BHS[:, :, rows.start : rows.stop]
             keyed = None if dropout is None else (dropout, key)
-            found = tile_backward(
+            part_grads = tile_backward(
                 grad_part,
                 q_part,
                 k_part,
@@ -126,23 +126,23 @@ def block_backward(
                 masked_out=tile.masked_out,
                 dropout=keyed,
             )
-        for total, where, more in zip((dq, dk, dv), (rows, columns, columns), found):
-            _slice_rows(total, where).add_(more)
+        for total, part_rows, part_grad in zip((dq, dk, dv), (rows, columns, columns), part_grads):
+            _slice_rows(total, part_rows).add_(part_grad)
 
 
-def _pieces_of_work(
+def _rectangles_and_tiles(
     mask: BlockMask, q: Tensor, v: Tensor, dropout: AttentionDropout | None
 ) -> Iterator[tuple[MaskRectangle, MaskTile | None, int]]:
-    """Pieces that a kernel takes whole (no tile), and the tiles of the others, each with a key of its own for dropout."""
-    fast = dropout is None and flash.supports(q, v)
+    """Yields rectangles for a fused kernel (no tile), and the tiles of the others, each with a dropout key of its own."""
+    fused = dropout is None and flash.supports(q, v)
     number = mask.keys[0].start << 24 if mask.keys else 0
-    for piece in mask_rectangles(mask):
-        if fast and piece.kind != "bounded":
-            yield piece, None, number
+    for rectangle in mask_rectangles(mask):
+        if fused and rectangle.kind != "bounded":
+            yield rectangle, None, number
             continue
-        for tile in mask_tiles(piece, mask, q.device):
+        for tile in mask_tiles(rectangle, mask, q.device):
             number += 1
-            yield piece, tile, number
+            yield rectangle, tile, number
 
 
 def _heads_first(x_SBHE: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""cuDNN's attention of dense causal batches, the fastest on Hopper: twice what FlashAttention-2 does there.
+"""cuDNN's attention of dense causal batches, the fastest on Hopper: twice as fast as FlashAttention-2 there.
 
-PyTorch keeps a plan for each shape and memory layout of q, k and v that it has met; a new one takes a twentieth of a second,
-once forward and once backward. In PyTorch 2.11 the key of a backward plan says nothing of the layout of the output's
-gradient, although the plan depends on it: a second layout under the same shapes would be read as if it were the first.
-`backward` therefore always hands over a gradient laid out as the output is. The same version makes a plan anew at *every*
-call for sequences of any lengths, which is why those are laid out in equal lengths here.
+PyTorch caches a plan for each shape and memory layout of q, k and v; a new one takes a twentieth of a second, once in forward
+and once in backward. In PyTorch 2.11 the key of a backward plan does not include the layout of the output's gradient, although
+the plan depends on it: a second layout with the same shapes would be read as if it were the first. `backward` therefore always
+passes a gradient in the layout of the output. The same version builds a plan anew at *every* call with variable sequence lengths,
+which is why sequences are padded to equal lengths here.
 
-All take [B, H, S, E] with as few key/value heads as there are, in any memory order whose last dimension is dense.
+All functions take [B, H, S, E] with kv heads not repeated, in any memory order whose last dimension is dense.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MIN_VERSION = 91500
 """cuDNN 9.15: from here on PyTorch itself prefers it on Hopper."""
 
 MIN_SEQUENCE_LENGTH = 64
-"""Tokens of the shortest sequence that is worth a plan; generation, a token at a time, is none of its business."""
+"""The shortest sequence that is worth a plan; generation, a token at a time, does not use it."""
 
 
 def unsupported_tensors_reason(q: Tensor, v: Tensor) -> str | None:
-    """Why these tensors cannot be given to cuDNN, or should not be; None when they should."""
+    """Returns why cuDNN cannot, or should not, run on these tensors; None when it should."""
     width = q.shape[-1]
     if width != v.shape[-1] or width % 8 != 0 or width > 128:
         return f"heads of {width} and {v.shape[-1]} values; equal multiples of 8 up to 128 are served"
@@ -33,7 +33,7 @@ def unsupported_tensors_reason(q: Tensor, v: Tensor) -> str | None:
 
 
 def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """What a kind of device lacks for it, whatever the shapes; None: nothing."""
+    """Returns what a kind of device lacks for it, whatever the shapes; None: nothing."""
     if device != "cuda" or torch.version.cuda is None:
         return "the device is no NVIDIA GPU"
     if capability != _HOPPER:
@@ -49,7 +49,7 @@ def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dt
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output, in the memory order of q, and log-sum-exp."""
+    """Returns the output, in the memory order of q, and log-sum-exp."""
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
     return out, lse
 
@@ -57,7 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, T
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Returns the gradients of q, k and v."""
     grad = _with_strides_of(out, grad)
     # The random state is not read without dropout; bias and lengths are None for a dense batch without a mask.
     unread = torch.empty((), dtype=torch.int64, device=q.device)
@@ -70,5 +70,5 @@ def _with_strides_of(out: Tensor, grad: Tensor) -> Tensor:
     if grad.stride() == out.stride():
         return grad
     if all(one == two or size == 1 for one, two, size in zip(grad.stride(), out.stride(), out.shape)):
-        return grad.as_strided(out.shape, out.stride())  # a stride over one element is never taken
+        return grad.as_strided(out.shape, out.stride())  # the stride of a dimension of size one is not used
     return torch.empty_like(out).copy_(grad)

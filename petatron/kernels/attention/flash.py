@@ -1,8 +1,8 @@
-"""The attention kernels of PyTorch that give the log-sum-exp with the output, behind one form.
+"""PyTorch's attention kernels that return the log-sum-exp with the output, behind one interface.
 
-`supports` says whether the device has one for these tensors; where it has none, tiles do the work. All take [B, H, S, E],
-with as few key/value heads as there are, and a log-sum-exp of [B, H, S] in at least float32. The backward kernels use the
-output and the log-sum-exp they are given, so those over the keys of all blocks make the gradients of one block right.
+`supports` says whether the device has one for these tensors; where it has none, tiles are used. All take [B, H, S, E], with kv
+heads not repeated, and a log-sum-exp of [B, H, S] in at least float32. The backward kernels use the output and the log-sum-exp
+they are given, so with those over the keys of all blocks the gradients of one block are right.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def supports(q_BHSE: Tensor, v_BKSE: Tensor) -> bool:
 
 
 def supports_varlen(q: Tensor, v: Tensor) -> bool:
-    """Whether there is a kernel that knows windows and documents."""
+    """Whether there is a kernel for windows and documents."""
     return q.shape[-1] == v.shape[-1] and _supported_on_cuda(q)
 
 
 def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """What a kind of device lacks for windows and documents, whatever the shapes; None: nothing."""
+    """Returns what a kind of device lacks for windows and documents, whatever the shapes; None: nothing."""
     if device != "cuda" or torch.version.cuda is None:
         return "the device is no NVIDIA GPU"
     if capability < (8, 0):
@@ -43,7 +43,7 @@ def _supported_on_cuda(q: Tensor) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; a causal block is square."""
+    """Returns output and log-sum-exp; a causal block is square."""
     if q.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         return out, lse
@@ -54,11 +54,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, T
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `out` and `lse` are those over all keys."""
+    """Returns the gradients of q, k and v; `out` and `lse` are those over all keys."""
     lse = lse.contiguous()
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
-    # The random state is not read without dropout; the lengths of packed sequences are None for a dense batch.
+    # The RNG state is not read without dropout; the lengths of packed sequences are None for a dense batch.
     unread = torch.zeros((), dtype=torch.int64, device=q.device)
     return _aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unread, unread
@@ -68,7 +68,7 @@ def backward(
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, max_seqlen: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Causal attention of documents one behind the other, [R, H, E]: output, and what else the backward pass wants."""
+    """Causal attention of concatenated documents, [R, H, E]; returns the output, and tensors saved for backward."""
     out, lse, random, unused, _ = _aten._flash_attention_forward(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, False
     )
@@ -86,7 +86,7 @@ def varlen_backward(
     cu_seqlens: Tensor,
     max_seqlen: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Returns the gradients of q, k and v."""
     lse, random, unused = saved
     return _aten._flash_attention_backward(
         grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, random, unused

@@ -1,19 +1,19 @@
-"""Which keys a query sees, as intervals: never a dense S x S mask.
+"""The attention mask as intervals of visible keys: never a dense S x S mask.
 
-Token i sees the tokens first(i), ..., i. Without windows and documents first(i) is 0; a window of w tokens makes it at least
-i - w + 1, and packed documents make it at least the first position of i's document. Both never fall as i grows, and all
-that follows rests on it.
+Token i attends to tokens first(i), ..., i. Without windows and documents first(i) is 0; a window of w tokens makes it at least
+i - w + 1, and packed documents make it at least the first position of i's document. Both are monotonic in i, and all that
+follows relies on it.
 
-A block is some queries against some keys, each a list of runs of consecutive positions (a context-parallel rank holds two
-runs). `mask_rectangles` cuts it into rectangles of three kinds, and leaves out what nobody sees:
+A block is some queries against some keys, each a list of runs of consecutive positions (a context-parallel rank has two runs).
+`mask_rectangles` cuts it into rectangles of three kinds, and leaves out what is masked:
 
     full      every query sees every key                          any attention kernel
     causal    square; query i sees keys 0 ... i of the square     any causal attention kernel
-    bounded   the mask depends on first(i)                        tiles, each with a mask made on the spot
+    bounded   the mask depends on first(i)                        tiles, each with its own mask tensor
 
-With bounds, the queries are taken `tile` at a time. For queries a ... b - 1, the keys before min first(a) are seen by none,
-and from max first(b - 1) on there is no bound but causality, minimum and maximum being over the batch; only what lies
-between the two is bounded. So work follows what is visible.
+With bounds, the queries are processed `tile_size` at a time. For queries a ... b - 1, the keys before min first(a) are visible to
+none, and from max first(b - 1) on there is no bound but causality, minimum and maximum being over the batch; only the keys between
+the two are bounded. So work is proportional to what is visible.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ RectangleKind = Literal["full", "causal", "bounded"]
 class AttentionBounds:
     """first(i) for every position of a whole sequence.
 
-    first_BS is on the device of the tensors, with one row if all sequences agree. lowest and highest are its minimum and
-    maximum over the batch on the host, where the pieces are decided.
+    `first_visible_BS` is on the device of the tensors, with one row if all sequences agree. `min_first_visible` and
+    `max_first_visible` are its minimum and maximum over the batch on the host, where rectangles are computed.
     """
 
     first_visible_BS: Tensor
@@ -48,7 +48,7 @@ class AttentionBounds:
     def build(
         cls, length: int, *, window: int | None, document_starts_BS: Tensor | None, device: torch.device
     ) -> AttentionBounds | None:
-        """None if a token sees all before it. Documents on an accelerator cost one copy of 2 x length numbers to the host."""
+        """Returns None if a token attends to all before it. Documents on an accelerator cost one copy of 2 x length numbers."""
         slides = window is not None and window < length
         if not slides and document_starts_BS is None:
             return None
@@ -65,7 +65,7 @@ class AttentionBounds:
 
 @dataclass(frozen=True, slots=True)
 class BlockMask:
-    """The positions of a block's queries and keys, as runs in the order of its rows, and what limits the view back."""
+    """The positions of a block's queries and keys, as runs in the order of its rows, and their lower bounds."""
 
     queries: tuple[range, ...]
     keys: tuple[range, ...]
@@ -77,7 +77,7 @@ class BlockMask:
 class MaskRectangle:
     """A rectangle of a block: rows and columns of the block, and the positions of the first row and column.
 
-    The positions run on from there in bounded pieces; in causal ones only their being equal counts.
+    Positions are consecutive in bounded rectangles; in causal ones only the equality of the first two matters.
     """
 
     kind: RectangleKind
@@ -89,7 +89,7 @@ class MaskRectangle:
 
 @dataclass(frozen=True, slots=True)
 class MaskTile:
-    """A part of a piece that is computed at once; `masked_out` is what is masked, or None, to be broadcast over [B, Q, T]."""
+    """A part of a rectangle, computed at once; `masked_out` is its mask, or None, broadcast over [B, Q, T]."""
 
     rows: range
     columns: range
@@ -97,24 +97,24 @@ class MaskTile:
 
 
 def mask_rectangles(mask: BlockMask) -> list[MaskRectangle]:
-    """The rectangles of a block in which something is seen."""
+    """Returns the rectangles of a block that are not entirely masked."""
     starts = [run.start for run in mask.queries]
     if mask.bounds is None and mask.queries == mask.keys and starts == sorted(starts):
         whole = range(sum(len(run) for run in mask.queries))
         return [MaskRectangle("causal", whole, whole, 0, 0)]
-    found: list[MaskRectangle] = []
+    rectangles: list[MaskRectangle] = []
     for first_row, queries in _with_first_row(mask.queries):
         for first_column, keys in _with_first_row(mask.keys):
             for kind, q, k in _rectangles_between(queries, keys, mask):
                 rows = _shifted(q, first_row - queries.start)
                 columns = _shifted(k, first_column - keys.start)
-                found.append(MaskRectangle(kind, rows, columns, q.start, k.start))
-                _merge_last_two(found)
-    return found
+                rectangles.append(MaskRectangle(kind, rows, columns, q.start, k.start))
+                _merge_last_two(rectangles)
+    return rectangles
 
 
 def mask_tiles(rectangle: MaskRectangle, mask: BlockMask, device: torch.device) -> Iterator[MaskTile]:
-    """The tiles of a piece in which something is seen, in an order that is always the same."""
+    """Yields the tiles of a rectangle that are not entirely masked, in a fixed order."""
     bounds = mask.bounds if rectangle.kind == "bounded" else None
     for top in range(0, len(rectangle.rows), mask.tile_size):
         for left in range(0, len(rectangle.columns), mask.tile_size):
@@ -130,17 +130,17 @@ def mask_tiles(rectangle: MaskRectangle, mask: BlockMask, device: torch.device) 
 
 def _masked_out(q: range, k: range, bounds: AttentionBounds | None, device: torch.device) -> Tensor | None:
     keys = torch.arange(k.start, k.stop, device=device)
-    hidden = None
+    masked = None
     if k.stop - 1 > q.start:
-        hidden = keys > torch.arange(q.start, q.stop, device=device).unsqueeze(-1)
+        masked = keys > torch.arange(q.start, q.stop, device=device).unsqueeze(-1)
     if bounds is not None and bounds.max_first_visible[q.stop - 1] > k.start:
-        behind = keys < bounds.first_visible_BS[:, q.start : q.stop].unsqueeze(-1)
-        hidden = behind if hidden is None else hidden | behind
-    return hidden
+        below_bound = keys < bounds.first_visible_BS[:, q.start : q.stop].unsqueeze(-1)
+        masked = below_bound if masked is None else masked | below_bound
+    return masked
 
 
 def _rectangles_between(queries: range, keys: range, mask: BlockMask) -> Iterator[tuple[RectangleKind, range, range]]:
-    """The rectangles of one run of queries against one run of keys, in positions."""
+    """Yields the rectangles of one run of queries against one run of keys, in positions."""
     bounds = mask.bounds
     if bounds is None or bounds.max_first_visible[queries.stop - 1] <= keys.start:
         yield from _causal_rectangles(queries, keys)
@@ -155,7 +155,7 @@ def _rectangles_between(queries: range, keys: range, mask: BlockMask) -> Iterato
 
 
 def _causal_rectangles(queries: range, keys: range) -> Iterator[tuple[RectangleKind, range, range]]:
-    """Keys before the queries are seen by all; then comes a square on the diagonal, and what is below it."""
+    """Yields the keys before the queries (full), the square on the diagonal, and the rows below it (full)."""
     queries = range(max(queries.start, keys.start), queries.stop)
     before = range(keys.start, min(keys.stop, queries.start))
     square = range(queries.start, min(queries.stop, keys.stop))
@@ -168,11 +168,11 @@ def _causal_rectangles(queries: range, keys: range) -> Iterator[tuple[RectangleK
         yield "full", below, square
 
 
-def _merge_last_two(found: list[MaskRectangle]) -> None:
-    """Two full pieces side by side in the block are one, whatever the positions: one call of a kernel instead of two."""
-    if len(found) < 2 or not found[-1].kind == found[-2].kind == "full":
+def _merge_last_two(rectangles: list[MaskRectangle]) -> None:
+    """Merges two adjacent full rectangles, whatever their positions: one kernel call instead of two."""
+    if len(rectangles) < 2 or not rectangles[-1].kind == rectangles[-2].kind == "full":
         return
-    one, two = found[-2:]
+    one, two = rectangles[-2:]
     rows, columns = one.rows, one.columns
     if columns == two.columns and rows.stop == two.rows.start:
         rows = range(rows.start, two.rows.stop)
@@ -180,11 +180,11 @@ def _merge_last_two(found: list[MaskRectangle]) -> None:
         columns = range(columns.start, two.columns.stop)
     else:
         return
-    found[-2:] = [MaskRectangle("full", rows, columns, one.row_position, one.column_position)]
+    rectangles[-2:] = [MaskRectangle("full", rows, columns, one.row_position, one.column_position)]
 
 
 def _with_first_row(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
-    """Each run with the row at which it begins."""
+    """Yields each run with its first row."""
     row = 0
     for run in runs:
         yield row, run

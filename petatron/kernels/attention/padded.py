@@ -1,14 +1,14 @@
-"""Attention of packed documents as dense causal batches of long documents and one call for short ones (`documents.py`).
+"""Attention of packed documents as dense causal batches of long documents and one varlen call for short ones (`documents.py`).
 
-    q, k, v  ->  rows  ->  a dense call per group of long documents, a ragged call for the short ones  ->  tokens
+    q, k, v  ->  rows  ->  a dense call per group of long documents, a varlen call for the short ones  ->  tokens
 
-The rows of q, k and v are kept for the backward pass. Those of the output are not: the product behind attention keeps it as
-tokens anyway, and moving it again is cheap. In the backward pass the padding of the output's gradient is zero, and with it
-every gradient that padding could give:
+The rows of q, k and v are saved for backward. Those of the output are not: the GEMM after attention saves it as tokens anyway, and
+gathering it again is cheap. In backward the padding of the output's gradient is zero, and with it every gradient that padding
+could contribute:
 
-    dV = P^T dO     dP = dO V^T     dS = P * (dP - rowsum(dO * O))       rows of dO that are zero add nothing to any of them
+    dV = P^T dO     dP = dO V^T     dS = P * (dP - rowsum(dO * O))       zero rows of dO add nothing to any of them
 
-S sequence, B batch, H query heads, K key/value heads, E head width, R rows, N documents of a group, L their padded length.
+S sequence, B batch, H query heads, K kv heads, E head dim, R rows, N documents of a group, L their padded length.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.autograd.function import once_differentiable
 from petatron.kernels.attention.documents import DocumentGroup, PaddedRows
 
 SavedTensors = tuple[Tensor, ...]
-"""What a kernel's forward pass leaves for its backward pass, besides its inputs and its output."""
+"""What a kernel's forward saves for its backward, besides its inputs and its output."""
 
 
 class PackingKernels(Protocol):
-    """`rows.py` or a faster twin."""
+    """The interface of `rows.py` and its faster implementations."""
 
     def gather_rows(self, tensors_SBHE: Sequence[Tensor], token_index_R: Tensor) -> list[Tensor]: ...
 
@@ -48,7 +48,7 @@ class DenseAttention(Protocol):
 
 
 class VarlenAttention(Protocol):
-    """`flash.py`: causal attention of documents one behind the other, [R, H, E]."""
+    """`flash.py`: causal attention of concatenated documents, [R, H, E]."""
 
     def varlen_forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, max_seqlen: int
@@ -70,7 +70,7 @@ class VarlenAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PaddedKernels:
-    """What the work is done with."""
+    """The kernels of padded attention."""
 
     packing: PackingKernels
     dense: DenseAttention
@@ -87,52 +87,54 @@ def padded_attention(
 class _PaddedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: PaddedRows, kernels: PaddedKernels) -> Tensor:
-        moved = kernels.packing.gather_rows((q, k, v), rows.token_index)
+        row_qkv = kernels.packing.gather_rows((q, k, v), rows.token_index)
         ctx.orders = [_MemoryOrder.of(x) for x in (q, k, v)]
         out = ctx.orders[0].empty(q)
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
         for group in rows.groups:
-            found, lse = kernels.dense.forward(*(_heads_first(x, group) for x in moved), causal=True)
-            kernels.packing.scatter_rows((_flat(found),), _group_rows(rows.token_index, group), into_SBHE=(out,))
-            kept.append(lse)
+            group_out, lse = kernels.dense.forward(*(_heads_first(x, group) for x in row_qkv), causal=True)
+            kernels.packing.scatter_rows((_flat(group_out),), _group_rows(rows.token_index, group), into_SBHE=(out,))
+            saved.append(lse)
         if rows.short_max_seqlen:
             first = rows.first_short_row
-            short, more = kernels.varlen.varlen_forward(
-                *(x[first:] for x in moved), cu_seqlens=rows.short_cu_seqlens, max_seqlen=rows.short_max_seqlen
+            short, short_saved = kernels.varlen.varlen_forward(
+                *(x[first:] for x in row_qkv), cu_seqlens=rows.short_cu_seqlens, max_seqlen=rows.short_max_seqlen
             )
             kernels.packing.scatter_rows((short,), rows.token_index[first:], into_SBHE=(out,))
-            kept += more
-        ctx.save_for_backward(*moved, out, rows.token_index, rows.short_cu_seqlens, *kept)
+            saved += short_saved
+        ctx.save_for_backward(*row_qkv, out, rows.token_index, rows.short_cu_seqlens, *saved)
         ctx.groups, ctx.short_max_seqlen, ctx.kernels = rows.groups, rows.short_max_seqlen, kernels
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # asked for once: in a recomputed region asking makes the region run
-        *moved, out, source, short_cu_seqlens = saved[:6]
-        kept = saved[6:]
-        rows, kernels = PaddedRows(source, ctx.groups, short_cu_seqlens, ctx.short_max_seqlen), ctx.kernels
-        moved += kernels.packing.gather_rows((grads[0], out), source)
-        into = [order.empty(out) for order in ctx.orders]
-        for group, lse in zip(rows.groups, kept):
-            q, k, v, grad, answer = (_heads_first(x, group) for x in moved)
-            found = kernels.dense.backward(grad, q, k, v, out=answer, lse=lse, causal=True)
-            kernels.packing.scatter_rows([_flat(x) for x in found], _group_rows(source, group), into_SBHE=into)
+        saved = ctx.saved_tensors  # unpacked once: in a recomputed region unpacking runs the region
+        *row_tensors, out, token_index, short_cu_seqlens = saved[:6]
+        kernel_saved = saved[6:]
+        rows, kernels = PaddedRows(token_index, ctx.groups, short_cu_seqlens, ctx.short_max_seqlen), ctx.kernels
+        row_tensors += kernels.packing.gather_rows((grads[0], out), token_index)
+        input_grads = [order.empty(out) for order in ctx.orders]
+        for group, lse in zip(rows.groups, kernel_saved):
+            q, k, v, grad, row_out = (_heads_first(x, group) for x in row_tensors)
+            row_grads = kernels.dense.backward(grad, q, k, v, out=row_out, lse=lse, causal=True)
+            kernels.packing.scatter_rows(
+                [_flat(x) for x in row_grads], _group_rows(token_index, group), into_SBHE=input_grads
+            )
         if rows.short_max_seqlen:
             first = rows.first_short_row
-            q, k, v, grad, answer = (x[first:] for x in moved)
-            more, longest = kept[len(rows.groups) :], rows.short_max_seqlen
-            found = kernels.varlen.varlen_backward(
-                grad, q, k, v, out=answer, saved=more, cu_seqlens=short_cu_seqlens, max_seqlen=longest
+            q, k, v, grad, row_out = (x[first:] for x in row_tensors)
+            short_saved, max_seqlen = kernel_saved[len(rows.groups) :], rows.short_max_seqlen
+            row_grads = kernels.varlen.varlen_backward(
+                grad, q, k, v, out=row_out, saved=short_saved, cu_seqlens=short_cu_seqlens, max_seqlen=max_seqlen
             )
-            kernels.packing.scatter_rows(found, source[first:], into_SBHE=into)
-        return *into, None, None
+            kernels.packing.scatter_rows(row_grads, token_index[first:], into_SBHE=input_grads)
+        return *input_grads, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _MemoryOrder:
-    """Shape and memory order of a tensor that is not kept."""
+    """Shape and memory order of a tensor that is not saved."""
 
     shape: torch.Size
     batch_first: bool
@@ -158,5 +160,5 @@ def _heads_first(rows_RHE: Tensor, group: DocumentGroup) -> Tensor:
 
 
 def _flat(x_NHLE: Tensor) -> Tensor:
-    """[N L, H, E]: without a copy, if memory is in the order of what `_heads_first` gave."""
+    """[N L, H, E]: a view if memory has the order of `_heads_first`."""
     return x_NHLE.transpose(1, 2).flatten(0, 1)

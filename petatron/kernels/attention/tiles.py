@@ -1,6 +1,6 @@
-"""Attention of one tile in plain matrix products: the reference of the faster kernels, and what serves where they do not.
+"""Attention of one tile in plain matmuls: the reference of the fused kernels, and the fallback where there is none.
 
-Forward: the softmax over the tile's keys alone, and the logarithm of its denominator (log-sum-exp), with which tiles are
+Forward: the softmax over the tile's keys alone, and the logarithm of its denominator (log-sum-exp), by which tiles are
 merged. Backward, with the log-sum-exp L and the output O over *all* keys (Dao et al., FlashAttention):
 
     P = exp(S - L)     dV = (P*M)^T dO     dS = P * (M * (dO V^T) - rowsum(dO * O))     dQ = dS K     dK = dS^T Q
@@ -8,8 +8,8 @@ merged. Backward, with the log-sum-exp L and the output O over *all* keys (Dao e
 where S are the scaled scores of the tile and M its dropout mask over 1 - rate, or 1. Every tile is independent of the
 others, so they can be summed in any order, on any rank.
 
-Query heads that share a key/value head are laid out as more rows of the same product, so keys are never repeated.
-Everything is computed in at least float32. B batch, H query heads, K key/value heads, E width, Q rows, T columns.
+Query heads that share a kv head are additional rows of the same matmul, so keys are never repeated. Everything is computed in
+at least float32. B batch, H query heads, K kv heads, E head dim, Q rows, T columns.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _BITS = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class AttentionDropout:
-    """Which weights are dropped is a function of the seed and the tile, so that the backward pass drops the same."""
+    """Dropout whose mask is a function of the seed and the tile, so that backward drops the same weights."""
 
     rate: float
     seed: int
 
     @classmethod
     def draw(cls, rate: float) -> AttentionDropout | None:
-        """A new seed from the default stream of the host, which is restored when a layer is computed again."""
+        """Draws a seed from the host's default RNG stream, which recompute restores."""
         return cls(rate, int(torch.randint(1 << 62, ()).item())) if rate > 0.0 else None
 
     def keep_mask(self, key: int, shape: torch.Size, like: Tensor) -> Tensor:
-        """0 for what is dropped, else 1 / (1 - rate)."""
+        """Returns 0 for dropped weights, else 1 / (1 - rate)."""
         generator = torch.Generator(like.device).manual_seed(_mix_seed(_mix_seed(self.seed) ^ key))
-        kept = torch.rand(shape, generator=generator, device=like.device) >= self.rate
-        return kept.to(like.dtype).div_(1.0 - self.rate)
+        keep = torch.rand(shape, generator=generator, device=like.device) >= self.rate
+        return keep.to(like.dtype).div_(1.0 - self.rate)
 
 
 def _mix_seed(x: int) -> int:
-    """A bijection of 64-bit numbers under which neighbours look unrelated (the finaliser of splitmix64), as 32 bits."""
+    """Maps 64-bit numbers so that neighbours look unrelated (the finaliser of splitmix64), to 32 bits."""
     x = (x + 0x9E3779B97F4A7C15) & _BITS
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _BITS
@@ -59,7 +59,7 @@ def tile_forward(
     masked_out: Tensor | None,
     dropout: tuple[AttentionDropout, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Q, E] and log-sum-exp [B, H, Q]; 0 and -inf for a row that sees nothing. `dropout` comes with a key."""
+    """Returns output [B, H, Q, E] and log-sum-exp [B, H, Q]; 0 and -inf for a fully masked row. `dropout` includes a key."""
     scores = _scores(q_BHQE, k_BKTE, masked_out)
     lse = scores.logsumexp(dim=-1)
     weights = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
@@ -80,11 +80,11 @@ def tile_backward(
     masked_out: Tensor | None,
     dropout: tuple[AttentionDropout, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `lse` and `delta`, the row sums of gradient times output, are those over all keys."""
+    """Returns the gradients of q, k and v; `lse` and `delta`, the row sums of gradient times output, are those over all keys."""
     scores = _scores(q_BHQE, k_BKTE, masked_out)
     grouped = scores.shape[:4]
     weights = scores.sub_(lse_BHQ.view(grouped).unsqueeze(-1)).exp_()
-    if masked_out is not None:  # a row that sees nothing at all has log-sum-exp -inf
+    if masked_out is not None:  # a fully masked row has log-sum-exp -inf
         weights = weights.masked_fill_(_over_heads(masked_out), 0.0)
     q, grad = (
         _group_query_heads(q_BHQE, k_BKTE.shape[1], weights.dtype),
@@ -92,18 +92,18 @@ def tile_backward(
     )
     k, v = k_BKTE.to(weights.dtype), v_BKTE.to(weights.dtype)
     grad_weights = (grad @ v.mT).view(weights.shape)
-    kept = weights
+    dropped_out = weights
     if dropout is not None:
         keep = dropout[0].keep_mask(dropout[1], weights.shape, weights)
-        grad_weights, kept = grad_weights.mul_(keep), weights * keep
-    grad_v = kept.flatten(2, 3).mT @ grad
+        grad_weights, dropped_out = grad_weights.mul_(keep), weights * keep
+    grad_v = dropped_out.flatten(2, 3).mT @ grad
     grad_scores = grad_weights.sub_(delta_BHQ.view(grouped).unsqueeze(-1)).mul_(weights).flatten(2, 3)
     grad_scores *= q_BHQE.shape[-1] ** -0.5
     return (grad_scores @ k).view(q_BHQE.shape), grad_scores.mT @ q, grad_v
 
 
 def _scores(q_BHQE: Tensor, k_BKTE: Tensor, masked_out: Tensor | None) -> Tensor:
-    """Scaled and masked scores [B, K, H/K, Q, T]."""
+    """Returns scaled and masked scores [B, K, H/K, Q, T]."""
     dtype = compute_dtype(q_BHQE.dtype)
     batch, heads, rows, width = q_BHQE.shape
     groups = k_BKTE.shape[1]
@@ -113,7 +113,7 @@ def _scores(q_BHQE: Tensor, k_BKTE: Tensor, masked_out: Tensor | None) -> Tensor
 
 
 def _group_query_heads(x_BHQE: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """[B, K, H/K * Q, E]: the query heads of a key/value head as more rows."""
+    """[B, K, H/K * Q, E]: the query heads of a kv head as more rows."""
     return x_BHQE.to(dtype).reshape(x_BHQE.shape[0], groups, -1, x_BHQE.shape[-1])
 
 

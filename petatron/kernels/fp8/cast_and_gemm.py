@@ -1,29 +1,28 @@
-"""Eight-bit floats: numbers with a scale, and products of them. The reference, which also runs on the CPU.
+"""FP8 casts and GEMMs: the reference, which also runs on the CPU.
 
-A matrix product on Hopper takes both operands with the summed dimension last. A layer has three products over three tensors,
-so each tensor is cast in both orientations, from one reading of it:
+An FP8 GEMM on Hopper takes both operands with the summed dimension last. A linear has three GEMMs over three tensors, so each tensor
+is cast in both orientations, from one read:
 
     y  [T, O] = x  [T, D] . w  [O, D]        rows of x,     rows of w
     dx [T, D] = g  [T, O] . wT [D, O]        rows of g,     columns of w
     dw [O, D] = gT [O, T] . xT [D, T]        columns of g,  columns of x
 
-A scale is what a number of eight bits is multiplied with to be itself again. It belongs to
+A scale is the factor that dequantises. It belongs to
 
     tensor    everything                                            one number
     rows      each row of an operand, so each orientation has its own   [rows, 1]
     blocks    each 128 numbers of a row                             [rows, ceil(length / 128)], rows adjacent in memory
     squares   each 128 x 128 numbers                                [ceil(rows / 128), ceil(length / 128) up to a multiple of 4]
 
-(the layouts of blocks and squares are cuBLAS's). Every scale is a power of two. Multiplying by one is exact, so a number's
-eight bits do not depend on its neighbours, as long as it is not so small that it leaves the normal range; that costs up to
-one bit of range and none of precision. Hence both orientations hold the same numbers, and so do two ranks that split
-a tensor and take each the scale of its own part: layouts agree. With a maximum of amax = 1.m x 2^e in the tensor, and a
-format whose largest number is 1.75 x 2^top (448 is 1.75 x 2^8, 57344 is 1.75 x 2^15),
+(the layouts of blocks and squares are cuBLAS's). Every scale is a power of two. Multiplying by one is exact, so a quantised number
+does not depend on its neighbours, as long as it stays in the normal range; that costs up to one bit of range and none of precision.
+Hence both orientations hold the same values, and so do two ranks that shard a tensor, each with the scale of its own shard: layouts
+agree. With amax = 1.m x 2^e, and a format whose largest number is 1.75 x 2^top (448 is 1.75 x 2^8, 57344 is 1.75 x 2^15),
 
     scale = 2^(e - top) if 1.m <= 1.75 else 2^(e - top + 1),    exponent = ((bits(amax) + 0x1FFFFF) >> 23) - 127 - top
 
-in integers, so that every implementation finds the same. A tensor of zeros has the scale 1. What is too large for its scale
-(with delayed scaling) becomes the largest number; what is not finite becomes NaN, whatever the scale.
+in integers, so that every implementation gets the same. A tensor of zeros has the scale 1. Values too large for their scale (with
+delayed scaling) saturate; what is not finite becomes NaN, whatever the scale.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ Scaling = Literal["tensor", "rows", "blocks", "squares"]
 
 @dataclass(frozen=True, slots=True)
 class Fp8Operand:
-    """A matrix [rows, length] in eight bits, contiguous, `length` being what a product sums over, and its scale."""
+    """A contiguous FP8 matrix [rows, length] with its scale; a GEMM sums over `length`."""
 
     values: Tensor
     scale: Tensor
@@ -64,7 +63,7 @@ class Fp8Matrix:
 
 
 class CastKernel(Protocol):
-    """A cast whose scale comes from the numbers themselves."""
+    """A cast with current scaling: the scale comes from the tensor itself."""
 
     def __call__(self, x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix: ...
 
@@ -73,23 +72,23 @@ class UpdateScaleKernel(Protocol):
     def __call__(
         self, history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
     ) -> None:
-        """Set `scale` [1] from a history of largest magnitudes: all of them, or the one at `latest`.
+        """Sets `scale` [1] from an amax history: the maximum of all entries, or the one at `latest`.
 
-        What is not finite counts as 0, here and from now on: its NaN went on its way when it was met. The entry `cleared`
-        becomes 0, for the step that begins.
+        A non-finite amax counts as 0, here and from now on: its NaN has been propagated already. The entry `cleared` becomes 0,
+        for the new step.
         """
         ...
 
 
 class CastTensorKernel(Protocol):
     def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Fp8Matrix:
-        """`amax` [1] float32 is the largest magnitude, where whoever made the tensor knows it."""
+        """`amax` [1] float32 is the tensor's amax, where it is known already."""
         ...
 
 
 class CastDelayedKernel(Protocol):
     def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
-        """With a scale [1] that is given; `amax` [1] is raised to the largest magnitude met."""
+        """Casts with the given scale [1]; raises `amax` [1] to the tensor's."""
         ...
 
 
@@ -97,7 +96,7 @@ class Fp8GemmKernel(Protocol):
     def __call__(
         self, a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None
     ) -> Tensor:
-        """a b^T. `fast` sums in fewer bits on devices that have a choice; `out` has the dtype and gets the result."""
+        """a b^T. `fast` accumulates in fewer bits on devices that have a choice; `out` has the dtype and receives the result."""
         ...
 
 
@@ -105,7 +104,7 @@ class Fp8GroupedGemmKernel(Protocol):
     def __call__(
         self, x_RD: Tensor, row_scale: Tensor, weight: Fp8Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
     ) -> Tensor:
-        """Each expert's rows times its own matrix: `weight` is [E, O, D] with scales [E, O]; `counts` [E] are rows."""
+        """Multiplies each expert's rows with its matrix: `weight` is [E, O, D] with scales [E, O]; `counts` [E] are rows."""
         ...
 
 
@@ -126,12 +125,12 @@ class Fp8Kernels:
 
 
 def max_exponent(dtype: torch.dtype) -> int:
-    """The largest number of a format is 1.75 x 2^this."""
+    """Returns the largest exponent: the largest number of a format is 1.75 x 2^this."""
     return 8 if dtype == E4M3 else 15
 
 
 def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest power of two under which magnitudes up to `amax` fit into a format; 1 for zero, infinity and NaN."""
+    """Returns the smallest power of two that scales magnitudes up to `amax` into a format; 1 for zero, infinity and NaN."""
     bits = amax.to(torch.float32).view(torch.int32)
     exponent = ((bits + 0x1FFFFF) >> 23) - 127 - max_exponent(dtype)
     exponent = exponent.clamp(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
@@ -140,14 +139,14 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale, rounded to nearest even; too large becomes the largest, not finite becomes NaN."""
+    """x / scale, rounded to nearest even; too large values saturate, non-finite ones become NaN."""
     wide = x.to(torch.float32)
     limit = torch.finfo(dtype).max
     return ((wide * scale.reciprocal()).clamp(-limit, limit) + (wide - wide)).to(dtype)
 
 
 def update_amax(x_RC: Tensor, amax: Tensor) -> None:
-    """Raise `amax` [1] float32 to the largest magnitude of a tensor."""
+    """Raises `amax` [1] float32 to the tensor's amax."""
     amax.copy_(torch.maximum(amax, _amax(x_RC)))
 
 
@@ -155,8 +154,8 @@ def update_scale(
     history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
 ) -> None:
     history_L.nan_to_num_(nan=0.0, posinf=0.0)
-    seen = history_L[latest : latest + 1] if most_recent else history_L.amax().reshape(1)
-    scale.copy_(power_of_two_scale(seen, dtype))
+    amax = history_L[latest : latest + 1] if most_recent else history_L.amax().reshape(1)
+    scale.copy_(power_of_two_scale(amax, dtype))
     history_L[cleared] = 0
 
 
@@ -175,7 +174,7 @@ def cast_rows(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
 
 
 def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
-    """One orientation, for products whose other operand is grouped."""
+    """Casts one orientation, for grouped GEMMs."""
     scale = power_of_two_scale(x_RC.abs().amax(dim=1, keepdim=True), dtype)
     return Fp8Operand(quantise(x_RC, scale, dtype).contiguous(), scale, "rows")
 
@@ -193,14 +192,14 @@ def cast_blocks_2d(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
 
 
 def emulated_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    """The same product in wide numbers: what the hardware does, up to the order and precision of its sums."""
+    """Computes the GEMM on dequantised operands: as the hardware, up to the order and precision of its sums."""
     wide = torch.promote_types(dtype, torch.float32)
     result = (dequantise(a).to(wide) @ dequantise(b).to(wide).t()).to(dtype)
     return result if out is None else out.copy_(result)
 
 
 def dequantise(operand: Fp8Operand) -> Tensor:
-    """The numbers that an operand stands for, in float32."""
+    """Returns the values of an operand, in float32."""
     values, scale = operand.values.to(torch.float32), operand.scale
     if operand.scaling == "blocks":
         scale = scale.repeat_interleave(BLOCK, dim=1)[:, : values.shape[1]]
@@ -217,15 +216,15 @@ def emulated_grouped_gemm(
     matrices = (weight.values.to(torch.float32) * weight.scale[..., None]).to(wide)
     sizes = counts.tolist()
     parts = rows[: sum(sizes)].split(sizes)
-    products = [part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)]
-    return F.pad(torch.cat(products), (0, 0, 0, x_RD.shape[0] - sum(sizes))).to(dtype)
+    outputs = [part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)]
+    return F.pad(torch.cat(outputs), (0, 0, 0, x_RD.shape[0] - sum(sizes))).to(dtype)
 
 
 def hardware_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    """cuBLAS's product, for CUDA devices of capability 9.0. Sizes are multiples of 16; blocks and squares are of e4m3.
+    """cuBLAS's FP8 GEMM, for CUDA devices of capability 9.0. Sizes are multiples of 16; blocks and squares are of e4m3.
 
-    Squares are laid out for the second form of torch's operation, everything else for the first, which writes to `out`. What
-    they want, for a [M, K] and b [N, K] and scales as they are passed:
+    Squares need `F.scaled_mm` (second), everything else uses `torch._scaled_mm` (first), which writes to `out`. Their layouts,
+    for a [M, K] and b [N, K] and scales as they are passed:
 
         first     blocks of a  [M, K / 128], rows adjacent in memory;    blocks of b  [K / 128, N], N adjacent
         second    blocks of a  [M, K / 128], rows adjacent in memory;    squares of b [K / 128 up to a multiple of 4, N / 128],
@@ -239,22 +238,22 @@ def hardware_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: boo
         )
         return result if out is None else out.copy_(result)
     left, right = a.scale, b.scale if b.scaling == "tensor" else b.scale.t()
-    quick = fast and a.scaling != "blocks"
+    fast_accum = fast and a.scaling != "blocks"
     if out is None or not _is_writable(out):
-        result = torch._scaled_mm(a.values, b.values.t(), left, right, out_dtype=dtype, use_fast_accum=quick)
+        result = torch._scaled_mm(a.values, b.values.t(), left, right, out_dtype=dtype, use_fast_accum=fast_accum)
         return result if out is None else out.copy_(result)
-    return torch._scaled_mm(a.values, b.values.t(), left, right, out_dtype=dtype, use_fast_accum=quick, out=out)
+    return torch._scaled_mm(a.values, b.values.t(), left, right, out_dtype=dtype, use_fast_accum=fast_accum, out=out)
 
 
 def _is_writable(out: Tensor) -> bool:
-    """Whether cuBLAS may write there: rows one after the other, from a multiple of 16 bytes on."""
+    """Whether cuBLAS may write there: contiguous and 16-byte aligned."""
     return out.is_contiguous() and is_aligned(out)
 
 
 def hardware_grouped_gemm(
     x_RD: Tensor, row_scale: Tensor, weight: Fp8Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Torch's grouped product for e4m3 operands with a scale per row; its result is bfloat16."""
+    """Torch's grouped GEMM for e4m3 operands with a scale per row; its result is bfloat16."""
     ends = counts.cumsum(0).to(torch.int32)
     matrices = weight.values.transpose(1, 2)
     result = torch._scaled_grouped_mm(
@@ -283,12 +282,12 @@ def _cast_with_scale(x_RC: Tensor, dtype: torch.dtype, scale: Tensor) -> Fp8Matr
 def _cast_blocks_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     runs = _pad_to_multiples(x_RC, 1, BLOCK).unflatten(1, (-1, BLOCK))
     scale = power_of_two_scale(runs.abs().amax(dim=2), dtype)
-    spread = scale.repeat_interleave(BLOCK, dim=1)[:, : x_RC.shape[1]]
-    return Fp8Operand(quantise(x_RC, spread, dtype).contiguous(), scale.t().contiguous().t(), "blocks")
+    expanded = scale.repeat_interleave(BLOCK, dim=1)[:, : x_RC.shape[1]]
+    return Fp8Operand(quantise(x_RC, expanded, dtype).contiguous(), scale.t().contiguous().t(), "blocks")
 
 
 def _pad_to_multiples(x: Tensor, rows: int, columns: int) -> Tensor:
-    """With zeros up to multiples of both."""
+    """Pads with zeros to multiples of both."""
     return F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
 
 
@@ -297,7 +296,7 @@ def _pad_block_scales(scale: Tensor) -> Tensor:
 
 
 def _expand_block_scales(scale: Tensor, shape: torch.Size, size: int) -> Tensor:
-    """A number per square as a number per element of a shape."""
+    """Expands a number per square to a number per element of a shape."""
     return scale.repeat_interleave(size, dim=0)[: shape[0]].repeat_interleave(size, dim=1)[:, : shape[1]]
 
 

@@ -1,28 +1,27 @@
-"""Weights in eight bits between ranks: a weight that is multiplied in e4m3 travels as what the cast would make of it.
+"""Weights in FP8 between ranks: a weight whose GEMMs are e4m3 is all-gathered as the result of that cast.
 
-With power-of-two scales (`kernels/fp8/cast_and_gemm.py`), casting a weight, widening it again and casting the result gives the numbers of
-the first cast, whatever the weight. So ranks may send e4m3 and fill the weight with the widened numbers: every product finds
-the same operand as if the weight had come whole, and nothing behind the wire has to know. Let s be the scale of weights w of which
-amax is the largest magnitude, q = e4m3(w / s) rounded to nearest even, and w' = s q. Then
+With power-of-two scales (`kernels/fp8/cast_and_gemm.py`), casting a weight, dequantising it and casting the result gives the values
+of the first cast, whatever the weight. So ranks may send e4m3 and fill the weight with dequantised values: every GEMM gets the same
+operand as if the weight had been gathered whole, and nothing after the all-gather has to know. Let s be the scale of weights w with
+the given amax, q = e4m3(w / s) rounded to nearest even, and w' = s q. Then
 
-    s' = s or s / 2     amax / s is in (224, 448], so its q is in [224, 448]; 224 alone asks for half the scale. (Where s is the
+    s' = s or s / 2     amax / s is in (224, 448], so its q is in [224, 448]; only 224 gives half the scale. (Where s is the
                         least scale there is, amax may be smaller, and s' = s.)
     q' = q or 2 q       if s' = s / 2, no q is above 224, and twice an e4m3 number up to 224 is one. So nothing is rounded,
-    s' q' = s q         and the numbers are the same. In a product, the factor 2 goes from all summands to the scale exactly
+    s' q' = s q         and the values are the same. In a GEMM, the factor 2 moves from all summands to the scale exactly
     w' fits w's dtype   it is w, or has four digits or fewer, the last no finer than w's. Only 256 x 2^120 is too large for
-                        bfloat16 and float32; the largest number takes its place, which is cast to 256 as well
+                        bfloat16 and float32; the largest number replaces it, which is cast to 256 as well
 
-Zeros have the scale 1 both times. Infinity and NaN are NaN after either cast, and leave the numbers beside them the scale 1.
+Zeros have the scale 1 both times. Infinity and NaN are NaN after either cast, and give the other values of their set the scale 1.
 
-This holds for each set of numbers with one scale whose cast is the same in both orientations: a tensor, or a square of a tensor,
+This holds for each set of values with one scale whose cast is the same in both orientations: a tensor, or a square of a tensor,
 but not a row, which is cast once more as part of columns.
 
-A matrix is seen as its elements one after the other, of which a rank has a stretch. `columns` None means that they share one
-scale; otherwise each square of 128 x 128 has its own, row of squares by row of squares. Stretches of squares begin and end at
-multiples of 64 elements, so 64 at a time have one scale. What stands behind the end of a matrix is padding and goes by its last
-scale.
+A matrix is flattened, and a rank has a flat shard of it. `columns` None means one scale for all; otherwise each square of 128 x 128
+has its own, row of squares by row of squares. Flat shards of squares begin and end at multiples of 64 elements, so runs of 64 have
+one scale. Elements after the end of a matrix are padding and use its last scale.
 
-N elements, T scales, P parts of a matrix one after the other.
+N elements, T scales, P adjacent shards of a matrix.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ RUN_LENGTH = 64
 
 class UpdateShardAmaxKernel(Protocol):
     def __call__(self, x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
-        """Raise largest magnitudes (float32) to those of elements `begin` onwards of a matrix."""
+        """Raises each scale's amax (float32) to that of the elements from `begin` on."""
         ...
 
 
 class QuantiseShardKernel(Protocol):
     def __call__(self, x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
-        """Cast elements `begin` onwards of a matrix into `out_N`, e4m3, with the scales of all of it."""
+        """Casts the elements from `begin` on into `out_N`, e4m3, with the scales of the whole matrix."""
         ...
 
 
 class DequantiseShardsKernel(Protocol):
     def __call__(self, values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
-        """Widen all parts of a matrix; those of a rank are adjacent, the ranks' may lie apart."""
+        """Dequantises all shards of a matrix; a shard is contiguous, the shards may be strided."""
         ...
 
 
@@ -68,11 +67,11 @@ class GatherCastKernels:
 def update_shard_amax(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
     if not x_N.numel():
         return
-    # Without its sign, a number's bits order as it does, with NaN above all, which no maximum of floats promises.
+    # Without the sign, a float's bits order as its value, with NaN above all, which no maximum of floats guarantees.
     runs = x_N.view(1, -1) if columns is None else x_N.view(-1, RUN_LENGTH)
     bits = runs.abs().amax(dim=1).to(torch.float32).abs().view(torch.int32)
-    at = _scale_index_of_each_run(bits, amax_T.numel(), begin=begin, columns=columns)
-    amax_T.view(torch.int32).scatter_reduce_(0, at, bits, "amax")
+    index = _scale_index_of_each_run(bits, amax_T.numel(), begin=begin, columns=columns)
+    amax_T.view(torch.int32).scatter_reduce_(0, index, bits, "amax")
 
 
 def quantise_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
@@ -82,26 +81,26 @@ def quantise_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, c
 
 def dequantise_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
     runs = values_PN.reshape(-1, RUN_LENGTH) if columns is not None else values_PN
-    wide = runs.to(torch.float32) * _scale_of_each_run(runs, scale_T, begin=0, columns=columns)
+    values = runs.to(torch.float32) * _scale_of_each_run(runs, scale_T, begin=0, columns=columns)
     limit = torch.finfo(out_PN.dtype).max
-    out_PN.copy_(wide.clamp(-limit, limit).view(out_PN.shape))
+    out_PN.copy_(values.clamp(-limit, limit).view(out_PN.shape))
 
 
 def _scale_of_each_run(runs: Tensor, scale_T: Tensor, *, begin: int, columns: int | None) -> Tensor:
-    """The scales of whole runs, one per row; or the one that all have."""
+    """Returns the scale of each run, one per row; or the one that all share."""
     if columns is None:
         return scale_T
     return scale_T[_scale_index_of_each_run(runs[:, 0], scale_T.numel(), begin=begin, columns=columns)].unsqueeze(1)
 
 
 def _scale_index_of_each_run(firsts: Tensor, scales: int, *, begin: int, columns: int | None) -> Tensor:
-    """Which scale each run has, given something of each."""
+    """Returns the scale index of each run, given one element of each."""
     runs = torch.arange(firsts.numel(), device=firsts.device)
     if columns is None:
         return runs * 0
     assert begin % RUN_LENGTH == 0 and columns % BLOCK == 0, f"{begin} elements into rows of {columns}"
-    at = begin + runs * RUN_LENGTH
-    square = at // columns // BLOCK * (columns // BLOCK) + at % columns // BLOCK
+    element = begin + runs * RUN_LENGTH
+    square = element // columns // BLOCK * (columns // BLOCK) + element % columns // BLOCK
     return square.clamp(max=scales - 1)
 
 

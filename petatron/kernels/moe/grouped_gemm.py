@@ -1,9 +1,9 @@
-"""Matrix products of which every expert has its own: rows that lie together by expert, times each expert's matrix.
+"""Grouped GEMMs of experts: rows sorted by expert, times each expert's matrix.
 
-One kernel does all experts (bfloat16 on CUDA); elsewhere a loop does, for which the host has to know how many rows each has.
-Rows beyond those of all experts are not computed: the kernel leaves whatever was in memory there, the loop zeros.
+One kernel runs all experts (bfloat16 on CUDA); elsewhere a loop does, for which the host has to know each expert's rows. Rows beyond
+those of all experts are not computed: the kernel leaves them uninitialised, the loop zeros them.
 
-The three products of a layer's backward and forward pass, with x [R, D], W [E, O, D] and the gradient g [R, O]:
+The three GEMMs of a layer's forward and backward, with x [R, D], W [E, O, D] and the gradient g [R, O]:
 
     y = x W^T     dL/dx = g W     dL/dW = g^T x, grouped along the rows that are summed over
 
@@ -26,22 +26,22 @@ ExpertCounts = Tensor | int
 
 
 def looped_linear(x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts) -> Tensor:
-    """One product after the other: the reference. Zeros in rows beyond those of all experts."""
+    """Runs one GEMM per expert: the reference. Zeros in rows beyond those of all experts."""
     if isinstance(counts, int):
         return torch.bmm(x_RD.unflatten(0, (-1, counts)), weight_EOD.transpose(1, 2)).flatten(0, 1)
-    *parts, rest = _split_by_expert(x_RD, counts)
-    made = [F.linear(part, weight) for part, weight in zip(parts, weight_EOD.unbind(), strict=True)]
-    return torch.cat([*made, rest.new_zeros(rest.shape[0], weight_EOD.shape[1])])
+    *parts, unassigned = _split_by_expert(x_RD, counts)
+    outputs = [F.linear(part, weight) for part, weight in zip(parts, weight_EOD.unbind(), strict=True)]
+    return torch.cat([*outputs, unassigned.new_zeros(unassigned.shape[0], weight_EOD.shape[1])])
 
 
 def _split_by_expert(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-    """The rows of each expert, and what is left. The host has to know the counts."""
+    """Splits rows by expert, with the unassigned rows last. Synchronises: the host has to know the counts."""
     sizes = counts.tolist()
     return rows.split([*sizes, rows.shape[0] - sum(sizes)])
 
 
 def grouped_weight_grad(x_RD: Tensor, grad_RO: Tensor, counts: ExpertCounts) -> Tensor:
-    """The gradient of the weights of a grouped product, [E, O, D]."""
+    """Returns the weight gradient of a grouped GEMM, [E, O, D]."""
     if isinstance(counts, int):
         grads, xs = (rows.unflatten(0, (-1, counts)) for rows in (grad_RO, x_RD))
         return torch.bmm(grads.transpose(1, 2), xs)
@@ -52,31 +52,31 @@ def grouped_weight_grad(x_RD: Tensor, grad_RO: Tensor, counts: ExpertCounts) -> 
 
 
 def _grouped_mm(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    """Rows times a matrix per group, or, of two matrices, one product per group of what is summed over."""
+    """Multiplies rows with a matrix per group, or, of two matrices, computes one GEMM per group of the summed dimension."""
     return F.grouped_mm(a, b, offs=counts.cumsum(0, dtype=torch.int32))
 
 
 def unsupported_reason(device: str, dtype: torch.dtype) -> str | None:
-    """What a kind of device and operands lack for the one kernel, whatever the shapes; None: nothing."""
+    """Returns what a kind of device and operands lack for the grouped kernel, whatever the shapes; None: nothing."""
     if device != "cuda":
         return "the device is no GPU"
     return None if dtype == torch.bfloat16 else "it takes bfloat16"
 
 
 def _supports_grouped_mm(x_RD: Tensor, other: Tensor) -> bool:
-    """The kernel copies 16 bytes at a time: widths are multiples of 8, and a weight in a larger buffer begins at one."""
-    right_kind = (
+    """The kernel copies 16 bytes at a time: widths are multiples of 8, and a weight in a larger buffer is aligned."""
+    supported = (
         unsupported_reason(x_RD.device.type, x_RD.dtype) is None and x_RD.dtype == other.dtype and x_RD.shape[0] > 0
     )
     widths = (x_RD.shape[1], *other.shape[1:])
-    return right_kind and all(width % 8 == 0 for width in widths) and is_aligned(other)
+    return supported and all(width % 8 == 0 for width in widths) and is_aligned(other)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeightGrad:
-    """What is left to do of a grouped product's backward pass: the weights' gradients, written where they belong.
+    """The deferred weight gradients of a grouped GEMM.
 
-    The kernel writes them in bfloat16, so a float32 gradient takes another pass over them.
+    The kernel writes them in bfloat16, so a float32 gradient needs another pass over them.
     """
 
     grad_RO: Tensor
@@ -87,30 +87,30 @@ class GroupedWeightGrad:
     def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
         assert x_RD is not None
         if isinstance(self.counts, int) or (not self.looped and _supports_grouped_mm(x_RD, self.grad_RO)):
-            made = grouped_weight_grad(x_RD, self.grad_RO, self.counts)
-            out.add_(made) if accumulate else out.copy_(made)
+            weight_grad = grouped_weight_grad(x_RD, self.grad_RO, self.counts)
+            out.add_(weight_grad) if accumulate else out.copy_(weight_grad)
             return
         *grads, _ = _split_by_expert(self.grad_RO, self.counts)
         *xs, _ = _split_by_expert(x_RD, self.counts)
-        for grad, x, its in zip(grads, xs, out.unbind(), strict=True):
-            matmul_into(its, grad.t(), x, accumulate=accumulate)
+        for grad, x, expert_out in zip(grads, xs, out.unbind(), strict=True):
+            matmul_into(expert_out, grad.t(), x, accumulate=accumulate)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemm:
-    """Every expert's rows times its own matrix, [E, O, D]; knows nothing of autograd. `looped`: one expert after the other."""
+    """Multiplies every expert's rows with its matrix, [E, O, D]; knows nothing of autograd. `looped`: one expert after the other."""
 
     counts: ExpertCounts
     looped: bool = False
 
     def forward(self, x_RD: Tensor, weight_EOD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The product, and what has to be kept for `backward`: nothing."""
+        """Returns the output, and the tensors to save for `backward`: none."""
         return self._matmul(x_RD, weight_EOD), ()
 
     def backward(
         self, grad_RO: Tensor, weight_EOD: Tensor, saved: tuple[Tensor, ...]
     ) -> tuple[Tensor, GroupedWeightGrad]:
-        """The input's gradient, and the job that makes the weights'."""
+        """Returns the input's gradient, and the computation of the weights'."""
         grad_RO = grad_RO.contiguous()
         return self._matmul(grad_RO, weight_EOD.transpose(1, 2)), GroupedWeightGrad(grad_RO, self.counts, self.looped)
 

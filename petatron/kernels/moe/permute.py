@@ -1,29 +1,28 @@
-"""Tokens in the order of their experts, and back; the products of the experts themselves are in `grouped_gemm.py`.
+"""Permutes tokens into expert order, and back; the experts' GEMMs are in `grouped_gemm.py`.
 
-T tokens make K choices each; every choice that reaches an expert becomes a row, and the rows of one expert lie together. Going
-there (`permute`) is a copy of each token to its rows, coming back (`unpermute`) a sum over each token's rows. An `Permutation` keeps
-both directions, the choice of every row and the row of every choice, so that the backward of each is again a copy or a sum:
-no gradient is scattered with atomic adds, and results do not depend on the order in which a device runs.
+T tokens make K choices each; every choice of an expert becomes a row, and the rows of one expert are adjacent. `permute` copies each
+token to its rows, `unpermute` sums each token's rows. A `Permutation` has both directions, the choice of every row and the row of
+every choice, so that the backward of each is again a copy or a sum: no gradient is scattered with atomic adds, and results do not
+depend on the order in which a device runs.
 
-Rows are as many as there are choices, or, padded, a fixed number per expert. Padding lets every shape be known without
-looking at the data; so does `room`, a number of rows that is enough, of which choices that go nowhere get those behind the rows
-of all experts. No product computes them: what comes out of one there is anything, NaN included, and sums pass over it.
+There are as many rows as choices, or, padded, a fixed number per expert. With padding every shape is known without reading the data;
+so it is with `max_rows`, a sufficient number of rows, of which dropped choices get those after the rows of all experts. No GEMM
+computes these: its output there is anything, NaN included, and sums skip it.
 
-Where the router's weight w is applied decides how many bytes move. With a the activation of a row and g the gradient that
-comes back from the token,
+Where the router's weight w is applied decides how many bytes move. With a the activation of a row and g the gradient of the token,
 
     w (W a) = W (w a),     dL/dw = g . (W a) = (W^T g) . a
 
-so the weight may go in with the activation (`weighted_activation`), whose backward pass has W^T g and a at hand anyway: the
-weight's gradient costs no extra read, the last product's output is not kept, and the way back is a plain sum. Applied in
-`unpermute`, it costs one more read of all rows [R, D] in the backward pass, and keeps them until then.
+so the weight may be applied to the activation (`weighted_activation`), whose backward has W^T g and a anyway: the weight's gradient
+costs no extra read, the last GEMM's output is not saved, and unpermute is a plain sum. Applied in `unpermute`, it costs one more read
+of all rows [R, D] in backward, and saves them until then.
 
 Bytes of an expert layer, forward and backward, in units of elements of 2 bytes (D width, F inner width, N weights of all experts):
 
-    forward   take T D + R D, activation 3 R F, sum R D + T D
-    backward  copy T D + R D, activation 6 R F, sum R D + T D, the rows again (if not kept) T D + R D, gradients to float32 3 N
+    forward   permute T D + R D, activation 3 R F, unpermute R D + T D
+    backward  copy T D + R D, activation 6 R F, sum R D + T D, rows recomputed (if not saved) T D + R D, gradients to float32 3 N
 
-For T 32768, predicted at 4 TB/s beside products at 620 TFLOP/s (rows made again), and measured on one H200 (rows kept):
+For T 32768, predicted at 4 TB/s with GEMMs at 620 TFLOP/s (rows recomputed), and measured on one H200 (rows saved):
 
     128 experts, K 8, D 2048, F 768      3.0 + 12.0 ms, 495 useful TFLOP/s    14.8 ms, 503
     8 experts, K 2, D 4096, F 14336      7.1 + 112 ms, 583                    115.8 ms, 598
@@ -53,10 +52,10 @@ from petatron.kernels.moe.grouped_gemm import ExpertCounts
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """Where every choice lies among the rows, and the other way round.
+    """The row of every choice, and the choice of every row.
 
-    choice_R: for each row the choice (token x K + place) it holds; anything where the row is padding. Rows beyond the counts
-        hold choices without an expert.
+    choice_R: for each row its choice (token x K + position); anything where the row is padding. Rows beyond the counts hold
+        dropped choices.
     row_TK: for each choice its row; where the choice has none, a row that no expert has.
     counts: rows of each expert, padding included.
     valid_R: whether the row is no padding; None when all are.
@@ -74,15 +73,15 @@ class Permutation:
         return self.choice_R // self.row_TK.shape[1]
 
     def truncate(self, rows: int) -> Permutation:
-        """Without rows beyond a number that is enough."""
+        """Drops the rows from a sufficient number on."""
         return replace(self, choice_R=self.choice_R[:rows])
 
 
 @dataclass(frozen=True, slots=True)
 class SortedChoices:
-    """All choices by expert: `order` of the flat choices, where each one went, and where each expert begins.
+    """All choices sorted by expert: the `order` of the flat choices, the position of each, and the start of each expert.
 
-    The last beginning, of expert number E, is that of the choices that go nowhere.
+    The last start, of expert index E, is that of the dropped choices.
     """
 
     order: Tensor
@@ -96,31 +95,31 @@ class SortedChoices:
 
     @property
     def position_in_expert_TK(self) -> Tensor:
-        """How many choices of the same expert come before each one."""
+        """Counts the choices of the same expert before each one."""
         return self.sorted_position_TK - self.starts[self.experts_TK]
 
 
 def sort_by_expert(experts_TK: Tensor, num_experts: int, *, priority: Tensor | None = None) -> SortedChoices:
-    """Sort choices by expert; the expert `num_experts` stands for nowhere, and comes last.
+    """Sorts choices by expert; the expert `num_experts` marks dropped choices, and comes last.
 
-    Within an expert they stay in token order, or come by falling `priority` (one number per choice).
+    Within an expert they stay in token order, or descend by `priority` (one number per choice).
     """
-    # A device sorts by digits of a few bits, one pass each: of a small type there are one or two, of int64 eight or more.
+    # A device radix-sorts by a few bits per pass: one or two passes for a small type, eight or more for int64.
     assert num_experts < 2**15
     key = experts_TK.flatten().to(torch.uint8 if num_experts < 2**8 else torch.int16)
     if priority is None:
         key, order = key.sort(stable=True)
     else:
-        liked = priority.flatten().argsort(stable=True, descending=True)
-        key, order = key[liked].sort(stable=True)
-        order = liked[order]
-    # Where each expert begins among the sorted; counting with atomic adds is slow when few experts take many choices.
+        by_priority = priority.flatten().argsort(stable=True, descending=True)
+        key, order = key[by_priority].sort(stable=True)
+        order = by_priority[order]
+    # Where each expert starts; counting with atomic adds is slow when few experts have many choices.
     starts = torch.searchsorted(key, torch.arange(num_experts + 1, dtype=key.dtype, device=key.device))
     return SortedChoices(order, inverse_permutation(order).view_as(experts_TK), experts_TK, starts)
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """The permutation that undoes a permutation."""
+    """Returns the inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
@@ -132,36 +131,36 @@ def build_permutation(
     capacity: int | None = None,
     max_rows: int | None = None,
 ) -> Permutation:
-    """Rows in the order of their experts, within an expert in token order.
+    """Sorts choices into rows by expert, within an expert in token order.
 
-    `may_drop` says that some choices may be `num_experts`, which stands for nowhere; how many has then to be read back
-    from the device, unless there is `max_rows` for that many rows in any case: the counts may not reach to the last of them.
-    With a `capacity` every expert gets that many rows and nothing is read back; no expert may be chosen more often.
+    `may_drop`: some choices may be `num_experts`, which marks them dropped; the number of rows is then read back from the device,
+    unless `max_rows` is sufficient in any case: the counts may cover fewer. With a `capacity` every expert gets that many rows and
+    nothing is read back; no expert may be chosen more often.
     """
-    by_expert = sort_by_expert(experts_TK, num_experts)
-    order = by_expert.order
+    sorted_choices = sort_by_expert(experts_TK, num_experts)
+    order = sorted_choices.order
     kept = experts_TK < num_experts if may_drop else None
     if capacity is None:
-        counts = by_expert.counts_E
+        counts = sorted_choices.counts_E
         if may_drop and max_rows is None:
             max_rows = int(counts.sum())
-        return Permutation(order[:max_rows], by_expert.sorted_position_TK, counts, None, kept)
+        return Permutation(order[:max_rows], sorted_choices.sorted_position_TK, counts, None, kept)
     rows = num_experts * capacity
-    # What goes nowhere lands in one row too many, which is cut off.
-    row_TK = torch.where(experts_TK < num_experts, experts_TK * capacity + by_expert.position_in_expert_TK, rows)
+    # Dropped choices share one extra row, which is cut off.
+    row_TK = torch.where(experts_TK < num_experts, experts_TK * capacity + sorted_choices.position_in_expert_TK, rows)
     choice = torch.zeros(rows + 1, dtype=torch.long, device=order.device)
     choice.scatter_(0, row_TK.flatten(), torch.arange(order.numel(), device=order.device))
-    real = torch.zeros(rows + 1, dtype=torch.bool, device=order.device).index_fill_(0, row_TK.flatten(), True)
-    return Permutation(choice[:rows], row_TK, capacity, real[:rows], kept)
+    valid = torch.zeros(rows + 1, dtype=torch.bool, device=order.device).index_fill_(0, row_TK.flatten(), True)
+    return Permutation(choice[:rows], row_TK, capacity, valid[:rows], kept)
 
 
 def permute_rows(x_TD: Tensor, permutation: Permutation) -> Tensor:
-    """The token of every row; zeros in padding."""
+    """Copies the token of every row; zeros in padding."""
     return _select_rows(x_TD, permutation.token_R, permutation.valid_R)
 
 
 def _select_rows(source: Tensor, at_R: Tensor, valid_R: Tensor | None) -> Tensor:
-    """What every row has of a source; zeros in padding, for which `at_R` is anything: without tokens there is nothing at it."""
+    """Selects a source row for every row; zeros in padding, where `at_R` is anything and invalid if there are no tokens."""
     if not source.shape[0]:
         return source.new_zeros((at_R.shape[0], *source.shape[1:]))
     rows = source.index_select(0, at_R)
@@ -169,9 +168,9 @@ def _select_rows(source: Tensor, at_R: Tensor, valid_R: Tensor | None) -> Tensor
 
 
 def unpermute_rows(rows_RD: Tensor, permutation: Permutation, *, weights_TK: Tensor | None = None) -> Tensor:
-    """For every token the sum of its rows, each times its choice's weight, in at least float32; [T, K, D] is never made."""
-    wide = torch.promote_types(rows_RD.dtype, torch.float32)
-    total = rows_RD.new_zeros((permutation.row_TK.shape[0], rows_RD.shape[1]), dtype=wide)
+    """Sums each token's rows, each times its choice's weight, in at least float32; [T, K, D] is never materialised."""
+    dtype = torch.promote_types(rows_RD.dtype, torch.float32)
+    total = rows_RD.new_zeros((permutation.row_TK.shape[0], rows_RD.shape[1]), dtype=dtype)
     for k, part in enumerate(_rows_by_choice(rows_RD, permutation)):
         total += part if weights_TK is None else part * weights_TK[:, k, None]
     return total.to(rows_RD.dtype)
@@ -180,7 +179,7 @@ def unpermute_rows(rows_RD: Tensor, permutation: Permutation, *, weights_TK: Ten
 def unpermute_backward(
     grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, permutation: Permutation
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a weighted sum: of the rows (zeros in padding), and of the weights."""
+    """Returns the gradients of a weighted sum: of the rows (zeros in padding), and of the weights."""
     weight_R = choices_to_rows(weights_TK, permutation)
     grad_RD = (permute_rows(grad_TD, permutation) * weight_R[:, None]).to(rows_RD.dtype)
     wide = torch.promote_types(grad_TD.dtype, torch.float32)
@@ -191,22 +190,22 @@ def unpermute_backward(
 
 
 def _rows_by_choice(rows_RD: Tensor, permutation: Permutation) -> Iterator[Tensor]:
-    """For each of the K places every token's row; zeros where it has none. Nothing at all if there are no rows."""
+    """Yields every token's row for each of the K choices; zeros where it has none. Nothing at all if there are no rows."""
     row_TK, kept_TK, rows = permutation.row_TK, permutation.kept_TK, rows_RD.shape[0]
     for k in range(row_TK.shape[1] if rows else 0):
         if kept_TK is None:
             yield rows_RD.index_select(0, row_TK[:, k])
-        else:  # not a product with kept: a row of no expert may hold NaN
+        else:  # not multiplied by the mask: a row of no expert may hold NaN
             yield rows_RD.index_select(0, row_TK[:, k].clamp(max=rows - 1)).masked_fill(~kept_TK[:, k, None], 0)
 
 
 def choices_to_rows(of_TK: Tensor, permutation: Permutation) -> Tensor:
-    """For every row what its choice has, [R]; zeros in padding."""
+    """Returns the value of every row's choice, [R]; zeros in padding."""
     return _select_rows(of_TK.flatten(), permutation.choice_R, permutation.valid_R)
 
 
 def rows_to_choices(of_R: Tensor, permutation: Permutation) -> Tensor:
-    """For every choice what its row has, [T, K]; zeros where it has none."""
+    """Returns the value of every choice's row, [T, K]; zeros where it has none."""
     row_TK, kept_TK, rows = permutation.row_TK, permutation.kept_TK, of_R.shape[0]
     if kept_TK is None:
         return of_R[row_TK]
@@ -223,18 +222,18 @@ def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str) -> Tensor
 def weighted_activation_backward(
     grad_RF: Tensor, inner_RG: Tensor, weight_R: Tensor, name: str, *, recompute_output: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of what went in and of the weights, and the weighted activation if it is wanted again."""
+    """Returns the gradients of the input and of the weights, and the weighted activation if `recompute_output`."""
     inner, grad = to_compute_dtype(inner_RG), to_compute_dtype(grad_RF)
     backward = gated_activation_backward if name in GATE_ACTIVATIONS else activation_backward
     grad_inner, active = backward(grad * weight_R[:, None], inner, name, recompute_output=True)
     assert active is not None
-    made = (active * weight_R[:, None]).to(inner_RG.dtype) if recompute_output else None
-    return grad_inner.to(inner_RG.dtype), (active * grad).sum(-1).to(weight_R.dtype), made
+    output = (active * weight_R[:, None]).to(inner_RG.dtype) if recompute_output else None
+    return grad_inner.to(inner_RG.dtype), (active * grad).sum(-1).to(weight_R.dtype), output
 
 
 @dataclass(frozen=True, slots=True)
 class MoEKernels:
-    """One implementation of everything here that runs over rows; the functions of this file are the reference."""
+    """One implementation of each row kernel; the functions of this file are the reference."""
 
     permute_rows: Callable[[Tensor, Permutation], Tensor]
     unpermute_rows: Callable[..., Tensor]
@@ -260,7 +259,7 @@ class _Permute(torch.autograd.Function):
 
 
 def permute(x_TD: Tensor, permutation: Permutation, *, kernels: MoEKernels) -> Tensor:
-    """The tokens of all rows [R, D]; zeros in padding."""
+    """Copies tokens to all rows [R, D]; zeros in padding."""
     return _Permute.apply(x_TD, permutation, kernels)  # pyright: ignore[reportReturnType]
 
 
@@ -275,7 +274,7 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        saved = ctx.saved_tensors  # asked for once: where this is recomputed, every time is a run
+        saved = ctx.saved_tensors  # unpacked once: in a recomputed region unpacking runs the region
         if not saved:
             return ctx.kernels.permute_rows(grads[0], ctx.permutation), None, None, None
         rows_RD, weights_TK = saved
@@ -283,7 +282,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def unpermute(rows_RD: Tensor, weights_TK: Tensor | None, permutation: Permutation, *, kernels: MoEKernels) -> Tensor:
-    """For every token the sum of its rows, each times the weight of its choice if not yet applied, [T, D]."""
+    """Sums each token's rows, each times the weight of its choice if not yet applied, [T, D]."""
     return _Unpermute.apply(rows_RD, weights_TK, permutation, kernels)  # pyright: ignore[reportReturnType]
 
 
@@ -299,7 +298,7 @@ class _PermuteRouterWeights(torch.autograd.Function):
 
 
 def permute_router_weights(weights_TK: Tensor, permutation: Permutation) -> Tensor:
-    """The router's weight of every row [R], to be applied with the activation; zeros in padding."""
+    """Returns the router's weight of every row [R], to be applied with the activation; zeros in padding."""
     return _PermuteRouterWeights.apply(weights_TK, permutation)  # pyright: ignore[reportReturnType]
 
 
@@ -315,5 +314,5 @@ class _Reorder(torch.autograd.Function):
 
 
 def reorder(rows: Tensor, order: Tensor, inverse_order: Tensor) -> Tensor:
-    """Rows in another order; `inverse_order` is the inverse of the permutation `order`."""
+    """Reorders rows; `inverse_order` is the inverse of the permutation `order`."""
     return _Reorder.apply(rows, order, inverse_order)  # pyright: ignore[reportReturnType]

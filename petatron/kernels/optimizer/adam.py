@@ -1,18 +1,18 @@
 """AdamW on flat buffers, and the sum of squares that clipping needs: the reference, which also runs on the CPU.
 
-Loshchilov and Hutter, Decoupled Weight Decay Regularization. With g the gradient times the factor that undoes the loss scale
-and clips, w the weight in the optimizer's precision, and t the number of this update,
+Loshchilov and Hutter, Decoupled Weight Decay Regularization. With g the gradient times the factor that unscales and clips, w the
+master weight, and t the number of this update,
 
     m = m + (1 - beta1) (g - m)              v = v + (1 - beta2) (g^2 - v)
     w = w - lr decay w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-and the model gets w rounded to its own precision. What is only known on the device (the factor, whether the gradients are
-finite at all, t) comes as device scalars, so that no step waits for the host.
+and the model gets w rounded to its own precision. What is only known on the device (the factor, whether the gradients are finite,
+t) is passed as device scalars, so that no step synchronises with the host.
 
-Moments in bfloat16. A bfloat16 has 8 bits, so its neighbours are 0.4 to 0.8 % apart, and rounding to nearest would give back v
-from v - 0.001 v: with beta2 = 0.999 a second moment could never fall again. Moments are therefore rounded up or down at random,
-up with the probability of the distance to the lower neighbour, which is right on average. The random bits are a hash of the
-element's place and of t, not the state of a generator: a run that is resumed rounds as one that was not stopped.
+Moments in bfloat16. A bfloat16 has 8 bits, so its neighbours are 0.4 to 0.8 % apart, and rounding to nearest would return v for
+v - 0.001 v: with beta2 = 0.999 a second moment could never fall again. Moments are therefore rounded stochastically, up with the
+probability of the distance to the lower neighbour, which is unbiased. The random bits are a hash of the element's index and of t,
+not the state of a generator: a resumed run rounds as one that was not stopped.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 
 HASH_FACTORS = (0x7FEB352D, 0x5BD1E995)
 """Odd and below 2^31, so that a product with 32 bits fits into 63."""
-_CHUNK = 1 << 20  # elements at a time: what lies between reading and writing stays in the caches of a CPU
+_CHUNK = 1 << 20  # elements at a time: temporaries stay in the caches of a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamRates:
-    """What the host knows of one update."""
+    """The hyperparameters of one update, known to the host."""
 
     lr: float
     weight_decay: float
@@ -42,7 +42,7 @@ class AdamRates:
 
 @dataclass(frozen=True, slots=True)
 class AdamState:
-    """What an update changes; flat tensors of one length. `weight` is None where the master weight is the model's own."""
+    """The state that an update changes; flat tensors of one length. `weight` is None where the master weight is the model's own."""
 
     master: Tensor
     exp_avg: Tensor
@@ -56,31 +56,31 @@ class AdamState:
 
 class AdamKernel(Protocol):
     def __call__(self, grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamRates, start: int = 0) -> None:
-        """One update in place. `scalars` are of `adam_scalars`; `start` is the place of the first element, for rounding."""
+        """Updates in place. `scalars` are of `adam_scalars`; `start` is the index of the first element, for rounding."""
         ...
 
 
 class SquaresKernel(Protocol):
     def __call__(self, views: Sequence[Tensor]) -> Tensor:
-        """The sum of the squares of all elements of one or more tensors, in at least float32, as a scalar on the device."""
+        """Returns the sum of squares of all elements of one or more tensors, in at least float32, as a device scalar."""
         ...
 
 
 def adam_scalars(step: Tensor, factor: Tensor, skipped: Tensor, *, beta1: float, beta2: float) -> Tensor:
-    """(factor, skipped, 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t), t) on the device, in the precision of `factor`.
+    """Returns (factor, skipped, 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t), t) on the device, in the precision of `factor`.
 
     The powers are taken in float64: 1 - 0.999 in float32 has lost four of its seven digits.
     """
     count = step.double()
     first, second = 1.0 - torch.pow(beta1, count), 1.0 - torch.pow(beta2, count)
-    # Left out before there was any, an update has t = 0 and infinite corrections, which nothing uses.
+    # Skipped before the first, an update has t = 0 and infinite corrections, which nothing uses.
     values = (factor.double(), skipped.double(), first.reciprocal(), second.rsqrt(), count)
     return torch.stack(values).to(factor.dtype)
 
 
 @torch.no_grad()
 def adamw(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamRates, start: int = 0) -> None:
-    """The formula as it stands above, in the precision of the master weights."""
+    """Applies the formula above, in the precision of the master weights."""
     for begin, end in _chunks(grad):
         _adamw_chunk(grad[begin:end], state.slice_range(begin, end), scalars, rates=rates, start=start + begin)
 
@@ -108,7 +108,7 @@ def _adamw_chunk(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: Adam
 
 @torch.no_grad()
 def adamw_fused(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamRates, start: int = 0) -> None:
-    """The same by torch's own fused kernel, which wants one precision for all: other state goes by the formula."""
+    """Applies torch's own fused kernel, which needs one precision for all: other state uses the formula."""
     wide = state.master.dtype
     if state.exp_avg.dtype != wide or state.exp_avg_sq.dtype != wide:
         adamw(grad, state, scalars, rates=rates, start=start)
@@ -135,19 +135,19 @@ def adamw_fused(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamR
             found_inf=skipped,
         )
         if part.weight is not None:
-            # Nothing was changed where the update was left out, and the weight is the rounded master already.
+            # A skipped update changes nothing, and the weight is the rounded master already.
             part.weight.copy_(part.master)
 
 
 def sum_of_squares(views: Sequence[Tensor]) -> Tensor:
-    """By torch's norm of many tensors at once: each in the precision of the result, and together in float64."""
+    """Sums squares by torch's norm of many tensors at once: each in the precision of the result, and all in float64."""
     wide = torch.promote_types(views[0].dtype, torch.float32)
     norms = torch._foreach_norm(list(views), dtype=wide)
     return torch.stack(norms).double().square().sum().to(wide)
 
 
 def _chunks(flat: Tensor) -> Iterator[tuple[int, int]]:
-    """On a CPU a few at a time; a device has more to gain from few launches."""
+    """Yields ranges: short ones on a CPU, for its caches; long ones on a device, for few launches."""
     size = flat.numel()
     length = _CHUNK if flat.device.type == "cpu" else 64 * _CHUNK
     for begin in range(0, size, length):
@@ -159,24 +159,24 @@ def _has_bf16_moments(state: AdamState) -> bool:
 
 
 def _stochastic_round(value: Tensor, dtype: torch.dtype, random_bits: Tensor | None) -> Tensor:
-    """To another dtype; to bfloat16 up or down at random: 16 random bits are added to the 16 that are cut off."""
+    """Converts to another dtype; to bfloat16 stochastically: 16 random bits are added to the 16 that are cut off."""
     if dtype != torch.bfloat16:
         return value.to(dtype)
     assert random_bits is not None and value.dtype == torch.float32
     bits = (value.contiguous().view(torch.int32).to(torch.int64) + random_bits) & ~0xFFFF
-    # The carry may run into the sign bit of a NaN only, which is never written.
+    # The carry may reach the sign bit only of a NaN, which is never written.
     return bits.to(torch.int32).view(torch.float32).to(torch.bfloat16)
 
 
 def _rounding_bits(length: int, start: int, step: Tensor) -> tuple[Tensor, Tensor]:
-    """16 random bits per element, twice: both halves of a hash of the element's place and the update's number."""
-    places = torch.arange(start, start + length, dtype=torch.int64, device=step.device)
-    bits = _hash((places + _hash(step.to(torch.int64))) & 0xFFFFFFFF)
+    """Returns 16 random bits per element, twice: both halves of a hash of the element's index and the update's number."""
+    indices = torch.arange(start, start + length, dtype=torch.int64, device=step.device)
+    bits = _hash((indices + _hash(step.to(torch.int64))) & 0xFFFFFFFF)
     return bits & 0xFFFF, bits >> 16
 
 
 def _hash(bits: Tensor) -> Tensor:
-    """32 bits to 32 bits, every one of which depends on all."""
+    """Hashes 32 bits to 32 bits, every one of which depends on all."""
     first, second = HASH_FACTORS
     bits = bits ^ (bits >> 16)
     bits = (bits * first) & 0xFFFFFFFF

@@ -1,11 +1,11 @@
 """SGD with momentum on flat buffers, by torch's fused kernel.
 
-With g the gradient times the factor that undoes the loss scale and clips, plus decay w,
+With g the gradient times the factor that unscales and clips, plus decay w,
 
     b = momentum b + g              w = w - lr b
 
-Weight decay is part of the gradient, as SGD has always had it. The factor and whether the update is left out are device
-scalars, so that no step waits for the host.
+Weight decay is part of the gradient, as is usual for SGD. The factor and whether the update is skipped are device scalars, so that
+no step synchronises with the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHUNK = 1 << 24  # elements whose scaled gradient exists at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SgdRates:
-    """What the host knows of one update."""
+    """The hyperparameters of one update, known to the host."""
 
     lr: float
     weight_decay: float
@@ -38,7 +38,7 @@ def sgd(
     skipped: Tensor,
     rates: SgdRates,
 ) -> None:
-    """One update in place; without a buffer there is no momentum, without a weight the master is the model's own."""
+    """Updates in place; `momentum` None means no momentum, `weight` None that the master is the model's own."""
     for begin in range(0, grad.numel(), _CHUNK):
         part = slice(begin, begin + _CHUNK)
         torch._fused_sgd_(

@@ -1,18 +1,17 @@
-"""Gradient of a table of embeddings in Triton: the same bits in every run, and no atomic addition.
+"""Gradient of an embedding table in Triton: deterministic, without atomic additions.
 
-Token ids are sorted, keeping the order of equal ones, so that the tokens of an id are neighbours, a segment. How many
-segments there are is known to the device alone, and the grid must be known to the host: so there is a program for every
-sorted position, and those that do not begin a piece of work end at once.
+Token ids are stably sorted, so that the tokens of an id are adjacent, a segment. Only the device knows the number of segments, and
+the host must know the grid: so there is a program for every sorted position, and those that do not start a piece return at once.
 
 A segment may be one token or, for a padding id, all of them. It is cut at every 32nd position into pieces of at most 32
-tokens; one program adds up a piece, in order. A piece that is a whole segment goes straight to its row of the table. Of the
-others, a window of 32 positions has at most two: one that goes on from the window before (the head), and one that begins
-here and goes on in the next (the tail). Their sums are put aside, and a second kernel, with a program for every window,
-adds to each tail the heads that continue it, 16 at a time.
+tokens; one program sums a piece, in order. A piece that is a whole segment is added straight to its row of the table. Of the
+others, a window of 32 positions has at most two: one that continues from the window before (the head), and one that starts
+here and continues in the next (the tail). Their sums are stored, and a second kernel, with a program for every window, adds
+to each tail the heads that continue it, 16 at a time.
 
 Bytes on an H200 for T = 32,768 tokens, D = 2048, V = 128,256: reading the gradients 134 MB, writing at most T rows of 8 KB,
 268 MB, and reading them first when accumulating; 0.1 to 0.2 ms at 4.0 TB/s, and 0.05 ms for the sort. A first write also
-clears the table, 1.05 GB or 0.27 ms, which is the larger part. Sums put aside: 17 MB.
+clears the table, 1.05 GB or 0.27 ms, which is the larger part. Stored partial sums: 17 MB.
 """
 
 # Triton's decorator, its constexpr arguments and its launch options are beyond the type checker.
@@ -119,7 +118,7 @@ def _embedding_grad_segments(
 
 
 def embedding_grad(ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate: bool) -> None:
-    """As `kernels/embedding_grad.py`; the table's gradient is float32 or bfloat16, sums are made in float32."""
+    """As `kernels/embedding_grad.py`; the table's gradient is float32 or bfloat16, sums are in float32."""
     assert out_VD.dtype in (torch.float32, torch.bfloat16), f"no gradient of a table in {out_VD.dtype}"
     assert out_VD.is_contiguous() and grad_TD.stride(1) == 1
     tokens, size = grad_TD.shape

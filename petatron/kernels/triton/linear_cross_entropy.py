@@ -1,17 +1,17 @@
-"""Softmax of a chunk of logits in Triton: one program per token, its row read, reduced and overwritten by its gradient.
+"""Softmax of a chunk of logits in Triton: one program per token reads and reduces its row, and overwrites it by its gradient.
 
 A row of 128,256 logits in bf16 is 256 KB, too long for registers, so it is read twice: once for the maximum and the sum of
 exponentials, once for the gradient. Three choices keep the second read away from memory and the first one at its speed:
 
-- The running maximum m and sum s are kept per group of 8 neighbouring columns, which are one 16-byte load of one thread, as
-  s <- s exp(m - m') + sum exp(z - m') with m' = max(m, z). Threads never wait for each other inside the loop, and the
-  correction costs one exponential in nine. The groups are put together once, after the loop.
-- A program has 16 warps and eight loads per thread in flight, 64 KB; few rows are under way at a time, so that the L2 cache
+- The running maximum m and sum s are per group of 8 adjacent columns, which are one 16-byte load of one thread, as
+  s <- s exp(m - m') + sum exp(z - m') with m' = max(m, z). Threads never synchronise inside the loop, and the
+  correction costs one exponential in nine. The groups are merged once, after the loop.
+- A program has 16 warps and eight loads per thread in flight, 64 KB; few rows are in flight at a time, so that the L2 cache
   still holds them. Measured for 6,656 rows: 1.00 ms, with 32 warps of four loads 1.12; copying the logits takes 0.81.
-- The second pass walks backwards, so what was read last, and is surely still cached, is read first.
+- The second pass runs backwards, so what was read last, and is surely still cached, is read first.
 
-Bytes per logit: 2 read, 2 written, and up to 2 more where the caches fail. For 16,384 tokens of 128,256: 8.4 to 12.6 GB, 2.1
-to 3.2 ms at 4.0 TB/s; two exponentials per logit are 1.2 ms of the special-function units, beside that.
+Bytes per logit: 2 read, 2 written, and up to 2 more on cache misses. For 16,384 tokens of 128,256: 8.4 to 12.6 GB, 2.1 to 3.2 ms at
+4.0 TB/s; two exponentials per logit are 1.2 ms of the special-function units, overlapped.
 
 All arithmetic is in float32; float64 is for the reference in `kernels/linear_cross_entropy.py`, whose functions these three equal.
 """
@@ -51,7 +51,7 @@ def _load_tile(row, columns, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr, po
 
 @triton.jit
 def _statistics_of_row(row, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Maximum and sum of exponentials below it."""
+    """Returns the maximum and the sum of exponentials below it."""
     offsets = tl.arange(0, GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     peak = tl.full((GROUPS,), _LOWEST, tl.float32)
     total = tl.zeros((GROUPS,), tl.float32)
@@ -90,7 +90,7 @@ def _gradient_of_row(
 
 @triton.jit
 def _target_of_row(targets, index, NUM_COLUMNS: tl.constexpr):
-    """Column of the target, -1 where it is none of this row's."""
+    """Returns the column of the target, -1 where it is none of this row's."""
     target = tl.load(targets + index).to(tl.int32)
     return tl.where((target >= 0) & (target < NUM_COLUMNS), target, -1)
 
@@ -152,7 +152,7 @@ def _losses_and_gradient_kernel(
 ):
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * row_stride
-    # Before the first reduction, which every thread waits for: later on another thread may have overwritten the logit.
+    # Loaded before the first reduction, which synchronises the threads: later another thread may have overwritten the logit.
     target = _target_of_row(targets, index, NUM_COLUMNS)
     picked = tl.load(row + target, mask=target >= 0, other=0.0).to(tl.float32)
     weight = tl.load(weights + index).to(tl.float32)

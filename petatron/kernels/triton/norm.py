@@ -1,28 +1,28 @@
-"""RMS norm, forward and backward, each in one pass over the rows.
+"""RMSNorm, forward and backward, each in one pass over the rows.
 
 With x a row of width D, w the weight and r = 1 / sqrt(mean(x^2) + eps), the norm is n = x r w. From the gradient g of n
 
     gradient of x = r (w g - x r mean(w g x r)),        gradient of w = sum over rows of g x r
 
-A row stays in registers between its sum and its result, so every byte moves once. Around a norm the residual stream is
-added to and its gradient joins; both happen in the same pass.
+A row stays in registers between its sum and its result, so every byte moves once. The residual addition before the norm, and
+the addition of the residual's gradient, are in the same pass.
 
-The weight's gradient is a sum over all rows, which lie with different programs. The backward kernel therefore has a fixed
-number of programs that walk over the rows with a stride, each keeps its sum in registers, and the few sums are added up
-afterwards in a fixed order: no atomic adds, the same result every time. A program that walks has one row in hand while it
-waits for memory; it therefore asks for its next row before it works on this one.
+The weight's gradient is a sum over all rows, which belong to different programs. The backward kernel therefore has a fixed
+number of programs that iterate over the rows with a stride, each accumulates its sum in registers, and the few sums are added
+afterwards in a fixed order: no atomic adds, the same result every time. Such a program would have one row in flight while it
+waits for memory; it therefore prefetches its next row before it computes this one.
 
 Device memory traffic in bf16, Llama-1B (R 32768, D 2048), at 4.0 TB/s:
 
-| kernel                                            | tensors | bytes per element | ms    |
-|---------------------------------------------------|---------|-------------------|-------|
-| rms_norm                                          | 2       | 4                 | 0.067 |
-| rms_norm with branch                              | 4       | 8                 | 0.134 |
-| rms_norm_backward                                 | 3       | 6                 | 0.103 |
-| rms_norm_backward, again                          | 4       | 8                 | 0.136 |
-| rms_norm_backward, again, with gradient of total  | 5       | 10                | 0.170 |
+| kernel                                                        | tensors | bytes per element | ms    |
+|---------------------------------------------------------------|---------|-------------------|-------|
+| rms_norm                                                      | 2       | 4                 | 0.067 |
+| rms_norm with branch                                          | 4       | 8                 | 0.134 |
+| rms_norm_backward                                             | 3       | 6                 | 0.103 |
+| rms_norm_backward, recompute_output                           | 4       | 8                 | 0.136 |
+| rms_norm_backward, recompute_output, with gradient of total   | 5       | 10                | 0.170 |
 
-The backward lines include the partial sums, 528 x D float32 written and read.
+The backward rows include the partial sums, 528 x D float32 written and read.
 
 R rows, D width.
 """
@@ -42,7 +42,7 @@ from petatron.kernels import norm as reference
 from petatron.kernels.strides import contiguous_rows
 
 MAX_ROW_WIDTH = 16384
-"""The widest row that stays in registers; the reference does wider ones."""
+"""The widest row that fits in registers; wider ones use the reference."""
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _rms_norm_forward(
         branch = tl.load(branch_RD + long_row * branch_stride + column[None, :], mask=mask, other=0.0)
         total = (wide + branch.to(tl.float32)).to(dtype)
         tl.store(total_RD + long_row * WIDTH + column[None, :], total, mask=mask)
-        wide = total.to(tl.float32)  # the norm is of what was stored
+        wide = total.to(tl.float32)  # the norm is of the rounded sum
 
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / WIDTH + eps)
     tl.store(rstd_R + row, rstd, mask=row < rows)
@@ -86,14 +86,14 @@ def _rms_norm_forward(
 
 @triton.jit
 def _load_weight(weight_D, column, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Once for every row of the tile: each thread reads what it multiplies with, and none has to hand it to another."""
+    """Loads the weight for every row of the tile: each thread reads its own elements, and none are exchanged."""
     place = column[None, :] + tl.zeros((ROWS, 1), dtype=tl.int32)
     return tl.load(weight_D + place, mask=place < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _apply_weight(unit, weight, dtype: tl.constexpr, ZERO_CENTERED_GAMMA: tl.constexpr):
-    """The same roundings in both directions, so that what is done again has the same bits."""
+    """Rounds equally in forward and backward, so that a recomputed output has the same bits."""
     if ZERO_CENTERED_GAMMA:
         normal = unit * (1.0 + weight)
     else:
@@ -144,7 +144,7 @@ def _rms_norm_backward(
             after, total_after, rstd_after = _load_rows(
                 grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH
             )
-        # From the nearest cache; held over the loop it would cost the registers that the next row needs.
+        # From the nearest cache; held across iterations it would cost the registers that the next row needs.
         weight = _load_weight(weight_D, column, WIDTH, ROWS)
         wide, unit = grad.to(tl.float32), total.to(tl.float32) * this_rstd
         sums += wide * unit
@@ -178,7 +178,7 @@ def _load_rows(grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, 
 
 @dataclass(frozen=True, slots=True)
 class _NormTile:
-    """What a program holds at once: several narrow rows, or a wide one; 16 elements per thread if that is enough."""
+    """A program's tile: several narrow rows, or a wide one; 16 elements per thread if that is enough."""
 
     rows: int
     block: int
@@ -199,7 +199,7 @@ class _NormTile:
 def rms_norm(
     x_RD: Tensor, weight_D: Tensor, *, eps: float, zero_centered_gamma: bool, branch: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum with `branch` (x itself without one), its norm, and 1 / rms of every row in float32."""
+    """Returns the sum with `branch` (x itself without one), its norm, and 1 / rms of every row in float32."""
     rows, width = x_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm(x_RD, weight_D, eps=eps, zero_centered_gamma=zero_centered_gamma, branch=branch)
@@ -240,7 +240,7 @@ def rms_norm_backward(
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the sum (with `grad_total` joined) and, in float32, of the weight; and the norm done `recompute_output`."""
+    """Returns the gradients of the sum (with `grad_total` added) and, in float32, of the weight; and the norm if `recompute_output`."""
     rows, width = total_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm_backward(
@@ -299,7 +299,7 @@ def _column_sums(sums_PD, total_D, programs, WIDTH: tl.constexpr, ROWS: tl.const
 
 
 def _sum_columns(sums_PD: Tensor) -> Tensor:
-    """The sum of all programs' sums; torch's own takes three times as long for so few, so wide rows."""
+    """Adds the programs' sums; torch's own sum takes three times as long for so few, so wide rows."""
     programs, width = sums_PD.shape
     total_D = torch.empty(width, dtype=torch.float32, device=sums_PD.device)
     _column_sums[(triton.cdiv(width, 32),)](sums_PD, total_D, programs, WIDTH=width, ROWS=64, BLOCK=32, num_warps=4)
@@ -307,6 +307,6 @@ def _sum_columns(sums_PD: Tensor) -> Tensor:
 
 
 def _resident_programs(device: torch.device, tile: _NormTile) -> int:
-    """Programs that run at once: 16 warps per multiprocessor, which may then use 128 registers per thread."""
+    """Returns the programs that are resident at once: 16 warps per multiprocessor, with up to 128 registers per thread."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return processors * max(16 // tile.warps, 1)

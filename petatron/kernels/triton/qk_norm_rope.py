@@ -1,31 +1,31 @@
-"""Queries and keys out of one product, normalised by head and turned by position, in one pass; and back.
+"""Splits queries and keys from the QKV output and applies qk-norm and rope, in one pass; and its backward.
 
 A head is a row of width E. With r = 1 / sqrt(mean(x^2) + eps) it becomes n = x r w, of which pair i, (n_i, n_{i + t/2}) for i < t/2,
-is turned by the token's angle, t being the rotated width. On the way back the gradient is turned by the opposite angle, which
-makes it the gradient g of n, and then
+is rotated by the token's angle, t being the rotary dim. Backward rotates the gradient by the opposite angle, which gives the
+gradient g of n, and then
 
     gradient of x = r (w g - x r mean(w g x r)),        gradient of w = sum over rows of g x r
 
-r is worked out again from x, which is there anyway: one more sum of a row in registers, and nothing kept or read for it. A row
-is held as the first and the second elements of its pairs, so that a thread has both; what is not turned is paired likewise, and
-turned by nothing.
+r is recomputed from x, which is read anyway: one more sum of a row in registers, and nothing saved or read for it. A row is held as
+the first and the second elements of its pairs, so that a thread has both; elements that are not rotated are paired likewise, with
+angle zero.
 
-Rows of all tokens and heads are numbered through, in the order in which the heads lie in memory; a program takes as many as fill
-its registers, of queries or of keys, whatever the number of heads. Backward, a program takes several such tiles, one after the
-other, keeps the sum for the weight's gradient in registers, and asks for its next tile before it works on this one. The few
-thousand sums are added up afterwards in a fixed order: no atomic adds, the same result every time. Programs of a third kind copy
-the gradient of the values to its place beside the others. (Forward, values stay where they are.)
+Rows of all tokens and heads are numbered consecutively, in memory order of the heads; a program processes as many as fill its
+registers, of queries or of keys, whatever the number of heads. In backward a program processes several such tiles in sequence,
+accumulates the weight's gradient in registers, and prefetches its next tile before it computes this one. The few thousand sums are
+added afterwards in a fixed order: no atomic adds, the same result every time. Programs of a third kind copy the gradient of the
+values. (In forward, values are a view.)
 
 Device memory traffic in bf16, Qwen3-4B (R = S B 16384, H 32, K 8, E 128), at 4.0 TB/s:
 
-| kernel                      | elements per token        | bytes per token | ms    |
-|-----------------------------|---------------------------|-----------------|-------|
-| split_norm_rotate           | 2 (H + K) E               | 20480           | 0.084 |
-| split_norm_rotate_backward  | 3 (H + K) E + 2 K E       | 34816           | 0.144 |
+| kernel                        | elements per token        | bytes per token | ms    |
+|-------------------------------|---------------------------|-----------------|-------|
+| split_qkv_norm_rope           | 2 (H + K) E               | 20480           | 0.084 |
+| split_qkv_norm_rope_backward  | 3 (H + K) E + 2 K E       | 34816           | 0.144 |
 
-The backward line includes the partial sums, at most 4096 (1 + K / H) of E float32 written and read.
+The backward row includes the partial sums, at most 4096 (1 + K / H) of E float32 written and read.
 
-S sequence, B batch, H query heads, K key/value heads, E head width.
+S sequence, B batch, H query heads, K kv heads, E head dim.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -44,10 +44,10 @@ from petatron.kernels.strides import align_cos_sin, contiguous_rows
 
 _WARPS = 4
 _ELEMENTS = 512 * _WARPS
-"""Of a tile: 16 per thread."""
+"""Elements of a tile: 16 per thread."""
 
 _PROGRAMS = 4096
-"""At most so many share the queries in the backward pass: every multiprocessor gets dozens, and the sums stay few."""
+"""The most programs for queries in backward: every multiprocessor gets dozens, and the sums stay few."""
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _norm_rope_tile(
 
 @triton.jit
 def _pair_columns(WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pairs: the places in a row of their first and second elements, whether there are such, and whether they are turned."""
+    """Returns the columns of the pairs' first and second elements, whether these exist, and whether they are rotated."""
     half: tl.constexpr = ROTARY_DIM // 2
     rest: tl.constexpr = (WIDTH - ROTARY_DIM + 1) // 2
     pair = tl.arange(0, COLUMNS)[None, :]
@@ -134,7 +134,7 @@ def _pair_columns(WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def _row_positions(row, length, batch, NUM_HEADS: tl.constexpr, BATCH_FIRST: tl.constexpr):
-    """Where rows lie: in the sequence, the batch and among the heads, each as a column; and whether there are such rows."""
+    """Returns rows' indices in the sequence, the batch and the heads, each as a column; and whether such rows exist."""
     token, head = row // NUM_HEADS, row % NUM_HEADS
     s = token % length if BATCH_FIRST else token // batch
     b = token // length if BATCH_FIRST else token % batch
@@ -144,7 +144,7 @@ def _row_positions(row, length, batch, NUM_HEADS: tl.constexpr, BATCH_FIRST: tl.
 
 @triton.jit
 def _row_pointers(tensor, at, strides):
-    """Where each row begins."""
+    """Returns the start of each row."""
     return tensor + at[0] * strides[0] + at[1] * strides[1] + at[2] * strides[2]
 
 
@@ -162,7 +162,7 @@ def _store_pairs(rows, first, second, columns, there):
 
 @triton.jit
 def _load_cos_sin(rotation, at, columns, there):
-    """What is not turned is turned by nothing."""
+    """Loads cos and sin; 1 and 0 for elements that are not rotated."""
     cos, sin, stride_s, stride_b = rotation
     place, mask = at[0] * stride_s + at[1] * stride_b + columns[0], there & columns[4]
     cosine = tl.load(cos + place, mask=mask, other=1.0).to(tl.float32)
@@ -171,7 +171,7 @@ def _load_cos_sin(rotation, at, columns, there):
 
 @triton.jit
 def _load_weights(weight, columns, ROWS: tl.constexpr, ZERO_CENTERED_GAMMA: tl.constexpr):
-    """Once for every row of the tile: each thread reads what it multiplies with, and none has to hand it to another."""
+    """Loads the weight for every row of the tile: each thread reads its own elements, and none are exchanged."""
     every = tl.zeros((ROWS, 1), dtype=tl.int32)
     first, second = _load_pairs(weight + every, columns, every == 0)
     first, second = first.to(tl.float32), second.to(tl.float32)
@@ -182,7 +182,7 @@ def _load_weights(weight, columns, ROWS: tl.constexpr, ZERO_CENTERED_GAMMA: tl.c
 
 @triton.jit
 def _rstd(squares, there, eps, WIDTH: tl.constexpr):
-    """Of rows that are not there, one: whatever eps is, nothing of them may become infinite."""
+    """Returns 1 / rms; one for rows that do not exist, so that nothing of them becomes infinite, whatever eps is."""
     return tl.rsqrt(tl.where(there, squares / WIDTH + eps, 1.0))
 
 
@@ -276,7 +276,7 @@ def _norm_rope_backward_tiles(
     ZERO_CENTERED_GAMMA: tl.constexpr,
     BATCH_FIRST: tl.constexpr,
 ):
-    """The tiles of a program, one after the other: gradients of rows, and their part of the weight's."""
+    """Processes a program's tiles in sequence: gradients of rows, and their part of the weight's."""
     grad, grad_strides, x, to, strides, weight, rotation, sums = tensors
     length, batch, eps = size
     dtype: tl.constexpr = to.dtype.element_ty
@@ -292,7 +292,7 @@ def _norm_rope_backward_tiles(
         first_weight, second_weight = _load_weights(weight, columns, ROWS, ZERO_CENTERED_GAMMA)
         row += ROWS
         after, more = _row_positions(row, length, batch, NUM_HEADS, BATCH_FIRST)
-        more = more & (step + 1 < STEPS)  # what comes then is another program's
+        more = more & (step + 1 < STEPS)  # the next rows belong to another program
         grad_first_after, grad_second_after = _load_pairs(_row_pointers(grad, after, grad_strides), columns, more)
         x_first_after, x_second_after = _load_pairs(_row_pointers(x, after, strides), columns, more)
 
@@ -316,7 +316,7 @@ def _norm_rope_backward_tiles(
 
 @dataclass(frozen=True, slots=True)
 class _LaunchPlan:
-    """The tiles of both kinds of heads, and what both kernels are told of the shapes."""
+    """The tiles of queries and keys, and the kernels' shape arguments."""
 
     length: int
     batch: int
@@ -326,7 +326,7 @@ class _LaunchPlan:
 
     @property
     def columns(self) -> int:
-        """Pairs of a row, those that are not turned too."""
+        """Pairs of a row, rotated or not."""
         return triton.next_power_of_2(self.rotary_dim // 2 + (self.width - self.rotary_dim + 1) // 2)
 
     @property
@@ -353,7 +353,7 @@ class _LaunchPlan:
 def split_qkv_norm_rope(
     qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, batch_first: bool
 ) -> TensorTriple:
-    """q [S, B, H, E] and k [S, B, K, E] in memory of their own, v a view; cos and sin are [S, 1 or B, 1, n]."""
+    """Returns q [S, B, H, E] and k [S, B, K, E] as new tensors, v as a view; cos and sin are [S, 1 or B, 1, n]."""
     rows = contiguous_rows(qkv)
     q_from, k_from, v = norm.split(rows)
     plan = _LaunchPlan(*qkv.shape[:2], norm, v.shape[-1], rope_cos_sin[0].shape[-1])
@@ -382,7 +382,7 @@ def split_qkv_norm_rope(
 def split_qkv_norm_rope_backward(
     grads: TensorTriple, qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, out: Tensor
 ) -> TensorPair:
-    """Write the gradient of qkv to `out`, which lies in memory as qkv does; returns those of the weights, in float32."""
+    """Writes the gradient of qkv to `out`, which has qkv's memory layout; returns those of the weights, in float32."""
     assert out.stride() == qkv.stride() and out.stride(-1) == 1, "the heads of a token lie side by side, in both alike"
     sources = [contiguous_rows(grad) for grad in grads]
     plan = _LaunchPlan(*qkv.shape[:2], norm, sources[0].shape[-1], rope_cos_sin[0].shape[-1])

@@ -1,25 +1,25 @@
-"""Queries, keys and values out of one product, with rotary positions, in one pass; and back.
+"""Splits the QKV output into queries, keys and values and applies rope, in one pass; and its backward.
 
-Pair i of a head is (x_i, x_{i + n/2}), i < n/2, where n is the rotated width; elements from n on stay as they are:
+Pair i of a head is (x_i, x_{i + n/2}), i < n/2, where n is the rotary dim; elements from n on are unchanged:
 
     y_i = x_i cos_i - x_{i+n/2} sin_i,        y_{i+n/2} = x_{i+n/2} cos_i + x_i sin_i
 
-The gradient turns by the opposite angle. Cosines and sines come n wide, both halves the same; only the first is read.
+The gradient is rotated by the opposite angle. Cosines and sines are n wide, both halves equal; only the first is read.
 
-Both ways move three tensors [S, B, heads, E] to three others, of which three are slices of one. So there is one kernel; it
+Both directions copy three tensors [S, B, heads, E] to three others, of which three are slices of one. So there is one kernel, which
 takes the strides of all six and does not care which side the slices are on. Values are only copied: attention kernels read
 contiguous heads faster than the slices.
 
-A program moves one token, so that its cosines and sines are read once for all heads.
+A program handles one token, so that its cosines and sines are read once for all heads.
 
 Device memory traffic in bf16, Llama-1B (R = S B 32768, H 32, K 8, E 64), at 4.0 TB/s:
 
-| kernel                 | tensors of [R, (H + 2K) E] | bytes per element | ms    |
-|------------------------|----------------------------|-------------------|-------|
-| split_rotate           | 2                          | 4                 | 0.101 |
-| split_rotate_backward  | 2                          | 4                 | 0.101 |
+| kernel                   | tensors of [R, (H + 2K) E] | bytes per element | ms    |
+|--------------------------|----------------------------|-------------------|-------|
+| split_qkv_rope           | 2                          | 4                 | 0.101 |
+| split_qkv_rope_backward  | 2                          | 4                 | 0.101 |
 
-S sequence, B batch, H query heads, K key/value heads, E head width.
+S sequence, B batch, H query heads, K kv heads, E head dim.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -77,7 +77,7 @@ def _split_qkv_rope(
     BATCH_FIRST: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    token = tl.program_id(0)  # in the order in which heads lie in memory
+    token = tl.program_id(0)  # in memory order of the heads
     s = (token % length if BATCH_FIRST else token // batch).to(tl.int64)
     b = (token // length if BATCH_FIRST else token % batch).to(tl.int64)
     cos += s * cos_s + b * cos_b
@@ -109,7 +109,7 @@ def _rope_heads(
     TILE: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Rotate the pairs of all heads of a token, several heads at once."""
+    """Rotates the pairs of all heads of a token, several heads at once."""
     half: tl.constexpr = ROTARY_DIM // 2
     columns: tl.constexpr = triton.next_power_of_2(half)
     at_once: tl.constexpr = min(triton.next_power_of_2(NUM_HEADS), max(TILE // (2 * columns), 1))
@@ -143,7 +143,7 @@ def _copy_heads(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Elements from FIRST on, of all heads of a token."""
+    """Copies elements from FIRST on, of all heads of a token."""
     columns: tl.constexpr = triton.next_power_of_2(WIDTH - FIRST)
     at_once: tl.constexpr = min(triton.next_power_of_2(NUM_HEADS), max(TILE // columns, 1))
     element = FIRST + tl.arange(0, columns)
@@ -156,10 +156,10 @@ def _copy_heads(
 
 
 def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin: Tensor, *, backward: bool) -> None:
-    """Move q, k and v, each logically [S, B, heads, E]; order programs by where the heads lie, not the slices."""
+    """Launches for q, k and v, each of shape [S, B, heads, E]; programs are in memory order of the heads, not of the slices."""
     length, batch, heads, width = sources[0].shape
     cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
-    by_head = sources[0] if backward else targets[0]
+    heads_tensor = sources[0] if backward else targets[0]
     warps = 4 if heads * width <= 4096 else 8
     _split_qkv_rope[(length * batch,)](
         *sources,
@@ -176,7 +176,7 @@ def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, s
         WIDTH=width,
         ROTARY_DIM=cos.shape[-1],
         TILE=512 * warps,
-        BATCH_FIRST=by_head.stride(1) > by_head.stride(0),
+        BATCH_FIRST=heads_tensor.stride(1) > heads_tensor.stride(0),
         BACKWARD=backward,
         num_warps=warps,
     )
@@ -185,7 +185,7 @@ def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, s
 def split_qkv_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated q [S, B, H, E] and k [S, B, K, E], and v, from [S, B, (H + 2K) E]; in memory [B, S, ...] if `is_batch_first`."""
+    """Returns rotated q [S, B, H, E] and k [S, B, K, E], and v, from [S, B, (H + 2K) E]; in memory [B, S, ...] if `batch_first`."""
     sources = split_qkv(contiguous_rows(qkv), num_heads=num_heads, num_kv_heads=num_kv_heads)
     targets = [_empty_heads(part, batch_first=batch_first) for part in sources]
     _launch(sources, targets, cos, sin, backward=False)
@@ -201,7 +201,7 @@ def _empty_heads(part: Tensor, *, batch_first: bool) -> Tensor:
 
 
 def split_qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
-    """Write the gradient of qkv to `out`, which lies in memory as qkv did, and return it."""
+    """Writes the gradient of qkv to `out`, which has qkv's memory layout, and returns it."""
     assert out.stride(-1) == 1, "the heads of a token lie side by side"
     sources = [contiguous_rows(grad) for grad in (dq, dk, dv)]
     _launch(sources, split_qkv(out, num_heads=dq.shape[2], num_kv_heads=dk.shape[2]), cos, sin, backward=True)

@@ -1,9 +1,9 @@
-"""The experts of a layer: as many MLPs as there are, each product done for all of them at once.
+"""The experts of an MoE layer: MLPs whose GEMMs are grouped over all local experts.
 
-The router's weight of a row may be applied in the middle, W (w a) instead of w (W a), where it costs nothing: see
+The router's weight of a row may be applied to the activation, W (w a) instead of w (W a), where it costs nothing: see
 `kernels/moe/permute.py`.
 
-R rows in the order of their experts, D width, O output width, E experts, as many as lie on this device.
+R rows in the order of their experts, D width, O output width, E local experts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from petatron.layers.ops.recompute_output import (
 class GroupedLinear(nn.Module):
     """x W^T + b with a W and b per expert; `grouped_gemm` and `weight_grad_sink` are slots.
 
-    `bias_scale` is what the bias is multiplied by: 0 on all but one of the ranks whose outputs are summands of one result.
+    `bias_scale` multiplies the bias: 0 on all but one of the ranks whose partial outputs are summed.
     """
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, *, bias: bool) -> None:
@@ -53,7 +53,7 @@ class GroupedLinear(nn.Module):
         if isinstance(counts, int):
             return (y_RO.unflatten(0, (-1, counts)) + bias[:, None]).flatten(0, 1)
         rows = y_RO.shape[0]
-        # Rows of no expert get a bias of their own: their gradients may be anything.
+        # Rows of no expert (padding) get a zero bias of their own: their gradients may be anything.
         each = torch.cat([counts, rows - counts.sum(0, keepdim=True)])
         return y_RO + F.pad(bias, (0, 0, 0, 1)).repeat_interleave(each, dim=0, output_size=rows)
 
@@ -75,10 +75,10 @@ class _RecomputableWeightedActivation:
     ) -> tuple[MaybeTensors, Tensor | None]:
         (inner, weight), (grad,) = saved, grads
         assert grad is not None
-        inner_grad, weight_grad, made = self.kernels.weighted_activation_backward(
+        inner_grad, weight_grad, output = self.kernels.weighted_activation_backward(
             grad.contiguous(), inner, weight, self.name, recompute_output=recompute_output
         )
-        return (inner_grad, weight_grad), made
+        return (inner_grad, weight_grad), output
 
     def recompute(self, saved: Tensors) -> Tensor:
         inner, weight = saved
@@ -86,9 +86,9 @@ class _RecomputableWeightedActivation:
 
 
 class RoutedExperts(nn.Module):
-    """down(act(up(x))) of every row's expert; for a gated activation gate and up are one product, `gate_up`.
+    """down(act(up(x))) of every row's expert; for a gated activation gate and up are one GEMM, `gate_up`.
 
-    The slot `kernels` has what runs over rows, in here and on their way here and back.
+    The slot `kernels` holds the row kernels: permute, unpermute and the weighted activation.
     """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, width: int) -> None:
@@ -102,19 +102,19 @@ class RoutedExperts(nn.Module):
         self.add_module(self.first_linear_name, GroupedLinear(experts, width, 2 * inner if gated else inner, bias=bias))
         self.down = GroupedLinear(experts, inner, width, bias=bias)
         if not moe.moe_grouped_gemm:
-            for product in (self.get_submodule(self.first_linear_name), self.down):
-                product.grouped_gemm = partial(GroupedGemm, looped=True)
+            for linear in (self.get_submodule(self.first_linear_name), self.down):
+                linear.grouped_gemm = partial(GroupedGemm, looped=True)
 
     @property
     def applies_router_weights(self) -> bool:
-        """Whether the weight of a row may be applied inside; a bias of the last product would escape it."""
+        """Whether the router's weights may be applied to the activation: a bias of the last GEMM would not be weighted."""
         return self.down.bias is None
 
     def forward(self, x_RD: Tensor, counts: ExpertCounts, weight_R: Tensor | None = None) -> Tensor:
         inner = self.get_submodule(self.first_linear_name)(x_RD, counts)
         if weight_R is None:
             return self.down(self.act(inner), counts)
-        (value,), source = apply_recomputable(
+        (value,), handle = apply_recomputable(
             _RecomputableWeightedActivation(self.kernels, self.act.name), inner, weight_R
         )
-        return self.down(Recomputable(value, source), counts)
+        return self.down(Recomputable(value, handle), counts)

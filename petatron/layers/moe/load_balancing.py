@@ -1,17 +1,17 @@
-"""Keeping the load of the experts even, and saying how even it is.
+"""Load balancing of experts, and statistics of it.
 
-Every definition is over a whole micro-batch, whichever ranks hold its tokens, so that no layout changes what is trained. A
-rank computes only the share of a loss that its own tokens have; the shares, and so their gradients, add up to the loss.
+Every loss is defined over a whole micro-batch, whichever ranks hold its tokens, so no layout changes what is trained. A rank
+computes only the share of its own tokens; the shares, and so their gradients, add up to the loss.
 
 With f_i the share of all choices that went to expert i, P_i the mean score of expert i, and E experts:
 
     aux_loss          E sum_i f_i P_i            over the tokens of a micro-batch (Switch Transformer, GShard)
     seq_aux_loss      the same of every sequence, mean over the sequences (DeepSeek-V2)
-    global_aux_loss   f over the micro-batches that all data-parallel ranks have at the same time, P over a micro-batch (Qwen)
+    global_aux_loss   f over the concurrent micro-batches of all data-parallel ranks, P over a micro-batch (Qwen)
     z-loss            mean of (log sum_i exp logit_i)^2 (ST-MoE)
 
-Each is 1 (z-loss: small) when the load is even. f counts, so gradients flow through P alone. What expert capacity drops still
-counts in f: it is what the router asked for.
+Each is 1 (z-loss: small) when the load is even. f counts, so gradients flow through P alone. Choices dropped by expert
+capacity count in f.
 
 S positions and B sequences of this rank, T = S x B tokens in any order, K choices per token, E experts.
 """
@@ -33,7 +33,7 @@ _SINKHORN_ITERATIONS = 100
 
 @dataclass(frozen=True, slots=True)
 class ReductionGroup:
-    """Ranks whose tokens are looked at together: how many there are, and how a small tensor is summed over them, in place."""
+    """Ranks over whose tokens a statistic is reduced: `all_reduce` sums a small tensor over them, in place."""
 
     num_ranks: int = 1
     all_reduce: Seam = identity
@@ -43,7 +43,7 @@ SINGLE_RANK = ReductionGroup()
 
 
 def count_choices_BE(chosen_SBK: Tensor, *, num_experts: int) -> Tensor:
-    """How often each sequence chose each expert."""
+    """Counts how often each sequence chose each expert."""
     chosen_SBE = torch.zeros(*chosen_SBK.shape[:2], num_experts, dtype=torch.bool, device=chosen_SBK.device)
     return chosen_SBE.scatter_(2, chosen_SBK, True).sum(0)
 
@@ -56,7 +56,7 @@ def load_balancing_loss(
     sequence_group: ReductionGroup,
     stage_group: ReductionGroup,
 ) -> Tensor | None:
-    """This rank's share of the balancing loss of a micro-batch, coefficient included; None when there is none."""
+    """Returns this rank's share of a micro-batch's load-balancing loss, coefficient included; None when there is none."""
     kind = moe.moe_router_load_balancing_type
     if moe.moe_aux_loss_coeff == 0.0 or kind in ("none", "sinkhorn"):
         return None
@@ -77,7 +77,7 @@ def load_balancing_loss(
 
 
 def z_loss(moe: MoEConfig, z_T: Tensor, *, sequence_group: ReductionGroup) -> Tensor | None:
-    """This rank's share of the z-loss of a micro-batch; `z_T` is the log-sum-exp of every token's logits."""
+    """Returns this rank's share of a micro-batch's z-loss; `z_T` is the log-sum-exp of every token's logits."""
     if not moe.moe_z_loss_coeff:
         return None
     return moe.moe_z_loss_coeff * z_T.square().sum() / (z_T.numel() * sequence_group.num_ranks)
@@ -96,18 +96,18 @@ class _AttachAuxLoss(torch.autograd.Function):
 
 
 def attach_aux_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """`x` itself; when its gradient is computed, so is that of the scalar `loss`, as if it were added to the final one."""
+    """Returns `x`, and adds the gradient of the scalar `loss` in its backward, as if `loss` were added to the final one."""
     return _AttachAuxLoss.apply(x, loss)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
 def sinkhorn(logits_TE: Tensor, sequence_group: ReductionGroup) -> Tensor:
-    """exp(logits) with rows and columns scaled in turn until every token has the same weight, and so has every expert.
+    """Returns exp(logits) with rows and columns scaled in turn until all tokens, and all experts, have equal weight.
 
-    Only the sums over tokens cross ranks. The number of rounds depends on them alone, so that it is equal on all ranks.
+    Only the sums over tokens are all-reduced. The number of iterations depends on them alone, so it is equal on all ranks.
     """
     tokens, experts = logits_TE.shape
-    cost = (logits_TE - logits_TE.amax(dim=1, keepdim=True)).exp()  # a factor per row is taken out again by `row`
+    cost = (logits_TE - logits_TE.amax(dim=1, keepdim=True)).exp()  # `row` absorbs the factor of each row
     column = torch.ones(experts, dtype=cost.dtype, device=cost.device)
     row = torch.ones(tokens, 1, dtype=cost.dtype, device=cost.device)
     for _ in range(_SINKHORN_ITERATIONS):
@@ -119,7 +119,7 @@ def sinkhorn(logits_TE: Tensor, sequence_group: ReductionGroup) -> Tensor:
 
 
 def expert_bias_update(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
-    """The bias after a step: one `rate` up for experts chosen less often than the mean, one down for the others (DeepSeek-V3).
+    """Returns the bias after a step: `rate` up for experts chosen less often than the mean, down for the others (DeepSeek-V3).
 
     `counts_E` are the choices of the whole step, over all ranks and micro-batches.
     """
@@ -134,10 +134,10 @@ _STATISTIC_NAMES = ("dropped", "entropy", "z", "extra_loss", "tokens", "micro_ba
 def router_statistics(
     scores_TE: Tensor, z_T: Tensor, counts_E: Tensor, *, dropped: Tensor, aux_loss: Tensor | None, num_ranks: int
 ) -> Tensor:
-    """What a router did with its tokens, as a float64 vector of sums: reports of micro-batches and ranks may be added.
+    """Returns router statistics as a float64 vector of sums, which may be added over micro-batches and ranks.
 
-    First how often each expert was chosen; then dropped choices, the sums of the scores' entropy and of z^2, this rank's
-    share of the extra loss, tokens, and which share of a micro-batch they are (one of `num_ranks`).
+    First the choices of each expert; then dropped choices, the sums of the scores' entropy and of z^2, this rank's share of
+    the auxiliary losses, tokens, and their share of a micro-batch (one of `num_ranks`).
     """
     wide = scores_TE.to(torch.float64)
     entropy = -(wide * wide.clamp(min=1e-30).log()).sum()
@@ -149,24 +149,24 @@ def router_statistics(
 
 
 def statistics_length(num_experts: int) -> int:
-    """Numbers in a report."""
+    """Returns the length of a statistics vector."""
     return num_experts + len(_STATISTIC_NAMES)
 
 
 def expert_counts(statistics: Tensor) -> Tensor:
-    """How often each expert was chosen, of a report or a sum of reports."""
+    """Returns how often each expert was chosen, from summed or single statistics."""
     return statistics[: -len(_STATISTIC_NAMES)]
 
 
 @dataclass(frozen=True, slots=True)
 class RouterHealth:
-    """Of the tokens that a sum of reports is about.
+    """Router health over the tokens that summed statistics cover.
 
     load_max_over_mean: choices of the busiest expert over the mean; 1 is even, the number of experts the worst.
     entropy: mean entropy of the scores in nats; 0 is certain, log(experts) undecided.
     dropped: share of the choices that did not fit an expert's capacity.
     z: mean square of the log-sum-exp of the logits; growing means logits drift.
-    extra_loss: mean over micro-batches of the balancing and z-losses, with their coefficients.
+    extra_loss: mean over micro-batches of the load-balancing and z-losses, with their coefficients.
     """
 
     load_max_over_mean: float
@@ -177,7 +177,7 @@ class RouterHealth:
 
 
 def router_health(statistics: Tensor) -> RouterHealth:
-    """The facts in a sum of reports; reads them back from the device."""
+    """Computes router health from summed statistics; synchronises with the device."""
     counts = expert_counts(statistics).tolist()
     dropped, entropy, z, loss, tokens, micro_batches = statistics[-len(_STATISTIC_NAMES) :].tolist()
     chosen = max(sum(counts), 1.0)

@@ -1,13 +1,13 @@
-"""A mixture of experts in the place of the MLP: each token goes through the few experts that a router picks for it.
+"""A mixture of experts in the place of the MLP: a router selects a few experts for each token.
 
     y = sum over the chosen experts of weight x expert(x)  [+ gate(x) x shared(x)]
 
-Tokens reach their experts through the slot `dispatcher`, which on one device only sorts them; `parallel/expert_parallel.py` fills it with
-communication, and may run the two halves of the shared expert while tokens are in flight. All else here works on each token
-alone, so it does not matter which tokens of the batch are on this device; the router's losses, which look at all of them, are in
-`load_balancing.py`. With a latent size the routed experts work in a narrower space, which saves most of the communication.
+The slot `dispatcher` takes tokens to their experts: on one device it only permutes them, `parallel/expert_parallel.py` fills it
+with communication and may overlap the two halves of the shared expert with it. All else here is per token, so it does not
+matter which tokens of the batch this rank has; the router's losses, which depend on all of them, are in `load_balancing.py`.
+With a latent size the routed experts work in a narrower space, which saves most of the communication.
 
-S sequence, B batch, D hidden, T = S x B tokens in the order in which they lie in memory.
+S sequence, B batch, D hidden, T = S x B tokens in memory order.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 
 
 class ExpertsFunction(Protocol):
-    """Rows in the order of the experts held here, and how many each has, to what the experts make of them.
+    """Maps rows, sorted by local expert with a count for each, to the experts' outputs.
 
-    Where it `applies_router_weights`, the router's weight of each row may be given too. Rows are made and summed with its `kernels`.
+    Where it `applies_router_weights`, each row's router weight may be passed too. Rows are permuted with its `kernels`.
     """
 
     @property
@@ -45,7 +45,7 @@ class ExpertsFunction(Protocol):
 
 
 class SharedExpertHalves(Protocol):
-    """The shared expert in two halves, which a dispatcher may run while it communicates: in this order, each once."""
+    """The shared expert in two halves, which a dispatcher may overlap with communication: in this order, each once."""
 
     def first_half(self) -> None: ...
 
@@ -53,9 +53,9 @@ class SharedExpertHalves(Protocol):
 
 
 class TokenDispatcher(Protocol):
-    """Take tokens [T, D] to their experts, and bring back the weighted sum of what each token's experts make of it.
+    """Dispatches tokens [T, D] to their experts and returns the weighted sum of each token's expert outputs.
 
-    `shared` is what may be computed meanwhile; what a dispatcher leaves of it is computed afterwards.
+    `shared` may be computed during communication; the layer computes the halves that the dispatcher did not.
     """
 
     def __call__(
@@ -66,17 +66,17 @@ class TokenDispatcher(Protocol):
 def dispatch_locally(
     x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
 ) -> Tensor:
-    """All experts are on this device: sort, compute, put back."""
-    arrangement, kernels = routing.permutation(), experts.kernels
-    rows = permute(x_TD, arrangement, kernels=kernels)
+    """Permutes, runs the experts and unpermutes: all experts are on this device."""
+    permutation, kernels = routing.permutation(), experts.kernels
+    rows = permute(x_TD, permutation, kernels=kernels)
     if not experts.applies_router_weights:
-        return unpermute(experts(rows, arrangement.counts), routing.weights_TK, arrangement, kernels=kernels)
-    weight_R = permute_router_weights(routing.weights_TK, arrangement)
-    return unpermute(experts(rows, arrangement.counts, weight_R), None, arrangement, kernels=kernels)
+        return unpermute(experts(rows, permutation.counts), routing.weights_TK, permutation, kernels=kernels)
+    weight_R = permute_router_weights(routing.weights_TK, permutation)
+    return unpermute(experts(rows, permutation.counts, weight_R), None, permutation, kernels=kernels)
 
 
 class _SharedExpertRun:
-    """One forward pass of the shared expert, a half at a time: the first GEMM and activation, then the second and the gate."""
+    """One forward pass of the shared expert in two halves: first GEMM and activation, then second GEMM and gate."""
 
     __slots__ = ("_expert", "_intermediate", "_layer", "_output", "_x")
 
@@ -96,7 +96,7 @@ class _SharedExpertRun:
         self._output = y if gate is None else gate(self._x).sigmoid() * y
 
     def output(self) -> Tensor:
-        """The shared expert's output; computes what has not run yet."""
+        """Returns the shared expert's output; computes the halves that have not run yet."""
         if self._intermediate is None:
             self.first_half()
         if self._output is None:
@@ -106,7 +106,7 @@ class _SharedExpertRun:
 
 
 class MoELayer(nn.Module):
-    """Routed experts, and a shared one that every token passes. `layer_index` is the layer's, for its reports."""
+    """Routed experts, and optionally a shared one for every token. `layer_index` keys the router statistics."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, *, layer_index: int) -> None:
         super().__init__()
@@ -119,14 +119,14 @@ class MoELayer(nn.Module):
         self.shared = build_mlp(config, shared) if shared else None
         self.shared_gate = Linear(hidden, (1,), bias=False) if shared and moe.moe_shared_expert_gate else None
         self.shared_runs_in_halves = True
-        """False where the shared expert can only run as a whole, in its first half: it is recomputed as one region."""
+        """False where the shared expert is one recompute region: it then runs whole, in its first half."""
         self.dispatcher: TokenDispatcher = dispatch_locally
 
     def forward(self, x: Tensor | Recomputable, context: ForwardContext) -> Tensor:
         normal = as_recomputable(x)
         x_SBD = normal.value
-        routing, extra_loss, report = self.router(x_SBD, with_loss=context.aux_loss_scale is not None)
-        context.router_statistics[self.layer_index] = report
+        routing, aux_loss, statistics = self.router(x_SBD, with_loss=context.aux_loss_scale is not None)
+        context.router_statistics[self.layer_index] = statistics
         inner = x_SBD if self.latent_down is None else self.latent_down(normal)
         batch_first = is_batch_first(x_SBD)
         shared = None if self.shared is None else _SharedExpertRun(self, self.shared, normal)
@@ -136,6 +136,6 @@ class MoELayer(nn.Module):
             y_SBD = self.latent_up(y_SBD)
         if shared is not None:
             y_SBD = y_SBD + shared.output()
-        if extra_loss is None or context.aux_loss_scale is None:
+        if aux_loss is None or context.aux_loss_scale is None:
             return y_SBD
-        return attach_aux_loss(y_SBD, extra_loss * context.aux_loss_scale.to(extra_loss.dtype))
+        return attach_aux_loss(y_SBD, aux_loss * context.aux_loss_scale.to(aux_loss.dtype))

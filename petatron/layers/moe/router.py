@@ -1,21 +1,20 @@
-"""Which experts each token goes to, and with what weight.
+"""The router: chooses each token's experts and their weights.
 
-Scores come from logits W x by a softmax or by sigmoids. The K best are chosen, possibly only among the best groups of
-experts (DeepSeek), possibly with a bias per expert that evens the load. The bias decides who is chosen and never enters the
-weights, so it changes no gradient.
+Scores come from logits W x by a softmax or by sigmoids. The K best are chosen, possibly only among the best groups of experts
+(DeepSeek), possibly with a load-balancing bias per expert. The bias affects the choice and never the weights, so it changes no
+gradient.
 
     softmax               weights = softmax over the chosen logits
     softmax, pre-softmax  weights = the chosen entries of the softmax over all experts; they add up to less than 1
     sigmoid               weights = the chosen sigmoids, divided by their sum if there are several
-    sinkhorn              in training the chosen are the best of the logits made doubly even; weights = entries of the
+    sinkhorn              in training the choice is the top K of the Sinkhorn-normalised logits; weights = entries of the
                           softmax over all, or the sigmoid for K = 1
 
-With a capacity, an expert takes at most ceil(capacity factor x T K / E) of this rank's T tokens; what is beyond is dropped and
-gets no output from it. T depends on the layout, so what is dropped does too. Tokens claim room by their weights, or position by
-position of all sequences together; among equals the earlier position comes first, then the earlier sequence. Everything else
-takes tokens in the order in which they lie in memory, whichever that is.
+With a capacity, an expert accepts at most ceil(capacity factor x T K / E) of this rank's T tokens; more are dropped. T depends
+on the layout, so what is dropped does too. Priority is by weight, or by position over all sequences; ties go to the earlier
+position, then to the earlier sequence. Everything else handles tokens in memory order, whichever that is.
 
-S sequence, B batch, T = S x B tokens in the order of memory, D hidden, E experts, K choices per token, G groups of experts.
+S sequence, B batch, T = S x B tokens in memory order, D hidden, E experts, K choices per token, G groups of experts.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where tokens go: all that is needed to take them there and back.
+    """The choices of all tokens: what dispatch and combine need.
 
-    experts_TK: the experts of each token; `num_experts` stands for nowhere, where a choice was dropped.
-    weights_TK: what their outputs are multiplied by.
+    experts_TK: the experts of each token; `num_experts` marks a dropped choice.
+    weights_TK: the factors on their outputs.
     may_drop: whether choices may have been dropped.
-    capacity: how many of these tokens an expert takes at most; None means all.
+    capacity: the most of these tokens that an expert accepts; None means all.
     pad_to_capacity: whether every expert's input is padded to the capacity.
     """
 
@@ -64,19 +63,19 @@ class Routing:
     pad_to_capacity: bool = False
 
     def permutation(self) -> Permutation:
-        """The choices in the order of the experts. Where some may be missing, only a capacity spares looking how many there are."""
-        room = None if self.capacity is None else self.num_experts * self.capacity
+        """Returns the choices sorted by expert. Where some may be dropped, only a capacity avoids reading their number from the device."""
+        max_rows = None if self.capacity is None else self.num_experts * self.capacity
         return build_permutation(
             self.experts_TK,
             self.num_experts,
             may_drop=self.may_drop,
             capacity=self.capacity if self.pad_to_capacity else None,
-            max_rows=room,
+            max_rows=max_rows,
         )
 
 
 class Router(nn.Module):
-    """Chooses experts, and knows its own losses. `sequence_group` and `stage_group` are the ranks that it must be balanced with."""
+    """Chooses experts and computes its losses. `sequence_group` and `stage_group` are the ranks that it is balanced over."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
         super().__init__()
@@ -90,16 +89,16 @@ class Router(nn.Module):
         self.stage_group: ReductionGroup = SINGLE_RANK
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """The bias stays in float32, where small steps add up, and is zero when it first gets memory."""
-        unborn = self.expert_bias is not None and self.expert_bias.is_meta
+        """Keeps the bias in float32, where small steps add up, and zeroes it when it leaves the meta device."""
+        was_meta = self.expert_bias is not None and self.expert_bias.is_meta
         super()._apply(fn, recurse)
         if self.expert_bias is not None:
             bias = self.expert_bias.to(torch.float32)
-            self.expert_bias = torch.zeros_like(bias) if unborn and not bias.is_meta else bias
+            self.expert_bias = torch.zeros_like(bias) if was_meta and not bias.is_meta else bias
         return self
 
     def forward(self, x_SBD: Tensor, *, with_loss: bool) -> tuple[Routing, Tensor | None, Tensor]:
-        """The routing, this rank's share of the router's losses if wanted, and the report of `balance.router_report`."""
+        """Returns the routing, this rank's share of the router's losses if wanted, and `load_balancing.router_statistics`."""
         moe, experts = self.moe, self.weight.shape[0]
         batch_first = is_batch_first(x_SBD)
         logits_TE = self._logits(to_rows(x_SBD, batch_first=batch_first))
@@ -120,7 +119,7 @@ class Router(nn.Module):
                 part for part in (balance, z_loss(moe, z_T, sequence_group=self.sequence_group)) if part is not None
             ]
             loss = torch.stack(parts).sum() if parts else None
-        report = router_statistics(
+        statistics = router_statistics(
             scores_TE,
             z_T,
             counts_BE.sum(0),
@@ -128,10 +127,10 @@ class Router(nn.Module):
             aux_loss=loss,
             num_ranks=self.sequence_group.num_ranks,
         )
-        return routing, loss, report
+        return routing, loss, statistics
 
     def _logits(self, x_TD: Tensor) -> Tensor:
-        """In the precision asked for; what follows is in at least float32."""
+        """Computes logits in `moe_router_dtype`, and returns them in at least float32."""
         moe, dtype = self.moe, x_TD.dtype
         if moe.moe_router_dtype is not None:
             dtype = torch.promote_types(dtype, _DTYPES[moe.moe_router_dtype])
@@ -141,19 +140,19 @@ class Router(nn.Module):
         logits = F.linear(x_TD, self.weight.to(dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if moe.moe_router_force_load_balancing:
-            # Random values, but the gradient still flows, so that the backward pass costs what it always does.
+            # Random values, but the gradient still flows, so backward costs the same.
             logits = torch.randn_like(logits) + (logits - logits.detach())
         return logits
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        """Scores over all experts that add up to 1, for balance and reports."""
+        """Returns scores over all experts that add up to 1, for load balancing and statistics."""
         if self.moe.moe_router_score_function == "softmax":
             return logits_TE.softmax(dim=-1)
         sigmoid = logits_TE.sigmoid()
         return sigmoid / (sigmoid.sum(dim=-1, keepdim=True) + 1e-20)
 
     def _select_experts(self, logits_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Chosen experts [T, K] and the weights of their outputs."""
+        """Returns the chosen experts [T, K] and the weights of their outputs."""
         moe, k = self.moe, self.moe.moe_router_topk
         if moe.moe_router_load_balancing_type == "sinkhorn":
             every = logits_TE.sigmoid() if k == 1 else logits_TE.softmax(dim=-1)
@@ -175,37 +174,38 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _topk_experts(self, ranking_TE: Tensor) -> Tensor:
-        """The K best experts of each token, bias included, among its best groups where there are groups."""
+        """Returns the top K experts of each token, bias included, from its top groups where experts are grouped."""
         moe, k = self.moe, self.moe.moe_router_topk
         if self.expert_bias is not None:
             ranking_TE = ranking_TE + self.expert_bias
         if moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None:
             groups_TGE = ranking_TE.unflatten(-1, (moe.moe_router_num_groups, -1))
-            # A group is as good as the experts that would be taken from it if the choices were spread evenly.
+            # A group's score is the sum of the experts it would contribute if choices were spread evenly over the top groups.
             each = max(1, k // moe.moe_router_group_topk)
             best = groups_TGE.topk(each, dim=-1).values.sum(-1).topk(moe.moe_router_group_topk, dim=-1).indices
-            open_TG = torch.zeros_like(groups_TGE[..., 0], dtype=torch.bool).scatter_(1, best, True)
-            ranking_TE = groups_TGE.masked_fill(~open_TG[..., None], float("-inf")).flatten(1)
+            selected_TG = torch.zeros_like(groups_TGE[..., 0], dtype=torch.bool).scatter_(1, best, True)
+            ranking_TE = groups_TGE.masked_fill(~selected_TG[..., None], float("-inf")).flatten(1)
         return ranking_TE.topk(k, dim=-1).indices
 
     def _apply_capacity(self, routing: Routing, capacity_factor: float, x_SBD: Tensor) -> Routing:
-        """Drop what an expert has no room for: the choices with the lowest weights, or the last ones.
+        """Drops choices beyond an expert's capacity: those with the lowest weights, or the last ones.
 
-        Who comes first must not depend on how tokens lie in memory, so the few numbers that decide it are put in order.
+        Priority must not depend on the memory layout, so the choices are sorted in sequence-first order.
         """
         moe, experts, batch_first = self.moe, routing.num_experts, is_batch_first(x_SBD)
         tokens, k = routing.experts_TK.shape
-        # No token chooses an expert twice, so more room than there are tokens is never used.
+        # No token chooses an expert twice, so a capacity above the number of tokens is never used.
         capacity = min(tokens, max(1, math.ceil(tokens * k * capacity_factor / experts)))
 
-        def in_order(of_TK: Tensor) -> Tensor:
+        def sequence_first(of_TK: Tensor) -> Tensor:
             return to_rows(from_rows(of_TK, x_SBD, batch_first=batch_first), batch_first=False)
 
-        liked = in_order(routing.weights_TK.detach()) if moe.moe_token_drop_policy == "probs" else None
-        late = sort_by_expert(in_order(routing.experts_TK), experts, priority=liked).position_in_expert_TK >= capacity
-        late_TK = to_rows(from_rows(late, x_SBD, batch_first=False), batch_first=batch_first)
+        priority = sequence_first(routing.weights_TK.detach()) if moe.moe_token_drop_policy == "probs" else None
+        sorted_choices = sort_by_expert(sequence_first(routing.experts_TK), experts, priority=priority)
+        dropped = sorted_choices.position_in_expert_TK >= capacity
+        dropped_TK = to_rows(from_rows(dropped, x_SBD, batch_first=False), batch_first=batch_first)
         return Routing(
-            routing.experts_TK.masked_fill(late_TK, experts),
+            routing.experts_TK.masked_fill(dropped_TK, experts),
             routing.weights_TK,
             experts,
             may_drop=True,

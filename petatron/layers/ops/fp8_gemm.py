@@ -1,27 +1,26 @@
-"""Products in eight bits: what is cast when, with which scale, and what is kept.
+"""FP8 GEMMs: what is quantised when, with which scale, and what is saved for backward.
 
-    forward     x8 = cast(x), y = x8 . w8;                   kept: x8 transposed, so x itself is not needed again
+    forward     x8 = cast(x), y = x8 . w8;                   saved: x8 transposed, so x itself is not needed again
     backward    g8 = cast(g), dx = g8 . w8 transposed;       dw = g8 transposed . x8 transposed
 
-each cast writing both orientations (see `kernels/fp8/cast_and_gemm.py`). The weight is cast once per optimizer step, however many
-micro-batches use it. The first product sums in the tensor cores' short way, which is faster and good enough for activations;
-the two of the backward pass do not. A weight's gradient is made from eight-bit operands like the others and leaves the
-product in the precision of the buffer it goes to, float32.
+Each cast writes both orientations (see `kernels/fp8/cast_and_gemm.py`). The weight is cast once per optimizer step, however many
+micro-batches use it. The forward GEMM uses the tensor cores' fast accumulation, which is good enough for activations; the two
+of backward do not. A weight gradient's GEMM has FP8 operands too and writes float32, the precision of the gradient buffer.
 
 | recipe     | scale of x, g             | scale of w      | passes over x and g |
 |------------|---------------------------|-----------------|---------------------|
-| tensorwise | their largest             | its largest     | two                 |
-| delayed    | the largest of past steps | its largest     | one                 |
+| tensorwise | amax of the tensor        | amax            | two                 |
+| delayed    | amax of past steps        | amax            | one                 |
 | rowwise    | each row of each operand  | each row        | two                 |
 | blockwise  | each 1 x 128              | each 128 x 128  | one                 |
 
 With `hybrid`, gradients are e5m2 (more range), everything else e4m3 (more precision). Not so for blockwise: the hardware
-multiplies blocks of e4m3 alone, and 128 numbers seldom need more range than that has. Ranks that split a tensor do not
-exchange their largest numbers: scales are powers of two, so each may take its own. A product whose sizes the hardware does
-not take (multiples of 16, for blockwise of 128) is done in the precision of its tensors.
+multiplies blocks of e4m3 alone, and 128 numbers seldom need more range. Ranks that shard a tensor do not exchange their amax:
+scales are powers of two, so each rank may have its own. A GEMM whose sizes the hardware does not support (multiples of 16, for
+blockwise of 128) runs in the precision of its tensors.
 
-In the first step that uses a tensor, delayed scaling has no past, and takes the scale of the tensor at hand. Histories belong
-to a rank, and to the part of the tensors that it has; a checkpoint keeps them for a run in the same layout.
+In the first step that uses a tensor, delayed scaling has no amax history and uses the tensor's own amax. Histories belong to
+a rank and its shards; a checkpoint saves them for a run in the same layout.
 
 R rows, D input width, O output width, E experts.
 """
@@ -48,7 +47,7 @@ _SCALINGS: dict[str, Scaling] = {"tensorwise": "tensor", "delayed": "tensor", "r
 
 
 def is_fp8_layer(config: PrecisionConfig, layer_index: int, *, num_layers: int) -> bool:
-    """Whether the products of a layer (counted from 0 over the whole model) are done in eight bits."""
+    """Whether the GEMMs of a layer (counted from 0 over the whole model) are FP8."""
     if config.fp8_format is None or not config.first_last_layers_bf16:
         return config.fp8_format is not None
     start, end = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
@@ -56,7 +55,7 @@ def is_fp8_layer(config: PrecisionConfig, layer_index: int, *, num_layers: int) 
 
 
 class Quantiser(Protocol):
-    """A cast with whatever it remembers."""
+    """Quantises a tensor, with state or without."""
 
     def __call__(self, x_RC: Tensor) -> Fp8Matrix: ...
 
@@ -77,9 +76,9 @@ class CurrentScaling:
 
 
 class DelayedScaling:
-    """The scale comes from the largest magnitudes of past steps, so that casting is one pass.
+    """The scale comes from the amax of past steps, so that a cast is one pass.
 
-    What is cast after `pause` and before the next step is not remembered: an evaluation does not change what is trained.
+    Between `pause` and the next step amax is not recorded: an evaluation does not change what is trained.
     """
 
     def __init__(self, kernels: Fp8Kernels, dtype: torch.dtype, *, length: int, most_recent: bool) -> None:
@@ -92,14 +91,14 @@ class DelayedScaling:
         self._paused = False
 
     def __call__(self, x_RC: Tensor) -> Fp8Matrix:
-        largest = self._current_amax(x_RC.device)
+        amax = self._current_amax(x_RC.device)
         if self._scale is not None:
-            return self._kernels.cast_delayed(x_RC, self._dtype, scale=self._scale, amax=largest)
-        self._kernels.update_amax(x_RC, largest)
-        return self._kernels.cast_tensor(x_RC, self._dtype, amax=largest)
+            return self._kernels.cast_delayed(x_RC, self._dtype, scale=self._scale, amax=amax)
+        self._kernels.update_amax(x_RC, amax)
+        return self._kernels.cast_tensor(x_RC, self._dtype, amax=amax)
 
     def _current_amax(self, device: torch.device) -> Tensor:
-        """Where this step's largest magnitude is kept."""
+        """Returns the history entry of this step's amax."""
         if self._paused:
             return torch.zeros(1, dtype=torch.float32, device=device)
         history = self._history
@@ -116,7 +115,7 @@ class DelayedScaling:
         if not self._used:
             return
         assert self._history is not None
-        # A new tensor: what the last step cast refers to its scale.
+        # A new tensor: what was quantised in the last step still refers to its scale.
         self._scale = torch.empty(1, dtype=torch.float32, device=self._history.device)
         following = (self._position + 1) % self._length
         self._kernels.update_scale(
@@ -131,12 +130,12 @@ class DelayedScaling:
 
     @property
     def kind(self) -> str:
-        """States of the same kind fit."""
+        """Identifies the state's format: only a state of the same kind can be loaded."""
         return f"{self._dtype} over {self._length} steps"
 
     def state(self) -> Tensor:
-        """[2 + length] on the host: the scale (0: none yet), whether the history has news (1 or 0), and the history, from
-        its current entry on."""
+        """Returns [2 + length] on the host: the scale (0: none yet), whether the history was updated in this step (1 or 0), and
+        the history from its current entry on."""
         history = torch.zeros(self._length) if self._history is None else self._history.cpu().roll(-self._position)
         scale = torch.zeros(1) if self._scale is None else self._scale.cpu()
         return torch.cat([scale, torch.tensor([float(self._used)]), history])
@@ -150,7 +149,7 @@ class DelayedScaling:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Recipe:
-    """What the flags say about products in eight bits."""
+    """The FP8 flags, resolved."""
 
     scaling: Scaling
     grad_dtype: torch.dtype
@@ -170,11 +169,11 @@ class Fp8Recipe:
 
     @property
     def size_multiple(self) -> int:
-        """What all sizes of a product are multiples of."""
+        """All sizes of an FP8 GEMM are multiples of this."""
         return BLOCK if self.scaling == "blocks" else 16
 
     def quantiser(self, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
-        """For activations or gradients."""
+        """Builds the quantiser of activations or gradients."""
         if self.delayed:
             return DelayedScaling(kernels, dtype, length=self.amax_history_len, most_recent=self.most_recent)
         casts = {"tensor": kernels.cast_tensor, "rows": kernels.cast_rows, "blocks": kernels.cast_blocks}
@@ -185,29 +184,29 @@ class Fp8Recipe:
         return partial(casts[self.scaling], dtype=E4M3)
 
     def fp8_gather_scaling(self, shape: torch.Size) -> Scaling | None:
-        """How a weight is scaled, if both its orientations hold the same numbers; None if not, or if it is not cast at all."""
+        """Returns the weight's scaling if both its orientations hold the same values; None if not, or if it is not quantised."""
         if self.scaling == "rows" or not _sizes_fit(shape, self.size_multiple):
             return None
         return "squares" if self.scaling == "blocks" else "tensor"
 
 
 class _Fp8WeightCache:
-    """A weight in eight bits, good for one step; not kept where gathered weights are let go between uses."""
+    """Caches a weight in FP8 for one step; with `keep` False it is quantised at each use (gathered weights are freed between uses)."""
 
     def __init__(self, cast: Callable[[Tensor], Fp8Matrix], *, keep: bool) -> None:
         self._cast, self._keep = cast, keep
-        self._kept: Fp8Matrix | None = None
+        self._cached: Fp8Matrix | None = None
 
     def get(self, weight: Tensor) -> Fp8Matrix:
-        if self._kept is not None:
-            return self._kept
-        made = self._cast(weight.detach())
+        if self._cached is not None:
+            return self._cached
+        quantised = self._cast(weight.detach())
         if self._keep:
-            self._kept = made
-        return made
+            self._cached = quantised
+        return quantised
 
     def new_step(self) -> None:
-        self._kept = None
+        self._cached = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +226,7 @@ class Fp8WeightGrad:
 
 
 class Fp8Gemm:
-    """The products of one weight in eight bits; call `new_step` whenever the weight has changed."""
+    """The FP8 GEMMs of one weight; call `new_step` after every update of the weight."""
 
     def __init__(
         self,
@@ -260,18 +259,18 @@ class Fp8Gemm:
         return x_grad, Fp8WeightGrad(grad.columns, Fp8Operand(values, scale, self._recipe.scaling), self._kernels)
 
     def new_step(self) -> None:
-        """The weight has changed, and the past is one step longer."""
+        """Drops the cached weight and advances the amax histories."""
         for part in (self._input_quantiser, self._grad_quantiser, self._weight_cache):
             part.new_step()
 
     def weight_changed(self) -> None:
-        """The weight has changed, but no step has passed; until one begins, nothing is remembered of what is cast."""
+        """Drops the cached weight without a step; amax is not recorded until the next step."""
         self._weight_cache.new_step()
         for history in self.amax_histories().values():
             history.pause()
 
     def amax_histories(self) -> dict[str, DelayedScaling]:
-        """What a resumed run needs to go on bit for bit, of activations and of gradients; empty but for delayed scaling."""
+        """Returns the amax histories of activations and gradients, which an exact resume needs; empty but for delayed scaling."""
         parts = {"x": self._input_quantiser, "grad": self._grad_quantiser}
         return {name: part for name, part in parts.items() if isinstance(part, DelayedScaling)}
 
@@ -279,17 +278,17 @@ class Fp8Gemm:
 def fp8_gemm_factory(
     config: PrecisionConfig, *, kernels: Fp8Kernels, cache_weights: bool = True
 ) -> Callable[[], Fp8Gemm]:
-    """Makes the multiplication of each weight; what they all would say is said once."""
+    """Returns a function that builds the `Fp8Gemm` of each weight; they share one `LogOnce`."""
     recipe, report = Fp8Recipe.from_config(config), LogOnce()
     return lambda: Fp8Gemm(recipe, kernels, cache_weights=cache_weights, report=report)
 
 
 class Fp8ExpertGemms:
-    """The products of one layer's experts, a weight [E, O, D], with a scale per row; torch's grouped kernel takes only e4m3.
+    """The GEMMs of one layer's experts, a weight [E, O, D], with a scale per row; torch's grouped kernel supports only e4m3.
 
-    The weights' gradients stay in the precision of the tensors: experts have as many rows as they get, and a product that
-    sums over them would need multiples of 16, and two more casts, which eat what it gains (figures in docs/fp8.md). So nothing
-    is cast transposed but the weight, once per step.
+    Weight gradients stay in the precision of the tensors: experts have varying numbers of rows, and a GEMM that sums over them
+    needs multiples of 16 and two more casts, which cost what it gains (figures in docs/fp8.md). So only the weight is cast
+    transposed, once per step.
     """
 
     def __init__(self, kernels: Fp8Kernels, *, cache_weights: bool = True) -> None:
@@ -297,7 +296,7 @@ class Fp8ExpertGemms:
         self._weight_cache = _Fp8WeightCache(self._cast_weight, keep=cache_weights)
 
     def __call__(self, counts: ExpertCounts) -> Gemm:
-        """For rows that are sorted by expert, so many for each."""
+        """Returns the grouped GEMM for rows sorted by expert, with their counts."""
         return _Fp8GroupedGemm(self, counts)
 
     def new_step(self) -> None:
@@ -306,11 +305,11 @@ class Fp8ExpertGemms:
     weight_changed = new_step
 
     def grouped_gemm(self, x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts, *, transposed: bool) -> Tensor:
-        made = self._weight_cache.get(weight_EOD)
+        quantised = self._weight_cache.get(weight_EOD)
         x = self._kernels.cast_rows_only(x_RD, E4M3)
         if isinstance(counts, int):
             counts = torch.full(weight_EOD.shape[:1], counts, device=x_RD.device)
-        matrices = made.columns if transposed else made.rows
+        matrices = quantised.columns if transposed else quantised.rows
         return self._kernels.grouped_gemm(x.values, x.scale, matrices, counts, dtype=x_RD.dtype, fast=not transposed)
 
     def _cast_weight(self, weight_EOD: Tensor) -> Fp8Matrix:

@@ -1,26 +1,24 @@
-"""Matrix products whose weight gradients go where they are accumulated, without a detour through autograd.
+"""GEMMs whose weight gradients are accumulated into the gradient buffer directly, not through autograd.
 
-Autograd would make a weight's gradient in the weight's precision, and a second pass would add it to the wide buffer in which
-a step's micro-batches are summed. Here the product that makes the gradient writes or adds to that buffer itself. What is
-multiplied how is a `Gemm` (plain here, FP8 in `fp8_gemm.py`, experts in `kernels/moe/grouped_gemm.py`); where the operand comes
-from a second time is the business of `recompute_output.py`; who takes gradients is a slot. Without a taker autograd gets them.
+Autograd would produce a weight's gradient in the weight's precision, and a second pass would add it to the wider buffer that
+sums a step's micro-batches. Here the weight-gradient GEMM writes or adds to that buffer itself. The GEMM is a `Gemm` (plain
+here, FP8 in `fp8_gemm.py`, experts in `kernels/moe/grouped_gemm.py`); `recompute_output.py` recomputes its input in backward; the
+gradient sink is a slot. Without a sink autograd gets the gradients.
 
-A product may have an `InputComm`: what it multiplies is gathered from the ranks that share a sequence, or is the same on all of
-them. Then only a rank's own part of the operand is had again, and gathered once more. The gradient of that part is wanted at
-once by what lies before, the weight's by nobody; so with m the maker of the operand, communication runs beside both products of
-the backward pass:
+A GEMM may have an `InputComm`: its input is all-gathered along the sequence, or is the same on all ranks. Then backward
+recomputes only the rank's shard of the input and gathers it again. The gradient of that shard is needed at once by the layer
+before, the weight's is not; so with m the function that computes the input, communication overlaps both GEMMs of backward:
 
-    computing       m again (own part)   g W               g^T x
-    communicating                        gather x          scatter-add g W
+    computing       m (local shard)      g W               g^T x
+    communicating                        all-gather x      reduce-scatter g W
 
-If the weight's gradient waited for the backward pass of m, as it does without an entrance, both would be waited for, one before
-and one behind m. Making the own part by itself costs one more reading of what it is made of: where 1 / ranks of the rows are a
-rank's own, one to three hundredths of the time of one of the products. A taker that postpones weight gradients (zero-bubble
-schedules) changes that: then the part is made in passing in the backward pass of m, waits with g, and is gathered while the
-weight's gradient before it is computed.
+If the weight's gradient waited for the backward of m, as it does without input communication, both would be exposed, one before
+and one after m. Recomputing the shard by itself costs one more read of m's inputs: where a rank has 1 / ranks of the rows, 1 to
+3 % of the time of one of the GEMMs. A sink that defers weight gradients (zero-bubble schedules) changes that: then the shard is
+recomputed within the backward of m, is held with g, and is gathered while the preceding weight gradient is computed.
 
-The forward pass of a GEMM is a `GemmForward`. `GatherThenGemm` gathers the whole input, then multiplies it. Tensor parallelism may put
-another in its place that overlaps communication with the GEMM chunk by chunk (`parallel/tensor_parallel.py`); the backward pass is the
+The forward pass of a GEMM is a `GemmForward`. `GatherThenGemm` gathers the whole input, then multiplies it. Tensor parallelism
+may replace it by one that overlaps communication with the GEMM chunk by chunk (`parallel/tensor_parallel.py`); backward is the
 same.
 
 R rows, D input width, O output width.
@@ -42,51 +40,51 @@ from petatron.layers.ops.recompute_output import Recomputable, RecomputeHandle, 
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 
 WriteWeightGrad = Callable[[Tensor, bool], None]
-"""(out, accumulate): write a gradient to a tensor, or add to it."""
+"""(out, accumulate): writes a gradient to a tensor, or adds to it."""
 PendingTensor = Callable[[], Tensor]
-"""Waits for what is on its way."""
+"""Waits for pending communication and returns its result."""
 
 
 class WeightGradSink(Protocol):
-    """Where weights' gradients go."""
+    """Receives weight gradients: accumulates them into `main_grad`, or queues them."""
 
     @property
     def defers(self) -> bool:
-        """Whether what is given now is written later."""
+        """Whether submitted gradients are computed later."""
         ...
 
     def submit(
         self, weight: Tensor, write: WriteWeightGrad, *, now: bool = False, start_comm: Callable[[], None] | None = None
     ) -> None:
-        """Call `write` with the memory of the weight's gradient, at once or when there is time for it.
+        """Calls `write` with the weight's gradient buffer, at once (always if `now`) or later.
 
-        `start_comm` starts communication that `write` waits for; it may be called before, or left out.
+        `start_comm` starts communication that `write` waits for; the sink may call it before `write`, or not at all.
         """
         ...
 
 
 class InputComm(Protocol):
-    """Communication before a product: from a rank's own part of the operand to the whole, and with gradients back."""
+    """Communication of a GEMM's input: all-gather of the rank's shard in forward, reduce-scatter of its gradient in backward."""
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """The whole operand."""
+        """Returns the whole input."""
         ...
 
     def start_gather_input(self, x: Tensor) -> PendingTensor:
-        """The same, begun."""
+        """Starts the same asynchronously."""
         ...
 
     def start_reduce_input_grad(self, grad: Tensor) -> PendingTensor:
-        """Begin to sum gradients of the whole operand over the ranks, and to give each its part."""
+        """Starts to sum the whole input's gradient over the ranks and to return each rank's shard."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GemmResult:
-    """The result of a forward pass.
+    """The result of a forward GEMM.
 
-    gemm_input: the input of the whole GEMM, in the form that `GemmForward.input_rows` takes; saved for backward where it is needed there.
-    saved: what the multiplication saves instead of it, if anything. batch_first: the order of the rows.
+    gemm_input: the input of the whole GEMM, as `GemmForward.input_rows` expects it; saved for backward where needed.
+    saved: what the `Gemm` saves instead of it, if anything. batch_first: the order of the rows.
     """
 
     y: Tensor
@@ -96,24 +94,24 @@ class GemmResult:
 
 
 class GemmForward(Protocol):
-    """The forward pass of a GEMM together with the communication it needs."""
+    """The forward pass of a GEMM with its communication."""
 
     def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
-        """Multiply; `x` is the input before communication, the output is the one after communication."""
+        """Multiplies; `x` is the input before communication, the result is after communication."""
         ...
 
     def input_rows(self, gemm_input: Tensors) -> Tensor:
-        """The input of the whole GEMM, [R, D]."""
+        """Returns the input of the whole GEMM, [R, D]."""
         ...
 
     def output_grad(self, grad: Tensor) -> Tensor:
-        """The gradient of the output of the whole GEMM, from that of the output after communication."""
+        """Returns the gradient of the whole GEMM's output from that of the output after communication."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GatherThenGemm:
-    """All input communication, then one GEMM; it has no output communication."""
+    """Completes input communication, then runs one GEMM; has no output communication."""
 
     input_comm: InputComm | None = None
 
@@ -133,7 +131,7 @@ class GatherThenGemm:
 
 @dataclass(frozen=True, slots=True)
 class GemmOp:
-    """A multiplication as autograd sees it; `weight_grad_sink` None leaves weight gradients to autograd."""
+    """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd."""
 
     gemm: Gemm = PLAIN_GEMM
     weight_grad_sink: WeightGradSink | None = None
@@ -146,7 +144,7 @@ class GemmOp:
         input_comm: InputComm | None = None,
         gemm_forward: GemmForward | None = None,
     ) -> Tensor:
-        """`x` is what stands before the entrance, if there is one; `gemm_forward` None means `GatherThenGemm`."""
+        """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
         gemm_forward = GatherThenGemm(input_comm) if gemm_forward is None else gemm_forward
         return _GemmFunction.apply(x.value, weight, self, x.handle, input_comm, gemm_forward)  # pyright: ignore[reportReturnType]
 
@@ -162,41 +160,41 @@ class _GemmFunction(torch.autograd.Function):
         input_comm: InputComm | None,
         gemm_forward: GemmForward,
     ) -> Tensor:
-        done = gemm_forward.forward(x, weight, op.gemm)
-        ctx.saves_input = handle is None and not done.saved
-        ctx.save_for_backward(*(done.gemm_input if ctx.saves_input else done.saved))
+        result = gemm_forward.forward(x, weight, op.gemm)
+        ctx.saves_input = handle is None and not result.saved
+        ctx.save_for_backward(*(result.gemm_input if ctx.saves_input else result.saved))
         ctx.weight, ctx.op, ctx.handle, ctx.input_comm, ctx.batch_first = (
             weight,
             op,
             handle,
             input_comm,
-            done.batch_first,
+            result.batch_first,
         )
         ctx.gemm_forward = gemm_forward
-        return done.y
+        return result.y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         op, weight, input_comm = ctx.op, ctx.weight, ctx.input_comm
         grad = ctx.gemm_forward.output_grad(grads[0])
-        kept, rows = ctx.saved_tensors, None
+        saved, rows = ctx.saved_tensors, None
         x_wanted, weight_wanted, *_ = ctx.needs_input_grad
         if ctx.saves_input:
-            rows, kept = ctx.gemm_forward.input_rows(kept), ()
-        operand = _GemmInput(rows, ctx.handle, input_comm, ctx.batch_first)
-        if weight_wanted and not kept:
-            operand.start_gather(op.weight_grad_sink)
+            rows, saved = ctx.gemm_forward.input_rows(saved), ()
+        gemm_input = _GemmInput(rows, ctx.handle, input_comm, ctx.batch_first)
+        if weight_wanted and not saved:
+            gemm_input.start_gather(op.weight_grad_sink)
         grad_rows = to_rows(grad, batch_first=ctx.batch_first)
-        x_grad, job = op.gemm.backward(grad_rows, weight, kept)
+        x_grad, job = op.gemm.backward(grad_rows, weight, saved)
         x_grad = from_rows(x_grad, grad, batch_first=ctx.batch_first)
-        leaving = input_comm.start_reduce_input_grad(x_grad) if x_wanted and input_comm is not None else None
-        weight_grad = _submit_weight_grad(job, weight, op.weight_grad_sink, operand) if weight_wanted else None
-        return x_grad if leaving is None else leaving(), weight_grad, None, None, None, None
+        pending_grad = input_comm.start_reduce_input_grad(x_grad) if x_wanted and input_comm is not None else None
+        weight_grad = _submit_weight_grad(job, weight, op.weight_grad_sink, gemm_input) if weight_wanted else None
+        return x_grad if pending_grad is None else pending_grad(), weight_grad, None, None, None, None
 
 
 class _InputGather:
-    """A value on its way to the rows that were multiplied."""
+    """An all-gather of a GEMM's input, started or not."""
 
     __slots__ = ("_batch_first", "_input_comm", "_pending", "_value")
 
@@ -206,7 +204,7 @@ class _InputGather:
         self._pending: PendingTensor | None = None
 
     def start(self) -> None:
-        """Beginning twice is beginning once."""
+        """Starts the all-gather; a second call does nothing."""
         if self._value is not None:
             self._pending, self._value = self._input_comm.start_gather_input(self._value), None
 
@@ -218,7 +216,7 @@ class _InputGather:
 
 @dataclass(slots=True)
 class _GemmInput:
-    """The rows that were multiplied: kept, on their way, or to be had from their source."""
+    """The rows of a GEMM's input: saved, being gathered, or to be recomputed."""
 
     saved: Tensor | None
     handle: RecomputeHandle | None
@@ -227,7 +225,7 @@ class _GemmInput:
     gather: _InputGather | None = None
 
     def start_gather(self, sink: WeightGradSink | None) -> None:
-        """Send what must be gathered on its way, if it will be used in this backward pass."""
+        """Recomputes and starts to gather the input, if it is used in this backward pass."""
         if self.saved is None and self.input_comm is not None and not (sink is not None and sink.defers):
             assert self.handle is not None
             self.gather = _InputGather(self.handle.recompute(), self.input_comm, batch_first=self.batch_first)
@@ -245,7 +243,7 @@ class _GemmInput:
 def _submit_weight_grad(
     weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink | None, gemm_input: _GemmInput
 ) -> Tensor | None:
-    """Hand a weight's gradient to its taker, once the operand is there; without a taker, to autograd."""
+    """Submits a weight's gradient to its sink, once the input is available; without a sink, returns it to autograd."""
     if sink is None:
         out = torch.empty_like(weight)
         weight_grad.write(gemm_input.rows() if weight_grad.needs_input else None, out, accumulate=False)
@@ -283,9 +281,9 @@ def _submit_gathered(weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSi
 
 
 def local_linear(x: Tensor | Recomputable, weight: Tensor) -> Tensor:
-    """x W^T on one device, as layers do it before anything fills their slots."""
+    """x W^T on one device: the default of `linear_op` slots."""
     return DEFAULT_GEMM_OP(as_recomputable(x), weight)
 
 
 DEFAULT_GEMM_OP = GemmOp()
-"""In the precision of the operands, with weight gradients for autograd."""
+"""Runs in the precision of its operands, with weight gradients for autograd."""

@@ -1,4 +1,4 @@
-"""From the product that makes queries, keys and values to heads that attention takes, turned by their positions."""
+"""Splits the QKV GEMM's output into heads for attention, with qk-norm and rope applied."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from petatron.layers.norm import RMSNorm, submit_norm_grad
 from petatron.layers.token_layout import is_batch_first
 
 QKNorms = tuple[RMSNorm, RMSNorm]
-"""Of queries and of keys."""
+"""The norms of queries and of keys."""
 
 
 class RopeKernels(Protocol):
-    """`kernels/rope.py` or a faster twin."""
+    """The interface of `kernels/rope.py` and its faster implementations."""
 
     def split_qkv_rope(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, batch_first: bool
@@ -30,7 +30,7 @@ class RopeKernels(Protocol):
 
 
 class QKNormRopeKernels(Protocol):
-    """`kernels/qk_norm_rope.py` or a faster twin."""
+    """The interface of `kernels/qk_norm_rope.py` and its faster implementations."""
 
     def split_qkv_norm_rope(
         self, qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, batch_first: bool
@@ -70,12 +70,12 @@ class _SplitQKVRope(torch.autograd.Function):
 def split_qkv_rope(
     qkv: Tensor, rope_cos_sin: RopeCosSin, *, num_heads: int, num_kv_heads: int, kernels: RopeKernels
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [S, B, H, E], k and v [S, B, K, E] in memory of their own, ordered as `qkv` is; q and k are turned."""
+    """Returns q [S, B, H, E], k and v [S, B, K, E] as new tensors in the memory order of `qkv`; q and k have rope applied."""
     return _SplitQKVRope.apply(qkv, *rope_cos_sin, num_heads, num_kv_heads, kernels)  # pyright: ignore[reportReturnType]
 
 
 class _SplitQKVNormRope(torch.autograd.Function):
-    """Keeps the product, of which the values are a view, and nothing of what is normalised."""
+    """Saves the QKV output, of which v is a view, and no normalised tensor."""
 
     @staticmethod
     def forward(
@@ -91,11 +91,13 @@ class _SplitQKVNormRope(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         out = torch.empty_strided(qkv.shape, qkv.stride(), dtype=qkv.dtype, device=qkv.device)
-        found = ctx.kernels.split_qkv_norm_rope_backward(
+        weight_grads = ctx.kernels.split_qkv_norm_rope_backward(
             grads, qkv, (q_weight, k_weight), (cos, sin), ctx.norm, out=out
         )
-        given = (submit_norm_grad(norm, norm.weight, grad) for norm, grad in zip(ctx.norms, found, strict=True))
-        return None, None, None, out, *given, None, None
+        returned_grads = (
+            submit_norm_grad(norm, norm.weight, grad) for norm, grad in zip(ctx.norms, weight_grads, strict=True)
+        )
+        return None, None, None, out, *returned_grads, None, None
 
 
 def split_qkv_norm_rope(
@@ -107,7 +109,7 @@ def split_qkv_norm_rope(
     num_kv_heads: int,
     kernels: QKNormRopeKernels,
 ) -> TensorTriple:
-    """q [S, B, H, E] and k [S, B, K, E], normalised and turned, in memory ordered as `qkv` is; v is a view of it."""
+    """Returns q [S, B, H, E] and k [S, B, K, E], normalised and with rope, in the memory order of `qkv`; v is a view of it."""
     norm = QKNormSpec(num_heads, num_kv_heads, norms[0].eps, norms[0].zero_centered_gamma)
     weights = (each.weight for each in norms)
     return _SplitQKVNormRope.apply(norms, norm, kernels, qkv, *weights, *rope_cos_sin)  # pyright: ignore[reportReturnType]

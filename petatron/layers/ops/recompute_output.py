@@ -1,15 +1,15 @@
-"""Values that nobody keeps: what is cheap to compute is made again in the backward pass.
+"""Recomputes the outputs of norms and activation functions in backward instead of saving them.
 
-The output of a norm or an activation function goes into a product, which needs it again for one thing only: the weight's
-gradient. It would be a third of everything a layer keeps. Instead its maker keeps what it was made of (which its own backward
-pass needs anyway), and the product leaves the rest of its work with the maker:
+Such an output is a GEMM's input, and backward needs it for one thing only: the weight's gradient. It would be a third of what a
+layer saves. Instead the function saves its own inputs (which its backward needs anyway), and the GEMM registers its
+weight-gradient computation with it:
 
-    forward     x --maker--> value --product--> y              kept: x
-    backward    product: gradient of value from that of y; the weight's gradient is left waiting with the maker
-                maker: in one pass over x, the gradient of x and the value again; then the weight's gradient, and both are let go
+    forward     x --function--> output --GEMM--> y                saved: x
+    backward    GEMM: gradient of the output from that of y; the weight gradient is deferred to the function's backward
+                function: one pass over x gives the gradient of x and the output; then the weight gradient; both are freed
 
-So making it again costs no reading, one writing. A value that is wanted earlier (by a recomputed region, to be gathered over
-ranks, by a gradient that autograd wants at once) is made by itself.
+So recompute costs no read and one write. An output that is needed earlier (by a recomputed region, to be gathered over ranks,
+by a gradient that autograd wants at once) is recomputed by itself.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ MaybeTensors = tuple[Tensor | None, ...]
 
 
 class RecomputableFunction(Protocol):
-    """A function of rows with its derivative. What it keeps for that is enough to compute the value a second time."""
+    """A function of rows with its derivative. The tensors it saves for backward suffice to recompute its output."""
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
-        """Outputs, the value last, and what to keep."""
+        """Returns the outputs, the recomputable one last, and the tensors to save."""
         ...
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
     ) -> tuple[MaybeTensors, Tensor | None]:
-        """Gradients of the inputs from those of the outputs, and the value if it is wanted again."""
+        """Returns the inputs' gradients from those of the outputs, and the recomputed output if asked for."""
         ...
 
     def recompute(self, saved: Tensors) -> Tensor:
-        """The value."""
+        """Recomputes the output from the saved tensors."""
         ...
 
 
 class RecomputeHandle:
-    """One use of a maker: what waits for its value in the backward pass."""
+    """One call of a `RecomputableFunction`: recomputes its output for the consumers registered in backward."""
 
     __slots__ = ("_consumers", "_expected", "_node", "_output", "_saved", "_uses_left", "function")
 
@@ -59,19 +59,19 @@ class RecomputeHandle:
         self._expected = self._uses_left = 0
 
     def attach_node(self, node: Any) -> None:
-        """Remember where the kept tensors are. Weakly: the node holds this object."""
+        """Refers to the node with the saved tensors. Weakly: the node holds this object."""
         self._node = weakref.ref(node)
 
     def on_recomputed(self, consumer: Callable[[Tensor], None]) -> None:
-        """Have something done with the value in the maker's backward pass."""
+        """Registers a consumer, called with the output during the function's backward."""
         self._consumers.append(consumer)
 
     def recompute(self) -> Tensor:
-        """The value now."""
+        """Recomputes the output now."""
         return self.function.recompute(self._load_saved())
 
     def _load_saved(self) -> Tensors:
-        """What the maker kept, asked for once: in a recomputed region asking makes the region run."""
+        """Unpacks the saved tensors, once: in a recomputed region unpacking runs the region."""
         if self._saved is None:
             node = self._node()
             assert node is not None, "the graph that the value belongs to is gone"
@@ -80,27 +80,27 @@ class RecomputeHandle:
         return self._saved
 
     def expect_output(self) -> None:
-        """Someone will fetch the value in the backward pass, instead of keeping it."""
+        """Announces one `fetch_output` in backward, in place of saving the output."""
         self._expected += 1
 
     def fetch_output(self) -> Tensor:
-        """The value, let go with the last of the uses that are expected."""
+        """Returns the output, recomputed once and freed with the last announced use."""
         if self._output is None:
             self._output, self._uses_left = self.recompute(), self._expected
         self._uses_left -= 1
-        made = self._output
+        output = self._output
         if self._uses_left <= 0:
             self._output = None
-        return made
+        return output
 
     def run_backward(self, grads: MaybeTensors) -> MaybeTensors:
-        """The maker's backward pass, and with the value at hand, what waited for it."""
-        waiting, self._consumers = self._consumers, []
-        kept, self._saved = self._load_saved(), None
-        inputs, value = self.function.backward(kept, grads, recompute_output=bool(waiting))
-        for use in waiting:
-            assert value is not None
-            use(value)
+        """Runs the function's backward, then the registered consumers with the recomputed output."""
+        consumers, self._consumers = self._consumers, []
+        saved, self._saved = self._load_saved(), None
+        inputs, output = self.function.backward(saved, grads, recompute_output=bool(consumers))
+        for consumer in consumers:
+            assert output is not None
+            consumer(output)
         return inputs
 
 
@@ -110,7 +110,7 @@ def _no_node() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recomputable:
-    """A value, and where it can be had again; `handle` None means that whoever needs it must keep it."""
+    """An output with the handle that recomputes it; `handle` None means that a consumer must save it."""
 
     value: Tensor
     handle: RecomputeHandle | None
@@ -119,9 +119,9 @@ class Recomputable:
 class _RecomputableOp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: RecomputeHandle, *inputs: Tensor | None) -> Tensors:
-        outputs, kept = handle.function.forward(*inputs)
+        outputs, saved = handle.function.forward(*inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved)
         ctx.handle, ctx.inputs = handle, len(inputs)
         handle.attach_node(ctx)
         return outputs
@@ -131,21 +131,23 @@ class _RecomputableOp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> MaybeTensors:
         if all(grad is None for grad in grads):
             return (None,) * (1 + ctx.inputs)
-        found = ctx.handle.run_backward(grads)
-        return None, *(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
+        input_grads = ctx.handle.run_backward(grads)
+        return None, *(
+            grad if wanted else None for grad, wanted in zip(input_grads, ctx.needs_input_grad[1:], strict=True)
+        )
 
 
 def apply_recomputable(
     function: RecomputableFunction, *inputs: Tensor | None
 ) -> tuple[Tensors, RecomputeHandle | None]:
-    """The maker's outputs, the value last; no source where nothing of it is differentiated, since then it has no backward."""
-    source = RecomputeHandle(function)
-    outputs: Tensors = _RecomputableOp.apply(source, *inputs)  # pyright: ignore[reportAssignmentType]
-    return outputs, source if outputs[-1].requires_grad else None
+    """Applies the function; returns its outputs, the recomputable one last. Handle None: nothing requires grad, so no backward."""
+    handle = RecomputeHandle(function)
+    outputs: Tensors = _RecomputableOp.apply(handle, *inputs)  # pyright: ignore[reportAssignmentType]
+    return outputs, handle if outputs[-1].requires_grad else None
 
 
 class _Identity:
-    """Makes nothing: the value is the input, which is kept."""
+    """The identity: its output is its input, which is saved."""
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         (x,) = inputs
@@ -165,12 +167,12 @@ _IDENTITY = _Identity()
 
 
 def as_recomputable(x: Tensor | Recomputable) -> Recomputable:
-    """A tensor as a value that is kept where it was made, before it is used.
+    """Wraps a tensor as an output that is saved before it is used.
 
-    Autograd keeps the operands of its own products before it multiplies, so that a region which ends with a product need not
-    repeat that; this does the same.
+    Autograd saves the operands of its own GEMMs before it multiplies, so a recomputed region that ends with a GEMM need not
+    repeat it; this does the same.
     """
     if isinstance(x, Recomputable):
         return x
-    (value,), source = apply_recomputable(_IDENTITY, x)
-    return Recomputable(value, source)
+    (value,), handle = apply_recomputable(_IDENTITY, x)
+    return Recomputable(value, handle)

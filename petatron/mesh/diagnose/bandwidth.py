@@ -1,6 +1,6 @@
-"""How fast collectives run over an axis, and whether they compute what they should.
+"""Measures the bandwidth of collectives over an axis, and checks their results.
 
-Bus bandwidth is what each link would have to carry if the operation were ideal, so it can be held against the hardware's and compared
+Bus bandwidth is what each link would have to carry if the operation were ideal, so it can be compared with the hardware's and
 between operations and group sizes (the convention of NCCL's own tests): an all-reduce of b bytes over n ranks in t seconds has
 2 (n-1) / n * b / t, a gather, scatter or all-to-all (n-1) / n * b / t with b the bytes of the full side, a transfer b / t.
 """
@@ -24,7 +24,7 @@ _WARM_UP_CALLS = 2
 
 @dataclass(frozen=True, slots=True)
 class BandwidthResult:
-    """One operation over one axis: its full bytes, the time of one call, and the bus bandwidth that makes."""
+    """One operation over one axis: its full bytes, the time of one call, and the bus bandwidth."""
 
     axis: str
     ranks: int
@@ -39,14 +39,14 @@ class BandwidthResult:
 class _CollectiveTrial:
     op: str
     bus_factor: float
-    """What a call moves over each link, as a part of its full bytes."""
+    """The bytes a call moves over each link, as a fraction of its full bytes."""
     call: Callable[[], object]
     result: Callable[[], Tensor]
     expected: float | tuple[float, ...]
 
 
 def measure_axis(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.device) -> Iterator[BandwidthResult]:
-    """Every collective over an axis at every size; all its ranks call it."""
+    """Measures every collective over an axis at every size; all its ranks call it."""
     for size in sizes_bytes:
         for trial in _trials(axis, size, device):
             yield _measure(axis, trial, size, device)
@@ -81,38 +81,38 @@ def _trials(axis: Axis, size: int, device: torch.device) -> Iterator[_Collective
         lambda: scattered,
         all_ranks,
     )
-    mine = torch.full((rows,), float(axis.rank + 1), device=device)
+    local = torch.full((rows,), float(axis.rank + 1), device=device)
     each, received = [rows // n] * n, {}
 
     def exchange() -> None:
-        received["rows"] = collectives.all_to_all(mine, axis, send=each, receive=each)
+        received["rows"] = collectives.all_to_all(local, axis, send=each, receive=each)
 
     yield _CollectiveTrial("all_to_all", (n - 1) / n, exchange, lambda: received["rows"], in_order)
-    came = torch.empty_like(mine)
-    behind = float((axis.rank - 1) % n + 1)
+    received_shift = torch.empty_like(local)
+    previous_value = float((axis.rank - 1) % n + 1)
 
     def shift() -> None:
-        for handle in collectives.start_ring_shift([came], [mine], axis):
+        for handle in collectives.start_ring_shift([received_shift], [local], axis):
             handle.wait()
 
-    yield _CollectiveTrial("shift", 1.0, shift, lambda: came, behind)
+    yield _CollectiveTrial("shift", 1.0, shift, lambda: received_shift, previous_value)
 
 
 def measure_send_recv(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.device) -> Iterator[BandwidthResult]:
-    """Transfers from each rank of an axis to the next one over their channel, as a pipeline makes them."""
+    """Measures transfers from each rank of an axis to the next one over their channel, as in a pipeline."""
     for size in sizes_bytes:
         x = torch.full((max(1, size // 4),), float(axis.rank + 1), device=device)
-        came = torch.full_like(x, float(axis.rank))
+        out = torch.full_like(x, float(axis.rank))
         last = axis.rank == axis.size - 1
 
-        def send(x: Tensor = x, came: Tensor = came, last: bool = last) -> None:
+        def send(x: Tensor = x, out: Tensor = out, last: bool = last) -> None:
             sends = [] if last else [(x, axis.rank + 1)]
-            receives = [(came, axis.rank - 1)] if axis.rank else []
+            receives = [(out, axis.rank - 1)] if axis.rank else []
             sent, received = collectives.start_send_recv(axis, sends=sends, receives=receives)
             for handle in (*sent, *received):
                 handle.wait()
 
-        trial = _CollectiveTrial("send", 1.0, send, lambda came=came: came, float(axis.rank))
+        trial = _CollectiveTrial("send", 1.0, send, lambda out=out: out, float(axis.rank))
         yield _measure(axis, trial, size, device)
 
 
@@ -123,12 +123,12 @@ def _measure(axis: Axis, trial: _CollectiveTrial, size: int, device: torch.devic
     slowest = float(collectives.all_reduce(torch.tensor([once], device=device), axis, op="max"))
     repeats = max(2, min(_MAX_REPEATS, int(_TARGET_TIME_S / max(slowest, 1e-6))))  # the same on all ranks
     seconds = _timed(trial.call, repeats, device) / repeats
-    found = trial.result()
+    result = trial.result()
     expected = trial.expected if isinstance(trial.expected, tuple) else (trial.expected,)
-    parts = found.view(len(expected), -1)
-    right = all(bool((part == value).all()) for part, value in zip(parts, expected))
+    parts = result.view(len(expected), -1)
+    correct = all(bool((part == value).all()) for part, value in zip(parts, expected))
     return BandwidthResult(
-        axis.name, axis.size, trial.op, size, seconds, trial.bus_factor * size / seconds / 1e9, right
+        axis.name, axis.size, trial.op, size, seconds, trial.bus_factor * size / seconds / 1e9, correct
     )
 
 

@@ -1,11 +1,11 @@
 """The report of a communication failure: which ranks, which operation, over which axis, since when.
 
-When a rank dies, or never arrives, its peers fail inside whatever communication they were in, with an error of the backend that
-names a socket at best. The record of communication (`mesh/comm_record.py`) knows more. Three things happen with it:
+When a rank dies, or never arrives, its peers fail inside their current communication, with a backend error that names a socket at
+best. The record of communication (`mesh/comm_record.py`) knows more. It is used in three ways:
 
-- A call that breaks raises `CommunicationError`, which says where this rank was and keeps the backend's words.
-- A rank that hangs says so before the backend's own watchdog ends the process without a word (`watchdog.py`).
-- Whoever launched the ranks puts their reports side by side: who was waiting where, and who is behind (`combine_reports`).
+- A call that breaks raises `CommunicationError`, which says where this rank was and includes the backend's message.
+- A rank that hangs reports it before the backend's own watchdog ends the process without a report (`watchdog.py`).
+- The launcher combines the ranks' reports: who was waiting where, and who is behind (`combine_reports`).
 
 A report is a table of JSON values, since it passes through the error file of a rank. Nothing here imports torch: the launcher
 reads reports.
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 RankReport = Mapping[str, Any]
 _MAX_PREVIOUS_OPERATIONS = 5
 _STATES_OUTSIDE_CALL = ("idle", "device")
-"""States of a rank whose last operation may be over."""
+"""States of a rank whose last operation may be complete."""
 _MAX_PLACES = 8
 REPORT_REQUEST_FILE = "report-now"
-"""A file of this name beside the error files of its ranks is how a launcher asks all of them where they are."""
+"""A file of this name in the folder of the error files: the launcher requests a report from all ranks by it."""
 
 
 class CommunicationError(TrainError):
@@ -41,7 +41,7 @@ class CommunicationError(TrainError):
 
 
 def communication_error(error: BaseException, event: CommEvent, record: CommRecord) -> CommunicationError:
-    """What to raise in the place of a backend's error."""
+    """Returns the error to raise in place of a backend's."""
     cause = next((line for line in str(error).splitlines() if line.strip()), "") or type(error).__name__
     return CommunicationError(build_rank_report(record, event, state="failed"), cause)
 
@@ -49,8 +49,8 @@ def communication_error(error: BaseException, event: CommEvent, record: CommReco
 def build_rank_report(
     record: CommRecord, event: CommEvent | None, *, state: str, main_thread_at: str | None = None
 ) -> RankReport:
-    """Where a rank is. `state` is failed or waiting (in `event`); or `event` is the last that it started, and it is idle or waits for
-    its device.
+    """Reports where a rank is. `state` is failed or waiting (in `event`), or idle or device (waits for its device) after `event`, the
+    last one it started.
 
     `main_thread_at` is where its main thread is.
     """
@@ -82,7 +82,7 @@ def _event_fields(event: CommEvent, record: CommRecord) -> dict[str, Any]:
 
 
 def describe_rank(report: RankReport) -> str:
-    """Where one rank is, in words."""
+    """Describes where one rank is."""
     who = f"Rank {report['rank']}"
     if "op" not in report:
         return f"{who} has started no communication yet{_main_thread_location(report)}."
@@ -101,7 +101,7 @@ def _main_thread_location(report: RankReport) -> str:
 
 
 def last_operations(report: RankReport) -> list[str]:
-    """The operations before it, as lines."""
+    """Returns the operations before it, as lines."""
     if not report["before"]:
         return []
     rows = [
@@ -113,9 +113,9 @@ def last_operations(report: RankReport) -> list[str]:
 
 
 def combine_reports(reports: Sequence[RankReport], *, failed_rank: int | None = None) -> list[str]:
-    """The story of several ranks: where those that survived were, and who did not arrive at what the others waited for.
+    """Describes where several surviving ranks were, and who did not arrive at what the others waited for.
 
-    `failed_rank` is the rank that is known to have failed first, of which nothing needs to be said.
+    `failed_rank` is the rank that is known to have failed first, which is not described.
     """
     others = [report for report in reports if report["rank"] != failed_rank and "op" in report]
     places: dict[tuple[Any, ...], list[RankReport]] = {}
@@ -157,10 +157,10 @@ def _describe_ranks(same: Sequence[RankReport]) -> str:
 
 
 def missing_ranks(reports: Sequence[RankReport]) -> list[str]:
-    """Who has started fewer collectives over an axis than the ranks that wait there; transfers have no such order.
+    """Returns who has started fewer collectives over an axis than the ranks that wait there; transfers have no such order.
 
     A rank that waits for its device may wait for any of its axes. Of ranks that all do, none is blamed while another does not: how far
-    each had run ahead says nothing.
+    each had run ahead is no evidence.
     """
     lines: dict[str, None] = {}
     by_rank = {report["rank"]: report for report in reports}
@@ -187,7 +187,7 @@ def missing_ranks(reports: Sequence[RankReport]) -> list[str]:
 
 
 def _awaited_collectives(report: RankReport) -> dict[str, str]:
-    """Axis -> collective that a rank may be waiting for."""
+    """Maps axes to the collective that a rank may be waiting for."""
     if report["state"] == "device":
         return {axis: "a collective" for axis, (ranks, _) in report["counts"].items() if len(ranks) > 1}
     if report["state"] == "idle" or report.get("axis") not in report["counts"]:
@@ -200,12 +200,12 @@ def _rank_label(ranks: Sequence[int]) -> str:
 
 
 def report_request_path(error_file: str | Path) -> Path:
-    """The file whose presence asks the rank with this error file for a report."""
+    """Returns the file whose presence requests a report from the rank with this error file."""
     return Path(error_file).parent / REPORT_REQUEST_FILE
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in few words.
+    """Formats ranks as ranges.
 
     >>> format_ranks([0, 1, 2, 4, 6, 7])
     '0-2, 4, 6-7'

@@ -1,4 +1,4 @@
-"""Programs of communication and what becomes of them under NCCL's rules: whether they end, and when.
+"""Simulates communication programs under NCCL's rules: whether they complete, and when.
 
 A program is, per rank, the list of what its host issues: computations, and calls on communicators. A call is one collective, or a
 batch (group call) of sends and receives. The rules:
@@ -6,17 +6,17 @@ batch (group call) of sends and receives. The rules:
 - A communicator is a stream on each of its ranks: a call on it starts when the rank's previous call on it has completed, and when
   the computations that the rank issued before it are done (torch makes a communicator's stream wait for the compute stream).
 - Nothing is buffered. A collective starts when all members have started it, a message when both its ends have. The k-th send from
-  a to b on a communicator meets the k-th receive at b from a on it, the k-th collective of a rank the k-th of every other member.
+  a to b on a communicator matches the k-th receive at b from a on it, the k-th collective of a rank the k-th of every other member.
 - A batch completes as a whole, when all its messages have arrived.
 - A computation starts when the one before it on its rank is done and the calls that it needs have completed.
-- The host issues ahead and blocks at nothing but calls marked as `blocking` (gloo, or code that reads a result) and, with
-  `lazy_connect`, the first use of a communicator, which returns when every member has come to its own first use.
+- The host issues ahead and blocks only in calls marked as `blocking` (gloo, or code that reads a result) and, with
+  `lazy_connect`, in the first use of a communicator, which returns when every member has reached its own first use.
 
 With `single_stream` all communicators of a rank share one stream: a device with room for one communication kernel at a time. What
-ends there ends in every other order that NCCL could choose, because a queue of all calls only adds waits.
+completes there completes in every other order that NCCL could choose, because a queue of all calls only adds waits.
 
-Every time here is a maximum over times of what came before plus a cost, so a program is a graph, its makespan is the longest
-path, and it hangs exactly if the graph has a cycle. Costs do not matter to that: one play decides for all of them. Going through the
+Every time here is a maximum over times of predecessors plus a cost, so a program is a graph, its makespan is the longest path, and
+it deadlocks exactly if the graph has a cycle. Costs do not matter to that: one simulation decides for all of them. Traversing the
 graph in topological order is linear in the number of operations.
 """
 
@@ -67,7 +67,7 @@ ProgramItem = Call | Compute
 
 @dataclass(frozen=True, slots=True)
 class NcclProgram:
-    """What each rank issues, in order, and the members of each communicator."""
+    """Each rank's issued items, in order, and the members of each communicator."""
 
     items: tuple[Sequence[ProgramItem], ...]
     communicators: Mapping[Any, tuple[int, ...]]
@@ -75,7 +75,7 @@ class NcclProgram:
 
 @dataclass(frozen=True, slots=True)
 class BlockedCall:
-    """A call that a rank has begun and never ends: it waits in `operation` (None: in connecting) for `missing_ranks`, which never come."""
+    """A call that a rank has started and that never completes: it waits in `operation` (None: connecting) for `missing_ranks`."""
 
     rank: int
     position: int
@@ -95,7 +95,7 @@ class BlockedCall:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """When everything is done, and nothing in `blocked_calls`; or what ranks wait for, for ever."""
+    """The makespan, with no `blocked_calls`; or the calls that ranks are blocked in."""
 
     makespan: float
     blocked_calls: tuple[BlockedCall, ...] = ()
@@ -106,7 +106,7 @@ class ProgramResult:
 
 
 def simulate_program(program: NcclProgram, *, lazy_connect: bool = False, single_stream: bool = False) -> ProgramResult:
-    """What becomes of a program under the rules of this module.
+    """Simulates a program under the rules of this module.
 
     >>> both = lambda peer: Call("cp", (Operation(SEND, peer), Operation(RECEIVE, peer)))
     >>> simulate_program(NcclProgram(((both(1),), (both(0),)), {"cp": (0, 1)})).completes
@@ -123,7 +123,7 @@ def simulate_program(program: NcclProgram, *, lazy_connect: bool = False, single
 
 
 class _DependencyGraph:
-    """Moments, and what each waits for: `num_pending` counts what has not happened yet of it."""
+    """Events and their dependencies: `num_pending` counts an event's predecessors that have not happened yet."""
 
     def __init__(self, program: NcclProgram, *, lazy_connect: bool, single_stream: bool) -> None:
         self.num_pending: list[int] = []
@@ -134,18 +134,20 @@ class _DependencyGraph:
         self._lazy_connect, self._single_stream = lazy_connect, single_stream
         self._rendezvous_nodes: dict[
             tuple[Hashable, ...], int
-        ] = {}  # of a message's ends, of a collective's or a first use's members
-        self._arrivals: dict[int, list[tuple[int, int]]] = {}  # of a meeting the ranks that come to it, and when
-        # Of each item its moments: a computation's end; a call's coming to it, connection, start and end.
+        ] = {}  # of a message's ends, of the members of a collective or of a first use
+        self._arrivals: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # for a rendezvous the ranks that join it, and their events
+        # For each item its events: a computation's end; a call's issue, connection, start and end.
         self._item_nodes: list[list[tuple[int, ...]]] = []
-        self._item_rendezvous: list[list[tuple[int, ...]]] = []  # of each item the meetings of its operations
+        self._item_rendezvous: list[list[tuple[int, ...]]] = []  # for each item the rendezvous of its operations
         for rank, items in enumerate(program.items):
             self._item_nodes.append([])
             self._item_rendezvous.append([])
             self._add_rank(rank, items)
 
     def _add_node(self, cost: float = 0.0, *predecessors: int, awaits: int = 0) -> int:
-        """A moment that comes `cost` after the last of some others, and of `awaits` that are yet to be added."""
+        """Adds an event `cost` after the last of its predecessors, and of `awaits` that are yet to be added."""
         node = len(self.num_pending)
         self.num_pending.append(awaits)
         self.time.append(0.0)
@@ -161,12 +163,12 @@ class _DependencyGraph:
         computed = host = -1
         streams: dict[Hashable, int] = {}
         counts: dict[tuple[Hashable, ...], int] = {}
-        moments, met = self._item_nodes[rank], self._item_rendezvous[rank]
+        nodes, rendezvous = self._item_nodes[rank], self._item_rendezvous[rank]
         for item in items:
             if isinstance(item, Compute):
-                computed = self._add_node(item.cost, computed, host, *(moments[need][-1] for need in item.needs))
-                moments.append((computed,))
-                met.append(())
+                computed = self._add_node(item.cost, computed, host, *(nodes[need][-1] for need in item.needs))
+                nodes.append((computed,))
+                rendezvous.append(())
                 continue
             communicator = item.communicator
             issued = connected = host
@@ -178,19 +180,19 @@ class _DependencyGraph:
                 )
             stream = None if self._single_stream else communicator
             start = self._add_node(0.0, connected, computed, streams.get(stream, -1))
-            meetings = tuple(
+            operation_nodes = tuple(
                 self._join_operation(start, item, operation, rank, counts) for operation in item.operations
             )
-            end = self._add_node(0.0, start, *meetings)
+            end = self._add_node(0.0, start, *operation_nodes)
             streams[stream] = end
             host = end if item.blocking else connected
-            moments.append((issued, connected, start, end))
-            met.append(meetings)
+            nodes.append((issued, connected, start, end))
+            rendezvous.append(operation_nodes)
 
     def _join_operation(
         self, start: int, call: Call, operation: Operation, rank: int, counts: dict[tuple[Hashable, ...], int]
     ) -> int:
-        """Joins the meeting of an operation with its partners, which it answers."""
+        """Joins the rendezvous of an operation with its peers, and returns it."""
         communicator, kind, peer = call.communicator, operation.kind, operation.peer
         if kind == SEND:
             key, members = (communicator, rank, peer), (rank, peer)
@@ -199,7 +201,7 @@ class _DependencyGraph:
         else:
             key, members = (communicator,), self._program.communicators[communicator]
         number = counts[key] = counts.get(key, 0) + 1
-        # A collective meets others of its kind only.
+        # A collective matches only others of its kind.
         return self._join_rendezvous(
             start, (*key, number, kind) if len(key) == 1 else (*key, number), rank, members, call.cost
         )
@@ -207,29 +209,29 @@ class _DependencyGraph:
     def _join_rendezvous(
         self, node: int, key: tuple[Hashable, ...], rank: int, members: tuple[int, ...], cost: float = 0.0
     ) -> int:
-        meeting = self._rendezvous_nodes.get(key)
-        if meeting is None:
-            meeting = self._rendezvous_nodes[key] = self._add_node(cost, awaits=len(members))
-            self._arrivals[meeting] = []
-        self._successors[node].append(meeting)
-        self._arrivals[meeting].append((rank, node))
-        return meeting
+        rendezvous = self._rendezvous_nodes.get(key)
+        if rendezvous is None:
+            rendezvous = self._rendezvous_nodes[key] = self._add_node(cost, awaits=len(members))
+            self._arrivals[rendezvous] = []
+        self._successors[node].append(rendezvous)
+        self._arrivals[rendezvous].append((rank, node))
+        return rendezvous
 
     def run(self) -> None:
-        """Let everything happen that can."""
-        before, time, cost = self.num_pending, self.time, self._cost
-        ready = [node for node, count in enumerate(before) if count == 0]
-        for node in ready:  # grows meanwhile
+        """Processes all events that can happen."""
+        num_pending, time, cost = self.num_pending, self.time, self._cost
+        ready = [node for node, count in enumerate(num_pending) if count == 0]
+        for node in ready:  # grows during the loop
             now = time[node] = time[node] + cost[node]
             for other in self._successors[node]:
                 if now > time[other]:
                     time[other] = now
-                before[other] -= 1
-                if before[other] == 0:
+                num_pending[other] -= 1
+                if num_pending[other] == 0:
                     ready.append(other)
 
     def blocked_calls(self) -> Iterator[BlockedCall]:
-        """What ranks have begun and do not end. A rank that is not done has begun something, since it does not wait for itself."""
+        """Yields the calls that ranks have started and that do not complete. An unfinished rank has one: it does not wait for itself."""
         for rank, items in enumerate(self._program.items):
             for position, item in enumerate(items):
                 if isinstance(item, Call):
@@ -244,12 +246,12 @@ class _DependencyGraph:
         if connected != issued and self._is_pending(connected) and not self._is_pending(issued):
             yield BlockedCall(rank, position, call, None, self._missing_members(connected, members))
         elif self._is_pending(end) and not self._is_pending(start):
-            for operation, meeting in zip(call.operations, self._item_rendezvous[rank][position]):
-                if self._is_pending(meeting):
+            for operation, rendezvous in zip(call.operations, self._item_rendezvous[rank][position]):
+                if self._is_pending(rendezvous):
                     others = members if operation.peer < 0 else (operation.peer,)
-                    yield BlockedCall(rank, position, call, operation, self._missing_members(meeting, others))
+                    yield BlockedCall(rank, position, call, operation, self._missing_members(rendezvous, others))
 
-    def _missing_members(self, meeting: int, members: tuple[int, ...]) -> tuple[int, ...]:
-        """The members that have not come to a meeting."""
-        present = {other for other, node in self._arrivals[meeting] if not self._is_pending(node)}
+    def _missing_members(self, rendezvous: int, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the members that have not joined a rendezvous."""
+        present = {other for other, node in self._arrivals[rendezvous] if not self._is_pending(node)}
         return tuple(member for member in members if member not in present)

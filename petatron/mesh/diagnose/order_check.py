@@ -1,26 +1,26 @@
-"""The global order of communication: what ranks recorded is held against what NCCL needs, which is more than gloo does.
+"""Checks the global order of communication: the ranks' records against NCCL's requirements, which are stricter than gloo's.
 
 gloo buffers and runs every operation on threads of its own. NCCL does neither. A communication kernel waits on the device until its
-partners run theirs, so it keeps its place there; connecting a communicator blocks the host; and a device runs only so many
-kernels side by side. So two ranks that issue operations on two communicators in opposite orders can wait for each other for
-ever, where gloo goes on. NCCL's own rule is that operations on different communicators be issued in an order that all ranks agree on.
+peers run theirs, so it occupies the device; connecting a communicator blocks the host; and a device runs only so many kernels
+concurrently. So two ranks that issue operations on two communicators in opposite orders can deadlock, where gloo goes on. NCCL's own
+rule is that operations on different communicators be issued in an order that all ranks agree on.
 
 Two rules are checked, on the record of every rank:
 
 1. On each communicator all members issue the same collectives in the same order: operation, dtype and number of elements (of an
-   all-to-all each rank may send as many as it likes). The sends from one rank to another and the receives of the other are equal in
-   number, and in order of the same size.
-2. There is one order of all operations of which every rank's is a part, where the sends and receives of a batch have one place
-   together. That is: all of it would end if every rank ran one operation at a time, in the order of issue, each until its partners have
-   come to it (`mesh/diagnose/nccl_program.py` with one queue). Whatever runs side by side in truth, then nothing can wait in a circle.
+   all-to-all each rank may send any number). The sends from one rank to another and the receives of the other are equal in number,
+   and in order of the same size.
+2. There is one order of all operations of which every rank's is a part, where the sends and receives of a batch have one position.
+   That is: everything would complete if every rank ran one operation at a time, in the order of issue, each until its peers have
+   reached it (`mesh/diagnose/nccl_program.py` with `single_stream`). Whatever runs concurrently in fact, then nothing can deadlock.
 
-Rule 2 says nothing about two operations that no chain of other ones connects: stages of a pipeline reduce their gradients at
-different places between their transfers, and that is no finding, since no rank takes part in two stages' reductions. It does
-forbid that replicas of one stage reduce at different places between transfers with the same pipelines, and circles through three
-and more ranks, no two of which share two communicators.
+Rule 2 does not order two operations that no chain of other ones connects: stages of a pipeline reduce their gradients at different
+positions between their transfers, which is no problem, since no rank takes part in two stages' reductions. It does forbid that
+replicas of one stage reduce at different positions between transfers with the same pipelines, and cycles through three and more
+ranks, no two of which share two communicators.
 
-The one exception is by design: the thread of an async save talks over a communicator of its own, gloo's, in no order with training.
-Rule 1 holds there too. An operation that is started and waited for later counts where it is started.
+The one exception is by design: the thread of an async save uses a communicator of its own, gloo's, in no order with training. Rule 1
+holds there too. An asynchronous operation counts where it is started.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from petatron.mesh.diagnose.nccl_program import (
 )
 
 CONCURRENT_AXES = ("background_control",)
-"""Axes that a thread beside training talks over."""
+"""Axes of a thread that runs during training."""
 _VARIABLE_SIZE_OPS = ("all_to_all",)
 
 
 def order_problems(records: Sequence[Sequence[CommEvent]]) -> list[str]:
-    """What NCCL could hang at, from the events of all ranks in the order of issue; empty if it cannot.
+    """Returns what NCCL could deadlock at, from the events of all ranks in the order of issue; empty if it cannot.
 
-    Operations without partners come first: while there are any, nothing is said about orders.
+    Unmatched operations come first: while there are any, orders are not checked.
     """
     return list(_mismatches(records)) or list(_deadlock_cycles(records))
 
@@ -94,7 +94,7 @@ def _deadlock_cycles(records: Sequence[Sequence[CommEvent]]) -> Iterator[str]:
     batches = [_batches(events) for events in records]
     calls = tuple([_as_call(batch) for batch in own] for own in batches)
     communicators = {event.communicator: event.communicator.ranks for own in records for event in own}
-    heads: dict[int, BlockedCall] = {}  # what each rank that waits is at; in one queue that is one call
+    heads: dict[int, BlockedCall] = {}  # the call each blocked rank is in; in one queue that is one
     for wait in simulate_program(NcclProgram(calls, communicators), single_stream=True).blocked_calls:
         heads.setdefault(wait.rank, wait)
     seen: set[int] = set()
@@ -106,12 +106,12 @@ def _deadlock_cycles(records: Sequence[Sequence[CommEvent]]) -> Iterator[str]:
             path.append(rank)
             rank = heads[rank].missing_ranks[0]
         if rank in path:
-            circle = path[path.index(rank) :]
-            yield _describe_cycle([(rank, _waiting_event(batches[rank], heads[rank])) for rank in circle])
+            cycle = path[path.index(rank) :]
+            yield _describe_cycle([(rank, _waiting_event(batches[rank], heads[rank])) for rank in cycle])
 
 
 def _describe_cycle(cycle: list[tuple[int, CommEvent]]) -> str:
-    """Each rank of a circle is at an operation that the next one comes to after its own."""
+    """Describes a cycle: each of its ranks is at an operation that the next one reaches after its own."""
     (one, first), (two, second), *others = cycle
     if not others:
         return f'ranks {one} and {two}: "{first}" before "{second}" on rank {one}, after it on rank {two}'
@@ -121,20 +121,20 @@ def _describe_cycle(cycle: list[tuple[int, CommEvent]]) -> str:
 
 
 def _waiting_event(batches: list[list[CommEvent]], wait: BlockedCall) -> CommEvent:
-    """The operation that a rank waits in."""
+    """Returns the operation that a rank waits in."""
     assert wait.operation is not None
-    place = wait.call.operations.index(wait.operation)
-    return batches[wait.position][place]
+    index = wait.call.operations.index(wait.operation)
+    return batches[wait.position][index]
 
 
 def _batches(events: Sequence[CommEvent]) -> list[list[CommEvent]]:
-    """Collectives alone, and sends and receives that were started together on one communicator; not those of other threads."""
+    """Groups events: collectives alone, and sends and receives started together on one communicator; not those of other threads."""
     ordered = (event for event in events if event.axis not in CONCURRENT_AXES)
-    together = groupby(
+    groups = groupby(
         ordered,
         key=lambda event: (event.communicator, event.sequence_number if event.batch is None else -1 - event.batch),
     )
-    return [list(batch) for _, batch in together]
+    return [list(batch) for _, batch in groups]
 
 
 def _as_call(batch: list[CommEvent]) -> Call:

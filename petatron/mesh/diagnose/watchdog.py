@@ -1,21 +1,20 @@
-"""A thread that leaves a report when its rank hangs, when the launcher asks for one, or when a rank elsewhere has failed.
+"""A thread that writes a report when its rank hangs, when the launcher requests one, or when another rank has failed.
 
-A collective that some rank never joins ends by the backend's time limit. gloo raises in the waiting call then. NCCL's own watchdog would
-end the process with SIGABRT and pages of C++ frames, and no Python would run any more: so this thread ends the process first, with
-a report, and NCCL's limit is a little longer (`nccl_options.nccl_timeout`). It writes the report a while before
-the limit. It also does so when the launcher has put a file beside the error file, which it does as soon as a rank has failed:
-then ranks that only wait for a dead one have a report too, before they are stopped.
+A collective that some rank never joins ends by the backend's time limit. gloo then raises in the waiting call. NCCL's own watchdog
+would end the process with SIGABRT and pages of C++ frames, and no Python would run any more: so this thread ends the process first,
+with a report, and NCCL's limit is a little longer (`nccl_options.nccl_timeout`). It writes the report a while before the limit. It
+also does so when the launcher has created a file next to the error file, as soon as a rank has failed: then ranks that only wait
+for a dead one have a report too, before they are stopped.
 
-Under NCCL the host is not inside a collective: it starts operations and goes on until it needs a result. What this thread sees of a
-hang there is a main thread that starts nothing any more while the device has unfinished work (a long compilation or a slow disk leaves
-the device idle). It tells the last operation that was started and the place in the program where the main thread is. That may be far
-ahead of the operation that hangs; which ranks are behind is told by comparing how many collectives each has started
-(`failure.absent`).
+Under NCCL the host is not inside a collective: it starts operations and goes on until it needs a result. A hang there looks like a
+main thread that starts nothing any more while the device has unfinished work (a long compilation or a slow disk leaves the device
+idle). The report has the last operation that was started and where the main thread is. That may be far ahead of the operation that
+hangs; which ranks are behind follows from how many collectives each has started (`failure_report.missing_ranks`).
 
-A rank of another machine that fails leaves word in the store of the launch (`mesh/launch/rendezvous.py`); this thread looks for it and
-ends its rank as well. If the store itself is gone, rank 0 is: whoever waits in communication then waits for ever, and is ended too.
+A rank of another machine that fails reports it in the store of the launch (`mesh/launch/rendezvous.py`); this thread polls it and
+ends its rank as well. If the store itself is gone, rank 0 is: a rank that then waits in communication waits for ever, and is ended.
 
-A rank that goes on after all withdraws its report. Nothing is asked of the training thread but what the record holds anyway.
+A rank that goes on after all removes its report. The training thread does nothing for this but record its communication.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ _SHORT_S = 15.0
 
 
 class PeerFailureStore(Protocol):
-    """What the watchdog asks the rendezvous of other machines' ranks."""
+    """What the watchdog needs of the rendezvous with other machines' ranks."""
 
     def raise_if_peer_failed(self) -> None:
-        """Raises what another rank has left, and an error of the store where that is gone."""
+        """Raises the failure that another rank has reported, and an error of the store where that is gone."""
 
 
 def _exit_process(code: int) -> None:
@@ -71,10 +70,10 @@ class Watchdog:
         connect_peers: Callable[[], PeerFailureStore] | None = None,
         exit_process: Callable[[int], object] = _exit_process,
     ) -> None:
-        """`timeout_s` is how long communication may take; `error_path` is the error file, else the one that the launcher named.
+        """`timeout_s` is the time limit of communication; `error_path` is the error file, default: the launcher's.
 
         `device_busy` says whether the device has unfinished work, for a backend whose collectives the host does not wait in.
-        `connect_peers` connects to where ranks of other machines leave word; `exit_process` ends the process.
+        `connect_peers` connects to the store where ranks of other machines report failures; `exit_process` ends the process.
         """
         self._record, self._timeout_s = record, timeout_s
         self._error_path = error_path or error_file()
@@ -126,7 +125,7 @@ class Watchdog:
         self._written_at = None
 
     def _stalled_and_limit_s(self) -> tuple[float, float]:
-        """For how many seconds this rank has waited for others, and how many that may be."""
+        """Returns how many seconds this rank has waited for others, and the limit."""
         waiting, latest, now = self._waiting_event(), self._record.latest(), time.monotonic()
         if waiting is not None:
             return now - waiting.started_s, self._record.timeout_of(waiting.axis)
@@ -136,7 +135,7 @@ class Watchdog:
         return since_s, self._timeout_s
 
     def _waiting_event(self) -> CommEvent | None:
-        """The operation that the host is in; of two threads', the one that may take less long."""
+        """Returns the operation that the host is in; of two threads', the one with the shorter limit."""
         inside = [event for event in self._record.events() if event.host_in_call]
         return min(inside, key=lambda event: self._record.timeout_of(event.axis), default=None)
 
@@ -155,7 +154,7 @@ class Watchdog:
                 )
 
     def _exit_after_peer_failure(self, text: str) -> None:
-        """Another rank has failed and nobody else would end this one."""
+        """Ends this rank after another one has failed, since nothing else would."""
         report = self.report()
         if self._error_path is None or not write_error_file(
             self._error_path, message=text, text=text, echo=True, report=report
@@ -164,7 +163,7 @@ class Watchdog:
         self._exit_process(1)
 
     def report(self) -> RankReport:
-        """Where this rank is now."""
+        """Reports where this rank is now."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         at = None if frame is None else frame_location(frame)
         waiting = self._waiting_event()

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, and how ranks find each other: the one place that reads the environment.
+"""The rank's environment: its place among the ranks, and how ranks find each other. The one place that reads environment variables.
 
 Three launchers start the same program. `petatron train --nproc-per-node` and torchrun describe a rank with torchrun's
 six variables; `srun` describes it with SLURM's. Without either, the process is alone and needs no process group.
@@ -8,10 +8,10 @@ process runs there: believing SLURM_NTASKS=8 in such a shell would wait for seve
 only inside a step that `srun` made, which is a step id below the reserved ones (interactive, batch, extern ...).
 Inside a step the step's own variables win over the job's, because a step may use a part of the job.
 
-When a rank fails it writes what happened to the file named by TORCHELASTIC_ERROR_FILE, in torch elastic's format, and
-says nothing itself: whoever launched it (torchrun, or `mesh/launch/local_launcher.py`) shows one report instead of N interleaved
-tracebacks. Its peers then fail too, because their connections break. Such echoes are marked and dated two seconds
-later, since torchrun compares whole seconds and would otherwise pick any of them as the first cause.
+When a rank fails it writes its error to the file named by TORCHELASTIC_ERROR_FILE, in torch elastic's format, and prints nothing
+itself: its launcher (torchrun, or `mesh/launch/local_launcher.py`) shows one report instead of N interleaved tracebacks. Its peers
+then fail too, because their connections break. Such echoes are marked and dated two seconds later, since torchrun compares whole
+seconds and would otherwise pick any of them as the first cause.
 
 torch is imported inside the functions that need it: the launcher shares this module and has to start ranks at once.
 """
@@ -62,13 +62,13 @@ class RankEnvironment:
     master_port: int
     launcher: Launcher
     store_file: str | None = None
-    """Where ranks meet that our launcher started on one machine, in the place of an address."""
+    """The store file of ranks that our launcher started on one machine, in place of an address."""
     secret: str | None = field(default=None, repr=False)
-    """What ranks of several machines prove by that they belong together (`shared_secret.py`)."""
+    """The secret by which ranks of several machines prove that they belong together (`shared_secret.py`)."""
     secret_name: str | None = None
-    """Where nothing passed the secret on: the name under which rank 0 leaves it for the others."""
+    """Where the secret was not passed on: the name under which rank 0 writes it for the others."""
     restart_count: int | None = None
-    """Where torchrun's agent hosts the store: how often it has started the ranks again."""
+    """Where torchrun's agent hosts the store: how often it has restarted the ranks."""
 
 
 SINGLE_PROCESS = RankEnvironment(
@@ -77,7 +77,7 @@ SINGLE_PROCESS = RankEnvironment(
 
 
 def read_environment(env: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Ask torchrun's variables, then SLURM's; neither means a single process."""
+    """Reads torchrun's variables, else SLURM's; neither means a single process."""
     if "RANK" in env or "LOCAL_RANK" in env:
         found = _from_torchrun(env)
     elif _inside_slurm_step(env):
@@ -108,7 +108,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
 
 
 def secret_from_env(env: Mapping[str, str] = os.environ) -> str | None:
-    """The secret of the run, where somebody has passed it on."""
+    """Returns the secret of the run, if it was passed on."""
     return check_secret(env[SECRET]) if SECRET in env else None
 
 
@@ -144,7 +144,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnvironment:
 
 
 def _slurm_local_world_size(env: Mapping[str, str], *, num_nodes: int, world_size: int) -> int:
-    """Tasks on this node: SLURM writes `4(x2),3` for nodes with 4, 4 and 3 tasks."""
+    """Returns the tasks on this node: SLURM writes `4(x2),3` for nodes with 4, 4 and 3 tasks."""
     name = _first_present(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if name not in env:
         if world_size % num_nodes:
@@ -166,7 +166,7 @@ def _slurm_local_world_size(env: Mapping[str, str], *, num_nodes: int, world_siz
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """All names in a SLURM host list, in its order: `gpu[003-004,12],login` is gpu003, gpu004, gpu12, login."""
+    """Returns all names in a SLURM host list, in its order: `gpu[003-004,12],login` is gpu003, gpu004, gpu12, login."""
     hosts: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodelist):
         pieces = [_expand_piece(piece, nodelist) for piece in re.split(r"(\[[^\]]*\])", item.strip()) if piece]
@@ -232,7 +232,7 @@ def _check_consistent(found: RankEnvironment) -> None:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity mask, cut by a container's CPU quota."""
+    """Returns the cores this process may use: its affinity mask, limited by a container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -244,7 +244,7 @@ def usable_cores() -> int:
 def rank_variables(
     environment: RankEnvironment, *, error_file: str | None = None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """All variables of a rank that we start ourselves; what the user set for threads and interfaces stays."""
+    """Returns all variables of a rank that we start ourselves; the user's settings for threads and interfaces are kept."""
     env = dict(base)
     env.update(
         RANK=str(environment.rank),
@@ -254,7 +254,7 @@ def rank_variables(
         MASTER_ADDR=environment.master_addr,
         MASTER_PORT=str(environment.master_port),
     )
-    # A launcher started below torchrun must not make its ranks wait for that torchrun's store.
+    # A launcher started under torchrun must not make its ranks wait for that torchrun's store.
     for name in ("TORCHELASTIC_USE_AGENT_STORE", ERROR_FILE, STORE_FILE, SECRET, SECRET_NAME):
         env.pop(name, None)
     own = {ERROR_FILE: error_file, STORE_FILE: environment.store_file}
@@ -262,25 +262,24 @@ def rank_variables(
     env.update({name: value for name, value in own.items() if value is not None})
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // environment.local_world_size)))
     if environment.local_world_size == environment.world_size and sys.platform == "linux":
-        # Nothing has to be reached from outside; and gloo would resolve the host name, which is slow where DNS is broken.
+        # No connection from outside is needed; and gloo would resolve the host name, which is slow where DNS is broken.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
     return env
 
 
 def set_default_variables(wanted: Mapping[str, str]) -> None:
-    """Set variables of libraries that read them later; what the user has set stays."""
+    """Sets variables of libraries that read them later; those the user has set are kept."""
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
 
 def run_rank_main(main: Callable[[], int], *, env: Mapping[str, str] = os.environ) -> int:
-    """Run a rank's main to the end of its process; on failure leave a report for the launcher.
+    """Runs a rank's main to the end of its process; on failure writes a report for the launcher.
 
-    A rank with peers, or with a launcher that reads the error file, ends here without running destructors. After a
-    failure, leaving a process group whose peers are gone can wait for minutes; after success, a communication thread
-    that still lets go of a tensor while the interpreter goes down would abort the process. Alone, main's result or
-    exception goes on.
+    A rank with peers, or with a launcher that reads the error file, exits here without running destructors. After a failure,
+    leaving a process group whose peers are gone can take minutes; after success, a communication thread that still frees a
+    tensor during interpreter shutdown would abort the process. A single process returns main's result or raises its exception.
     """
     alone = env.get("WORLD_SIZE", "1") == "1" and not _inside_slurm_step(env)
     error_file = env.get(ERROR_FILE)
@@ -291,7 +290,7 @@ def run_rank_main(main: Callable[[], int], *, env: Mapping[str, str] = os.enviro
             raise
         _exit_now(130 if isinstance(stop, KeyboardInterrupt) else _exit_code(stop))
     except Exception as error:
-        failed = 2 if isinstance(error, ConfigError) else 1  # as the command line says it without other ranks
+        failed = 2 if isinstance(error, ConfigError) else 1  # as on the command line of a single process
         written = error_file is not None and _write_error_file(error, error_file)
         if alone and not written:
             raise
@@ -306,10 +305,10 @@ def run_rank_main(main: Callable[[], int], *, env: Mapping[str, str] = os.enviro
 
 
 def _notify_peers(text: str, env: Mapping[str, str]) -> None:
-    """Let ranks know that no launcher of this machine would end."""
+    """Notifies ranks that no launcher of this machine would end."""
     try:
         environment = read_environment(env)
-    except LaunchError:  # who this rank is may be what is wrong
+    except LaunchError:  # the environment may be what is wrong
         return
     if environment.store_file is None:
         from petatron.mesh.launch.rendezvous import notify_peers
@@ -325,7 +324,7 @@ def _write_error_file(error: Exception, path: str) -> bool:
 def write_error_file(
     path: str, *, message: str, text: str, echo: bool, report: Mapping[str, object] | None = None
 ) -> bool:
-    """Leave a report for the launcher in torch elastic's format, whole or not at all; `report` is of `mesh/diagnose/failure_report.py`."""
+    """Writes a report for the launcher in torch elastic's format, atomically; `report` is of `mesh/diagnose/failure_report.py`."""
     now = time.time()
     details = {
         "py_callstack": text,
@@ -342,12 +341,12 @@ def write_error_file(
 
 
 def error_file(env: Mapping[str, str] = os.environ) -> str | None:
-    """Where this rank reports a failure, if its launcher reads that."""
+    """Returns the file in which this rank reports a failure, if its launcher reads one."""
     return env.get(ERROR_FILE)
 
 
 def _error_text(error: Exception) -> str:
-    """What a person needs to see: an error of theirs without our stack, anything else with it."""
+    """Returns the text for the user: a `PetatronError` without our stack, any other error with it."""
     if isinstance(error, PetatronError):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()
@@ -365,7 +364,7 @@ def is_echo(error: BaseException) -> bool:
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """The code Python itself would end with: a message goes to stderr and counts as 1."""
+    """Returns the code Python itself would exit with: a message goes to stderr and counts as 1."""
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or 0
     sys.stderr.write(f"{stop.code}\n")

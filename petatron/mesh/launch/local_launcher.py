@@ -1,15 +1,15 @@
-"""Start the ranks of one machine, watch them, and tell one story when one of them fails.
+"""Starts the ranks of one machine, watches them, and prints one report when one of them fails.
 
 Why not torch's elastic agent: it gives the surviving ranks 30 s before it kills them and mixes every rank's traceback.
 Here the first failure ends the run within `grace_s` plus a moment, and the user reads the first cause once.
 
-Signals. Ranks run in a session of their own, so Ctrl-C in a terminal reaches only this process, which passes it on
-exactly once: a rank that took it as "save and exit" is not hit again while saving, and may take as long as it needs.
-A second Ctrl-C means "now", and kills. SIGHUP (a closed terminal) is passed on as SIGTERM. A run that a signal ended before its
-ranks could end by themselves has the exit code 128 + that signal, whichever way its ranks died.
+Signals. Ranks run in a session of their own, so Ctrl-C in a terminal reaches only this process, which forwards it
+exactly once: a rank that handles it as "save and exit" is not interrupted again while saving, and may take as long as it needs.
+A second Ctrl-C means "now", and kills. SIGHUP (a closed terminal) is forwarded as SIGTERM. A run that a signal ended before its
+ranks could end by themselves has the exit code 128 + that signal, however its ranks died.
 
 Orphans. If this process is killed in a way nothing can catch, the kernel kills the ranks (PR_SET_PDEATHSIG, Linux);
-ranks that train on with no one to stop them would hold the devices for ever.
+ranks that train on with no one to stop them would occupy the devices for ever.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def run_ranks(
     master_port: int | None = None,
     grace_s: float = 3.0,
 ) -> int:
-    """Run `command` once per local rank and return the exit code: 0, the first failure's, or 128 + the signal that ended it."""
+    """Runs `command` once per local rank and returns the exit code: 0, the first failure's, or 128 + the signal that ended it."""
     environments = _rank_environments(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, master_port=master_port
     )
-    with tempfile.TemporaryDirectory(prefix="petatron-ranks-") as folder:  # nobody else may look into it
+    with tempfile.TemporaryDirectory(prefix="petatron-ranks-") as folder:  # private to this user
         if nnodes == 1:
             environments = [replace(one, store_file=str(Path(folder) / "store")) for one in environments]
         else:
             given = secret_from_env()
-            name = None if given else _secret_name(environments[0])  # rank 0 leaves one there, and the others find it
+            name = None if given else _secret_name(environments[0])  # rank 0 writes one there, and the others read it
             environments = [replace(one, secret=given, secret_name=name) for one in environments]
         ranks: list[RankProcess] = []
         with _forward_signals(ranks) as received:
@@ -71,13 +71,13 @@ def run_ranks(
                 _stop_ranks(ranks)
         if nnodes > 1 and first is not None:
             _notify_other_nodes(first, environments)
-        with escaped_output():  # what failed ranks report may hold words of others
+        with escaped_output():  # reports of failed ranks may contain untrusted text
             return _report_and_exit_code(ranks, first, received, world_size=environments[0].world_size)
 
 
 @dataclass(slots=True)
 class RankProcess:
-    """One child process and where it reports an error."""
+    """One child process and its error file."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -95,7 +95,7 @@ class RankProcess:
 
 @dataclass(slots=True)
 class ReceivedSignals:
-    """Signals this process got while the ranks ran."""
+    """Signals this process received while the ranks ran."""
 
     signals: list[signal.Signals] = field(default_factory=list)
 
@@ -105,10 +105,10 @@ class ReceivedSignals:
         return self.signals.count(signal.SIGINT) > 1
 
     def caused_exit(self, code: int) -> bool:
-        """Whether a rank with this exit code died of what was passed on, which needs no error report.
+        """Whether a rank with this exit code died of a forwarded signal, which needs no error report.
 
-        Ranks die of it in many ways: by the signal itself, as Python ends on Ctrl-C, or because their peers did. Only the
-        kernel's SIGKILL is never an answer to a signal that can be caught.
+        Ranks die of it in many ways: by the signal itself, as Python exits on Ctrl-C, or because their peers did. Only the
+        kernel's SIGKILL is never the result of a signal that can be caught.
         """
         if not self.signals:
             return False
@@ -118,7 +118,7 @@ class ReceivedSignals:
 
     @property
     def exit_code(self) -> int:
-        """What a shell says of a program that such a signal ended: the one that killed, or the one that was passed on."""
+        """The exit code of a program that such a signal ended: 128 + the one that killed, or the one that was forwarded."""
         return 128 + (signal.SIGINT if self.killing else self.signals[0])
 
 
@@ -156,7 +156,7 @@ def _secret_name(environment: RankEnvironment) -> str:
 
 
 def _notify_other_nodes(first: RankProcess, environments: Sequence[RankEnvironment]) -> None:
-    """A rank that was killed could not say so itself; where rank 0 is gone, so is the store, which its peers notice."""
+    """Notifies other machines of a rank that was killed and could not itself; where rank 0 is gone, peers notice the lost store."""
     place = next(one for one in environments if one.rank == first.rank)
     if first.process.returncode >= 0 or first.rank == 0 or place.secret is None:
         return
@@ -186,7 +186,7 @@ def _start_rank(command: Sequence[str], environment: RankEnvironment, error_file
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """A hook for the child, between fork and exec: have the kernel kill it when this process is gone."""
+    """Returns a hook for the child, between fork and exec, that makes the kernel kill it when this process is gone."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)  # loaded here: between fork and exec as little as possible should happen
@@ -194,7 +194,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
     def hook() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above took effect
+        if os.getppid() != parent:  # the parent died before prctl took effect
             os._exit(1)
 
     return hook
@@ -202,7 +202,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def _forward_signals(ranks: list[RankProcess]) -> Iterator[ReceivedSignals]:
-    """While open, pass SIGINT, SIGTERM and SIGHUP on to the ranks; the second SIGINT kills them."""
+    """Forwards SIGINT, SIGTERM and SIGHUP to the ranks while open; the second SIGINT kills them."""
     received = ReceivedSignals()
     if threading.current_thread() is not threading.main_thread():
         yield received  # only the main thread may install handlers
@@ -237,7 +237,7 @@ def _signal_all(ranks: Sequence[RankProcess], number: signal.Signals) -> None:
 
 
 def _wait_for_ranks(ranks: Sequence[RankProcess], *, grace_s: float) -> RankProcess | None:
-    """Until all ranks ended well (None), or one failed and the others had `grace_s` to end by themselves."""
+    """Waits until all ranks ended well (None), or one failed and the others had `grace_s` to end by themselves."""
     first: RankProcess | None = None
     deadline = float("inf")
     while _num_running(ranks) and time.monotonic() < deadline:
@@ -251,7 +251,7 @@ def _wait_for_ranks(ranks: Sequence[RankProcess], *, grace_s: float) -> RankProc
 
 
 def _num_running(ranks: Sequence[RankProcess]) -> int:
-    return sum(rank.running() for rank in ranks)  # a sum, not any(): it looks at every rank
+    return sum(rank.running() for rank in ranks)  # a sum, not any(): it polls every rank
 
 
 def _first_failed(ranks: Sequence[RankProcess]) -> RankProcess | None:
@@ -260,7 +260,7 @@ def _first_failed(ranks: Sequence[RankProcess]) -> RankProcess | None:
 
 
 def _stop_ranks(ranks: Sequence[RankProcess]) -> None:
-    """SIGTERM, a moment, SIGKILL, and no zombie; a rank that has ended is left alone."""
+    """Sends SIGTERM, then SIGKILL after a grace period, and reaps; a rank that has ended is left alone."""
     for rank in ranks:
         rank.stopped_by_launcher = rank.running()
     _signal_all(ranks, signal.SIGTERM)
@@ -275,18 +275,18 @@ def _stop_ranks(ranks: Sequence[RankProcess]) -> None:
 def _report_and_exit_code(
     ranks: Sequence[RankProcess], first: RankProcess | None, received: ReceivedSignals, *, world_size: int
 ) -> int:
-    """The exit code of the whole, after telling what happened if it was not a success."""
+    """Returns the exit code of the run, after printing a report if it failed."""
     if first is None:
         return 0
     if sys.stderr.isatty():
-        raw_stream(sys.stderr).write("\x1b[?25h")  # a rank that was killed may have left the cursor hidden
+        raw_stream(sys.stderr).write("\x1b[?25h")  # a killed rank may have left the cursor hidden
     if received.caused_exit(first.process.returncode):
         names = " and ".join(dict.fromkeys(number.name for number in received.signals))
         _say(f"Stopped by {names} before the run could end by itself.")
         return received.exit_code
     culprit, report, gave_up = _root_cause(ranks)
     if report and all((own := _read_report(rank.error_file)) and own.text == report for rank in ranks):
-        _say(report)  # every rank found the same fault: it is the input's, not a rank's
+        _say(report)  # every rank has the same error: it is the input's, not a rank's
         return _exit_code(culprit)
     stopped = sum(rank.stopped_by_launcher for rank in ranks)
     followed = sum(rank.process.returncode != 0 and not rank.stopped_by_launcher for rank in ranks) - 1
@@ -307,7 +307,7 @@ def _say(text: str) -> None:
 
 
 def _root_cause(ranks: Sequence[RankProcess]) -> tuple[RankProcess, str, bool]:
-    """The rank that started it, its text, and whether all that it did was to give up waiting for another.
+    """Returns the rank that failed first, its text, and whether it only gave up waiting for another.
 
     An error of its own beats a death without report, because NCCL's watchdog aborts ranks whose peer failed; both beat
     a report of a broken connection. Within a class the earliest wins.
@@ -326,14 +326,14 @@ def _root_cause(ranks: Sequence[RankProcess]) -> tuple[RankProcess, str, bool]:
 
 
 def _communication_reports(ranks: Sequence[RankProcess]) -> list[failure_report.RankReport]:
-    """Where each rank of this machine was that could tell."""
+    """Returns the communication reports of this machine's ranks that have one."""
     reports = [_read_report(rank.error_file) for rank in ranks]
     return [report.communication for report in reports if report is not None and report.communication is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class RankErrorReport:
-    """What a failed rank wrote, or one that waits for it."""
+    """The report of a failed rank, or of one that waits for it."""
 
     text: str
     time: float
@@ -342,7 +342,7 @@ class RankErrorReport:
 
     @property
     def waiting(self) -> bool:
-        """Whether it was written from outside the rank's main thread, which may have met its end later."""
+        """Whether it was written from outside the rank's main thread, which may have ended later."""
         return self.communication is not None and self.communication["state"] != "failed"
 
 

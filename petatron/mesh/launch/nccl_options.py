@@ -1,7 +1,7 @@
-"""What NCCL and torch's use of it are told: options of a communicator, and environment variables.
+"""Options of NCCL communicators, and the environment variables of NCCL and torch.
 
 `env_variables` lists every variable this package relies on, with the reason; `environment.py` sets them before the first group exists,
-where the user has not, and `petatron doctor` shows them.
+unless the user has, and `petatron doctor` shows them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONFIG_FIELDS = ("cga_cluster_size", "min_ctas", "max_ctas", "net_name")
 
 @dataclass(frozen=True, slots=True)
 class EnvVariable:
-    """An environment variable, its value, and why it has it."""
+    """An environment variable, its value, and the reason."""
 
     name: str
     value: str
@@ -51,9 +51,9 @@ _SHARED_DEVICE_VARIABLES = (
 
 
 def env_variables(*, nccl: bool, ranks_per_device: int = 1, rank: int = 0) -> tuple[EnvVariable, ...]:
-    """What is set for a rank; `ranks_per_device` is how many ranks use its device on purpose.
+    """Returns the variables of a rank; `ranks_per_device` is how many ranks share its device on purpose.
 
-    NCCL refuses two ranks on one device of one host, so ranks that share one pass for hosts of their own.
+    NCCL refuses two ranks on one device of one host, so ranks that share one appear as separate hosts.
 
     >>> [variable.name for variable in env_variables(nccl=False)]
     ['TORCH_GLOO_LAZY_INIT']
@@ -68,12 +68,12 @@ def env_variables(*, nccl: bool, ranks_per_device: int = 1, rank: int = 0) -> tu
 
 
 def nccl_timeout(timeout: timedelta) -> timedelta:
-    """NCCL's own time limit: longer than ours, at which our watchdog ends the process with a report."""
+    """Returns NCCL's own time limit: longer than ours, at which our watchdog ends the process with a report."""
     return timeout + min(timeout, timedelta(minutes=1))
 
 
 def nccl_options(settings: CommunicatorSettings, timeout: timedelta) -> Any:
-    """torch's options of an NCCL process group; the time limit is the group's, which torch wants to read here too."""
+    """Returns torch's options of an NCCL process group; the time limit is the group's, which torch reads here too."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.is_high_priority_stream = settings.is_high_priority_stream

@@ -1,8 +1,8 @@
-"""Joining the other ranks and leaving them: device, variables, store, default process group.
+"""Joins the process group and leaves it: device, variables, store, default process group.
 
 The order matters. The device is bound before anything touches CUDA, variables are set before the library that reads them starts,
-and the default group is gloo's with either backend: it connects nobody until two ranks communicate, so a world of any size starts at
-once. `ParallelMesh` makes the groups that move device memory.
+and the default group is gloo's with either backend: it connects nothing until two ranks communicate, so a world of any size starts at
+once. `ParallelMesh` creates the groups that move device memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from petatron.mesh.launch.rendezvous import Rendezvous
 
 _log = get_logger(__name__)
 _MAX_OPEN_FILES = 65_536
-"""How many open files a rank asks for; sockets count as such."""
+"""The limit of open files a rank requests; sockets count."""
 
 
 def start_process_group(
@@ -37,10 +37,10 @@ def start_process_group(
     deterministic: bool = False,
     ranks_per_device: int = 1,
 ) -> Backend:
-    """Join all ranks and return the backend of the device's memory; a world of one joins nobody.
+    """Joins all ranks and returns the backend of the device's memory; a world of one joins nothing.
 
-    `fake` pretends to have joined (for planning). `deterministic` lets torch use only deterministic kernels; cuBLAS needs to be
-    told before CUDA starts.
+    `fake` simulates joining (for planning). `deterministic` restricts torch to deterministic kernels; cuBLAS needs its variable
+    before CUDA starts.
     """
     backend = backend or ("nccl" if device_type == "cuda" else "gloo")
     if deterministic:
@@ -68,18 +68,18 @@ def start_process_group(
 
 
 def _join_ranks(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
-    meeting = Rendezvous(environment, timeout=timeout)
-    meeting.wait_for_all_ranks(timeout)
+    rendezvous = Rendezvous(environment, timeout=timeout)
+    rendezvous.wait_for_all_ranks(timeout)
     # gloo also under NCCL. And no device: one bound to this group would make NCCL split every later group from the world,
-    # which all ranks would have to join, while ours are made by their members alone.
+    # which all ranks would have to join, while ours are created by their members alone.
     dist.init_process_group(
         "gloo",
-        store=meeting.process_group_store(),
+        store=rendezvous.process_group_store(),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timeout,
     )
-    return meeting.store
+    return rendezvous.store
 
 
 def new_group(
@@ -91,15 +91,14 @@ def new_group(
     device: torch.device | None = None,
     options: object = None,
 ) -> dist.ProcessGroup:
-    """A process group that its members alone make; they find each other by name and ranks.
+    """Creates a process group by its members alone; they find each other by name and ranks.
 
-    `dist.new_group` would put the number of groups that this process has into the name, so that ranks with different numbers of
-    groups (the ends of a pipeline have more) never meet. With a device the communicator is connected here and now, not by the
-    first collective.
+    `dist.new_group` would put the number of this process's groups into the name, so that ranks with different numbers of groups
+    (the ends of a pipeline have more) never match. With a device the communicator is connected here, not by the first collective.
     """
     taken = set(c10d._world.pg_names.values())
     label = f"{name}:{','.join(map(str, ranks))}"
-    fresh = next(text for again in itertools.count() if (text := f"{label}#{again}") not in taken)
+    unique_name = next(text for attempt in itertools.count() if (text := f"{label}#{attempt}") not in taken)
     arguments = (
         len(ranks),
         ranks.index(dist.get_rank()),
@@ -108,7 +107,7 @@ def new_group(
         c10d._get_default_store(),
     )
     group, _ = c10d._new_process_group_helper(
-        *arguments, c10d.GroupName(fresh), options, timeout=timeout, device_id=device, group_desc=name
+        *arguments, c10d.GroupName(unique_name), options, timeout=timeout, device_id=device, group_desc=name
     )
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
@@ -116,14 +115,14 @@ def new_group(
 
 
 def _bind_device(index: int) -> None:
-    """Make a device this process's own, also for the thread in which autograd runs: its first call may be cuBLAS's."""
+    """Binds a device to this process, also for autograd's thread: its first call may be cuBLAS's."""
     torch.cuda.set_device(index)
     x = torch.zeros(1, device=torch.device("cuda", index), requires_grad=True)
     (x + x).sum().backward()
 
 
 def local_device_index(local_rank: int, num_visible: int, ranks_per_device: int = 1) -> int:
-    """The CUDA device of a local rank. With one visible device the launcher has bound each rank to its own, or they share it."""
+    """Returns the CUDA device of a local rank. With one visible device the launcher has bound each rank to its own, or they share it."""
     if num_visible == 1:
         return 0
     index = local_rank // ranks_per_device
@@ -137,7 +136,7 @@ def local_device_index(local_rank: int, num_visible: int, ranks_per_device: int 
 
 
 def _claim_device(store: dist.Store, environment: RankEnvironment, ranks_per_device: int) -> None:
-    """Refuse a device that more ranks use than were meant to; NCCL would refuse it with less of a reason, or hang."""
+    """Refuses a device that more ranks use than intended; NCCL would refuse it with less of a reason, or hang."""
     index = torch.cuda.current_device()
     unique = str(torch.cuda.get_device_properties(index).uuid)
     if (count := store.add(f"device/{unique}", 1)) > ranks_per_device:
@@ -149,12 +148,12 @@ def _claim_device(store: dist.Store, environment: RankEnvironment, ranks_per_dev
 
 
 def _raise_descriptor_limit(environment: RankEnvironment) -> None:
-    """Every connection is a descriptor, and the usual soft limit of 1,024 is soon reached; raising it needs no privilege."""
+    """Raises the limit of open files: every connection is one, and the usual soft limit of 1,024 is soon reached; needs no privilege."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    # The store of rank 0 has a connection to every rank and to its watchdog; groups and files come on top.
+    # The store of rank 0 has a connection to every rank and to its watchdog, in addition to groups and files.
     needed = 3 * environment.world_size + 256 if environment.rank == 0 else 256
     if max(soft, most) < needed:
         raise LaunchError(
@@ -164,6 +163,6 @@ def _raise_descriptor_limit(environment: RankEnvironment) -> None:
 
 
 def stop_process_group() -> None:
-    """Leave all groups, if there are any."""
+    """Destroys all process groups, if there are any."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

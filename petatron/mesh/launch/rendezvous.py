@@ -1,12 +1,12 @@
-"""Where the ranks of a launch find each other: a store that all of them reach, a roll call, and word of a rank that failed.
+"""The rendezvous of a launch: a store that all ranks reach, a roll call, and reports of ranks that failed.
 
 Ranks that our launcher starts on one machine share a file in its private folder (`RankEnvironment.store_file`); others share a TCP store
 that rank 0, or torchrun's agent, hosts at the master address. Whoever reaches that address can write into the store, so ranks prove
-by a shared secret (`shared_secret.py`) that they belong to the run, and so does what they tell each other of failures.
+by a shared secret (`shared_secret.py`) that they belong to the run, and authenticate their failure reports by it.
 
-The roll call comes before anything else, so that a rank that never starts is named, and a rank that fails before it could join ends
-the others at once instead of leaving them waiting for the time limit. Such a rank leaves a word in the store (`report_failure`); rank 0,
-who hosts the store, stays until all have read it, or a few seconds. Later on the watchdog of every rank looks for that word.
+The roll call comes first, so that a rank that never starts is named, and a rank that fails before it joins ends the others at once
+instead of leaving them waiting for the time limit. Such a rank writes its failure to the store (`report_failure`); rank 0, which hosts
+the store, stays until all have read it, or a few seconds. Later the watchdog of every rank polls for it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _MAX_TEXT_CHARS = 4_000
 
 
 class Rendezvous:
-    """The store of a launch, seen by one rank. Rank 0 is a member of every group and leaves last."""
+    """The store of a launch, as seen by one rank. Rank 0 is a member of every group and leaves last."""
 
     def __init__(self, environment: RankEnvironment, *, timeout: timedelta = timedelta(minutes=5)) -> None:
-        """`timeout` is how long to wait for whoever hosts the store."""
+        """`timeout` is how long to wait for the host of the store."""
         self.rank = environment.rank
         self._environment, self._world_size = environment, environment.world_size
         self._missing_ranks, self._refused = set(range(1, self._world_size)), set[str]()
@@ -63,7 +63,7 @@ class Rendezvous:
 
     def wait_for_all_ranks(self, timeout: timedelta) -> None:
         """Returns when all ranks are here and have proven that they belong to this run; raises when one has failed, or when some have
-        not come in time."""
+        not arrived in time."""
         if self.rank == 0:
             self.store.set("nonce", secrets.token_hex(16))
         started, pause, notice_s = time.monotonic(), _POLL_S[0], _NOTICE_S
@@ -85,36 +85,36 @@ class Rendezvous:
             (secret_folder() / self._environment.secret_name).unlink(missing_ok=True)
 
     def _export_secret(self) -> None:
-        """For whatever else of this process, such as the watchdog, comes to the same store."""
+        """Exports the secret for other users of the store in this process, such as the watchdog."""
         if self._secret:
             set_default_variables({SECRET: self._secret})
 
     def _admitted(self) -> bool:
-        """On every rank but the first: say that we are here, and see whether rank 0 has admitted all."""
+        """On every rank but the first: announces this rank, and returns whether rank 0 has admitted all."""
         if not self.store.check(["nonce"]):
             return False
         nonce = self._read("nonce")
         with contextlib.suppress(
             LaunchError
-        ):  # an earlier run may have left another one; when all are admitted it is gone
+        ):  # an earlier run may have left another secret, which is gone once all are admitted
             self._secret = _secret_of(self._environment, timeout_s=0.0)
         own = f"present/{self.rank}", compute_hmac(self._secret, nonce, "rank", self.rank, self._world_size)
         if not self.store.check([own[0]]) or self._read(own[0]) != own[1]:
             self.store.set(*own)
-        said = self._read("admitted") if self.store.check(["admitted"]) else ""
-        return verify_hmac(said, self._secret, nonce, "admitted", self._world_size)
+        digest = self._read("admitted") if self.store.check(["admitted"]) else ""
+        return verify_hmac(digest, self._secret, nonce, "admitted", self._world_size)
 
     def _all_admitted(self) -> bool:
-        """On rank 0: whether all others are here; a stranger does not count, and does not keep out whom it poses as."""
+        """On rank 0: returns whether all others are here; a process without the secret neither counts nor blocks the real rank."""
         nonce = self._read("nonce")
         for rank in sorted(self._missing_ranks):
             if not self.store.check([f"present/{rank}"]):
                 continue
-            said = self._read(f"present/{rank}")
-            if verify_hmac(said, self._secret, nonce, "rank", rank, self._world_size):
+            digest = self._read(f"present/{rank}")
+            if verify_hmac(digest, self._secret, nonce, "rank", rank, self._world_size):
                 self._missing_ranks.remove(rank)
-            elif said not in self._refused:
-                self._refused.add(said)
+            elif digest not in self._refused:
+                self._refused.add(digest)
                 _log.warning("somebody without the secret of this run says to be rank %d, and is not admitted", rank)
         if self._missing_ranks:
             return False
@@ -132,52 +132,52 @@ class Rendezvous:
         return f"{'rank' if len(absent) == 1 else 'ranks'} {format_ranks(absent)}"
 
     def report_failure(self, text: str) -> None:
-        """Leave word of this rank's failure for the others. Only the first word counts."""
+        """Reports this rank's failure to the others. Only the first report counts."""
         text = text[-_MAX_TEXT_CHARS:]
-        told = {"rank": self.rank, "text": text, "proof": compute_hmac(self._secret, "failed", self.rank, text)}
-        self.store.compare_set("failed", "", json.dumps(told))
+        failure = {"rank": self.rank, "text": text, "proof": compute_hmac(self._secret, "failed", self.rank, text)}
+        self.store.compare_set("failed", "", json.dumps(failure))
         self._acknowledge()
 
     def first_failure(self) -> str | None:
-        """What the first rank that failed has left."""
+        """Returns the report of the first rank that failed, if any."""
         if not self.store.check(["failed"]):
             return None
         try:
-            told = json.loads(self._read("failed"))
-            rank, text, said = int(told["rank"]), str(told["text"]), str(told["proof"])
+            failure = json.loads(self._read("failed"))
+            rank, text, digest = int(failure["rank"]), str(failure["text"]), str(failure["proof"])
         except (ValueError, KeyError, TypeError):
             return None
         return (
             f"Rank {rank} of {self._world_size} failed:\n{text}"
-            if verify_hmac(said, self._secret, "failed", rank, text)
+            if verify_hmac(digest, self._secret, "failed", rank, text)
             else None
         )
 
     def raise_if_peer_failed(self) -> None:
-        """If another rank has failed, so does this one."""
+        """Raises `PeerFailure` if another rank has failed."""
         text = self.first_failure()
         if text is not None:
             self._acknowledge()
             raise PeerFailure(text)
 
     def _acknowledge(self) -> None:
-        """This rank knows of the failure. Rank 0 waits a while for the others: the store may end with it."""
-        told, deadline = self.store.add("told", 1), time.monotonic() + _LINGER_S
-        while self.rank == 0 and told < self._world_size and time.monotonic() < deadline:
+        """Acknowledges the failure. Rank 0 waits a while for the others: the store may end with it."""
+        num_acknowledged, deadline = self.store.add("told", 1), time.monotonic() + _LINGER_S
+        while self.rank == 0 and num_acknowledged < self._world_size and time.monotonic() < deadline:
             time.sleep(0.05)
-            told = self.store.add("told", 0)
+            num_acknowledged = self.store.add("told", 0)
 
     def process_group_store(self) -> dist.Store:
-        """Where process groups find each other, after the roll call: under a name that a stranger does not know."""
+        """Returns the store of process groups, after the roll call: under a name that requires the secret."""
         return dist.PrefixStore(compute_hmac(self._secret, self._read("nonce"), "groups"), self.store)
 
     @contextmanager
     def process_group(self, name: str, world_size: int, *, timeout_minutes: float) -> Iterator[None]:
-        """While open, the first `world_size` ranks form a gloo process group of their own; rank 0 leaves it last.
+        """Opens a gloo process group of the first `world_size` ranks; rank 0 leaves it last.
 
-        Ranks wait for rank 0 as long as it takes, since it may have work of its own between two groups; once it is
-        there, they wait for each other, and in every collective, only `timeout_minutes`. After a failure the group is
-        left as it is: taking it down could wait for ranks that are gone, and the process is to end anyway.
+        Ranks wait for rank 0 as long as it takes, since it may have other work between two groups; once it is there, they wait
+        for each other, and in every collective, only `timeout_minutes`. After a failure the group is left as it is: destroying
+        it could wait for ranks that are gone, and the process ends anyway.
         """
         assert self.rank < world_size, "only members may join"
         if world_size == 1:
@@ -194,18 +194,18 @@ class Rendezvous:
         dist.destroy_process_group()
 
     def close(self) -> None:
-        """The host may only go when no rank needs it any more."""
+        """Closes the rendezvous: the host leaves when no rank needs the store any more."""
         self._wait_at_first_rank(self.store, "closed", self._world_size, _GROUP_TIMEOUT)
 
     def _wait_at_first_rank(self, store: dist.Store, key: str, world_size: int, timeout: timedelta) -> None:
-        """Every rank says the word; rank 0 waits until all have."""
+        """Sets this rank's key; rank 0 waits until all have."""
         store.set(f"{key}-{self.rank}", "")
         if self.rank == 0:
             store.wait([f"{key}-{rank}" for rank in range(world_size)], timeout)
 
 
 def _secret_of(environment: RankEnvironment, *, timeout_s: float) -> str:
-    """Empty where a private file, or torchrun, is all that ranks have in common."""
+    """Returns the secret; empty where ranks share only a private file, or torchrun."""
     if environment.secret is not None or environment.secret_name is None:
         return environment.secret or ""
     if environment.rank == 0:
@@ -224,7 +224,7 @@ def _open_store(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
     else:
         attempt, address, port = environment.restart_count, environment.master_addr, environment.master_port
         hosts = environment.rank == 0 and attempt is None
-        # Several stores of one process share a server. Nobody waits here: the roll call does, and can say for whom.
+        # Several stores of one process share a server. Nothing waits here: the roll call does, and can name missing ranks.
         store = dist.TCPStore(
             address, port, is_master=hosts, timeout=timeout, multi_tenant=True, wait_for_workers=False
         )
@@ -235,9 +235,9 @@ def _open_store(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
 
 
 def notify_peers(environment: RankEnvironment, text: str) -> None:
-    """Leave word of a failure for ranks that no launcher of this machine would end; a best effort that takes some seconds at most.
+    """Reports a failure to ranks that no launcher of this machine would end; a best effort that takes some seconds at most.
 
-    On one machine the launcher ends them; across machines, or under srun, nobody might.
+    On one machine the launcher ends them; across machines, or under srun, nothing might.
     """
     try:
         Rendezvous(environment, timeout=timedelta(seconds=_LINGER_S)).report_failure(text)

@@ -1,7 +1,7 @@
-"""The secret that ranks of several machines share, by which each proves that it belongs to the run.
+"""The secret of a run over several machines, by which each rank proves that it belongs to the run.
 
-It comes from PETATRON_SECRET where that is set. Otherwise rank 0 writes one into a file of the user's home that nobody else may read, and
-the others wait for it there. It is never an argument of a command, which every user of a machine can list.
+It comes from PETATRON_SECRET where that is set. Otherwise rank 0 writes one to a file in the user's home that nobody else may read, and
+the others wait for it there. It is never a command argument, which every user of a machine can list.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POLL_S, _NOTICE_S = 0.2, 30.0
 
 
 def secret_folder() -> Path:
-    """Where ranks of several machines leave and find it."""
+    """Returns the folder of secrets for runs over several machines."""
     folder = private_folder("rendezvous")
     if folder is None:
         raise LaunchError(
@@ -36,7 +36,7 @@ def secret_folder() -> Path:
 
 
 def check_secret(text: str) -> str:
-    """The user's own, if it is long enough not to be guessed."""
+    """Returns the user's secret, if it is long enough not to be guessed."""
     if len(text) < _MIN_CHARS:
         raise LaunchError(
             f"{SECRET_VARIABLE} has {len(text)} characters; give at least {_MIN_CHARS} random ones, the same for all ranks, "
@@ -46,7 +46,7 @@ def check_secret(text: str) -> str:
 
 
 def write_secret(name: str, folder: Path) -> str:
-    """Write a new secret for the others to find, in the place of one that an earlier run left."""
+    """Writes a new secret for the others to read, replacing one of an earlier run."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder)
     text, draft = secrets.token_hex(16), folder / f".{name}.{secrets.token_hex(4)}"
@@ -58,7 +58,7 @@ def write_secret(name: str, folder: Path) -> str:
 
 
 def wait_for_secret(name: str, folder: Path, *, timeout_s: float) -> str:
-    """Wait for what `write_secret` writes on another machine."""
+    """Waits for the secret that `write_secret` writes on another machine."""
     path, started, noticed = folder / name, time.monotonic(), False
     while not path.is_file():
         waited = time.monotonic() - started
@@ -81,7 +81,7 @@ def _check_private(folder: Path) -> None:
 
 
 def compute_hmac(secret: str, *fields: object) -> str:
-    """What only someone with the secret can say of these words.
+    """Returns the HMAC of the fields under the secret.
 
     >>> own = compute_hmac("s" * 16, "rank", 3)
     >>> own == compute_hmac("s" * 16, "rank", 3), own == compute_hmac("t" * 16, "rank", 3)
@@ -91,5 +91,5 @@ def compute_hmac(secret: str, *fields: object) -> str:
 
 
 def verify_hmac(digest: str, secret: str, *fields: object) -> bool:
-    """Whether someone with the secret has said it."""
+    """Whether the digest is the HMAC of the fields."""
     return hmac.compare_digest(digest, compute_hmac(secret, *fields))

@@ -1,11 +1,11 @@
-"""Hugging Face models as ours and back: config.json, tensor names, and filling a model on any layout.
+"""Converts Hugging Face models and back: config.json, tensor names, and filling a model in any layout.
 
-values, experts = read_config_json(config_json)                           # for ModelConfig and MoEConfig
-logical = to_logical(family_of(config_json), tensors, model, moe, moe_layer_mask)  # whole tensors under our names
-fill(model.module, model.placements, logical)                             # this rank's boxes of them
+values, experts = parse_config_json(config_json)                             # for ModelConfig and MoEConfig
+logical = to_logical(family_name_of_config(config_json), tensors, model, moe, moe_layer_mask)  # whole tensors under our names
+fill_model(model.module, model.placements, logical)                          # this rank's shards of them
 
-folder_entries(model, moe, moe_layer_mask)                                    # the tensors of a model folder, for streaming
-model_config_json(model, moe, moe_layer_mask, dtype)                          # its config.json
+folder_entries(model, moe, moe_layer_mask)                                   # the tensors of a model folder, for streaming
+build_config_json(model, moe, moe_layer_mask, dtype)                         # its config.json
 """
 
 from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config

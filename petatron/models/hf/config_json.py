@@ -1,9 +1,9 @@
-"""config.json of a Hugging Face model to the values of a `ModelConfig` and a `MoEConfig`, and back.
+"""Converts config.json of a Hugging Face model to the values of a `ModelConfig` and a `MoEConfig`, and back.
 
-Most of it is the families' tables; what is left here are the settings that are several keys on one side: heads, the sliding
-window, biases, dropout. The experts have a file of their own, `moe_config_json.py`. Everything the decoder (or the family) cannot
-express is a problem, and all problems come at once. A setting that matters only in training and that a family has no key
-for, such as dropout in Llama, is left out when writing.
+Most of it is the families' tables; here are the settings that are several keys on one side: heads, the sliding window, biases,
+dropout. The experts have a file of their own, `moe_config_json.py`. Everything the decoder (or the family) cannot express is a
+problem, and all problems are raised at once. A setting that matters only in training and that a family has no key for, such as
+dropout in Llama, is left out when writing.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ _UNSUPPORTED_FIX = "Use another model; the decoder has no such part."
 
 
 def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """ModelConfig and MoEConfig values from the content of a config.json; the second are none for a model without experts.
+    """Returns ModelConfig and MoEConfig values from the content of a config.json; the second are empty for a dense model.
 
-    The sequence length and the balancing loss are choices of the run and not among them.
+    The sequence length and the load-balancing loss are choices of the run and not among them.
 
     >>> values, _ = from_hf_config({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 50})
     >>> values["num_layers"], values["ffn_hidden_size"], values["activation"]
     (2, 32, 'gelu_tanh')
     """
     family = FAMILIES[family_name_of_config(config)]
-    asked = {**family.defaults, **config}
-    asked |= {key: asked[other] for key, other in family.aliases.items() if key not in asked and other in asked}
-    problems = _missing_keys(family, asked)
+    full = {**family.defaults, **config}
+    full |= {key: full[other] for key, other in family.aliases.items() if key not in full and other in full}
+    problems = _missing_keys(family, full)
     if problems:
         raise ConfigError(problems)
-    values: dict[str, Any] = {**family.fixed, **{ours: asked[key] for ours, key in family.keys.items()}}
-    values["untie_embeddings_and_output_weights"] = not asked["tie_word_embeddings"]
+    values: dict[str, Any] = {**family.fixed, **{ours: full[key] for ours, key in family.keys.items()}}
+    values["untie_embeddings_and_output_weights"] = not full["tie_word_embeddings"]
     for part, found in (
         _read_heads(values),
-        _read_activation(family, asked),
-        _read_window(family, asked, values["num_layers"]),
-        _read_biases(family, asked),
-        rope_from_hf_config(asked, values["max_position_embeddings"]) if "rotary_percent" in family.fixed else ({}, []),
+        _read_activation(family, full),
+        _read_window(family, full, values["num_layers"]),
+        _read_biases(family, full),
+        rope_from_hf_config(full, values["max_position_embeddings"]) if "rotary_percent" in family.fixed else ({}, []),
     ):
         values |= part
         problems += found
-    experts, found = moe_from_hf_config(family, asked, values["num_layers"])
-    problems += found + _unsupported_values(family, asked)
+    experts, found = moe_from_hf_config(family, full, values["num_layers"])
+    problems += found + _unsupported_values(family, full)
     if problems:
         raise ConfigError(problems)
     return values, experts
@@ -104,7 +104,7 @@ def _read_activation(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict
 
 
 def _read_window(family: Family, hf_config: Mapping[str, Any], num_layers: int) -> tuple[dict[str, Any], list[Problem]]:
-    """Mistral slides in every layer, Qwen in those from `max_window_layers` on or those that `layer_types` names."""
+    """Reads the window: Mistral has one in every layer, Qwen in those from `max_window_layers` on or named by `layer_types`."""
     window = hf_config["sliding_window"] if "sliding_window" in family.defaults else None
     if "use_sliding_window" in family.defaults and not hf_config["use_sliding_window"]:
         window = None
@@ -150,7 +150,7 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
 
 
 def matching_family(model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool]) -> Family | None:
-    """The family whose names and config.json express the model, if one does."""
+    """Returns the family whose names and config.json express the model, if one does."""
     family, problems = _closest_family(model, moe, moe_layer_mask)
     return None if problems else family
 
@@ -158,9 +158,9 @@ def matching_family(model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: S
 def to_hf_config(
     model: ModelConfig, moe: MoEConfig | None = None, moe_layer_mask: Sequence[bool] = ()
 ) -> dict[str, Any]:
-    """The content of a config.json for a derived config; token ids are None, the tokenizer's owner fills them in.
+    """Returns the content of a config.json for a derived config; token ids are None, the tokenizer's owner fills them in.
 
-    `ConfigError` says why no family can express the model.
+    Raises `ConfigError` with the reasons if no family can express the model.
 
     >>> from petatron.config import load_config
     >>> model = load_config(preset="tiny-llama", require_training=False).config.model
@@ -188,11 +188,13 @@ def to_hf_config(
 def _closest_family(
     model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool]
 ) -> tuple[Family, list[Problem]]:
-    """The family a model is nearest to, and what of the model it has no key for."""
-    mixed = moe if any(moe_layer_mask) else None
-    family = FAMILIES[family_name_for_model(model, mixed)]
+    """Returns the family closest to a model, and the model's settings that it has no key for."""
+    used_moe = moe if any(moe_layer_mask) else None
+    family = FAMILIES[family_name_for_model(model, used_moe)]
     problems = _unsupported_by_family(model, family)
-    return family, problems if mixed is None else problems + unsupported_moe_settings(family, mixed, moe_layer_mask)
+    return family, problems if used_moe is None else problems + unsupported_moe_settings(
+        family, used_moe, moe_layer_mask
+    )
 
 
 def _window_keys(family: Family, model: ModelConfig) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What a family of Hugging Face models is to us: tables, no code.
+"""The tables that describe a family of Hugging Face models: no code.
 
-A `ModuleMapping` pairs modules of ours with the Hugging Face module that holds their tensors; `*` stands for the layer and `#` for the
-expert. The other tables of a `Family` speak of config.json. Whether a row's tensors exist at all (biases, per-head norms, an
-untied head, experts in this layer) is not said here: the decoder itself knows, see `entries.logical_shapes`.
+A `ModuleMapping` pairs modules of ours with the Hugging Face module that holds their tensors; `*` stands for the layer and `#` for
+the expert. The other tables of a `Family` are about config.json. Whether a row's tensors exist at all (biases, qk-norms, an untied
+head, experts in this layer) is not in the tables: the decoder knows, see `folder_entries.logical_shapes`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from petatron.config.schema.model import ActivationName
 
 @dataclass(frozen=True, slots=True)
 class ModuleMapping:
-    """`logical_modules` modules, fused along their output if there are several, and the Hugging Face module of the same tensors.
+    """`logical_modules`, fused along their output if there are several, and the Hugging Face module of the same tensors.
 
-    A `#` in the name says that there is one such module per expert, where ours holds all experts of a layer.
-    `transposed` says that the matrix is stored [in, out] there; `no_weight_suffix` that the name is the weight's own, without `.weight`.
+    A `#` in the name means one such module per expert, where ours holds all experts of a layer. `transposed`: the matrix is
+    stored [in, out] there; `no_weight_suffix`: the name is the weight's own, without `.weight`.
     """
 
     logical_modules: tuple[str, ...]
@@ -32,15 +32,15 @@ class ModuleMapping:
 class Family:
     """One family.
 
-    in_memory_mappings: the rows of a model that transformers has in memory, where they differ from those of its files.
+    in_memory_mappings: the mappings of a transformers model in memory, where they differ from those of its files.
     prefix: the part of names that a checkpoint of the bare model, without its head, leaves out.
-    ignored_tensors: patterns of tensors that old checkpoints hold although they are no weights.
-    keys: ModelConfig fields whose value stands under a key of config.json as it is.
-    defaults: what transformers takes for a key that the file leaves out; a key not listed here must be there.
+    ignored_tensors: patterns of tensors in old checkpoints that are no weights.
+    keys: ModelConfig fields whose value is that of a config.json key.
+    defaults: transformers' defaults of keys; a key not listed here is required.
     fixed: ModelConfig values that every model of the family has.
     aliases: other spellings of keys, read but not written.
     moe_keys, moe_fixed: the same as `keys` and `fixed` for MoEConfig; no keys means that the family has no experts.
-    single_values: keys for which the decoder can express a single value.
+    single_values: keys for which the decoder supports a single value.
     activations: names of activations there and here; the first of several for one of ours is the one written.
     """
 

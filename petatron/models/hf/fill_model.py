@@ -1,4 +1,4 @@
-"""Put logical tensors into the parameters of a model, whatever its layout: every rank copies the boxes it holds."""
+"""Copies logical tensors into the parameters of a model, whatever its layout: every rank copies its shards."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from petatron.sharding.shard_spec import Placement
 
 @torch.no_grad()
 def fill_model(module: nn.Module, placements: Mapping[str, Placement], logical: Mapping[str, Tensor]) -> None:
-    """Overwrite this rank's weights; rows of vocabulary padding become zero.
+    """Overwrites this rank's weights; rows of vocabulary padding become zero.
 
-    Tensors of `logical` that this rank holds no part of are left alone. An optimizer with master weights must be built
-    after this, since it copies the weights it finds.
+    Tensors of `logical` without a shard on this rank are ignored. An optimizer with master weights must be built after this,
+    since it copies the weights.
     """
-    pieces = [piece for name, _ in module.named_parameters() for piece in placements[name].tensor_shards]
-    problems = sorted({f"{piece.name} is missing" for piece in pieces if piece.name not in logical})
+    shards = [shard for name, _ in module.named_parameters() for shard in placements[name].tensor_shards]
+    problems = sorted({f"{shard.name} is missing" for shard in shards if shard.name not in logical})
     problems += sorted(
         {
-            f"{piece.name} is {list(logical[piece.name].shape)} instead of {list(piece.logical_shape)}"
-            for piece in pieces
-            if piece.name in logical and tuple(logical[piece.name].shape) != piece.logical_shape
+            f"{shard.name} is {list(logical[shard.name].shape)} instead of {list(shard.logical_shape)}"
+            for shard in shards
+            if shard.name in logical and tuple(logical[shard.name].shape) != shard.logical_shape
         }
     )
     if problems:
@@ -33,5 +33,5 @@ def fill_model(module: nn.Module, placements: Mapping[str, Placement], logical: 
         )
     for name, parameter in module.named_parameters():
         parameter.zero_()
-        for piece in placements[name].tensor_shards:
-            parameter[piece.local_slices()].copy_(logical[piece.name][piece.logical_slices()])
+        for shard in placements[name].tensor_shards:
+            parameter[shard.local_slices()].copy_(logical[shard.name][shard.logical_slices()])

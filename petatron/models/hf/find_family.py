@@ -1,4 +1,4 @@
-"""Which Hugging Face family a model belongs to, seen from either side."""
+"""Finds the Hugging Face family of a model, from its config.json or from its `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def get_family(name: str) -> Family:
-    """The tables of a family."""
+    """Returns the tables of a family."""
     if name not in FAMILIES:
         raise ConfigError([_unknown_family(name)])
     return FAMILIES[name]
 
 
 def family_name_of_config(config: Mapping[str, Any]) -> str:
-    """The family that the content of a config.json names.
+    """Returns the family that the content of a config.json names.
 
     >>> family_name_of_config({"model_type": "qwen3"})
     'qwen3'
@@ -34,9 +34,9 @@ def family_name_of_config(config: Mapping[str, Any]) -> str:
 
 
 def family_name_for_model(model: ModelConfig, moe: MoEConfig | None = None) -> str:
-    """The family a model is written as: the first one whose details it has. Whether all of it fits is checked later.
+    """Returns the family a model is written as: the first one whose details it has. Whether all of it fits is checked later.
 
-    `moe` is given if some layers are mixtures of experts.
+    `moe` is given if some layers are MoE layers.
 
     >>> family_name_for_model(ModelConfig(position_embedding_type="rope", num_attention_heads=4, hidden_size=64, window_size=8))
     'mistral'

@@ -1,8 +1,8 @@
 """The config.json of a model folder: that of the Hugging Face family, or our own where no family can express the model.
 
 Ours has the `model_type` "petatron" and holds the values of `ModelConfig` and `MoEConfig` under "model" and "moe", defaults
-included, so that a later default changes no saved model. What a run chooses for itself, such as the length of its samples or
-how its experts are computed, is no part of the model and not among them.
+included, so that a later default changes no saved model. Choices of a run, such as the length of its samples or how its experts
+are computed, are no part of the model and not among them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _FIX = "Take config.json from the folder as it was saved, or use a newer Petatro
 def build_config_json(
     model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool], dtype: torch.dtype | str
 ) -> dict[str, Any]:
-    """The content of config.json for a folder of `folder_entries`, whose tensors are of a dtype.
+    """Returns the content of config.json for a folder of `folder_entries` with tensors of a dtype.
 
     >>> without_positions = ModelConfig(num_attention_heads=1, position_embedding_type="none")
     >>> build_config_json(without_positions, None, (), "bfloat16")["model_type"]
     'petatron'
     """
     name = str(dtype).removeprefix("torch.")
-    stored = {"dtype": name, "torch_dtype": name}  # the second is how readers older than transformers 5 call it
+    stored = {"dtype": name, "torch_dtype": name}  # the second is the key of readers older than transformers 5
     if matching_family(model, moe, moe_layer_mask) is not None:
         return to_hf_config(model, moe, moe_layer_mask) | stored
     content: dict[str, Any] = {"model_type": OWN_MODEL_TYPE, "architectures": [_OWN_ARCHITECTURE], **stored}
@@ -45,7 +45,7 @@ def build_config_json(
 
 
 def parse_config_json(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """ModelConfig and MoEConfig values from a config.json of either kind; the second are none for a dense model."""
+    """Returns ModelConfig and MoEConfig values from a config.json of either kind; the second are empty for a dense model."""
     if content.get("model_type") != OWN_MODEL_TYPE:
         return from_hf_config(content)
     problems = [

@@ -1,12 +1,12 @@
-"""The tensors of a model folder, and which boxes of which logical tensors each of them is made of.
+"""The tensors of a model folder, and the regions of logical tensors that each consists of.
 
 A folder holds *entries*: tensors under the names of a Hugging Face family, or, for a model that no family can express,
 under our own. An entry is completely covered by its regions, and the regions of all entries cover every logical tensor once.
-Three things keep an entry from being simply a logical tensor: several may be fused into one (GPT-2's q, k and v), a matrix may
-be stored transposed (GPT-2), and an expert may be an entry of its own although a logical tensor holds all of a layer's experts.
+An entry differs from a logical tensor in three ways: several may be fused into one (GPT-2's q, k and v), a matrix may be
+stored transposed (GPT-2), and an expert may be an entry of its own although a logical tensor holds all of a layer's experts.
 
-Which tensors a model has is never written down here. The decoder, built without memory, says it; a family's rows only say
-what they are called. So a bias that a model lacks is no entry, and one that it has must be named by the family.
+The decoder, built on the meta device, determines which tensors a model has; a family's mappings only name them. So a bias that a
+model lacks is no entry, and one that it has must be named by the family.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, compute
 
 @dataclass(frozen=True, slots=True)
 class EntryRegion:
-    """The box (`start`, `shape`) of the logical tensor `name`, which stands at `start_in_entry` in an entry.
+    """The region (`start`, `shape`) of the logical tensor `name`, at `start_in_entry` of an entry.
 
-    `start_in_entry` is in the entry's own dimensions: leading dimensions of size 1 that the entry does not have are dropped (an expert),
-    and with `transposed` the entry holds the last two dimensions swapped.
+    `start_in_entry` is in the entry's own dimensions: leading dimensions of size 1 that the entry does not have are dropped (an
+    expert), and with `transposed` the last two dimensions are swapped in the entry.
     """
 
     name: str
@@ -41,9 +41,9 @@ class EntryRegion:
 
     @property
     def shape_in_entry(self) -> Shape:
-        """The size of the box in the entry's dimensions."""
-        kept = self.shape[len(self.shape) - len(self.start_in_entry) :]
-        return (*kept[:-2], kept[-1], kept[-2]) if self.transposed else kept
+        """The size of the region in the entry's dimensions."""
+        sizes = self.shape[len(self.shape) - len(self.start_in_entry) :]
+        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
 
     def logical_slices(self) -> tuple[slice, ...]:
         return tuple(slice(at, at + size) for at, size in zip(self.start, self.shape))
@@ -64,7 +64,7 @@ class FolderEntry:
 def logical_shapes(
     model: ModelConfig, moe: MoEConfig | None = None, moe_layer_mask: Sequence[bool] = ()
 ) -> dict[str, Shape]:
-    """Name and shape of every logical tensor of a decoder.
+    """Returns name and shape of every logical tensor of a decoder.
 
     >>> shapes = logical_shapes(ModelConfig(
     ...     num_layers=1, hidden_size=8, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=2, kv_channels=4,
@@ -72,14 +72,14 @@ def logical_shapes(
     >>> shapes["embedding.weight"], shapes["layers.0.attention.q.bias"]
     ((50, 8), (8,))
     """
-    mixed = moe if any(moe_layer_mask) else None
+    used_moe = moe if any(moe_layer_mask) else None
     with torch.device("meta"):
-        decoder = Decoder(model, mixed, moe_layer_mask=moe_layer_mask)
-    table = shard_specs(model, mixed)
+        decoder = Decoder(model, used_moe, moe_layer_mask=moe_layer_mask)
+    table = shard_specs(model, used_moe)
     return {
-        piece.name: piece.logical_shape
+        shard.name: shard.logical_shape
         for name, parameter in decoder.named_parameters()
-        for piece in compute_placement(
+        for shard in compute_placement(
             name, tuple(parameter.shape), find_shard_spec(table, name), ModelParallelCoordinate()
         ).tensor_shards
     }
@@ -88,7 +88,7 @@ def logical_shapes(
 def folder_entries(
     model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool]
 ) -> tuple[FolderEntry, ...]:
-    """Every tensor of the model's folder: in the family's names where a family can express the model, else in ours."""
+    """Returns every tensor of the model's folder: in the family's names where a family can express the model, else in ours."""
     shapes = logical_shapes(model, moe, moe_layer_mask)
     family = matching_family(model, moe, moe_layer_mask)
     if family is None:
@@ -102,13 +102,13 @@ def folder_entries(
 def family_entries(
     family: Family, mappings: Sequence[ModuleMapping], shapes: Mapping[str, Shape]
 ) -> tuple[FolderEntry, ...]:
-    """The rows written out for the tensors of a model; `CheckpointError` if one of these has no name in the family."""
+    """Returns the entries of a model's tensors; raises `CheckpointError` if one of these has no name in the family."""
     layers = 1 + max((int(name.split(".")[1]) for name in shapes if name.startswith("layers.")), default=-1)
     entries: list[FolderEntry] = []
-    for row in mappings:
-        for layer in range(layers) if "*" in row.hf_module else range(1):
-            for leaf in ("weight",) if row.no_weight_suffix else ("weight", "bias"):
-                entries += _mapping_entries(row, layer, leaf, shapes)
+    for mapping in mappings:
+        for layer in range(layers) if "*" in mapping.hf_module else range(1):
+            for leaf in ("weight",) if mapping.no_weight_suffix else ("weight", "bias"):
+                entries += _mapping_entries(mapping, layer, leaf, shapes)
     unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}
     if unnamed:
         raise CheckpointError(
@@ -136,17 +136,17 @@ def _mapping_entries(mapping: ModuleMapping, layer: int, leaf: str, shapes: Mapp
 def _fused_entry(
     name: str, parts: Mapping[str, Shape], *, fused_dim: int, expert: int | None, transposed: bool
 ) -> FolderEntry:
-    """Logical tensors, or one expert of each, one after the other along the logical dimension `fused_dim`."""
-    regions, done, size = [], 0, ()
+    """Fuses logical tensors, or one expert of each, along the logical dimension `fused_dim`."""
+    regions, offset, size = [], 0, ()
     for logical, shape in parts.items():
         start = (expert or 0, *(0 for _ in shape[1:]))
         box = shape if expert is None else (1, *shape[1:])
-        size = tuple(done + rows if dim == fused_dim else rows for dim, rows in enumerate(box))
-        at = tuple(done if dim == fused_dim else 0 for dim in range(len(box)))
+        size = tuple(offset + rows if dim == fused_dim else rows for dim, rows in enumerate(box))
+        at = tuple(offset if dim == fused_dim else 0 for dim in range(len(box)))
         at, size = (at, size) if expert is None else (at[1:], size[1:])
         at, size = (_swap_last_dims(at), _swap_last_dims(size)) if transposed else (at, size)
         regions.append(EntryRegion(logical, start, box, at, transposed))
-        done += shape[fused_dim]
+        offset += shape[fused_dim]
     return FolderEntry(name, size, tuple(regions))
 
 

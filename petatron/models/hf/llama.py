@@ -1,7 +1,7 @@
-"""Llama and the families that differ from it in a detail: Mistral (window), Qwen2 (biases on q, k, v), Qwen3 (head norms),
+"""Llama and the families that differ from it in a detail: Mistral (window), Qwen2 (biases on q, k, v), Qwen3 (qk-norm),
 Gemma (norms as offsets from one, scaled embeddings).
 
-All five use the same names, so there is one table of rows. Rotary settings have a file of their own, `rope_config_json.py`.
+All five use the same names, so there is one table of mappings. Rope settings have a file of their own, `rope_config_json.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The experts' part of config.json, to `MoEConfig` values and back.
+"""Converts the experts' part of config.json to `MoEConfig` values and back.
 
-Which layers have experts is two keys there (every n-th layer, except those listed) and a pattern of ours; written is always
-the list, which can say everything. How the choice is balanced while training, and what is dropped or disturbed for
-it, is no part of a model: those settings stop no export and are not read.
+Which layers have experts is two keys there (every n-th layer, except those listed) and a pattern of ours; the list is always
+written, since it can express everything. Load balancing in training, capacity and jitter are no part of a model: those settings
+prevent no export and are not read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from petatron.models.hf.family import Family
 def moe_from_hf_config(
     family: Family, hf_config: Mapping[str, Any], num_layers: int
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """MoEConfig values, and what the decoder cannot express."""
+    """Returns MoEConfig values, and what the decoder cannot express."""
     if not family.moe_keys:
         return {}, []
     values = {**family.moe_fixed, **{ours: hf_config[key] for ours, key in family.moe_keys.items()}}
@@ -44,28 +44,28 @@ def moe_from_hf_config(
 
 
 def format_moe_layer_freq(moe_layer_mask: Sequence[bool]) -> str:
-    """The value of `moe_layer_freq` for given layers.
+    """Returns the value of `moe_layer_freq` for given layers.
 
     >>> format_moe_layer_freq([True, True]), format_moe_layer_freq([False, True])
     ('1', '[0, 1]')
     """
-    return "1" if all(moe_layer_mask) else str([int(mixed) for mixed in moe_layer_mask])
+    return "1" if all(moe_layer_mask) else str([int(is_moe) for is_moe in moe_layer_mask])
 
 
 def moe_to_hf_config(family: Family, moe: MoEConfig, moe_layer_mask: Sequence[bool]) -> dict[str, Any]:
-    """The experts' keys; transformers adds the balancing loss only where `output_router_logits` is asked for."""
+    """Returns the experts' keys; transformers adds the load-balancing loss only with `output_router_logits`."""
     content = {key: getattr(moe, ours) for ours, key in family.moe_keys.items()}
     content |= {"router_aux_loss_coef": moe.moe_aux_loss_coeff, "output_router_logits": False}
     if "norm_topk_prob" in family.defaults:
         content["norm_topk_prob"] = not moe.moe_router_pre_softmax
     if "decoder_sparse_step" in family.defaults:
         content["decoder_sparse_step"] = 1
-        content["mlp_only_layers"] = [layer for layer, mixed in enumerate(moe_layer_mask) if not mixed]
+        content["mlp_only_layers"] = [layer for layer, is_moe in enumerate(moe_layer_mask) if not is_moe]
     return content
 
 
 def unsupported_moe_settings(family: Family, moe: MoEConfig, moe_layer_mask: Sequence[bool]) -> list[Problem]:
-    """What of the experts the family has no key for."""
+    """Returns the MoE settings that the family has no key for."""
     problems = [
         unsupported_setting(name, getattr(moe, name), family, f"only {value}")
         for name, value in family.moe_fixed.items()
@@ -84,6 +84,6 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, moe_layer_mask: Seq
 
 
 def unsupported_setting(name: str, value: object, family: Family, allowed: str) -> Problem:
-    """A setting that the family has no key for."""
+    """Returns the problem of a setting that the family has no key for."""
     rule = f"cannot be written as a Hugging Face {family.name} model, which has {allowed}"
     return Problem(flag_name(name), str(value), rule, "Such a model is saved in Petatron's own names.")

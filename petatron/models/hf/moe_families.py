@@ -1,11 +1,11 @@
-"""Families with experts: Mixtral, Qwen2-MoE (a gated shared expert) and Qwen3-MoE (head norms). Attention is Llama's.
+"""Families with experts: Mixtral, Qwen2-MoE (a gated shared expert) and Qwen3-MoE (qk-norm). Attention is Llama's.
 
-Files hold each expert's matrices on their own. transformers 5 joins them when it loads a model, so that a model in memory has
-all experts of a layer in one tensor, gate and up fused, and for Mixtral under another module's name.
+Files hold each expert's matrices as separate tensors. transformers 5 fuses them when it loads a model, so that a model in memory
+has all experts of a layer in one tensor, gate and up fused, and for Mixtral under another module's name.
 
-All three take a softmax over all experts and choose the best of it. Mixtral then divides the chosen weights by their sum,
-the Qwens do so if `norm_topk_prob` is set. What is left is the softmax over the chosen logits, which is our routing
-without `moe_router_pre_softmax`; not dividing is our routing with it.
+All three compute a softmax over all experts and choose the top K of it. Mixtral then divides the chosen weights by their sum,
+the Qwens do so if `norm_topk_prob` is set. The result is the softmax over the chosen logits, which is our routing without
+`moe_router_pre_softmax`; not dividing is our routing with it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ MIXTRAL: Family = replace(
         "router_jitter_noise": 0.0,
     },
     fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False},
-    single_values={"router_jitter_noise": 0.0},  # it would disturb what the experts see, not only the router
+    single_values={"router_jitter_noise": 0.0},  # it would add jitter to the experts' input, not only to the router's
     moe_keys={
         "num_experts": "num_local_experts",
         "moe_router_topk": "num_experts_per_tok",

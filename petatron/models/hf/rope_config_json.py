@@ -1,9 +1,9 @@
-"""Rotary settings of config.json, in the spelling of transformers 5 (`rope_parameters`) and that before (`rope_theta` and
+"""Converts the rope settings of config.json, in the spelling of transformers 5 (`rope_parameters`) and that before (`rope_theta` and
 `rope_scaling`), to ours and back.
 
-YaRN's temperature can be said in two ways there: by `mscale` and `mscale_all_dim`, which count only together, or as the
-number itself, `attention_factor`. Ours is (0.1 mscale ln f + 1) / (0.1 mscale_all_dim ln f + 1), which covers both: a given
-temperature t is mscale = (t - 1) / (0.1 ln f).
+YaRN's temperature has two spellings there: `mscale` and `mscale_all_dim`, which count only together, or the number itself,
+`attention_factor`. Ours is (0.1 mscale ln f + 1) / (0.1 mscale_all_dim ln f + 1), which covers both: a given temperature t is
+mscale = (t - 1) / (0.1 ln f).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DEFAULT_THETA = 10000.0
 def rope_from_hf_config(
     hf_config: Mapping[str, Any], max_position_embeddings: int
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """ModelConfig values, and what the decoder cannot express."""
+    """Returns ModelConfig values, and what the decoder cannot express."""
     key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
     given: Mapping[str, Any] = hf_config.get(key) or {}
     kind = given.get("rope_type", given.get("type", "default"))
@@ -70,19 +70,19 @@ def _unsupported_rope(key: str, rope_parameters: Mapping[str, Any], hf_config: M
 def _yarn_mscale_from_hf(
     key: str, rope_parameters: Mapping[str, Any], factor: float
 ) -> tuple[dict[str, Any], list[Problem]]:
-    asked, scale, all_dim = (rope_parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if asked is not None and factor > 1.0:
-        return {"yarn_mscale": (float(asked) - 1.0) / (0.1 * math.log(factor)), "yarn_mscale_all_dim": 0.0}, []
-    if asked is not None and asked != 1.0:
+    given, scale, all_dim = (rope_parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None and factor > 1.0:
+        return {"yarn_mscale": (float(given) - 1.0) / (0.1 * math.log(factor)), "yarn_mscale_all_dim": 0.0}, []
+    if given is not None and given != 1.0:
         rule = "changes attention although factor 1 stretches nothing"
-        return {}, [Problem(f"{key}.attention_factor", str(asked), rule, "Remove it, or give a factor above 1.")]
+        return {}, [Problem(f"{key}.attention_factor", str(given), rule, "Remove it, or give a factor above 1.")]
     if scale and all_dim:
         return {"yarn_mscale": float(scale), "yarn_mscale_all_dim": float(all_dim)}, []
     return {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}, []
 
 
 def rope_to_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that say how positions are rotated; in both spellings, for readers of either age."""
+    """Returns the rope keys of config.json; in both spellings, for readers of either age."""
     parameters: dict[str, Any] = {"rope_type": "default"}
     if model.position_embedding_type == "yarn":
         parameters = {"rope_type": "yarn", "beta_fast": model.yarn_beta_fast, "beta_slow": model.yarn_beta_slow}

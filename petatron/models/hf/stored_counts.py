@@ -1,4 +1,4 @@
-"""How many layers and experts a file claims, held against what is stored before anything is made for each of them.
+"""Checks the layers and experts that a file claims against what is stored, before anything is allocated for them.
 
 A few bytes can say `num_layers: 1000000000`. Every layer has tensors of its own, so a model has no more layers than tensors; where every
 expert is a tensor of its own, no more experts either.
@@ -28,7 +28,7 @@ def check_counts(
     num_tensors: int,
     separate_experts: bool,
 ) -> None:
-    """Raises what `refuse` makes if the settings of a file (ModelConfig and MoEConfig values) claim more than is stored.
+    """Raises the error that `refuse` returns if a file's settings (ModelConfig and MoEConfig values) claim more than is stored.
 
     separate_experts: whether each expert has tensors of its own.
     """
@@ -41,15 +41,15 @@ def check_counts(
         raise refuse(path, f"says {_shown(layers)} layers and {_shown(experts)} experts")
     if layers > min(MAX_LAYERS, num_tensors):
         raise refuse(path, f"says {_shown(layers)} layers, and {num_tensors:,} tensors are stored")
-    apart = experts * _num_moe_layers(moe, layers) if separate_experts and moe else 0
-    if experts > MAX_EXPERTS or apart > num_tensors:
+    expert_tensors = experts * _num_moe_layers(moe, layers) if separate_experts and moe else 0
+    if experts > MAX_EXPERTS or expert_tensors > num_tensors:
         raise refuse(path, f"says {_shown(experts)} experts, and {num_tensors:,} tensors are stored")
 
 
 def _num_moe_layers(moe: Mapping[str, Any], num_layers: int) -> int:
     try:
         pattern = parse_moe_layer_freq(str(moe.get("moe_layer_freq", "1")))
-    except MoELayerFreqError:  # whoever makes a config of it will say so
+    except MoELayerFreqError:  # building the config raises it
         return 1
     return -(-num_layers // max(pattern, 1)) if isinstance(pattern, int) else sum(bit == 1 for bit in pattern)
 

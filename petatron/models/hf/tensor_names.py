@@ -1,7 +1,7 @@
-"""Tensors under Hugging Face's names to logical tensors under ours, and back; whole, in memory, for models that fit there.
+"""Converts tensors under Hugging Face's names to logical tensors under ours, and back; whole, in memory, for models that fit there.
 
-What is which is said by `folder_entries.py`. A checkpoint is refused as a whole, with everything that is wrong with it, before
-anything is copied. No layout is involved: logical tensors are whole.
+`folder_entries.py` has the correspondence. A checkpoint is refused as a whole, with all its problems, before anything is
+copied. No layout is involved: logical tensors are whole.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def to_logical(
     moe: MoEConfig | None = None,
     moe_layer_mask: Sequence[bool] = (),
 ) -> dict[str, Tensor]:
-    """Logical tensors from those of a Hugging Face checkpoint or of a model in memory.
+    """Returns logical tensors from those of a Hugging Face checkpoint or of a model in memory.
 
-    `CheckpointError` names all that do not fit.
+    Raises `CheckpointError` with all that do not fit.
     """
     table = get_family(family)
     shapes = logical_shapes(model, moe, moe_layer_mask)
@@ -69,7 +69,7 @@ def to_hf(
     moe: MoEConfig | None = None,
     moe_layer_mask: Sequence[bool] = (),
 ) -> dict[str, Tensor]:
-    """The tensors of a Hugging Face checkpoint from logical ones; a tied head is left out, as transformers saves it."""
+    """Returns the tensors of a Hugging Face checkpoint from logical ones; a tied head is left out, as transformers saves it."""
     table = get_family(family)
     shapes = logical_shapes(model, moe, moe_layer_mask)
     entries = family_entries(table, table.mappings, shapes)
@@ -90,7 +90,7 @@ def to_hf(
 def _matching_entries(
     family: Family, shapes: Mapping[str, Shape], found: Mapping[str, Tensor]
 ) -> tuple[FolderEntry, ...]:
-    """The entries of the family's files, or those of a model in memory where more of the names are of that kind."""
+    """Returns the entries of the family's files, or those of a model in memory where more of the names match."""
     tables = [family_entries(family, rows, shapes) for rows in (family.mappings, family.in_memory_mappings) if rows]
     return max(tables, key=lambda entries: sum(entry.name in found for entry in entries))
 
@@ -98,7 +98,7 @@ def _matching_entries(
 def _logical_from_entries(
     entries: Sequence[FolderEntry], tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """Logical tensors; one that is a tensor of the checkpoint, or rows of it, shares its memory."""
+    """Returns logical tensors; one that is a tensor of the checkpoint, or rows of it, shares its memory."""
     logical: dict[str, Tensor] = {}
     for entry in entries:
         for region in entry.regions:
@@ -113,7 +113,7 @@ def _logical_from_entries(
 
 
 def _region_values(tensor: Tensor, region: EntryRegion) -> Tensor:
-    """A region of an entry's tensor in the dimensions of the logical tensor."""
+    """Returns a region of an entry's tensor in the dimensions of the logical tensor."""
     part = tensor[region.entry_slices()]
     part = part.transpose(-2, -1) if region.transposed else part
     return part.reshape(region.shape)
@@ -135,15 +135,15 @@ def _region_in_entry(region: EntryRegion, logical: Mapping[str, Tensor]) -> Tens
 
 
 def output_head_name(family: Family) -> str:
-    """What the family calls the output head's weight; a checkpoint of a tied model may hold it as a copy of the embedding."""
-    return next(row.hf_module for row in family.mappings if row.logical_modules == ("head",)) + ".weight"
+    """Returns the family's name of the output head's weight; a checkpoint of a tied model may hold it as a copy of the embedding."""
+    return next(mapping.hf_module for mapping in family.mappings if mapping.logical_modules == ("head",)) + ".weight"
 
 
 def stored_names_by_full_name(family: Family, names: Iterable[str], expected: Container[str]) -> dict[str, str]:
-    """Full name to the name as stored, without what is no weight; a bare model's names lack the prefix."""
-    kept = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored_tensors)]
-    full = [name if name in expected else family.prefix + name for name in kept]
-    return {whole if whole in expected else name: name for whole, name in zip(full, kept)}
+    """Maps full names to stored names, without ignored tensors; a bare model's names lack the prefix."""
+    used = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored_tensors)]
+    full = [name if name in expected else family.prefix + name for name in used]
+    return {whole if whole in expected else name: name for whole, name in zip(full, used)}
 
 
 def _name_problems(entries: Sequence[FolderEntry], stored: Mapping[str, str]) -> list[str]:

@@ -1,22 +1,22 @@
-"""Context parallelism: each rank holds a part of every sequence, and attention meets the rest of the keys and values.
+"""Context parallelism: each rank has a part of every sequence; attention needs the keys and values of all ranks.
 
-**Who holds what.** Causal attention gives late tokens more work than early ones, so a sequence of S tokens over c ranks is
-cut into 2c chunks, and rank r holds chunks r and 2c - 1 - r, in this order ("zigzag"): every rank then has the same work.
-If a block of neighbouring ranks pools its chunks and sorts them by position, it holds two runs again: those of one rank of
-a zigzag over the blocks. So one rule of positions serves every scheme below.
+**Layout.** Causal attention gives late tokens more work than early ones, so a sequence of S tokens over c ranks is cut into 2c
+chunks, and rank r has chunks r and 2c - 1 - r, in this order ("zigzag"): every rank then has the same work. If a block of
+adjacent ranks merges its chunks sorted by position, it has two runs again: those of one rank of a zigzag over the blocks. So
+one rule of positions serves every scheme below.
 
-**How they meet**, with `kv` the elements of a rank's keys and values and `qo` those of its queries and outputs, a being
-the ranks that exchange heads and c the ranks in the ring, in elements that a rank hands over (or is handed by a gather):
+**Communication**, with `kv` the elements of a rank's keys and values, q and o those of its queries and outputs, and c the ranks
+in the ring, in elements that a rank sends (or receives from a gather):
 
                  forward                            backward
     p2p          (c - 1) kv sent around a ring      (c - 1) kv and (c - 1) kv of gradients
-    all_gather   one gather of c kv                 the same again, and one reduce-scatter of c kv
-    a2a          exchange kv + q, exchange o        the same
-    a2a+p2p      exchange kv + q, exchange o,       the same, and (c - 1) kv and (c - 1) kv
+    all_gather   all-gather of c kv                 the same again, and one reduce-scatter of c kv
+    a2a          all-to-all of kv + q, then of o    the same
+    a2a+p2p      all-to-all of kv + q, then of o,   the same, and (c - 1) kv and (c - 1) kv
                  (c - 1) kv around the rings
 
-The gather is repeated in the backward pass, since keeping the whole sequence's keys would defeat the purpose. Gradients of
-keys travel one step behind the keys, and skip their owner until the end, which saves one of c steps (`ring_attention.py`).
+The all-gather is repeated in backward: saving the whole sequence's keys would defeat the purpose. Gradients of keys follow one
+ring step behind the keys, and skip their owner until the end, which saves one of c steps (`ring_attention.py`).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from petatron.parallel.context.zigzag import zigzag_positions
 
 
 def split_batch(batch: Batch, axis: Axis) -> Batch:
-    """This rank's tokens, with explicit positions; documents stay those of the whole sequence."""
+    """Returns this rank's tokens with explicit positions; documents stay those of the whole sequence."""
     if axis.size == 1:
         return batch
     runs = zigzag_positions(axis.rank, axis.size, batch.tokens.shape[1])
-    # Made on the device: a copy from the host would wait for it.
-    here = torch.cat([torch.arange(run.start, run.stop, device=batch.tokens.device) for run in runs])
-    tokens, labels, loss_mask = (x.index_select(1, here) for x in (batch.tokens, batch.labels, batch.loss_mask))
-    positions = here if batch.positions is None else batch.positions.index_select(-1, here)
+    # Created on the device: a copy from the host would synchronise.
+    local = torch.cat([torch.arange(run.start, run.stop, device=batch.tokens.device) for run in runs])
+    tokens, labels, loss_mask = (x.index_select(1, local) for x in (batch.tokens, batch.labels, batch.loss_mask))
+    positions = local if batch.positions is None else batch.positions.index_select(-1, local)
     return replace(batch, tokens=tokens, labels=labels, loss_mask=loss_mask, positions=positions)
 
 
 class ContextParallelAttention(CoreAttention):
-    """Core attention of a rank's part of the sequence: heads are exchanged over one axis, keys met over another.
+    """Core attention over a sequence shard: all-to-all of heads over one axis, exchange of keys and values over another.
 
-    Either axis may have a single rank, over which nothing happens.
+    Either axis may have a single rank, over which nothing is communicated.
     """
 
     def __init__(self, core: CoreAttention, *, head_axis: Axis, kv_axis: Axis, kv_exchange: KvExchange) -> None:
@@ -82,18 +82,18 @@ class ContextParallelAttention(CoreAttention):
 def apply_context_parallel(
     model: nn.Module, mesh: ParallelMesh, *, comm_type: str, hierarchical_sizes: tuple[int, ...] = ()
 ) -> None:
-    """Fill every slot of core attention. `hierarchical_sizes`, for a2a+p2p: ranks that exchange heads, and ranks in a ring."""
+    """Replaces every core attention. `hierarchical_sizes`, for a2a+p2p: ranks of an all-to-all, and ranks of a ring."""
     if mesh.cp.size == 1:
         return
-    exchanging = {"p2p": 1, "all_gather": 1, "a2a": mesh.cp.size}.get(comm_type)
-    if exchanging is None:
+    num_head_ranks = {"p2p": 1, "all_gather": 1, "a2a": mesh.cp.size}.get(comm_type)
+    if num_head_ranks is None:
         assert (
             comm_type == "a2a+p2p" and len(hierarchical_sizes) == 2 and math.prod(hierarchical_sizes) == mesh.cp.size
         ), (comm_type, hierarchical_sizes)
-        exchanging = hierarchical_sizes[0]
-    way: KvExchange = "gather" if comm_type == "all_gather" else "ring"
-    heads, keys = mesh.blocks("cp", exchanging), mesh.strides("cp", exchanging)
+        num_head_ranks = hierarchical_sizes[0]
+    kv_exchange: KvExchange = "gather" if comm_type == "all_gather" else "ring"
+    axes = {"head_axis": mesh.blocks("cp", num_head_ranks), "kv_axis": mesh.strides("cp", num_head_ranks)}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, CoreAttention):
-                setattr(module, name, ContextParallelAttention(child, head_axis=heads, kv_axis=keys, kv_exchange=way))
+                setattr(module, name, ContextParallelAttention(child, **axes, kv_exchange=kv_exchange))

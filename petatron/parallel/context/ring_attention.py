@@ -1,12 +1,12 @@
-"""Attention of a rank's queries over the keys of all ranks: passed around a ring, or gathered at once.
+"""Attention of a rank's queries over the keys of all ranks: sent around a ring, or all-gathered.
 
-**Ring** (Liu et al., Ring Attention). In step t rank r holds the keys of rank r - t, and passes them on while it computes
-with them. Results over the ranks' keys are merged by log-sum-exp. Backward the keys go around once more, and behind them go
-their gradients: what rank r adds for the keys of rank r - t is joined to what rank r - 1 added a step before, while the next
-keys are being computed with. The owner's own part needs no travel, so it starts at step 1 and is home after size - 1 steps.
-The gradients travel in the precision of the keys; each rank's part is summed in at least float32.
+**Ring** (Liu et al., Ring Attention). In step t rank r has the keys of rank r - t, and sends them on while it computes with
+them. Partial results are merged by log-sum-exp. In backward the keys go around once more, followed by their gradients: rank r
+adds its part for the keys of rank r - t to the sum that rank r - 1 sent a step before, while it computes with the next keys.
+The owner's own part is not sent, so the gradients start at step 1 and reach their owner after size - 1 steps. They are sent in
+the precision of the keys; each rank's part is summed in at least float32.
 
-**Gather.** Keys of the whole sequence, sorted by position, are gathered in both passes and their gradients scattered.
+**Gather.** Keys of the whole sequence, sorted by position, are all-gathered in both passes and their gradients reduce-scattered.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank,
 
 KeyValue = tuple[Tensor, Tensor]
 KvExchange = Literal["ring", "gather"]
-"""How the keys of other ranks are met, see above."""
+"""How a rank gets the keys of other ranks, see above."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
-    """Who holds which positions of a sequence, and what may be seen."""
+    """The positions of each rank, and the bounds of attention."""
 
     axis: Axis
     length: int
@@ -50,7 +50,7 @@ class _AttentionPlan:
         return zigzag_positions(rank, self.axis.size, self.length)
 
     def mask(self, source: int | None) -> BlockMask:
-        """This rank's queries against the keys of a rank, or of all."""
+        """Masks this rank's queries against the keys of one rank, or of all."""
         keys = (range(self.length),) if source is None else self.positions_of(source)
         return BlockMask(self.positions_of(self.axis.rank), keys, self.bounds)
 
@@ -68,16 +68,16 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan: _AttentionPlan = ctx.plan
-        answered = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
+        backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
         dq, own_dk, own_dv = zero_qkv_grads(q, k, v)
-        behind = _GradientRing(plan.axis)
+        grad_ring = _GradientRing(plan.axis)
         for source, (keys, values) in _ring_steps(plan.axis, (k, v)):
-            at_home = source == plan.axis.rank
-            dk, dv = (own_dk, own_dv) if at_home else (torch.zeros_like(own_dk), torch.zeros_like(own_dv))
-            block_backward(answered, keys, values, plan.mask(source), grads=(dq, dk, dv), dropout=plan.dropout)
-            if not at_home:
-                behind.accumulate_and_send((dk, dv), k.dtype)
-        behind.receive_into((own_dk, own_dv))
+            is_local = source == plan.axis.rank
+            dk, dv = (own_dk, own_dv) if is_local else (torch.zeros_like(own_dk), torch.zeros_like(own_dv))
+            block_backward(backward_inputs, keys, values, plan.mask(source), grads=(dq, dk, dv), dropout=plan.dropout)
+            if not is_local:
+                grad_ring.accumulate_and_send((dk, dv), k.dtype)
+        grad_ring.receive_into((own_dk, own_dv))
         return dq.to(q.dtype), own_dk.to(k.dtype), own_dv.to(v.dtype), None
 
 
@@ -93,13 +93,13 @@ class _AllGatherAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan: _AttentionPlan = ctx.plan
-        answered = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
+        backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
         keys, values = _all_gather_kv(k, v, plan.axis)
-        found: QKVGrads = zero_qkv_grads(q, keys, values)
-        block_backward(answered, keys, values, plan.mask(None), grads=found, dropout=plan.dropout)
-        whole = sorted_by_rank(_pack_kv(found[1].to(k.dtype), found[2].to(v.dtype)), plan.axis.size)
-        dk, dv = _unpack_kv(collectives.reduce_scatter(whole, plan.axis), k, v)
-        return found[0].to(q.dtype), dk, dv, None
+        qkv_grads: QKVGrads = zero_qkv_grads(q, keys, values)
+        block_backward(backward_inputs, keys, values, plan.mask(None), grads=qkv_grads, dropout=plan.dropout)
+        kv_grads = sorted_by_rank(_pack_kv(qkv_grads[1].to(k.dtype), qkv_grads[2].to(v.dtype)), plan.axis.size)
+        dk, dv = _unpack_kv(collectives.reduce_scatter(kv_grads, plan.axis), k, v)
+        return qkv_grads[0].to(q.dtype), dk, dv, None
 
 
 def _save_for_backward(
@@ -111,23 +111,23 @@ def _save_for_backward(
     return out
 
 
-def _ring_steps(axis: Axis, held: KeyValue) -> Iterator[tuple[int, KeyValue]]:
-    """Every rank's pair of tensors with that rank, this one's first; the next pair travels while one is used."""
+def _ring_steps(axis: Axis, kv: KeyValue) -> Iterator[tuple[int, KeyValue]]:
+    """Yields every rank with its keys and values, this one first; the next pair is received while one is used."""
     for step in range(axis.size):
         source = (axis.rank - step) % axis.size
         if step == axis.size - 1:
-            yield source, held
+            yield source, kv
             return
-        landing = _empty_like(held)
-        handles = collectives.start_ring_shift(landing, held, axis)
-        yield source, held
+        received = _empty_like(kv)
+        handles = collectives.start_ring_shift(received, kv, axis)
+        yield source, kv
         for handle in handles:
             handle.wait()
-        held = landing
+        kv = received
 
 
 class _GradientRing:
-    """Gradients of travelling keys, one step behind them."""
+    """Gradients of the keys in the ring, one step behind them."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -135,19 +135,19 @@ class _GradientRing:
         self._handles: list[collectives.Handle] = []
 
     def accumulate_and_send(self, grads: KeyValue, dtype: torch.dtype) -> None:
-        """Join this rank's part to what the rank before has passed on, and pass that on."""
+        """Adds the partial sum received from the rank before, and starts to send the result on."""
         self.receive_into(grads)
-        parcel = grads[0].to(dtype), grads[1].to(dtype)
-        self._receive_buffers = _empty_like(parcel)
-        self._handles = collectives.start_ring_shift(self._receive_buffers, parcel, self._axis)
+        partial_sums = grads[0].to(dtype), grads[1].to(dtype)
+        self._receive_buffers = _empty_like(partial_sums)
+        self._handles = collectives.start_ring_shift(self._receive_buffers, partial_sums, self._axis)
 
     def receive_into(self, grads: KeyValue) -> None:
-        """Wait for what is on its way here, if anything, and add it."""
+        """Waits for the partial sums being received, if any, and adds them."""
         for handle in self._handles:
             handle.wait()
         if self._receive_buffers is not None:
-            for total, more in zip(grads, self._receive_buffers):
-                total.add_(more)
+            for total, received in zip(grads, self._receive_buffers):
+                total.add_(received)
 
 
 def _empty_like(pair: KeyValue) -> KeyValue:
@@ -156,7 +156,7 @@ def _empty_like(pair: KeyValue) -> KeyValue:
 
 
 def _all_gather_kv(k: Tensor, v: Tensor, axis: Axis) -> KeyValue:
-    """Keys and values of the whole sequence, sorted by position, in one gather."""
+    """All-gathers keys and values of the whole sequence in one collective, and sorts them by position."""
     whole = sorted_by_position(collectives.all_gather(_pack_kv(k, v), axis), axis.size)
     return _unpack_kv(whole, k, v)
 
@@ -184,7 +184,7 @@ def context_parallel_attention(
     dropout: float,
     document_starts_BS: Tensor | None,
 ) -> Tensor:
-    """Attention of this rank's queries over the keys and values of every rank of the axis."""
+    """Computes attention of this rank's queries over the keys and values of every rank of the axis."""
     length = q_SBHE.shape[0] * axis.size
     bounds = AttentionBounds.build(length, window=window, document_starts_BS=document_starts_BS, device=q_SBHE.device)
     plan = _AttentionPlan(axis, length, bounds, AttentionDropout.draw(dropout))

@@ -1,5 +1,5 @@
-"""Heads for sequence, and back (Jacobs et al., DeepSpeed-Ulysses): after one exchange a rank holds all the tokens of its
-group for its share of the heads, sorted by position, and any attention will do."""
+"""All-to-all between sequence shards and head shards (Jacobs et al., DeepSpeed-Ulysses): in between, a rank has all tokens of its
+group for its share of the heads, sorted by position, so any attention kernel applies."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank
 
 @dataclass(frozen=True, slots=True)
 class UlyssesAllToAll:
-    """Over one rank, the identity."""
+    """Exchanges heads for sequence over an axis; the identity over one rank."""
 
     axis: Axis
 
     def scatter_heads_gather_sequence(
         self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, B, heads, E] of some tokens to [ranks x S, B, heads / ranks, E] of all, in one exchange for the three."""
+        """[S, B, heads, E] of some tokens to [ranks x S, B, heads / ranks, E] of all, in one all-to-all for the three."""
         ranks = self.axis.size
         if ranks == 1:
             return q_SBHE, k_SBKE, v_SBKE

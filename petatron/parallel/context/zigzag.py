@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def zigzag_positions(rank: int, size: int, length: int) -> tuple[range, ...]:
-    """The positions of a rank's tokens: an early chunk and its mirror image, or all of them if there is one rank.
+    """Returns the positions of a rank's tokens: an early chunk and its mirror image, or all of them if there is one rank.
 
     >>> zigzag_positions(1, 4, 16)
     (range(2, 4), range(12, 14))
@@ -21,8 +21,7 @@ def zigzag_positions(rank: int, size: int, length: int) -> tuple[range, ...]:
 
 
 def sorted_by_position(x: Tensor, ranks: int) -> Tensor:
-    """Rows of neighbouring ranks one after the other, to rows in the order of their positions: early chunks ascend with
-    the rank, late ones descend."""
+    """Sorts the concatenated rows of adjacent ranks by position: early chunks ascend with the rank, late ones descend."""
     if ranks == 1:
         return x
     early, late = x.unflatten(0, (ranks, 2, -1)).unbind(1)
@@ -30,7 +29,7 @@ def sorted_by_position(x: Tensor, ranks: int) -> Tensor:
 
 
 def sorted_by_rank(x: Tensor, ranks: int) -> Tensor:
-    """The way back from `sorted_by_position`."""
+    """Inverts `sorted_by_position`."""
     if ranks == 1:
         return x
     early, late = x.unflatten(0, (2, ranks, -1)).unbind(0)

@@ -1,27 +1,27 @@
-"""A forward and a backward pass of two micro-batches, combined: each computes while the other communicates.
+"""A combined forward and backward pass of two micro-batches: each computes while the other communicates.
 
-The all-to-all of experts is in the middle of a layer, and what comes next in the same pass needs its result. Another
-micro-batch's pass does not. So in the steady state of a pipeline the forward of one micro-batch and the backward of another run
-as one action (`schedule/gpipe_and_1f1b.py` says which), and take turns on the host: where one has started an all-to-all and is about
-to wait for it, it hands over to the other, which runs up to its own next wait
-(`mesh/overlapped_all_to_all.py` calls `switch_to_other_pass` there).
+The experts' all-to-all is in the middle of a layer, and the next operation of the same pass needs its result. Another micro-batch's
+pass does not. So in the pipeline's steady state the forward of one micro-batch and the backward of another run as one action
+(`schedule/gpipe_and_1f1b.py` says which), and alternate on the host: where one has started an all-to-all and is about to wait for
+it, it switches to the other, which runs up to its own next wait (`mesh/overlapped_all_to_all.py` calls `switch_to_other_pass`
+there).
 
     forward pass    attention, router |                     | experts |              | attention, ...
       in flight                       [ dispatch .......... ]         [ combine .... ]
     backward pass                     | attention, combine  |         | experts      |
       in flight                                             [ combine ]              [ dispatch ...
 
-Autograd's backward pass cannot be suspended by its caller, so it gets a thread of its own. Only one of the two threads
-runs at any time, and who runs changes at those waits alone. What follows from that:
+Autograd's backward cannot be suspended by its caller, so it gets a thread of its own. Only one of the two threads runs at any
+time, and they switch at those waits alone. Hence:
 
-- The order of all host operations, and so of all collectives on every communicator, is a function of the two passes'
-  sequence of waits. Ranks that share a communicator run the same layers and the same schedule, so they issue their
-  collectives in the same order, which NCCL needs.
+- The order of all host operations, and so of all collectives on every communicator, is a function of the two passes' sequences
+  of waits. Ranks that share a communicator run the same layers and the same schedule, so they issue their collectives in the
+  same order, which NCCL needs.
 - On a GPU both threads launch their kernels on one stream, in the order of the turns, and communication has streams of its own:
-  a wait holds back the stream, not the host. No memory is used by two computing streams.
-- Neither order changes: forwards come micro-batch by micro-batch, and so do backwards. Every sum of gradients and every draw of
-  a random number (dropout, the router's noise) is the one of a run without, to the last bit.
-- What one pass changes for the other would be felt in the middle of a layer. Nothing does that but what the config refuses
+  a wait blocks the stream, not the host. No memory is used by two compute streams.
+- Neither order changes: forwards run micro-batch by micro-batch, and so do backwards. Every sum of gradients and every random
+  number (dropout, router noise) is that of a run without, to the last bit.
+- State that one pass changes would be seen by the other in the middle of a layer. Only options that the config refuses have any
   (`config/checks/moe_overlap.py`).
 """
 
@@ -63,32 +63,32 @@ class CombinedForwardBackward:
     def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Runs both passes to their end, the forward pass first; raises what either of them raises."""
         assert self._alternation is None, "two passes are combined already"
-        self._alternation = turns = _PassAlternation()
+        self._alternation = alternation = _PassAlternation()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def run_backward() -> None:
-            with ExitStack() as here:  # device and stream belong to a thread
+            with ExitStack() as contexts:  # current device and stream are per thread
                 if stream is not None:
-                    here.enter_context(torch.cuda.device(self._device))
-                    here.enter_context(torch.cuda.stream(stream))
-                turns.run(_PassKind.BACKWARD, backward)
+                    contexts.enter_context(torch.cuda.device(self._device))
+                    contexts.enter_context(torch.cuda.stream(stream))
+                alternation.run(_PassKind.BACKWARD, backward)
 
         thread = threading.Thread(target=run_backward, name="backward", daemon=True)
         thread.start()
         try:
-            turns.run(_PassKind.FORWARD, forward)
-            turns.wait_for_both()
+            alternation.run(_PassKind.FORWARD, forward)
+            alternation.wait_for_both()
         finally:
-            turns.stop()
+            alternation.stop()
             thread.join()
             self._alternation = None
-        if turns.error is not None:
-            raise turns.error
+        if alternation.error is not None:
+            raise alternation.error
 
 
 class _PassAlternation:
-    """Whose turn it is. The thread that makes this object runs the forward pass; the backward pass has every other thread:
-    autograd runs it in threads of its own where the tensors are on a GPU."""
+    """Alternates two threads. The thread that creates this object runs the forward pass; every other thread belongs to the
+    backward pass: autograd runs it in threads of its own where the tensors are on a GPU."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -133,7 +133,7 @@ class _PassAlternation:
             self._changed.wait_for(lambda: len(self._done) == len(_PassKind))
 
     def stop(self) -> None:
-        """Ends what still runs, at its next wait."""
+        """Ends a pass that is still running, at its next wait."""
         with self._changed:
             self._stopped = True
             self._turn = _PassKind.BACKWARD

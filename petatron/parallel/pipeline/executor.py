@@ -1,9 +1,8 @@
 """Executes a schedule: the only code that calls forward and backward of a model in training.
 
-A rank walks through its list of actions. Transfers are started where they stand in the list, those of one moment in one
-batch, and waited for where their result is used, so they overlap with the computations between. An activation that has been
-sent is not kept: the backward pass needs the graph behind it, not its values. A forward and a backward that stand together
-in the list run combined (`combined_forward_backward.py`).
+A rank performs its list of actions in order. Transfers are started at their position in the list, adjacent ones in one batch, and
+waited for where their result is used, so they overlap the computations between. An activation is freed once sent: backward needs
+its graph, not its values. A forward and a backward of one entry of the list run combined (`combined_forward_backward.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ StageMicroBatch = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScales:
-    """What losses are multiplied by before the backward pass: the sum of token losses, and what layers add of their own."""
+    """The factors on losses before backward: on the sum of token losses, and on the layers' auxiliary losses."""
 
     token_loss: Tensor
     aux_loss: Tensor
@@ -41,7 +40,7 @@ class LossScales:
 
 @dataclass(slots=True)
 class StepResult:
-    """Of one walk: the sum of the token losses seen here, what layers reported, and when actions ran if that was asked."""
+    """The result of one step: the sum of this rank's token losses, router statistics, and when actions ran if timed."""
 
     loss_sum: Tensor
     router_statistics: dict[int, Tensor] = field(default_factory=dict)
@@ -49,7 +48,7 @@ class StepResult:
 
 
 class PipelineExecutor:
-    """A rank's stages of the model, and the axis to the ranks that hold the others."""
+    """A rank's stages of the model, and the pipeline axis."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class PipelineExecutor:
         weight_grad_queue: WeightGradQueue,
         combined_passes: CombinedForwardBackward | None = None,
     ) -> None:
-        """`empty_stage_input` makes an empty tensor like those that pass between stages."""
+        """`empty_stage_input` allocates a stage input (or its gradient) to receive."""
         self._stages = stages
         self._axis = axis
         self._empty_stage_input = empty_stage_input
@@ -75,41 +74,41 @@ class PipelineExecutor:
         *,
         clock: Callable[[], float] | None = None,
     ) -> StepResult:
-        """Perform this rank's actions; without scales there is no backward pass."""
-        walk = _ScheduleExecution(self, schedule, batches, scales)
-        for together in schedule.action_batches():
-            for action in together:
-                walk.wait_for_input(action)
+        """Performs this rank's actions; without scales there is no backward."""
+        execution = _ScheduleExecution(self, schedule, batches, scales)
+        for actions in schedule.action_batches():
+            for action in actions:
+                execution.wait_for_input(action)
             start = clock() if clock else 0.0
-            if together[0].kind in COMPUTE_KINDS:
-                walk.compute(together)
+            if actions[0].kind in COMPUTE_KINDS:
+                execution.compute(actions)
             else:
-                walk.start_send_recv(together)
+                execution.start_send_recv(actions)
             if clock:
                 end = clock()
-                walk.result.timed_actions += [TimedAction(action, start, end) for action in together]
-        walk.finish()
-        return walk.result
+                execution.result.timed_actions += [TimedAction(action, start, end) for action in actions]
+        execution.finish()
+        return execution.result
 
 
 class _ScheduleExecution:
-    """One step's activations and gradients on their way."""
+    """One step's activations and gradients, computed or in transfer."""
 
     def __init__(
         self, pipeline: PipelineExecutor, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales | None
     ) -> None:
         self._pipeline, self._schedule, self._batches, self._scales = pipeline, schedule, batches, scales
-        self._inputs: dict[StageMicroBatch, Tensor] = {}  # activations that a stage takes or has taken
-        self._backward_roots: dict[StageMicroBatch, Tensor | GradientEdge] = {}  # where a stage's backward pass begins
+        self._inputs: dict[StageMicroBatch, Tensor] = {}  # stage inputs, until their backward
+        self._backward_roots: dict[StageMicroBatch, Tensor | GradientEdge] = {}
         self._outputs: dict[StageMicroBatch, Tensor] = {}  # to be sent
-        self._output_grads: dict[StageMicroBatch, Tensor] = {}  # what a backward pass begins with
+        self._output_grads: dict[StageMicroBatch, Tensor] = {}
         self._input_grads: dict[StageMicroBatch, Tensor] = {}  # to be sent
         self._receiving: dict[tuple[ActionKind, StageMicroBatch], Handle] = {}
         self._sending: deque[Handle] = deque()
         self.result = StepResult(torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device))
 
     def wait_for_input(self, action: Action) -> None:
-        """Until what an action takes from another rank is here."""
+        """Waits until the action's input from another rank has been received."""
         key = (action.stage, action.micro_batch)
         kind = ActionKind.RECEIVE_FORWARD if action.kind is ActionKind.FORWARD else ActionKind.RECEIVE_BACKWARD
         if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
@@ -118,7 +117,7 @@ class _ScheduleExecution:
                 handle.wait()
 
     def compute(self, actions: Sequence[Action]) -> None:
-        """One computation, or a forward and a backward combined."""
+        """Runs one computation, or a forward and a backward combined."""
         if len(actions) == 1:
             self._compute(actions[0])
             return
@@ -139,8 +138,8 @@ class _ScheduleExecution:
                 self._pipeline._weight_grad_queue.compute_deferred(key)
 
     def start_send_recv(self, actions: Sequence[Action]) -> None:
-        """Start transfers as one batch."""
-        sends, receives, awaited = [], [], []
+        """Starts transfers as one batch."""
+        sends, receives, receive_keys = [], [], []
         for action in actions:
             key, forward = (action.stage, action.micro_batch), action.kind in FORWARD_SEND_RECV
             if action.kind in SEND_KINDS:
@@ -150,52 +149,52 @@ class _ScheduleExecution:
                 out = self._pipeline._empty_stage_input(self._batches[action.micro_batch])
                 (self._inputs if forward else self._output_grads)[key] = out
                 receives.append((out, self._schedule.rank_of(action.stage + (-1 if forward else 1))))
-                awaited.append((action.kind, key))
+                receive_keys.append((action.kind, key))
         while self._sending and self._sending[0].done():
             self._sending.popleft()
         sent, received = collectives.start_send_recv(self._pipeline._axis, sends=sends, receives=receives)
         self._sending += sent
-        self._receiving |= zip(awaited, received, strict=True)
+        self._receiving |= zip(receive_keys, received, strict=True)
 
     def finish(self) -> None:
         for handle in self._sending:
             handle.wait()
-        left = (self._backward_roots, self._outputs, self._output_grads, self._input_grads, self._receiving)
-        assert not any(left), f"the schedule {self._schedule.name} left work undone"
+        unfinished = (self._backward_roots, self._outputs, self._output_grads, self._input_grads, self._receiving)
+        assert not any(unfinished), f"the schedule {self._schedule.name} left work undone"
 
     def _forward(self, key: StageMicroBatch) -> None:
-        stage, number = key
-        batch, scales = self._batches[number], self._scales
+        stage, micro_batch = key
+        batch, scales = self._batches[micro_batch], self._scales
         x = self._inputs.get(key)
         if x is not None and scales is not None:
             x.requires_grad_()
-        reports: dict[int, Tensor] = {}
+        statistics: dict[int, Tensor] = {}
         with torch.set_grad_enabled(scales is not None):
-            extra = None if scales is None else scales.aux_loss
+            aux_loss_scale = None if scales is None else scales.aux_loss
             weights = None if scales is None else batch.loss_mask.t().double() * scales.token_loss
             run = self._pipeline._stages[stage]
-            y = run(batch, x, aux_loss_scale=extra, router_statistics=reports, loss_weights_SB=weights)
+            y = run(batch, x, aux_loss_scale=aux_loss_scale, router_statistics=statistics, loss_weights_SB=weights)
             if stage == self._schedule.stages - 1:
                 self.result.loss_sum += (y.detach() * batch.loss_mask.t()).sum()
                 y = y if weights is None else (y * weights).sum()
         if stage < self._schedule.stages - 1:
-            self._pass_to_stage(stage + 1, number, y.detach(), self._inputs, self._outputs, key)
+            self._pass_to_stage(stage + 1, micro_batch, y.detach(), self._inputs, self._outputs, key)
         if scales is not None:
             self._backward_roots[key] = get_gradient_edge(y)
         else:
             self._inputs.pop(key, None)
-        for layer, report in reports.items():
+        for layer, layer_statistics in statistics.items():
             total = self.result.router_statistics.get(layer)
-            self.result.router_statistics[layer] = report if total is None else total + report
+            self.result.router_statistics[layer] = layer_statistics if total is None else total + layer_statistics
 
     def _backward(self, key: StageMicroBatch) -> None:
-        stage, number = key
+        stage, micro_batch = key
         root, grad = self._backward_roots.pop(key), self._output_grads.pop(key, None)
         torch.autograd.backward(root, grad)
         x = self._inputs.pop(key, None)
         if x is not None:
             assert x.grad is not None
-            self._pass_to_stage(stage - 1, number, x.grad, self._output_grads, self._input_grads, key)
+            self._pass_to_stage(stage - 1, micro_batch, x.grad, self._output_grads, self._input_grads, key)
 
     def _pass_to_stage(
         self,
@@ -206,7 +205,7 @@ class _ScheduleExecution:
         to_send: dict[StageMicroBatch, Tensor],
         key: StageMicroBatch,
     ) -> None:
-        """To a stage of this rank at once; for another rank it lies ready to be sent."""
+        """Passes a tensor to a stage of this rank, or holds it for the send to another rank."""
         if self._schedule.rank_of(stage) == self._pipeline._axis.rank:
             local[stage, micro_batch] = value
         else:

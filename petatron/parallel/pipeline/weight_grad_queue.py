@@ -1,10 +1,9 @@
-"""Weight gradients that wait: the split backward of zero-bubble schedules.
+"""The weight-gradient queue: the split backward of zero-bubble schedules.
 
-A backward pass owes the stage before it the gradient of its input, and the optimizer the gradients of its weights; only the
-first is urgent. Products give their weight gradients away as work to be done (`layers/ops/linear_op.py`). What takes them does it
-at once, or, while it is collecting, keeps it with the two matrices it will be made of. Of a matrix that must be gathered a rank
-keeps its own part; it is gathered while the gradient before it is computed. What is not a matrix product (norms, biases,
-embeddings) costs little and is never deferred.
+Backward owes the stage before it the gradient of its input, and the optimizer the gradients of its weights; only the first is
+urgent. GEMMs submit their weight gradients as work to be done (`layers/ops/linear_op.py`). The queue does it at once, or, while it
+defers, holds it with its two operands. Of an operand that must be all-gathered it holds the rank's shard, gathered while the
+preceding gradient is computed. What is not a GEMM (norms, biases, embeddings) costs little and is never deferred.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch import Tensor
 from petatron.layers.ops.linear_op import WriteWeightGrad
 
 AccumulateWeightGrad = Callable[[Tensor, WriteWeightGrad], None]
-"""(weight, write): have a gradient written, or added, where the weight's gradients are accumulated."""
+"""(weight, write): accumulates a gradient into the weight's `main_grad`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _DeferredWeightGrad:
-    """A gradient to be written; `start_comm` starts the communication it waits for."""
+    """A deferred weight gradient; `start_comm` starts the communication it waits for."""
 
     weight: Tensor
     write: WriteWeightGrad
@@ -32,22 +31,22 @@ class _DeferredWeightGrad:
 
 
 class WeightGradQueue:
-    """Takes weight gradients, and postpones them by the backward pass they belong to."""
+    """Receives weight gradients, and defers them by the backward pass they belong to."""
 
     def __init__(self) -> None:
         self.accumulate: AccumulateWeightGrad | None = None
-        """Who accumulates them; there is nobody before the buffers exist."""
+        """Accumulates a gradient; None before the gradient buffers exist."""
         self._deferred: dict[Hashable, list[_DeferredWeightGrad]] = {}
         self._current: list[_DeferredWeightGrad] | None = None
 
     def start_step(self) -> None:
-        """A step begins: what a step that failed has left is forgotten."""
+        """Drops what a failed step has left."""
         self._deferred.clear()
         self._current = None
 
     @contextmanager
     def deferring(self, key: Hashable) -> Iterator[None]:
-        """Inside, backward passes leave their weight gradients here under a key."""
+        """Defers the weight gradients of backward passes inside, under a key."""
         assert self._current is None and key not in self._deferred
         self._current = self._deferred[key] = []
         try:
@@ -62,22 +61,22 @@ class WeightGradQueue:
     def submit(
         self, weight: Tensor, write: WriteWeightGrad, *, now: bool = False, start_comm: Callable[[], None] | None = None
     ) -> None:
-        """Have a weight's gradient written: at once, or with the others of its backward pass."""
+        """Writes a weight's gradient at once, or defers it with the others of its backward pass."""
         if self._current is None or now:
             self._write(weight, write)
         else:
             self._current.append(_DeferredWeightGrad(weight, write, start_comm))
 
     def compute_deferred(self, key: Hashable) -> None:
-        """WriteWeightGrad the gradients kept under a key; what one is made of is let go at once."""
-        waiting = self._deferred.pop(key)
-        if waiting:
-            _start_comm(waiting[-1])
-        while waiting:
-            postponed = waiting.pop()
-            if waiting:
-                _start_comm(waiting[-1])
-            self._write(postponed.weight, postponed.write)
+        """Writes the gradients deferred under a key; frees each one's operands at once."""
+        deferred = self._deferred.pop(key)
+        if deferred:
+            _start_comm(deferred[-1])
+        while deferred:
+            weight_grad = deferred.pop()
+            if deferred:
+                _start_comm(deferred[-1])
+            self._write(weight_grad.weight, weight_grad.write)
 
     @torch.no_grad()
     def _write(self, weight: Tensor, write: WriteWeightGrad) -> None:

@@ -1,7 +1,7 @@
-"""How a run looks on a console: Megatron's lines, or a live view with the loss curve when a person is watching.
+"""Console output of a run: Megatron's log lines, or a live view with the loss curve on a terminal.
 
 The live view is shown only when both stdout and stderr are terminals. With `petatron train | tee log` or a scheduler's
-log file, plain lines are what is wanted, and drawing over them would spoil both.
+log file, output is plain lines.
 
 The curve is drawn with braille characters, a cell being 2 x 4 dots, so that 80 columns show 160 points of the
 history. Each dot column shows the mean of the log points that fall into it (or a straight line between neighbours
@@ -46,7 +46,7 @@ _LABEL_WIDTH = 8
 
 
 class ConsoleSink:
-    """Each record as the line (or lines) a script can parse."""
+    """Prints each record as the line (or lines) a script can parse."""
 
     def __init__(self, stream: TextIO | None = None, *, throughput: bool = True) -> None:
         self._stream = stream if stream is not None else sys.stdout
@@ -67,7 +67,7 @@ def build_console_sink(
     err: TextIO | None = None,
     throughput: bool = True,
 ) -> MetricSink:
-    """The live view when asked for, or when two terminals and rich are there; plain lines on stdout otherwise."""
+    """Returns the live view when requested, or when both streams are terminals and rich is installed; else plain lines on stdout."""
     lines: TextIO = sys.stdout if out is None else out
     terminal: TextIO = sys.stderr if err is None else err
     watched = lines.isatty() and terminal.isatty()
@@ -109,7 +109,7 @@ class LiveSink:
         sys.stdout, sys.stderr = (
             escaped_stream(sys.stdout),
             escaped_stream(sys.stderr),
-        )  # rich has put its own in their place
+        )  # rich has replaced sys.stdout and sys.stderr
         self._moved_handlers = _move_log_handlers(console.file)
 
     def write(self, record: MetricRecord) -> None:
@@ -147,9 +147,9 @@ class LiveSink:
 
 
 def _move_log_handlers(terminal: Any) -> list[tuple[logging.StreamHandler[Any], Any]]:
-    """Have log messages printed above the panel instead of through it.
+    """Redirects log messages above the panel.
 
-    While a live view runs, rich stands in for sys.stderr; handlers made before still hold the real stream.
+    While a live view runs, rich replaces sys.stderr; handlers created before still have the real stream.
     """
     moved: list[tuple[logging.StreamHandler[Any], Any]] = []
     for handler in logging.getLogger("petatron").handlers:
@@ -248,7 +248,7 @@ def column_means(points: Sequence[Point], *, count: int) -> np.ndarray:
 
 
 def y_range(means: np.ndarray, others: Sequence[float] = ()) -> Point:
-    """Lowest and highest value to show; of a long curve the first fall is cut off, or the rest would look flat."""
+    """Returns the lowest and highest value to show; of a long curve the first fall is cut off, or the remainder would look flat."""
     values = [*means[means.size // 50 :].tolist(), *(value for value in others if math.isfinite(value))]
     low, high = min(values), max(values)
     margin = 0.5 * max(1e-3, 0.01 * abs(high)) if high - low < 1e-9 else 0.0

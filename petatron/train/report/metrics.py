@@ -1,11 +1,11 @@
-"""From steps to a log record: sums stay on the device, and the host looks once per log point.
+"""Aggregates steps into a log record: sums stay on the device, and the host reads once per log point.
 
 Reading one number from a GPU waits for everything queued before it, so a loop that reads the loss of every step runs
 host and device in turns. `IntervalMeter.update` therefore only queues additions to a small vector on the loss's device,
 and `report` reads that vector, together with the last step's norms, in one transfer.
 
 The log line keeps the field names, order and number formats that scripts written for Megatron-LM parse, and adds
-tokens/s/device, MFU, memory and the time left behind them.
+tokens/s/device, MFU, memory and the time left after them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What one optimizer step says about itself; numbers that live on the device stay there."""
+    """Metrics of one optimizer step; values on the device stay there."""
 
     iteration: int
     consumed_samples: int
@@ -47,9 +47,9 @@ class StepMetrics:
     grad_norm: Tensor | float | None = None
     loss_scale: Tensor | float = 1.0
     skipped: Tensor | bool = False
-    """The update was left out because a gradient overflowed."""
+    """Whether the update was skipped because a gradient overflowed."""
     nan: Tensor | bool = False
-    """The loss of this step was not a number."""
+    """Whether the loss of this step was NaN."""
     params_norm: Tensor | float | None = None
     num_zeros: Tensor | int | None = None
     router_statistics: Tensor | None = None
@@ -58,7 +58,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRecord:
-    """One log point: means over the interval since the last one, or the last step's value, as plain numbers."""
+    """One log point: means over the interval since the last one, or the last step's value, as Python numbers."""
 
     time: float
     iteration: int
@@ -83,7 +83,7 @@ class LogRecord:
     memory_bytes: int
     eta_s: float | None
     router_health: Mapping[str, Mapping[str, float]] | None = None
-    """By layer number: load, entropy, dropped share, z and balance loss of its router, over the interval."""
+    """By layer index: load, entropy, dropped share, z and balance loss of its router, over the interval."""
 
     def as_record(self) -> dict[str, Any]:
         return {"kind": "train", **{field.name: getattr(self, field.name) for field in fields(self)}}
@@ -131,7 +131,7 @@ class IntervalMeter:
         self._resumed_at_s: float | None = self._clock()
 
     def pause(self) -> None:
-        """Stop the clock, for work that is not training (evaluation, saving)."""
+        """Stops the clock for work that is not training (evaluation, saving)."""
         if self._resumed_at_s is not None:
             self._elapsed_s += self._clock() - self._resumed_at_s
             self._resumed_at_s = None
@@ -141,11 +141,11 @@ class IntervalMeter:
             self._resumed_at_s = self._clock()
 
     def update(self, step: StepMetrics) -> None:
-        """Add a step without waiting for the device."""
+        """Adds a step without waiting for the device."""
         device = torch.device("cpu") if isinstance(step.loss, int | float) else step.loss.device
         loss, skipped, nan = (_on_device(value, device) for value in (step.loss, step.skipped, step.nan))
         counted = 1.0 - skipped
-        # where, not a product: the loss of a skipped step may be inf or nan, and 0 x nan is nan.
+        # where, not a multiplication: the loss of a skipped step may be inf or nan, and 0 x nan is nan.
         added = torch.stack([torch.where(counted > 0, loss, torch.zeros_like(loss)), counted, skipped, nan])
         self._sums = added if self._sums is None else self._sums + added
         if step.router_statistics is not None:
@@ -161,12 +161,12 @@ class IntervalMeter:
         self._consumed_tokens += step.tokens
 
     def report(self) -> LogRecord:
-        """Read the device once, and start the next interval."""
+        """Reads the device once, and starts the next interval."""
         step, sums = self._last_step, self._sums
         assert step is not None and sums is not None, "report() needs a step since the last report"
         last = [step.grad_norm, step.loss_scale, step.params_norm, step.num_zeros]
         on_device = [_on_device(math.nan if value is None else value, sums.device) for value in last]
-        values = torch.cat([sums, torch.stack(on_device)]).tolist()  # the one wait
+        values = torch.cat([sums, torch.stack(on_device)]).tolist()  # the one synchronisation
         loss_sum, counted, skipped, nan, grad_norm, loss_scale, params_norm, num_zeros = values
         self.pause()
         elapsed_s = max(self._elapsed_s, 1e-9)
@@ -206,7 +206,7 @@ class IntervalMeter:
         return {str(layer): asdict(router_health(row)) for layer, row in zip(self._router_layers, rows, strict=True)}
 
     def _eta_s(self, step: StepMetrics, elapsed_s: float) -> float:
-        """By samples where the run is measured in samples: with a growing batch, iterations get longer."""
+        """Counts samples where the run is measured in samples: as the batch grows, iterations get longer."""
         if self._train_samples is not None:
             return max(0, self._train_samples - step.consumed_samples) * elapsed_s / max(1, self._samples)
         return max(0, self._train_iters - step.iteration) * elapsed_s / self._steps
@@ -220,7 +220,7 @@ def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def megatron_log_line(record: LogRecord, *, throughput: bool = True) -> str:
-    """The iteration line: Megatron's fields, then ours."""
+    """Returns the iteration line: Megatron's fields, then ours."""
     now = datetime.fromtimestamp(record.time).strftime("%Y-%m-%d %H:%M:%S.%f")
     parts = [
         f" [{now}] iteration {record.iteration:8d}/{record.train_iters:8d}",
@@ -253,7 +253,7 @@ def megatron_log_line(record: LogRecord, *, throughput: bool = True) -> str:
 
 
 def _router_log_fields(layers: Sequence[Mapping[str, float]]) -> list[str]:
-    """One summary over all layers; every layer by itself is in the other sinks."""
+    """Summarises all layers; each layer's metrics are in the other sinks."""
 
     def mean(name: str) -> float:
         return sum(layer[name] for layer in layers) / len(layers)
@@ -284,7 +284,7 @@ def perplexity(loss: float) -> float:
 def validation_record(
     *, iteration: int, lm_loss: float, consumed_samples: int, split: Literal["valid", "test"] = "valid"
 ) -> dict[str, Any]:
-    """An evaluation, ready for the sinks."""
+    """Returns the record of an evaluation."""
     return {
         "kind": "valid",
         "time": time.time(),
@@ -297,7 +297,7 @@ def validation_record(
 
 
 def event_record(message: str, *, iteration: int, **facts: Any) -> dict[str, Any]:
-    """Something that happened once: resumed, saved, stopped by a signal."""
+    """Returns the record of a single event: resumed, saved, stopped by a signal."""
     return {"kind": "event", "time": time.time(), "iteration": iteration, "message": message, **facts}
 
 
@@ -310,7 +310,7 @@ def validation_line(*, iteration: int, lm_loss: float, split: str = "valid") -> 
 
 
 def format_record(record: MetricRecord, *, throughput: bool = True) -> str:
-    """What a console shows for a record."""
+    """Formats a record for a console."""
     if record["kind"] == "train":
         return megatron_log_line(LogRecord.from_record(record), throughput=throughput)
     if record["kind"] == "valid":

@@ -1,10 +1,10 @@
-"""When the device's memory is not enough: what held it, how much was asked for, and the three cheapest changes that fit.
+"""Explains an out-of-memory error: what held the memory, how much was requested, and the three cheapest changes that fit.
 
-What fits is known by prediction only, and the prediction has just been proved too low or true. Of a run that was predicted to
-fit, the real need exceeds the prediction by some unknown amount, so a change must free at least what was asked for in
-vain; of one that was not, it must bring the prediction below the device's memory, less a reserve for what is not counted.
+What fits is only predicted, and the prediction was just shown to be too low, or right. If the run was predicted to fit, the real
+need exceeds the prediction by an unknown amount, so a change must free at least what was requested; if not, it must bring the
+prediction below the device's memory, less a reserve for what is not counted.
 
-    limit = min(capacity - reserve, predicted now - asked for)
+    limit = min(capacity - reserve, predicted now - requested)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from petatron.estimate.memory.advice import SuggestedChange, suggest_changes
 from petatron.estimate.memory.forecast import format_gigabytes, largest_forecast
 
 RESERVE_BYTES = 2_000_000_000
-"""For what no forecast counts: the device's own share, libraries, what a kernel needs while it runs."""
+"""What no forecast counts: the CUDA context, libraries, kernels' workspaces."""
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _REQUEST_PATTERN = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
@@ -32,10 +32,10 @@ _MAX_SUGGESTIONS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemoryStats:
-    """A device at the moment of failure, in bytes.
+    """A device's memory at the moment of failure, in bytes.
 
-    allocated_bytes: in tensors. reserved_bytes: taken from the device, with what lies free between tensors. free_bytes: not taken by
-    anyone. largest_blocks: of live blocks (size, how many of it), the largest sum first.
+    allocated_bytes: in tensors. reserved_bytes: held by the allocator, including free blocks between tensors. free_bytes: not held by
+    any process. largest_blocks: of live blocks (size, count), the largest sum first.
     """
 
     total_bytes: int
@@ -46,7 +46,7 @@ class DeviceMemoryStats:
 
     @property
     def capacity_bytes(self) -> int:
-        """What this process could have at most, beside the others on the device."""
+        """The most this process could have, given the other processes on the device."""
         return self.free_bytes + self.reserved_bytes
 
     @property
@@ -55,7 +55,7 @@ class DeviceMemoryStats:
 
 
 def device_memory_stats(device: torch.device) -> DeviceMemoryStats:
-    """Of a CUDA device; reads the allocator's tables and touches no memory."""
+    """Reads the CUDA allocator's statistics without touching device memory."""
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemoryStats(
         total_bytes=total,
@@ -67,7 +67,7 @@ def device_memory_stats(device: torch.device) -> DeviceMemoryStats:
 
 
 def largest_blocks(snapshot: list[dict]) -> tuple[tuple[int, int], ...]:
-    """The sizes that hold most of the live memory, and how many blocks have each."""
+    """Returns the block sizes that make up most of the live memory, with their counts."""
     sizes = Counter(
         block["size"] for segment in snapshot for block in segment["blocks"] if block["state"] == "active_allocated"
     )
@@ -75,7 +75,7 @@ def largest_blocks(snapshot: list[dict]) -> tuple[tuple[int, int], ...]:
 
 
 def requested_bytes(error: BaseException) -> int:
-    """What the failing allocation wanted; 0 if the message does not say.
+    """Returns what the failing allocation requested; 0 if the message does not tell.
 
     >>> requested_bytes(RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."))
     2684354560
@@ -86,9 +86,9 @@ def requested_bytes(error: BaseException) -> int:
 
 @contextmanager
 def report_out_of_memory(run: RunConfig, device: torch.device, *, phase: Callable[[], str]) -> Iterator[None]:
-    """Ends with the report where an allocation inside fails; `phase` is asked then what was being done.
+    """Raises the report when an allocation inside fails; `phase` then tells what was being done.
 
-    What ranks read together fails on all of them at once, as a checkpoint that could not be read; why it could not is behind that.
+    A collective load fails on all ranks at once, as a checkpoint that could not be read; the allocation error is its cause.
     """
     try:
         yield
@@ -102,19 +102,19 @@ def report_out_of_memory(run: RunConfig, device: torch.device, *, phase: Callabl
 
 
 def out_of_memory_error(error: BaseException, run: RunConfig, stats: DeviceMemoryStats, *, phase: str) -> TrainError:
-    """The failure in words; `phase` is what was being done, as in `iteration 3`."""
-    asked = requested_bytes(error)
+    """Builds the error text; `phase` is what was being done, as in `iteration 3`."""
+    requested = requested_bytes(error)
     now = largest_forecast(run, device="cuda")
-    limit = min(stats.capacity_bytes - RESERVE_BYTES, now.total - asked)
-    wanted = f"{format_gigabytes(asked)} GB more were asked for" if asked else "an allocation failed"
+    limit = min(stats.capacity_bytes - RESERVE_BYTES, now.total - requested)
+    request_text = f"{format_gigabytes(requested)} GB more were asked for" if requested else "an allocation failed"
     lines = [
-        f"The device ran out of memory in {phase}: {wanted}, with {format_gigabytes(stats.allocated_bytes)} of "
+        f"The device ran out of memory in {phase}: {request_text}, with {format_gigabytes(stats.allocated_bytes)} of "
         f"{format_gigabytes(stats.total_bytes)} GB in tensors.",
         f"  predicted need: {now.describe()}",
         f"  {_describe_usage(stats)}",
     ]
     changes = suggest_changes(run, limit)[:_MAX_SUGGESTIONS]
-    advice = _fragmentation_advice(stats, asked) + [describe_change(change) for change in changes]
+    advice = _fragmentation_advice(stats, requested) + [describe_change(change) for change in changes]
     if advice:
         lines.append("What would fit, the cheapest first (predicted):")
         lines += [f"  {number}. {text}" for number, text in enumerate(advice[:_MAX_SUGGESTIONS], start=1)]
@@ -127,7 +127,7 @@ def out_of_memory_error(error: BaseException, run: RunConfig, stats: DeviceMemor
 
 
 def describe_change(change: SuggestedChange) -> str:
-    """One line for people."""
+    """Formats a change as one line."""
     slower = f"about {100 * change.time_cost:.0f}% slower" if change.time_cost >= 0.005 else "no slower"
     if change.time_cost <= -0.005:
         slower = f"about {-100 * change.time_cost:.0f}% less time"
@@ -148,7 +148,7 @@ def _describe_usage(stats: DeviceMemoryStats) -> str:
 
 
 def _fragmentation_advice(stats: DeviceMemoryStats, requested: int) -> list[str]:
-    """If what was asked for lies there in pieces, the allocator can be told to make pieces that grow."""
+    """If the requested bytes are free but fragmented, suggests expandable segments."""
     if stats.fragmented_bytes < max(requested, RESERVE_BYTES // 2):
         return []
     return [

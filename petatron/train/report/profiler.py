@@ -1,8 +1,8 @@
-"""`--profile`: a Chrome trace of some iterations, written by the ranks that were asked for one.
+"""`--profile`: a Chrome trace of some iterations, written by the selected ranks.
 
-The profiler runs only between `--profile-step-start` and `--profile-step-end`, so the rest of the run costs nothing. It waits
-for the device at both ends: work queued by an earlier iteration is not in the trace, and the last iteration is in it whole.
-A run that ends or fails in between leaves what was traced so far.
+The profiler runs only between `--profile-step-start` and `--profile-step-end`, so other iterations cost nothing. It waits
+for the device at both ends: work queued by an earlier iteration is not in the trace, and the last iteration is complete.
+A run that ends or fails in between writes what was traced so far.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 
 
 def profile_directory(run: RunConfig) -> Path:
-    """Where traces go: the same folder on every rank, so no part of it may depend on the time."""
+    """Returns the folder of traces: the same on every rank, so no part of it may depend on the time."""
     log = run.log
     if log.profile_dir is not None:
         return Path(log.profile_dir)
@@ -32,7 +32,7 @@ def profile_directory(run: RunConfig) -> Path:
 
 
 class StepProfiler:
-    """Traces the chosen iterations of one rank; does nothing on the others, and nothing without `--profile`.
+    """Traces the selected iterations of one rank; does nothing on the others, and nothing without `--profile`.
 
     Used as a context around the loop, with `begin` and `end` called around every iteration.
     """
@@ -40,7 +40,7 @@ class StepProfiler:
     def __init__(
         self, run: RunConfig, *, rank: int, iterations: int, device: torch.device, log_event: Callable[[str], None]
     ) -> None:
-        """`log_event` hears, on rank 0, where traces will go and where its own was written. The run has so many iterations."""
+        """`log_event` is called on rank 0 with where traces will go and where its own was written; `iterations` is the run's length."""
         log = run.log
         self._enabled = log.profile and rank in log.profile_ranks
         self._plan_unlogged = log.profile and rank == 0
@@ -83,7 +83,7 @@ class StepProfiler:
             self._stop_and_export()
 
     def _describe_plan(self, iteration: int) -> str:
-        """What a run that is at this iteration will trace."""
+        """Describes what a run at this iteration will trace."""
         first, last = max(self._first_iteration, iteration), self._stop_iteration - 1
         if iteration > last:
             return f"nothing will be traced: the run is at iteration {iteration}, and --profile-step-end is {self._stop_iteration}"
@@ -108,7 +108,7 @@ class StepProfiler:
                 running.export_chrome_trace(str(Path(draft) / path.name))
                 (Path(draft) / path.name).replace(path)
         except OSError as error:
-            # Only rank 0 has somewhere to tell things, but of the others errors are shown.
+            # Only rank 0 has sinks for events; errors of other ranks are logged.
             warn = self._log_event if self._rank == 0 else _log.error
             warn(f"WARNING: the trace could not be written to {path}: {error.strerror or error}")
         else:
@@ -126,7 +126,7 @@ def _iteration_range_text(first: int, last: int) -> str:
 
 
 def _make_profile_dir(folder: Path, *, given: bool) -> None:
-    """A folder that the user names may be a link; in a run's own folder, one may have come from others."""
+    """A folder that the user names may be a link; inside a run's own folder, a link may have come from others."""
     try:
         folder.mkdir(parents=True, exist_ok=True) if given else make_folder(folder)
     except OSError as error:

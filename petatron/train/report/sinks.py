@@ -1,11 +1,11 @@
-"""Where a run's records go: always `metrics.jsonl`, always a console, TensorBoard and W&B when asked, all at once.
+"""Sinks of a run's records: `metrics.jsonl` and a console always, TensorBoard and W&B when configured.
 
 `metrics.jsonl` is append-only. Each record is one line, handed to the kernel in one write as soon as it exists, so a
-killed process loses nothing it has reported. A resumed run repeats iterations that were logged but not saved; it says
-so with an event ("resumed at iteration N"), and a reader that wants one curve drops earlier lines with a larger
+killed process loses nothing it has reported. A resumed run repeats iterations that were logged but not saved; it marks
+that with an event ("resumed at iteration N"), and a reader that wants one curve drops earlier lines with a larger
 iteration. Nothing is ever rewritten, since rewriting is how histories get lost.
 
-The tags in TensorBoard and W&B are Megatron's, so that runs of both can be laid over each other.
+The tags in TensorBoard and W&B are Megatron's, so that runs of both can be overlaid.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _TRAIN_TAGS = {
 def build_sinks(
     config: LogConfig, directory: Path, rank: int, *, config_values: Mapping[str, Any] | None = None
 ) -> list[MetricSink]:
-    """All sinks of this rank: rank 0 speaks for the run, the others have none.
+    """Opens all sinks of this rank: rank 0 reports for the run, the others have none.
 
-    `config_values` is the resolved configuration, which W&B keeps beside the curves.
+    `config_values` is the resolved configuration, which W&B stores with the curves.
     """
     if rank != 0:
         return []
@@ -64,13 +64,13 @@ def build_sinks(
                 config.wandb_project, name=config.wandb_exp_name, directory=directory, config_values=config_values
             )
         )
-    # Last: a live view takes the terminal, and an error of the others should still be readable there.
+    # Last: a live view takes over the terminal, and errors of the other sinks should still be readable there.
     sinks.append(build_console_sink(config.live, throughput=config.log_throughput))
     return sinks
 
 
 class JsonlSink:
-    """One JSON object per line; numbers JSON cannot hold become the strings "nan", "inf" and "-inf"."""
+    """Writes one JSON object per line; numbers JSON cannot represent become the strings "nan", "inf" and "-inf"."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -84,7 +84,7 @@ class JsonlSink:
         self._end_torn_line()
 
     def _end_torn_line(self) -> None:
-        # After a power cut the last line may be half there; the next record must not be glued to it.
+        # After a power cut the last line may be incomplete; the next record must not be appended to it.
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
@@ -114,7 +114,7 @@ def _json_safe(value: Any) -> Any:
 
 
 def tagged_scalars(record: MetricRecord) -> dict[str, float]:
-    """The numbers of a record under Megatron's tags; values that are unknown are left out."""
+    """Returns the scalars of a record under Megatron's tags; unknown values are omitted."""
     if record["kind"] == "train":
         found = {tag: record.get(name) for name, tag in _TRAIN_TAGS.items()}
         found["iteration-time"] = record["elapsed_ms_per_iteration"] / 1000  # seconds, as in Megatron

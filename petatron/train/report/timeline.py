@@ -1,4 +1,4 @@
-"""The measured timeline of one step: what every rank of the first pipeline did when, written as one file."""
+"""Writes the measured timeline of one step: the actions of every rank of the first pipeline, as one file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = get_logger(__name__)
 
 
 def write_timeline(path: Path, model: ParallelModel, timed_actions: Sequence[TimedAction]) -> None:
-    """Every rank calls it; the pipeline drawn is that of the run's first rank."""
+    """Writes the timeline of the pipeline of rank 0; every rank calls it."""
     computed = [timed_action_to_json(t) for t in timed_actions if t.action.kind in COMPUTE_KINDS]
     found = collectives.gather_objects_to_first(computed, model.mesh.control)
     if found is not None:

@@ -1,7 +1,7 @@
 """The settings a checkpoint was saved with, for `--use-checkpoint-args`.
 
-A checkpoint of a training run holds the run's whole config. One that was converted or saved by a program of yours, and the folder of a
-Hugging Face model, hold the model's config.json, which says what the model is and nothing of a layout.
+A checkpoint of a training run contains the run's whole config. One that was converted or saved by your own program, and a Hugging
+Face model folder, contain the model's config.json, which describes the model and no layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def read_checkpoint_args(config: CheckpointConfig) -> CheckpointSettings:
-    """The settings of the checkpoint that a run would load; `CheckpointError` when there is none."""
+    """Returns the settings of the checkpoint that a run would load; `CheckpointError` when there is none."""
     assert config.load is not None
     folder = Path(config.load)
     check_load_dir(folder, config, may_be_empty=False)
@@ -49,7 +49,7 @@ def read_checkpoint_args(config: CheckpointConfig) -> CheckpointSettings:
 
 
 def _select_step(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest]:
-    """The step to load; with `--load-fallback` the newest whose manifest can be read."""
+    """Returns the step to load; with `--load-fallback` the newest whose manifest can be read."""
     step = config.ckpt_step
     while True:
         source = None
@@ -70,7 +70,7 @@ def _settings_from_hf_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _tokenizer_section(saved: Mapping[str, Any], model_folder: Path) -> Mapping[str, Any]:
-    """The tokenizer of the run if its files are still there, else the copy beside the weights, else nothing."""
+    """Returns the run's tokenizer if its files still exist, else the copy in the model folder, else nothing."""
     files = [saved[name] for name in _TOKENIZER_FILES if saved.get(name) is not None]
     if saved.get("tokenizer_type") is not None and all(Path(file).exists() for file in files):
         return saved

@@ -1,8 +1,8 @@
-"""Saving and loading the state of a model and its optimizer, for the loop here and for loops of your own.
+"""Saves and loads the state of a model and its optimizer, for the training loop and for custom loops.
 
-A checkpoint holds, by logical tensor, the weights in the model's precision (as a Hugging Face folder), the same weights in the
-optimizer's precision where it has them apart, and the moments: the same for every layout. Random states and the histories of
-FP8's delayed scaling belong to a rank, so they come back only in the layout that saved them.
+A checkpoint contains, by logical tensor, the weights in the model's precision (as a Hugging Face folder), the master weights where
+they are separate, and the moments: the same for every layout. RNG states and the amax histories of FP8 delayed scaling belong to a
+rank, so they are restored only in the layout that saved them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def save_checkpoint(
     random_states: bool = True,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Publish a checkpoint; every rank calls it. Without an optimizer or `moments` it can only be finetuned from.
+    """Publishes a checkpoint; every rank calls it. Without an optimizer or `moments` it can only be finetuned from.
 
-    `facts` are JSON values. The weights stand in `folder/step-N/model`, which transformers opens as it is; with a tokenizer,
+    `facts` are JSON values. The weights are in `folder/step-N/model`, which transformers opens directly; with a tokenizer,
     its files are there too.
 
     >>> import petatron, tempfile
@@ -85,7 +85,7 @@ def save_with_manager(
     tokenizer: Tokenizer | CompanionFiles | None,
     wait: bool = True,
 ) -> None:
-    """`save_checkpoint` with a manager that may write in the background."""
+    """Runs `save_checkpoint` with a manager that may save asynchronously."""
     updates = optimizer.scalar_state() if optimizer is not None and moments else None
     local = model.rng_streams.state() if random_states else {}
     if updates is not None:
@@ -111,11 +111,11 @@ def load_checkpoint(
     random_states: bool = True,
     fallback: bool = False,
 ) -> dict[str, Any] | None:
-    """Fill the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and return its facts.
+    """Fills the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and returns its facts.
 
-    None when the folder holds no checkpoint. `step` None means the newest. Without `moments` the optimizer takes the
-    weights alone; then `folder` may also be the folder of a Hugging Face model. With `fallback` a damaged step gives way to
-    the newest sound one before it.
+    None when the folder contains no checkpoint. `step` None means the newest. Without `moments` the optimizer loads the
+    weights alone; then `folder` may also be a Hugging Face model folder. With `fallback` a damaged step is replaced by the
+    newest sound one before it.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -136,7 +136,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """The facts of a checkpoint, whether its random states went on, and why its FP8 histories did not if the run needs some."""
+    """The facts of a checkpoint, whether its RNG states were restored, and why its FP8 histories were not if the run needs some."""
 
     facts: dict[str, Any]
     random_states_restored: bool
@@ -154,11 +154,11 @@ def load_state(
     fallback: bool,
     check_facts: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> LoadedState | None:
-    """`load_checkpoint`, with word of what was found. `check_facts` sees the facts before anything is changed, and may raise."""
+    """`load_checkpoint` with details of what was restored. `check_facts` sees the facts before anything is changed, and may raise."""
     path, mesh = Path(folder), model.mesh
     manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
     whole = optimizer is not None and moments
-    wanted = [*_weights_to_load(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
+    chunks = [*_weights_to_load(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
 
     def check(facts: Mapping[str, Any]) -> None:
         if whole and facts[_OPTIMIZER_KEY] is None:
@@ -178,12 +178,12 @@ def load_state(
         )
     if held == "model":
         _check_no_expert_bias(folder, model)
-        found = manager.load_from(path, partial(folder_manifest, path, model.architecture), wanted)
+        found = manager.load_from(path, partial(folder_manifest, path, model.architecture), chunks)
         updates, facts = None, {}
     else:
         found = manager.load(
             step,
-            [*wanted, *_router_chunks(model)],
+            [*chunks, *_router_chunks(model)],
             same_layout_key=model.layout_key,
             may_ignore_kind=_ignore_nothing if whole else _ignore_non_weights,
             check_facts=check,
@@ -195,13 +195,15 @@ def load_state(
         optimizer.copy_master_to_model_weights()
     else:
         model.all_gather_params()
-    kept = found.local or {}
+    local_tensors = found.local or {}
     streams = {
-        name: state for name, state in kept.items() if not name.startswith(_FP8_HISTORY_PREFIX) and random_states
+        name: state
+        for name, state in local_tensors.items()
+        if not name.startswith(_FP8_HISTORY_PREFIX) and random_states
     }
     histories = {
         name.removeprefix(_FP8_HISTORY_PREFIX): state
-        for name, state in kept.items()
+        for name, state in local_tensors.items()
         if whole and name.startswith(_FP8_HISTORY_PREFIX)
     }
     assert not whole or updates is not None, "only weights can come from a model's folder"
@@ -216,9 +218,9 @@ def load_state(
 
 
 def has_weights(folder: str, mesh: ParallelMesh) -> bool:
-    """Whether a load of this folder would fill a model; every rank calls it, and all hear what the first one sees.
+    """Whether a load of this folder would fill a model; every rank calls it, and all return what rank 0 sees.
 
-    A load fills every weight or raises, so the first weights of a model that is loaded right away need not be drawn.
+    A load fills every weight or raises, so a model that is loaded right away needs no initial weights.
 
     >>> import tempfile
     >>> has_weights(tempfile.mkdtemp(), ParallelMesh.single())
@@ -230,14 +232,14 @@ def has_weights(folder: str, mesh: ParallelMesh) -> bool:
 
 
 def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
-    """What there is to load in a folder, as this rank sees it."""
+    """Returns what a folder contains to load, as this rank sees it."""
     if step_folder.containing_step(path) is not None or step_folder.list_steps(path):
         return "checkpoint"
     return "model" if is_hf_folder(path) else None
 
 
 def _fp8_history_reset_reason(histories: Mapping[str, Tensor], *, same_layout: bool) -> str:
-    """Why a rank cannot go on with a checkpoint's FP8 histories."""
+    """Tells why a rank cannot continue a checkpoint's FP8 amax histories."""
     if not same_layout:
         return "the checkpoint has none for this layout, where a rank sees other parts of the tensors"
     if not histories:
@@ -246,7 +248,7 @@ def _fp8_history_reset_reason(histories: Mapping[str, Tensor], *, same_layout: b
 
 
 def _check_no_expert_bias(folder: str, model: ParallelModel) -> None:
-    """A model whose experts are chosen with a bias is another one without it, and a model's folder has no place for it."""
+    """A model with a router expert bias is incomplete without it, and a model folder cannot store it."""
     moe = model.architecture.moe
     if moe is not None and moe.moe_router_enable_expert_bias:
         raise CheckpointError(
@@ -256,71 +258,71 @@ def _check_no_expert_bias(folder: str, model: ParallelModel) -> None:
 
 
 def _ignore_nothing(kind: str) -> bool:
-    """A run that goes on takes everything."""
+    """A resumed run loads every kind of state."""
     return False
 
 
 def _ignore_non_weights(kind: str) -> bool:
-    """A run that starts from weights leaves the optimizer's state, whatever it is, but nothing that the model needs."""
+    """A run that starts from weights ignores the optimizer's state, but nothing that the model needs."""
     return f"{kind}/" not in (WEIGHT_PREFIX, MASTER_PREFIX, ROUTER_PREFIX)
 
 
 def _weight_dtype(model: ParallelModel) -> torch.dtype:
-    """What the weights are kept in; fully sharded ones in fp32, since they are the optimizer's own."""
+    """Returns the storage dtype of the weights; fully sharded ones are fp32, since they are the master weights."""
     return next((weight.dtype for group in model.param_groups for weight in group.weights()), model.dtype)
 
 
 def checkpoint_chunks(
     model: ParallelModel, optimizer: MixedPrecisionOptimizer | None, *, moments: bool = True
 ) -> Iterator[Chunk]:
-    """Everything this rank has that a checkpoint keeps, as boxes of logical tensors."""
+    """Yields everything this rank saves in a checkpoint, as boxes of logical tensors."""
     yield from _weight_chunks(model)
     yield from _optimizer_chunks(optimizer, moments=moments)
     yield from _router_chunks(model)
 
 
 def _weight_chunks(model: ParallelModel) -> Iterator[Chunk]:
-    """Every box of the weights that this rank owns, in the model's precision."""
+    """Yields every box of the weights that this rank owns, in the model's precision."""
     for group in model.param_groups:
-        for piece, view in group_tensor_shards(group, group.weights()):
-            yield _chunk(WEIGHT_PREFIX, group, piece, view)
+        for shard, view in group_tensor_shards(group, group.weights()):
+            yield _chunk(WEIGHT_PREFIX, group, shard, view)
 
 
 def _optimizer_chunks(optimizer: MixedPrecisionOptimizer | None, *, moments: bool) -> Iterator[Chunk]:
-    """What the optimizer has apart from the model: its own weights and, if wanted, the moments."""
+    """Yields the optimizer's separate state: master weights and, with `moments`, the moments."""
     if optimizer is None or not moments:
         return
     if optimizer.has_master_weights:
-        for group, piece, view in optimizer.master_weights():
-            yield _chunk(MASTER_PREFIX, group, piece, view)
+        for group, shard, view in optimizer.master_weights():
+            yield _chunk(MASTER_PREFIX, group, shard, view)
     yield from _moment_chunks(optimizer)
 
 
 def _moment_chunks(optimizer: MixedPrecisionOptimizer | None) -> Iterator[Chunk]:
     if optimizer is not None:
-        for kind, group, piece, view in optimizer.moments():
-            yield _chunk(f"{kind}/", group, piece, view)
+        for kind, group, shard, view in optimizer.moments():
+            yield _chunk(f"{kind}/", group, shard, view)
 
 
 def _weights_to_load(model: ParallelModel, optimizer: MixedPrecisionOptimizer | None) -> Iterator[Chunk]:
-    """The weights to load: the optimizer's, from which the model's follow, or the model's own."""
+    """Yields the weights to load: the master weights, from which the model's are cast, or the model's own."""
     if optimizer is None:
         yield from _weight_chunks(model)
         return
-    for group, piece, view in optimizer.master_weights():
-        yield _chunk(MASTER_PREFIX if optimizer.has_master_weights else WEIGHT_PREFIX, group, piece, view)
+    for group, shard, view in optimizer.master_weights():
+        yield _chunk(MASTER_PREFIX if optimizer.has_master_weights else WEIGHT_PREFIX, group, shard, view)
 
 
 def _router_chunks(model: ParallelModel) -> Iterator[Chunk]:
-    """What routers have learnt beside their weights."""
+    """Yields router state that is not a parameter."""
     for name, state in model.router_statistics.expert_biases():
         yield Chunk(
             f"{ROUTER_PREFIX}{name}", tuple(state.shape), (0,) * state.dim(), state, model.mesh["stage"].rank == 0
         )
 
 
-def _chunk(kind: str, group: ParameterGroup, piece: TensorShard, view: Tensor) -> Chunk:
-    """Copies share the writing: which of them saves a box follows from its name."""
-    copies = group.replica_axis
-    primary = piece.primary and copies.rank == stable_seed(kind, piece.name, piece.start) % copies.size
-    return Chunk(f"{kind}{piece.name}", piece.logical_shape, piece.start, view, primary)
+def _chunk(kind: str, group: ParameterGroup, shard: TensorShard, view: Tensor) -> Chunk:
+    """Replicas share the writing: which of them is primary for a box follows from its name."""
+    replicas = group.replica_axis
+    primary = shard.primary and replicas.rank == stable_seed(kind, shard.name, shard.start) % replicas.size
+    return Chunk(f"{kind}{shard.name}", shard.logical_shape, shard.start, view, primary)

@@ -1,4 +1,4 @@
-"""The Hugging Face folder inside a checkpoint: its tensors' names, and the files beside the weights."""
+"""The Hugging Face folder inside a checkpoint: its tensors' names, and the files next to the weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True, slots=True)
 class CompanionFiles:
-    """What a model that came from elsewhere brought along: files beside the weights, and the token ids of its config.json.
+    """Files that came with a pretrained model next to the weights, and the token ids of its config.json.
 
-    An id that its config.json does not name is none: readers have a default for it, which None would replace.
+    An id that its config.json does not name is omitted: readers have a default for it, which None would override.
     """
 
     token_ids: Mapping[str, Any]
@@ -36,24 +36,28 @@ class CompanionFiles:
 def build_hf_folder(
     architecture: Architecture, dtype: torch.dtype, tokenizer: Tokenizer | CompanionFiles | None
 ) -> ModelFolder:
-    """How a model is kept so that other programs open it; without a tokenizer the folder has none."""
+    """Describes a model as a Hugging Face folder that other programs open; without a tokenizer the folder has none."""
     model, moe, moe_layer_mask = architecture.model, architecture.moe, architecture.moe_layer_mask
     config = build_config_json(model, moe, moe_layer_mask, dtype)
-    beside = tokenizer if isinstance(tokenizer, CompanionFiles) else _companions_for_tokenizer(tokenizer)
-    config = {key: value for key, value in config.items() if key not in _TOKEN_ID_KEYS} | dict(beside.token_ids)
-    generation = {"_from_model_config": True, **beside.token_ids}
-    documents = {"config.json": _json_bytes(config), "generation_config.json": _json_bytes(generation), **beside.files}
+    companions = tokenizer if isinstance(tokenizer, CompanionFiles) else _companions_for_tokenizer(tokenizer)
+    config = {key: value for key, value in config.items() if key not in _TOKEN_ID_KEYS} | dict(companions.token_ids)
+    generation = {"_from_model_config": True, **companions.token_ids}
+    documents = {
+        "config.json": _json_bytes(config),
+        "generation_config.json": _json_bytes(generation),
+        **companions.files,
+    }
     return ModelFolder(_cached_folder_entries(architecture), documents)
 
 
 @lru_cache(maxsize=4)
 def _cached_folder_entries(architecture: Architecture) -> tuple[FolderEntry, ...]:
-    """Kept between saves: finding them builds the decoder, which takes a fifth of a second for 126 layers."""
+    """Cached between saves: finding them builds the decoder, which takes 0.2 s for 126 layers."""
     return folder_entries(architecture.model, architecture.moe, architecture.moe_layer_mask)
 
 
 def _companions_for_tokenizer(tokenizer: Tokenizer | None) -> CompanionFiles:
-    """A run's tokenizer ends documents and begins none."""
+    """A run's tokenizer has an end-of-document token and no beginning-of-sequence token."""
     ids = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eod}
     return CompanionFiles(ids, {} if tokenizer is None else tokenizer.files())
 

@@ -1,7 +1,7 @@
-"""Models that exist already: a Hugging Face folder, a checkpoint, or a transformers model in memory, on any mesh.
+"""Loads pretrained models: a Hugging Face folder, a checkpoint, or a transformers model in memory, on any mesh.
 
-The settings come from the model's own config.json, through the same door as a user's config file; flags add the layout and
-whatever else a run wants, and win over it.
+The settings come from the model's own config.json, on the same path as a user's config file; flags add the layout and other run
+settings, and take precedence.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _TransformersConfig(Protocol):
 
 
 class TransformersModel(Protocol):
-    """What is asked of a transformers model."""
+    """The interface used of a transformers model."""
 
     @property
     def config(self) -> _TransformersConfig: ...
@@ -73,11 +73,11 @@ def from_pretrained(
     flags: Sequence[str] = (),
     dtype: torch.dtype | str | None = None,
 ) -> Model:
-    """The model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
+    """Loads the model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
 
-    The folder is that of a Hugging Face model, of checkpoints, or of one checkpoint. Without a mesh one is made, for the layout
-    that the flags say. `dtype` is one of torch's, or its name (bfloat16 or bf16 and so on); None takes what the flags say, else
-    the dtype of the weights. What lies beside the weights (tokenizer, token ids) is kept for `save_pretrained`.
+    The folder is that of a Hugging Face model, of checkpoints, or of one checkpoint. Without a mesh one is built for the layout
+    of the flags. `dtype` is one of torch's, or its name (bfloat16 or bf16 and so on); None means that of the flags, else that of
+    the weights. Files next to the weights (tokenizer, token ids) are stored for `save_pretrained`.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -93,7 +93,9 @@ def from_pretrained(
         folder = _locate_hf_folder(Path(source))
         content, settings = load_config_json(folder), read_model_settings(folder)
         stored = content.get("dtype") or content.get("torch_dtype")
-        beside = {name: read_companion_file(path, CheckpointError) for name, path in folder_companions(folder).items()}
+        companions = {
+            name: read_companion_file(path, CheckpointError) for name, path in folder_companions(folder).items()
+        }
         with reading_untrusted(folder / CONFIG_FILE, model_folder_error):
             check_stored_counts(folder, *settings)
             run = _run_config(settings, mesh, flags, precision, stored=stored)
@@ -101,7 +103,7 @@ def from_pretrained(
         model = build_model(run, mesh or launch(run), init_weights=False)
         found = load_checkpoint(str(source), model=model, random_states=False)
         assert found is not None, "a folder without a model was opened as one"
-        model.companion_files = CompanionFiles.from_config_json(content, beside)
+        model.companion_files = CompanionFiles.from_config_json(content, companions)
         return model
     content, tensors = source.config.to_dict(), source.state_dict()
     stored = next(iter(tensors.values())).dtype
@@ -113,7 +115,7 @@ def from_pretrained(
 
 
 def _precision_of(dtype: torch.dtype | str) -> str:
-    """What the flags call a dtype."""
+    """Returns the flags' name of a dtype."""
     name = str(dtype).removeprefix("torch.")
     found = name if name in _DTYPE_TO_PRECISION.values() else _DTYPE_TO_PRECISION.get(name)
     if found is None:
@@ -123,7 +125,7 @@ def _precision_of(dtype: torch.dtype | str) -> str:
 
 
 def _locate_hf_folder(path: Path) -> Path:
-    """The folder of a model's config.json, which is what was saved."""
+    """Returns the folder of a model's config.json."""
     kind = detect_format(path)
     if kind == "megatron":
         raise CheckpointError(
@@ -145,10 +147,10 @@ def _run_config(
     *,
     stored: torch.dtype | str | None,
 ) -> RunConfig:
-    """The settings of a config.json, the layout of the mesh, then the flags."""
+    """Combines the settings of a config.json, the layout of the mesh, then the flags."""
     sections = config_sections(*settings)
-    said = any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in flags)
-    if precision is not None or not said:
+    has_precision_flag = any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in flags)
+    if precision is not None or not has_precision_flag:
         name = precision or _DTYPE_TO_PRECISION.get(str(stored).removeprefix("torch."), "fp32")
         sections["precision"] = {name: True} if name != "fp32" else {}
     if mesh is None:
@@ -165,7 +167,7 @@ def _run_config(
 
 @torch.no_grad()
 def _load_state_dict(model: Model, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Every rank takes its boxes of whole tensors."""
+    """Copies this rank's boxes out of whole tensors."""
     architecture = model.architecture
     logical = to_logical(
         family_name_of_config(content), tensors, architecture.model, architecture.moe, architecture.moe_layer_mask

@@ -1,7 +1,7 @@
-"""What a resumed run may change, and what each change means: nothing that differs from the checkpoint goes unsaid.
+"""What a resumed run may change, and the effect of each change: every difference from the checkpoint is reported.
 
-Another model or schedule is refused (with a flag that allows it). Everything else goes on, and the log says what continues
-and what starts anew. The checkpoint holds the whole resolved config, so the comparison needs no one to remember anything.
+Another model or schedule is refused (with a flag that allows it). Every other change is accepted, and the log tells what continues
+and what restarts. The checkpoint contains the whole resolved config to compare with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from petatron.config import RunConfig
 from petatron.config.absolute_paths import absolute_value, with_absolute_paths
 from petatron.config.schema.fields import fields_by_path
 
-# What a change of these settings does, by section and name; a section alone means all of it that is not named elsewhere.
+# The effect of a changed setting, by section and name; a section alone covers all of its settings not named elsewhere.
 _DATA_ORDER_CHANGES = (
     "samples come from the new data in its own order, from sample {samples:,} of it on; some may be seen "
     "again, others never"
@@ -71,14 +71,14 @@ _IGNORED_SETTINGS = (
 
 
 def config_for_checkpoint(run: RunConfig) -> dict[str, Any]:
-    """The config as a checkpoint holds it: with absolute paths, since a run may go on from another folder."""
+    """Returns the config as stored in a checkpoint: with absolute paths, since a run may resume from another folder."""
     return json.loads(json.dumps(asdict(with_absolute_paths(run))))
 
 
 def resume_changes(
     saved_config: Mapping[str, Any], run: RunConfig, *, iteration: int, consumed_samples: int
 ) -> list[str]:
-    """One line per kind of effect: which settings differ from the checkpoint's, and what that means.
+    """Returns one line per kind of effect: which settings differ from the checkpoint's, and what that means.
 
     >>> from petatron.config import load_config
     >>> flags = "--mock-data --lr 1e-3 --train-iters".split()
@@ -96,7 +96,7 @@ def resume_changes(
             if known is not None and "path" in known.marks:
                 before = json.loads(
                     json.dumps(absolute_value(known, before))
-                )  # older checkpoints hold paths as they were typed
+                )  # older checkpoints have paths as they were typed
             effect = _effect(section, name)
             if before != after and effect is not None:
                 found.setdefault(effect, []).append(f"{name} {before} -> {after}")

@@ -1,4 +1,4 @@
-"""The folders of a run: `--load` must hold what is asked for, and `--save` must belong to this run alone."""
+"""Checks the folders of a run: `--load` must contain what is requested, and `--save` must belong to this run alone."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _log = get_logger(__name__)
 
 
 def check_run_dirs(config: CheckpointConfig) -> None:
-    """Raise for a checkpoint that is not there, and for a folder that holds another run's checkpoints.
+    """Raises for a missing checkpoint, and for a folder that contains another run's checkpoints.
 
-    One command line may serve the first start and every restart: a folder that is both saved to and loaded from may be
-    empty. A folder that is only loaded from may not.
+    One command line may serve the first start and every restart: a folder that is both saved to and loaded from may be empty. A folder
+    that is only loaded from may not.
     """
     continues = config.load is not None and config.save is not None and _same_path(config.load, config.save)
     if config.load is not None:
@@ -47,7 +47,7 @@ def check_run_dirs(config: CheckpointConfig) -> None:
 
 
 def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -> None:
-    """Raise if a folder holds nothing that `--load` can take."""
+    """Raises if a folder contains nothing that `--load` accepts."""
     if (folder / MANIFEST_FILE).is_file():
         step = folder.name.rpartition("-")[2].lstrip("0") or "0"
         raise CheckpointError(
@@ -89,7 +89,7 @@ def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool
 
 
 def _refuse_unconverted(folder: Path, flag: str) -> None:
-    """Raise for what other programs saved and only a conversion can read."""
+    """Raises for checkpoints of other programs that must be converted first."""
     if containing_step(folder) is not None or list_steps(folder):
         return
     if is_megatron_folder(folder):
@@ -102,7 +102,7 @@ def _refuse_unconverted(folder: Path, flag: str) -> None:
 
 
 def _check_hf_load(folder: Path, config: CheckpointConfig) -> None:
-    """A model has weights and nothing else that a run could go on from."""
+    """A Hugging Face model has weights and no state to resume from."""
     if not config.finetune:
         raise CheckpointError(
             f"--load {folder} is the folder of a model: there are weights, but no run to go on with. Add --finetune to start a "
@@ -118,7 +118,7 @@ def _same_path(a: str, b: str) -> bool:
 
 @contextmanager
 def lock_save_dir(folder: str | None, *, rank: int) -> Iterator[None]:
-    """Hold a lock on the save folder while the run lasts, so that two runs cannot write over each other."""
+    """Locks the save folder while the run lasts, so that two runs cannot overwrite each other."""
     if folder is None or rank != 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""A model on its mesh that can also be written down, for whoever trains it and for whoever only loads it."""
+"""A model on its mesh that can also be saved as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Model(ParallelModel):
     """
 
     companion_files: CompanionFiles | None = None
-    """What came with the weights that `from_pretrained` read."""
+    """Files that came with the weights that `from_pretrained` read."""
 
     def save_pretrained(self, path: str | Path, *, tokenizer: Tokenizer | str | Path | None = None) -> None:
-        """Write the model as a Hugging Face folder, which transformers opens as it is; every rank calls it.
+        """Writes the model as a Hugging Face folder, which transformers opens directly; every rank calls it.
 
-        The folder appears when it is complete, and must not exist before, or be empty. Beside the weights go the tokenizer's files,
-        generation_config.json and token ids that came with the model, if `from_pretrained` made it; `tokenizer`, one of ours or
-        the path of a tokenizer.json or its folder, takes their place. A model that no Hugging Face family can express is written
+        The folder appears when it is complete, and must not exist before, or be empty. It also gets the tokenizer's files,
+        generation_config.json and token ids that came with the model, if `from_pretrained` loaded it; `tokenizer`, one of ours or
+        the path of a tokenizer.json or its folder, replaces them. A model that no Hugging Face family can express is written
         with the `model_type` petatron, which `from_pretrained` opens and transformers does not.
 
         >>> import petatron, tempfile
@@ -86,7 +86,7 @@ def _publish_draft(draft: Path, target: Path, disk: Disk) -> None:
 
 
 def _on_first_rank(control: Axis, target: Path, action: Callable[[], None]) -> None:
-    """Have the first rank do something; its failure is everyone's."""
+    """Runs an action on rank 0; its failure is raised on all ranks."""
     failure = None
     if control.rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""`TrainState`: everything a run carries from step to step, and how it is found again after a stop."""
+"""`TrainState`: all state of a run between steps, and how it is saved and resumed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True)
 class TrainProgress:
-    """How far a run is. Updates and their samples exclude steps that fp16 overflow left out; schedules follow them."""
+    """How far a run is. Updates and their samples exclude steps skipped by fp16 overflow; schedules follow them."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -43,7 +43,7 @@ class TrainProgress:
 
 @dataclass(slots=True)
 class TrainState:
-    """The parts of a run that change, and the pure schedules they follow.
+    """The mutable state of a run, and the pure schedules it follows.
 
     >>> import petatron
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -64,13 +64,13 @@ class TrainState:
     data_fingerprint: str | None = None
     """Fingerprint of the training data and its order, once it is known."""
     resume_changes: list[str] = field(default_factory=list)
-    """What differs from the checkpoint that the run was resumed from, and what that means."""
+    """Differences from the checkpoint that the run was resumed from, and their effects."""
     tokenizer: Tokenizer | None = None
-    """What is saved with the model so that others can use it."""
+    """Saved with the model so that other programs can use it."""
     checkpoint_manager: CheckpointManager | None = None
-    """Where this run's checkpoints go, if anywhere."""
+    """The manager of this run's checkpoints, if it saves any."""
     weights_initialized: bool = True
-    """Whether the model has its first weights, so that training may begin without a load."""
+    """Whether the model has initial weights, so that training may begin without a load."""
 
     @classmethod
     def build(
@@ -82,9 +82,9 @@ class TrainState:
         model: ParallelModel | None = None,
         init_weights: bool = True,
     ) -> TrainState:
-        """A run at iteration 0, of a model with its first weights or one that is given.
+        """Builds a run at iteration 0, of a model with initial weights or one that is given.
 
-        Without `init_weights` the weights are zero, for a caller that loads them next: drawing those of a large model takes minutes.
+        Without `init_weights` the weights are zero, for a caller that loads them next: initialising those of a large model takes minutes.
         """
         model = model or build_model(run, mesh, init_weights=init_weights)
         return cls(
@@ -103,18 +103,18 @@ class TrainState:
 
     @classmethod
     def build_for_load(cls, run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> TrainState:
-        """A run at iteration 0 that `load` or `load_pretrained_weights` may follow; first weights are drawn only if neither will."""
+        """Builds a run at iteration 0 for `load` or `load_pretrained_weights`; initialises weights only if neither will fill them."""
         config = run.checkpoint
         loads = config.load is not None and has_weights(config.load, mesh)
         return cls.build(run, mesh, tokenizer, init_weights=not loads and config.pretrained_checkpoint is None)
 
     def run_length(self) -> RunLength:
-        """How long the run is, seen from where it stands."""
+        """The length of the run, from its current position."""
         progress = self.progress
         return RunLength.from_config(self.run, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
 
     def record_data_fingerprint(self, fingerprint: str) -> list[str]:
-        """Remember which data, in which order, this run trains on; a warning if it is not what the run began with."""
+        """Records which data, in which order, this run trains on; warns if it is not what the run began with."""
         changed = self.data_fingerprint is not None and self.data_fingerprint != fingerprint
         self.data_fingerprint = fingerprint
         if not changed:
@@ -126,7 +126,7 @@ class TrainState:
         ]
 
     def save(self, *, wait: bool = True) -> None:
-        """Publish a checkpoint of this iteration; every rank calls it. Without `wait` it is written in the background."""
+        """Publishes a checkpoint of this iteration; every rank calls it. Without `wait` the save is async."""
         config = self.run.checkpoint
         assert self.checkpoint_manager is not None, "this run saves nothing"
         save_with_manager(
@@ -149,7 +149,7 @@ class TrainState:
         )
 
     def load(self, folder: str) -> bool:
-        """Continue from a folder's checkpoint; False when it holds none and the run may start from scratch."""
+        """Resumes from a folder's checkpoint; False when it contains none and the run may start from scratch."""
         config = self.run.checkpoint
         differing: list[str] = []
 
@@ -188,7 +188,7 @@ class TrainState:
         return True
 
     def load_pretrained_weights(self, folder: str) -> None:
-        """Start from the weights of a folder's newest checkpoint, or of a Hugging Face model, and nothing else of it."""
+        """Starts from the weights of a folder's newest checkpoint, or of a Hugging Face model, and nothing else of it."""
         found = load_checkpoint(folder, model=self.model, optimizer=self.optimizer, moments=False, random_states=False)
         if found is None:
             raise CheckpointError(
@@ -197,7 +197,7 @@ class TrainState:
             )
 
     def _check_resumable(self, facts: Mapping[str, Any], folder: str) -> None:
-        """Refuse a checkpoint that this run does not continue."""
+        """Raises for a checkpoint that this run does not continue."""
         missing = {"progress", "scaler", "schedule", "model", "data", "config"} - facts.keys()
         if missing:
             raise CheckpointError(
@@ -219,7 +219,7 @@ class TrainState:
 
     def _model_differences(self, saved: Mapping[str, Any]) -> list[str]:
         now = model_identity(self.run.model, self.run.moe)
-        # A setting that came later than the checkpoint had its default then.
+        # A setting added after the checkpoint had its default then.
         then = {**{name: fields_by_name()[name].default for name in now}, **saved}
         return _differences(then, now)
 
@@ -241,18 +241,18 @@ class TrainState:
             self.resume_changes.append(f"FP8 histories start anew, and the next step scales by its own tensors: {why}")
 
     def _report_random_states(self, loaded: LoadedState) -> None:
-        """Say that random states start anew, unless another layout says so already."""
+        """Reports that RNG states restart, unless the layout change reports it already."""
         if loaded.random_states_restored or any("random states" in change for change in self.resume_changes):
             return
         why = "--no-load-rng" if self.run.checkpoint.no_load_rng else "the checkpoint has none"
         self.resume_changes.append(f"random states (dropout) start anew: {why}")
 
     def _schedule_settings(self) -> dict[str, Any]:
-        """What would change the course of a run if it changed on resume."""
+        """Returns the settings that would change the course of a run on resume."""
         rates, decays = asdict(self.lr_schedule), asdict(self.weight_decay_schedule)
         if (
             self.weight_decay_schedule.start == self.weight_decay_schedule.end
-        ):  # the length of a ramp that is none does not matter
+        ):  # without a ramp its length does not matter
             del decays["length"]
         return {**{f"lr.{k}": v for k, v in rates.items()}, **{f"weight_decay.{k}": v for k, v in decays.items()}}
 

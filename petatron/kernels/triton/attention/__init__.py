@@ -1,1 +1,1 @@
-"""Twins of what `kernels/attention` does outside its products."""
+"""Triton implementations of the row kernels of `kernels/attention`."""

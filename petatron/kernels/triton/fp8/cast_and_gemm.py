@@ -1,22 +1,22 @@
-"""Casts to eight bits that read a tensor once and write it in both orientations: the twins of `kernels/fp8/cast_and_gemm.py`.
+"""FP8 casts that read a tensor once and write it in both orientations: the Triton implementation of `kernels/fp8/cast_and_gemm.py`.
 
-A tile of 128 x 128 numbers is read, scaled, rounded, and written as it is and transposed, in runs of 128 bytes both ways. What
-a cast costs is decided by where the scale comes from. Per number of a bfloat16 tensor, at 4.0 TB/s and 10^9 numbers:
+A tile of 128 x 128 numbers is read, scaled, rounded, and written as it is and transposed, in runs of 128 bytes both ways. The cost
+of a cast depends on its scale. Per number of a bfloat16 tensor, at 4.0 TB/s and 10^9 numbers:
 
     | scale of         | passes                                  | bytes    | ms   |
     |------------------|-----------------------------------------|----------|------|
-    | tensor           | largest (2), cast (2 + 1 + 1)           | 6        | 1.50 |
-    | tensor, known    | cast; `amax` came with the tensor       | 4        | 1.00 |
-    | tensor, delayed  | cast, which finds the largest as well   | 4        | 1.00 |
-    | rows             | largest by row and column (2), cast (4) | 6        | 1.50 |
-    | blocks, squares  | cast, each tile has its own largest     | 4 + 8/128| 1.02 |
+    | tensor           | amax (2), cast (2 + 1 + 1)              | 6        | 1.50 |
+    | tensor, known    | cast; `amax` is given                   | 4        | 1.00 |
+    | tensor, delayed  | cast, which computes amax as well       | 4        | 1.00 |
+    | rows             | amax by row and column (2), cast (4)    | 6        | 1.50 |
+    | blocks, squares  | cast, each tile has its own amax        | 4 + 8/128| 1.02 |
 
 So a scale per row costs no more than one per tensor. The second of two passes goes through the tensor backwards: what the
 first read last is still in the L2 cache (50 MB, of 134 for 16384 x 4096).
 
-The largest magnitude is found in integers: without its sign, a float's bits order as its value does, with infinity above all
-numbers and NaN above infinity, so integer maxima (of registers, of memory with atomic operations) are exact, lose no NaN and
-do not depend on their order. Scales come from the same bits.
+amax is computed in integers: without its sign, a float's bits order as its value does, with infinity above all numbers and NaN above
+infinity, so integer maxima (in registers, or atomic in memory) are exact, lose no NaN and do not depend on their order. Scales come
+from the same bits.
 
 R rows, C columns.
 """
@@ -43,22 +43,22 @@ from petatron.kernels.fp8.cast_and_gemm import (
 _TILE = BLOCK
 _WARPS = 8
 _REGISTERS_LINES, _REGISTERS_BLOCKS = 80, 128
-"""Per thread, so that three and two tiles are on a multiprocessor at a time; more would leave it waiting for memory."""
+"""Per thread, so that three and two tiles are resident on a multiprocessor; more would leave it waiting for memory."""
 _RUN = 16384
-"""Numbers of which one program finds the largest: eight loads of 16 bytes per thread."""
+"""Elements of which one program computes amax: eight loads of 16 bytes per thread."""
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _NOT_FINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x|."""
+    """Returns the bits of |x|."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
 def _scale_bits(bits, TOP: tl.constexpr):
-    """The bits of the scale for a largest magnitude, see `power_of_two_scale`."""
+    """Returns the bits of the scale for an amax, see `power_of_two_scale`."""
     exponent = ((bits + 0x1FFFFF) >> 23) - 127 - TOP
     exponent = tl.minimum(tl.maximum(exponent, -126), 126)
     return tl.where((bits > 0) & (bits < _NOT_FINITE), (exponent + 127) << 23, 127 << 23)
@@ -66,15 +66,15 @@ def _scale_bits(bits, TOP: tl.constexpr):
 
 @triton.jit
 def inverse_scale(scale_bits):
-    """1 / scale, of a power of two in bits."""
+    """Returns 1 / scale, of a power of two in bits."""
     return ((254 << 23) - scale_bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def quantise_unclamped(x, inverse, dtype: tl.constexpr):
-    """x / scale in eight bits, with a scale that comes from the numbers themselves, which leaves none too large."""
+    """x / scale in FP8, with a scale from the tensor itself, so that no value is too large."""
     x = x.to(tl.float32)
-    # x - x is 0, and NaN for what is not finite.
+    # x - x is 0, and NaN where x is not finite.
     return (x * inverse + (x - x)).to(dtype)
 
 
@@ -82,7 +82,7 @@ def quantise_unclamped(x, inverse, dtype: tl.constexpr):
 def _quantise_clamped(x, inverse, dtype: tl.constexpr, TOP: tl.constexpr):
     x = x.to(tl.float32)
     limit: tl.constexpr = 1.75 * 2**TOP
-    # Minimum and maximum drop NaN, so it comes back afterwards.
+    # Minimum and maximum drop NaN, so it is added back.
     return (tl.minimum(tl.maximum(x * inverse, -limit), limit) + (x - x)).to(dtype)
 
 
@@ -340,8 +340,8 @@ def _cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tupl
     R, C = x_RC.shape
     rows, columns = _outputs(x_RC, dtype, transposed=transposed)
     grid = (_num_tiles(R, C),)
-    largest = torch.zeros(R + C if transposed else R, dtype=torch.int32, device=x_RC.device)
-    amax_R, amax_C = largest[:R], largest[R:]
+    amax = torch.zeros(R + C if transposed else R, dtype=torch.int32, device=x_RC.device)
+    amax_R, amax_C = amax[:R], amax[R:]
     _row_and_column_amax[grid](x_RC, amax_R, amax_C, R, C, COLUMNS=transposed, TILE=_TILE, num_warps=_WARPS)
     scale_R = x_RC.new_empty((R, 1), dtype=torch.float32)
     scale_C = x_RC.new_empty((C if transposed else 0, 1), dtype=torch.float32)
@@ -365,15 +365,15 @@ def _cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tupl
 
 
 def _outputs(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool = True) -> tuple[Tensor, Tensor]:
-    """Room for the rows, and for the columns if these are wanted."""
-    # Triton 3.6 garbles a transposed tile of eight-bit numbers that were float32; nothing here is.
+    """Allocates the rows, and the columns if `transposed`."""
+    # Triton 3.6 garbles a transposed FP8 tile that was float32; nothing here is.
     assert x_RC.element_size() == 2 or not transposed, f"{x_RC.dtype} is not half precision"
     R, C = x_RC.shape
     return torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((C, R) if transposed else (0,), dtype=dtype)
 
 
 def _empty_block_scales(x: Tensor, rows: int, length: int) -> Tensor:
-    """Scales that are all 1, as the padding stays."""
+    """Returns scales that are all 1, as the padding stays."""
     across = triton.cdiv(triton.cdiv(length, BLOCK), BLOCK_SCALE_MULTIPLE) * BLOCK_SCALE_MULTIPLE
     return torch.ones((triton.cdiv(rows, BLOCK), across), dtype=torch.float32, device=x.device)
 

@@ -1,10 +1,10 @@
-"""Weights to and from eight bits in one pass each: the twins of `kernels/fp8/gather_cast.py`.
+"""Quantises and dequantises weights in one pass each: the Triton implementation of `kernels/fp8/gather_cast.py`.
 
-Per number of a bfloat16 weight: 2 bytes to find the largest and 2 + 1 to cast it, both over what a rank owns, 1 + 2 to widen it,
-over all. With n weights, r ranks and 4.0 TB/s that is (5 / r + 3) n / 4 ms for n in billions: for one billion over 8 ranks 0.91
-ms, against 1 GB less on the wire, 2.2 ms at 450 GB/s and 20 ms at 50 GB/s.
+Per number of a bfloat16 weight: 2 bytes for amax and 2 + 1 to quantise, both over the rank's owned range, 1 + 2 to dequantise, over
+all. With n weights, r ranks and 4.0 TB/s that is (5 / r + 3) n / 4 ms for n in billions: for one billion over 8 ranks 0.91 ms,
+against 1 GB less to all-gather, 2.2 ms at 450 GB/s and 20 ms at 50 GB/s.
 
-A program takes 64 runs of 64 numbers. What each run's scale is costs a few integer operations per run, not per number.
+A program processes 64 runs of 64 numbers. A run's scale index costs a few integer operations per run, not per number.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -25,7 +25,7 @@ _WARPS = 4
 
 @triton.jit
 def _run_offsets(N, RUNS: tl.constexpr, RUN: tl.constexpr):
-    """This program's runs, where their numbers are, and which of these are there."""
+    """Returns this program's runs, their elements' offsets, and the mask."""
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     at = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
     return run, at, at < N
@@ -33,7 +33,7 @@ def _run_offsets(N, RUNS: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def _scale_index(first, columns, scales, BLOCK: tl.constexpr):
-    """Which scale an element's square has; the last, behind the end."""
+    """Returns the scale index of an element's square; the last, after the end."""
     row = first // columns
     column = first - row * columns
     return tl.minimum((row // BLOCK) * (columns // BLOCK) + column // BLOCK, scales - 1)
@@ -108,7 +108,7 @@ def _dequantise_shards(
         factor = tl.load(scale + _scale_index(part * N + run * RUN, columns, scales, BLOCK))[:, None]
     else:
         factor = tl.load(scale)
-    # Minimum and maximum drop NaN, so it comes back afterwards; not in a sum, where -0 would lose its sign.
+    # Minimum and maximum drop NaN, so it is restored; not by a sum, where -0 would lose its sign.
     wide = tl.where(numbers == numbers, tl.minimum(tl.maximum(numbers * factor, -LIMIT), LIMIT), float("nan"))
     tl.store(out + part * out_stride + at, wide.to(out.dtype.element_ty), mask=inside)
 

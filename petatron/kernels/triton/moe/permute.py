@@ -1,25 +1,25 @@
-"""Tokens to their experts' rows and back, and the weighted activation between the products, each in one pass.
+"""Permute, unpermute, and the weighted activation between the experts' GEMMs, each in one pass.
 
 One program has one token, and so reads or writes the token once, however many rows it has: a gather with a program per row
 would read every token K times. Sums are in float32 over the K rows in their order, without atomic adds. A program holds
 its token's whole row in registers.
 
-In the backward pass of the weighted activation, with a = f(gate) up (f and f' are in `activation.py`), and g the gradient that
-comes out of the next product,
+In the backward of the weighted activation, with a = f(gate) up (f and f' are in `activation.py`), and g the gradient of its
+output,
 
     gradient of gate = w g up f'(gate),   of up = w g f(gate),   of w = sum over the row of g a
 
-the last of which is why a program has whole rows here, too, and walks along them.
+the last of which is why a program has whole rows here, too, and iterates over them.
 
 Device memory traffic in bf16 at 4.0 TB/s, for 32768 tokens (Mixtral: K 2, D 4096, F 14336; Qwen3-30B: K 8, D 2048, F 768);
 one H200 gave 3.6 to 4.4 TB/s, each within 0.04 ms of these:
 
-| kernel                                        | elements          | Mixtral ms | Qwen3-30B ms |
-|-----------------------------------------------|-------------------|------------|--------------|
-| take_rows, sum_rows                           | T D + R D         | 0.20       | 0.30         |
-| combine_backward (where weights are not in a) | T D + 2 R D       | 0.34       | 0.57         |
-| weighted_activation                           | 3 R F             | 1.41       | 0.30         |
-| weighted_activation_backward, again           | 6 R F             | 2.82       | 0.60         |
+| kernel                                          | elements          | Mixtral ms | Qwen3-30B ms |
+|-------------------------------------------------|-------------------|------------|--------------|
+| permute_rows, unpermute_rows                    | T D + R D         | 0.20       | 0.30         |
+| unpermute_backward (where weights are not in a) | T D + 2 R D       | 0.34       | 0.57         |
+| weighted_activation                             | 3 R F             | 1.41       | 0.30         |
+| weighted_activation_backward, recompute_output  | 6 R F             | 2.82       | 0.60         |
 
 T tokens, K choices per token, R rows, D width, F inner width.
 """
@@ -39,8 +39,8 @@ from petatron.kernels.moe.permute import MoEKernels, Permutation
 from petatron.kernels.triton.activation import activation_and_slope
 
 MAX_ROW_WIDTH = 2**15
-"""The widest row that stays in registers; wider ones go the plain way."""
-_TILE = 2048  # elements a program of the activation has in hand
+"""The widest row that fits in registers; wider ones use the reference."""
+_TILE = 2048  # elements of a tile of the activation
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _permute(
         choice = token * K + k
         row = tl.load(row_TK + choice)
         wanted = column < WIDTH
-        if not ALL:  # a choice without a row may name one that another has
+        if not ALL:  # a dropped choice may have the row of another
             wanted = wanted & (tl.load(choice_R + row, mask=row < rows, other=-1) == choice)
         tl.store(rows_RD + row * WIDTH + column, x, mask=wanted)
 
@@ -107,7 +107,7 @@ def _unpermute_backward(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     grad = tl.load(grad_TD + token * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    # Two loops, because a load that comes after a store has to wait for it.
+    # Two loops, because a load after a store has to wait for it.
     for k in tl.static_range(K):
         choice = token * K + k
         wanted = column < WIDTH
@@ -181,13 +181,13 @@ def _weighted_activation_backward(
         tl.store(grad_gate_up + broad, (grad * up * slope).to(grad_gate_up.dtype.element_ty), mask=mask)
         tl.store(grad_gate_up + broad + WIDTH, (grad * active).to(grad_gate_up.dtype.element_ty), mask=mask)
         if RECOMPUTE_OUTPUT:
-            # The same order of factors as in the forward pass, for the same bits.
+            # The same order of factors as in forward, for the same bits.
             tl.store(made_RF + narrow, (active * up * weight).to(made_RF.dtype.element_ty), mask=mask)
     tl.store(grad_weight_R + row, tl.sum(dots, axis=1).to(grad_weight_R.dtype.element_ty), mask=row < rows)
 
 
 def permute_rows(x_TD: Tensor, permutation: Permutation) -> Tensor:
-    """The token of every row; zeros in padding."""
+    """Copies the token of every row; zeros in padding."""
     tokens, width = x_TD.shape
     if width > MAX_ROW_WIDTH:
         return reference.permute_rows(x_TD, permutation)
@@ -207,7 +207,7 @@ def permute_rows(x_TD: Tensor, permutation: Permutation) -> Tensor:
 
 
 def unpermute_rows(rows_RD: Tensor, permutation: Permutation, *, weights_TK: Tensor | None = None) -> Tensor:
-    """For every token the sum of its rows, each times the weight of its choice."""
+    """Sums each token's rows, each times the weight of its choice."""
     row_TK, width = permutation.row_TK.contiguous(), rows_RD.shape[1]
     if width > MAX_ROW_WIDTH:
         return reference.unpermute_rows(rows_RD, permutation, weights_TK=weights_TK)
@@ -231,7 +231,7 @@ def unpermute_rows(rows_RD: Tensor, permutation: Permutation, *, weights_TK: Ten
 def unpermute_backward(
     grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, permutation: Permutation
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a weighted sum: of the rows (zeros in padding), and of the weights."""
+    """Returns the gradients of a weighted sum: of the rows (zeros in padding), and of the weights."""
     row_TK = permutation.row_TK.contiguous()
     if rows_RD.shape[1] > MAX_ROW_WIDTH:
         return reference.unpermute_backward(grad_TD, rows_RD, weights_TK, permutation)
@@ -257,7 +257,7 @@ def unpermute_backward(
 
 
 def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str) -> Tensor:
-    """The activation times the weight of each row; one without a gate in plain torch."""
+    """The activation times the weight of each row; an ungated one uses the reference."""
     if name not in GATE_ACTIVATIONS:
         return reference.weighted_activation(inner_RG, weight_R, name)
     rows, width = inner_RG.shape[0], inner_RG.shape[1] // 2
@@ -274,7 +274,7 @@ def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str) -> Tensor
 def weighted_activation_backward(
     grad_RF: Tensor, inner_RG: Tensor, weight_R: Tensor, name: str, *, recompute_output: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of what went in and of the weights, and the weighted activation if it is wanted again."""
+    """Returns the gradients of the input and of the weights, and the weighted activation if `recompute_output`."""
     if name not in GATE_ACTIVATIONS:
         return reference.weighted_activation_backward(
             grad_RF, inner_RG, weight_R, name, recompute_output=recompute_output
@@ -282,7 +282,7 @@ def weighted_activation_backward(
     rows, width = grad_RF.shape
     inner_RG, weight_R = inner_RG.contiguous(), weight_R.contiguous()
     grad_inner, grad_weight = torch.empty_like(inner_RG), torch.empty_like(weight_R)
-    made = inner_RG.new_empty(rows, width) if recompute_output else None
+    output = inner_RG.new_empty(rows, width) if recompute_output else None
     if rows:
         shape = _tile_options(width)
         _weighted_activation_backward[(triton.cdiv(rows, shape["ROWS"]),)](
@@ -291,36 +291,36 @@ def weighted_activation_backward(
             weight_R,
             grad_inner,
             grad_weight,
-            grad_inner if made is None else made,
+            grad_inner if output is None else output,
             rows,
             NAME=name,
             RECOMPUTE_OUTPUT=recompute_output,
             num_warps=4,
             **shape,
         )
-    return grad_inner, grad_weight, made
+    return grad_inner, grad_weight, output
 
 
 def _row_options(width: int) -> dict[str, int]:
-    """A block that holds a row, 16 elements to a thread: two loads of 16 bytes in half precision."""
+    """Returns a block that holds a row, 16 elements per thread: two loads of 16 bytes in half precision."""
     block = triton.next_power_of_2(width)
     return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
 def _tile_options(width: int) -> dict[str, int]:
-    """A few rows by as many columns as a warp reads at once, or twice that where rows are long enough."""
+    """Returns a tile of a few rows by as many columns as a warp reads at once, or twice that where rows are long enough."""
     block = 512 if width % 512 == 0 else 256
     return {"WIDTH": width, "BLOCK": block, "ROWS": _TILE // block}
 
 
 def _empty_rows(like: Tensor, permutation: Permutation) -> Tensor:
-    """Room for all rows. Every row is written that has a choice; padding has none, so that is zeros from the start."""
+    """Allocates all rows. Every row with a choice is written; padding has none, so it is zeroed."""
     make = like.new_empty if permutation.valid_R is None else like.new_zeros
     return make((permutation.choice_R.shape[0], like.shape[1]))
 
 
 def _kept_mask(permutation: Permutation) -> Tensor:
-    """Which choices have a row, as bytes; some tensor, which is not read, when all have."""
+    """Returns which choices have a row, as bytes; any tensor, which is not read, when all have."""
     kept_TK = permutation.kept_TK
     return permutation.row_TK if kept_TK is None else kept_TK.contiguous().view(torch.uint8)
 

@@ -1,8 +1,8 @@
 """AdamW in one pass, and the sum of squares of the gradients.
 
 `petatron/kernels/optimizer/adam.py` has the formula. Per parameter of a bfloat16 model the kernel reads the gradient, the master weight
-and both moments (16 bytes) and writes the master weight, the moments and the model's weight (14): nothing is read twice, and
-nothing lies between. The norm reads the gradient once more before, 4 bytes.
+and both moments (16 bytes) and writes the master weight, the moments and the model's weight (14): nothing is read twice, and there
+are no temporaries. The norm reads the gradient once more before, 4 bytes.
 
 | per parameter              | bytes | 1.24e9 parameters at 4.0 TB/s |
 |----------------------------|-------|-------------------------------|
@@ -11,17 +11,17 @@ nothing lies between. The norm reads the gradient once more before, 4 bytes.
 | adamw, bfloat16 moments    | 22    | 6.8 ms                        |
 | the same, bfloat16 grads   | 20    | 6.2 ms                        |
 
-A program holds 1024 elements in 256 threads, four to a thread: its four 16-byte loads are under way before the first is used,
-and since four is the most that a float32 load takes, no tensor has to change hands between threads on its way to a store. A mask
-that may end anywhere would keep the compiler from wide loads, so the launch covers a multiple of 16 elements (Triton compiles
-with that in mind) and a short second one the few that are left.
+A program has 1024 elements in 256 threads, four per thread: its four 16-byte loads are in flight before the first is used, and
+since four is the most that a float32 load covers, no tensor is exchanged between threads before a store. A mask that may end
+anywhere would keep the compiler from wide loads, so the launch covers a multiple of 16 elements (for which Triton specialises) and a
+short second one the remaining few.
 
-The sum of squares is deterministic: every program writes the sum of its own elements, and these sums are added up in a fixed
-order in float64. Accuracy does not suffer from the size of a tensor either, since no sum in this kernel's float32 has more than
-8192 terms. Tensors of less than 2^18 elements go to torch, many in a launch; each is summed whole in float32, where torch adds
-up many short sums and not one long one, and their norms are joined in float64 too.
+The sum of squares is deterministic: every program writes the sum of its own elements, and these sums are added in a fixed order in
+float64. Accuracy does not depend on the size of a tensor, since no sum in this kernel's float32 has more than 8192 terms. Tensors of
+less than 2^18 elements go to torch, many in a launch; each is summed whole in float32, where torch adds many short sums and not one
+long one, and their norms are combined in float64 too.
 
-Rates are plain arguments that no kernel is compiled for; 1 - beta is taken on the host, where it has all its digits.
+Rates are plain arguments, not specialised; 1 - beta is computed on the host, in full precision.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -40,7 +40,7 @@ from petatron.kernels.optimizer.adam import sum_of_squares as plain_sum_of_squar
 
 _BLOCK = 1024
 _SQUARES_BLOCK = 8192
-_SMALL = 1 << 18  # below this many elements a launch of one's own costs more than the sum
+_SMALL = 1 << 18  # below this many elements a separate launch costs more than the sum
 _FIRST = tl.constexpr(HASH_FACTORS[0])
 _SECOND = tl.constexpr(HASH_FACTORS[1])
 
@@ -56,7 +56,7 @@ def _hash(bits):
 
 @triton.jit
 def _store_stochastic(pointer, value, random_bits, mask):
-    """Random bits are added to those that bfloat16 has no room for, which are then cut off."""
+    """Adds random bits to those that bfloat16 cuts off, then truncates."""
     if pointer.dtype.element_ty == tl.bfloat16:
         bits = (value.to(tl.uint32, bitcast=True) + random_bits) & 0xFFFF0000
         value = bits.to(tl.float32, bitcast=True)
@@ -82,14 +82,14 @@ def _adamw(
     HAS_WEIGHT: tl.constexpr,
     BF16_MOMENTS: tl.constexpr,
 ):
-    # 64 bits: a flat buffer may have more elements than a 32-bit number counts.
+    # 64 bits: a flat buffer may have more than 2^32 elements.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < length
     grad = tl.load(grad_N + at, mask=mask, other=0.0).to(tl.float32)
     master = tl.load(master_N + at, mask=mask, other=0.0)
     exp_avg = tl.load(exp_avg_N + at, mask=mask, other=0.0).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_N + at, mask=mask, other=0.0).to(tl.float32)
-    # An update that is left out is computed all the same and not written: no load waits for the answer.
+    # A skipped update is computed all the same and not written: no load waits for the flag.
     mask = mask & (tl.load(scalars + 1).to(tl.int32) == 0)
 
     grad *= tl.load(scalars)
@@ -120,7 +120,7 @@ def _sum_of_squares(values_N, sums_P, length, BLOCK: tl.constexpr):
 
 
 def adamw(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamRates, start: int = 0) -> None:
-    """One update in place, of float32 master weights."""
+    """Updates float32 master weights in place."""
     assert state.master.dtype == torch.float32 and scalars.dtype == torch.float32
     length = grad.numel()
     whole = length - length % 16
@@ -153,16 +153,16 @@ def _launch(grad: Tensor, state: AdamState, scalars: Tensor, rates: AdamRates, s
 
 
 def sum_of_squares(views: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements, as a float32 scalar on the device."""
+    """Returns the sum of squares of all elements, as a float32 device scalar."""
     small = [view for view in views if view.numel() < _SMALL]
     large = [view for view in views if view.numel() >= _SMALL]
-    # What ends between two multiples of 16 is cut there, for the sake of wide loads.
+    # Tensors are cut at their last multiple of 16, for wide loads.
     small += [view[view.numel() // 16 * 16 :] for view in large if view.numel() % 16]
     total = plain_sum_of_squares(small) if small else views[0].new_zeros((), dtype=torch.float32)
     if not large:
         return total
     counts = [triton.cdiv(view.numel() // 16 * 16, _SQUARES_BLOCK) for view in large]
-    # Every tensor's sums begin at a multiple of 16 bytes, or the kernel would be compiled once more for those that do not.
+    # Every tensor's sums are 16-byte aligned, or the kernel would be compiled again for those that are not.
     starts = [0, *accumulate(triton.cdiv(count, 4) * 4 for count in counts)]
     sums = torch.zeros(starts[-1], dtype=torch.float32, device=views[0].device)
     for view, count, at in zip(large, counts, starts):
