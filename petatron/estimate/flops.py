@@ -1,4 +1,4 @@
-"""FLOPs and parameters of a decoder.
+"""FLOPs and parameters of a model, added up from its layers' specs.
 
 A GEMM of T tokens with an m x n weight is 2Tmn operations, and backward does twice that, so each weight of a GEMM costs 6 per
 token. Attention multiplies activations with each other: queries with keys and weights with values, 2 x 2 operations per head
@@ -21,46 +21,11 @@ the model needs, not the work of a particular run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
 
-from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig, MoEConfig
+from petatron.config.pipeline_stages import PipelineStage
+from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import padded_rows
-
-
-@dataclass(frozen=True, slots=True)
-class _ModelDims:
-    """The dimensions of a derived model config."""
-
-    num_layers: int
-    hidden_size: int
-    q_dim: int
-    kv_dim: int
-    head_dim: int
-    ffn_hidden_size: int
-    num_mlp_matrices: int
-    vocab_size: int
-    num_positions: int
-
-
-def _model_dims(model: ModelConfig) -> _ModelDims:
-    head = model.kv_channels
-    groups = model.num_query_groups
-    assert head is not None and groups is not None, "the config must be derived first"
-    assert model.ffn_hidden_size is not None and model.vocab_size is not None, "the config must be derived first"
-    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
-    assert positions is not None, "the config must be derived first"
-    return _ModelDims(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        q_dim=model.num_attention_heads * head,
-        kv_dim=groups * head,
-        head_dim=head,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_mlp_matrices=3 if model.activation in GATED_ACTIVATIONS else 2,
-        vocab_size=model.vocab_size,
-        num_positions=positions,
-    )
 
 
 def flops_formula(*, causal: bool = True, experts: bool = False) -> str:
@@ -72,85 +37,41 @@ def flops_formula(*, causal: bool = True, experts: bool = False) -> str:
     return f"6 T ({layers} + h V) + 12 L q (T/s) {pairs}"
 
 
-def padded_vocab_size(model: ModelConfig, *, tp_size: int = 1) -> int:
-    """Returns the rows of the embedding in memory; padding rows multiply like the others."""
-    assert model.vocab_size is not None, "the config must be derived first"
-    return padded_rows(model.vocab_size, model.make_vocab_size_divisible_by, tp_size)
+def model_flops_per_token(spec: ModelSpec, *, tp_size: int = 1, causal: bool = True) -> float:
+    """Returns forward and backward FLOPs per token of a full training sequence."""
+    length = spec.config.seq_length
+    gemm_flops = 6 * (_layer_gemm_elements(spec) + head_gemm_elements(spec, tp_size=tp_size))
+    mixing_flops = sum(
+        count * branch.mixing_flops(length, causal=causal)
+        for layer, count in spec.count_layers().items()
+        for branch in layer.branches
+    )
+    return gemm_flops + mixing_flops / length
 
 
-def model_flops_per_token(
-    model: ModelConfig,
-    moe: MoEConfig | None = None,
-    *,
-    moe_layer_mask: Sequence[bool] = (),
-    tp_size: int = 1,
-    causal: bool = True,
-) -> float:
-    """Returns forward and backward FLOPs per token of a full training sequence; `moe_layer_mask` says which layers are MoE layers."""
-    shape = _model_dims(model)
-    vocabulary = padded_vocab_size(model, tp_size=tp_size)
-    attention = shape.hidden_size * (shape.q_dim + 2 * shape.kv_dim) + shape.q_dim * shape.hidden_size
-    num_moe = sum(moe_layer_mask)
-    mlp = (shape.num_layers - num_moe) * shape.num_mlp_matrices * shape.hidden_size * shape.ffn_hidden_size
-    if num_moe:
-        mlp += num_moe * _moe_parameters(model, _require_moe(moe), active=True, biases=False)
-    gemm_flops = 6 * (shape.num_layers * attention + mlp + shape.hidden_size * vocabulary)
-    pairs = _attention_pairs(model.seq_length, window=model.window_size, causal=causal)
-    return gemm_flops + 12 * shape.num_layers * shape.q_dim * pairs / model.seq_length
-
-
-def _attention_pairs(length: int, *, window: int | None, causal: bool) -> float:
-    """Returns the (query, key) pairs of one sequence."""
-    if not causal:
-        return float(length * length)
-    visible = min(window or length, length)
-    return visible * length - visible * visible / 2
-
-
-def parameter_count(
-    model: ModelConfig, moe: MoEConfig | None = None, *, moe_layer_mask: Sequence[bool] = (), active: bool = False
-) -> int:
-    """Returns the trainable parameters of the decoder, without vocabulary padding; with `active` only those one token uses."""
-    shape = _model_dims(model)
-    norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight alone
-    bias = int(model.add_bias_linear)
-    qkv = shape.q_dim + 2 * shape.kv_dim
-    attention = shape.hidden_size * qkv + qkv * int(model.add_bias_linear or model.add_qkv_bias)
-    attention += shape.q_dim * shape.hidden_size + bias * shape.hidden_size
-    attention += 2 * norm * shape.head_dim * int(model.qk_layernorm)
-    layers = shape.num_layers * (attention + 2 * norm * shape.hidden_size)
-    num_moe = sum(moe_layer_mask)
-    layers += (shape.num_layers - num_moe) * _mlp_parameters(shape, shape.hidden_size, shape.ffn_hidden_size, bias)
-    if num_moe:
-        layers += num_moe * _moe_parameters(model, _require_moe(moe), active=active, biases=True)
-    embeddings = shape.hidden_size * (shape.vocab_size + shape.num_positions)
-    head = shape.hidden_size * shape.vocab_size if model.untie_embeddings_and_output_weights else 0
-    return layers + embeddings + norm * shape.hidden_size + head
-
-
-def _mlp_parameters(dims: _ModelDims, hidden_size: int, ffn_hidden_size: int, bias: int) -> int:
-    return dims.num_mlp_matrices * hidden_size * ffn_hidden_size + bias * (
-        (dims.num_mlp_matrices - 1) * ffn_hidden_size + hidden_size
+def _layer_gemm_elements(spec: ModelSpec) -> int:
+    """Returns the elements of the layers' GEMM weights that one token uses."""
+    return sum(
+        count * sum(param.num_active_elements for param in layer.params().values() if param.is_gemm)
+        for layer, count in spec.count_layers().items()
     )
 
 
-def _moe_parameters(model: ModelConfig, moe: MoEConfig, *, active: bool, biases: bool) -> int:
-    """Returns the parameters of an MoE layer: all of them, or those one token uses."""
-    shape = _model_dims(model)
-    assert moe.num_experts is not None and moe.moe_ffn_hidden_size is not None, "the config must be derived first"
-    bias = int(model.add_bias_linear and biases)
-    outer = moe.moe_latent_size or shape.hidden_size
-    total = shape.hidden_size * moe.num_experts
-    num_used = moe.moe_router_topk if active else moe.num_experts
-    total += num_used * _mlp_parameters(shape, outer, moe.moe_ffn_hidden_size, bias)
-    if moe.moe_latent_size is not None:
-        total += 2 * shape.hidden_size * outer + bias * (shape.hidden_size + outer)
-    if moe.moe_shared_expert_intermediate_size:
-        total += _mlp_parameters(shape, shape.hidden_size, moe.moe_shared_expert_intermediate_size, bias)
-        total += shape.hidden_size * int(moe.moe_shared_expert_gate)
-    return total
+def head_gemm_elements(spec: ModelSpec, *, tp_size: int = 1) -> int:
+    """Returns the elements of GEMM weights after the layers, vocabulary padding included: it multiplies like the rest."""
+    last = PipelineStage((), has_embedding=False, has_loss=True)
+    return sum(
+        (param.shape[0] if param.shard.pad_to is None else padded_rows(param.shape[0], param.shard.pad_to, tp_size))
+        * math.prod(param.shape[1:])
+        for param in spec.outer_params(last).values()
+        if param.is_gemm
+    )
 
 
-def _require_moe(moe: MoEConfig | None) -> MoEConfig:
-    assert moe is not None, "layers with experts need their config"
-    return moe
+def parameter_count(spec: ModelSpec, *, active: bool = False) -> int:
+    """Returns the trainable parameters, without vocabulary padding; with `active` only those one token uses."""
+    layers = sum(
+        count * sum(param.num_active_elements if active else param.num_elements for param in layer.params().values())
+        for layer, count in spec.count_layers().items()
+    )
+    return layers + sum(param.num_elements for param in spec.outer_params(spec.whole).values())

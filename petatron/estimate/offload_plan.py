@@ -7,9 +7,12 @@ time of all layers up to the next one for offload, and in backward for reload.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from petatron.estimate.activation_bytes import ActivationShape, layer_bytes
+from petatron.estimate.activation_bytes import layer_bytes
 from petatron.estimate.recompute_plan import RecomputePlan
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.transformer_layer import LayerSpec
 
 LAYERS_IN_TRANSIT = 2
 """Offloaded layers with activations on the device: the one that runs and one in transfer."""
@@ -26,27 +29,27 @@ def offloaded_layers(num_layers: int, num_offloaded: int) -> tuple[int, ...]:
 
 
 def offloaded_bytes(
-    plan: RecomputePlan, shape: ActivationShape, moe_layer_mask: tuple[bool, ...], num_offloaded: int
+    plan: RecomputePlan, shape: ActivationShape, layers: Sequence[LayerSpec], num_offloaded: int
 ) -> int:
-    """Returns the bytes of one micro-batch in host memory; `moe_layer_mask` says which of the stage's layers are MoE layers."""
-    return sum(layers * size for size, layers in _saved_bytes_by_kind(plan, shape, moe_layer_mask, num_offloaded))
+    """Returns the bytes of one micro-batch in host memory; `layers` are those of the stage."""
+    return sum(count * size for size, count in _saved_bytes_by_kind(plan, shape, layers, num_offloaded))
 
 
 def freed_bytes(
-    plan: RecomputePlan, shape: ActivationShape, moe_layer_mask: tuple[bool, ...], num_offloaded: int
+    plan: RecomputePlan, shape: ActivationShape, layers: Sequence[LayerSpec], num_offloaded: int
 ) -> int:
     """Returns the bytes that offload frees from a stage's peak: all that is offloaded, less what is in transfer at a time."""
-    largest = max((size for size, _ in _saved_bytes_by_kind(plan, shape, moe_layer_mask, num_offloaded)), default=0)
+    largest = max((size for size, _ in _saved_bytes_by_kind(plan, shape, layers, num_offloaded)), default=0)
     return max(
-        0, plan.in_flight * offloaded_bytes(plan, shape, moe_layer_mask, num_offloaded) - LAYERS_IN_TRANSIT * largest
+        0, plan.in_flight * offloaded_bytes(plan, shape, layers, num_offloaded) - LAYERS_IN_TRANSIT * largest
     )
 
 
 def _saved_bytes_by_kind(
-    plan: RecomputePlan, shape: ActivationShape, moe_layer_mask: tuple[bool, ...], num_offloaded: int
+    plan: RecomputePlan, shape: ActivationShape, layers: Sequence[LayerSpec], num_offloaded: int
 ) -> list[tuple[int, int]]:
     """Returns the bytes that offloaded layers of each kind save, and the number of such layers."""
     kinds = Counter(
-        (plan.modules[index], moe_layer_mask[index]) for index in offloaded_layers(len(moe_layer_mask), num_offloaded)
+        (layers[index], plan.modules[index]) for index in offloaded_layers(len(layers), num_offloaded)
     )
-    return [(layer_bytes(shape, modules, is_moe=is_moe), layers) for (modules, is_moe), layers in kinds.items()]
+    return [(layer_bytes(layer, shape, modules), count) for (layer, modules), count in kinds.items()]

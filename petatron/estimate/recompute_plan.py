@@ -23,20 +23,18 @@ from petatron.base.text import gigabytes
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import (
-    FULL,
-    ActivationShape,
-    embedding_and_head_bytes,
     layer_bytes,
+    layer_input_bytes,
     regathered_bytes,
     saved_norm_output_bytes,
 )
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import FULL
+from petatron.layers.transformer_layer import LayerSpec
+from petatron.models.spec import ModelSpec
 
 ModuleSet = frozenset[str]
 NO_MODULES: ModuleSet = frozenset()
-DENSE_MODULES = ("core_attn", "layernorm", "mlp", "attention")
-MOE_MODULES = ("core_attn", "layernorm", "shared_experts", "moe", "attention")
-_CONTAINED_MODULES = {"attention": {"core_attn"}, "moe": {"shared_experts"}}
-_ELEMENTWISE_FLOPS = 12  # operations per element of a norm or activation: few beside a GEMM's, but not zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class RecomputePlan:
         if whole:
             together = f", {self.group_size} together" if self.group_size > 1 else ""
             parts.append(f"{_layer_fraction(whole, len(self.modules))} whole{together}")
-        for name in dict.fromkeys((*DENSE_MODULES, *MOE_MODULES)):
+        for name in sorted(set().union(*self.modules) - {FULL}):
             count = sum(name in modules for modules in self.modules)
             if count:
                 parts.append(f"{name} in {_layer_fraction(count, len(self.modules))}")
@@ -85,16 +83,24 @@ def _layer_fraction(count: int, layers: int) -> str:
     return f"all {layers} layers" if count == layers else f"{count} of {layers} layers"
 
 
-def effective_modules(shape: ActivationShape, modules: Sequence[str] | ModuleSet, *, is_moe: bool) -> ModuleSet:
-    """Returns the given modules that a layer of this kind has, without those contained in others of them.
+def recompute_modules(layer: LayerSpec) -> tuple[str, ...]:
+    """Returns what can be recomputed of a layer: small parts first, whole branches last."""
+    inner = [name for branch in layer.branches for name in branch.inner_regions]
+    mixer_parts = layer.mixer.inner_regions if layer.mixer is not None else ()
+    others = [name for name in inner if name not in mixer_parts]
+    return (*mixer_parts, "layernorm", *others, *(branch.region for branch in reversed(layer.branches)))
+
+
+def effective_modules(layer: LayerSpec, shape: ActivationShape, modules: Sequence[str] | ModuleSet) -> ModuleSet:
+    """Returns the given modules that the layer has, without those contained in others of them.
 
     `layernorm` is among them only if it frees something besides the others.
     """
     if FULL in modules:
         return frozenset((FULL,))
-    present = set(modules).intersection(MOE_MODULES if is_moe else DENSE_MODULES)
-    contained = {name for outer in present for name in _CONTAINED_MODULES.get(outer, ())}
-    if not saved_norm_output_bytes(shape, present, is_moe=is_moe):
+    present = set(modules).intersection(recompute_modules(layer))
+    contained = {name for branch in layer.branches if branch.region in present for name in branch.inner_regions}
+    if not saved_norm_output_bytes(layer, shape, present):
         present.discard("layernorm")
     return frozenset(present - contained)
 
@@ -108,61 +114,63 @@ class BudgetError(ConfigError):
 
 
 def plan_recompute(
-    memory: MemoryConfig, shape: ActivationShape, stage: PipelineStage, *, in_flight: int = 1, num_local_stages: int = 1
+    memory: MemoryConfig,
+    spec: ModelSpec,
+    shape: ActivationShape,
+    stage: PipelineStage,
+    *,
+    in_flight: int = 1,
+    num_local_stages: int = 1,
 ) -> RecomputePlan:
     """Returns the plan of one stage that holds `in_flight` micro-batches at a time.
 
     `num_local_stages` is the number of stages of this rank, which share its budget evenly. Raises ConfigError if it cannot be met.
     """
-    moe_layer_mask = [shape.moe_layer_mask[layer] for layer in stage.layer_indices]
-    costs = _StageCosts(shape, stage, moe_layer_mask, in_flight)
+    layers = [spec.layers[index] for index in stage.layer_indices]
+    costs = _StageCosts(shape, layers, spec.outer_saved_bytes(shape, stage), in_flight)
     if memory.recompute_memory_budget_gb is not None:
         return _fit_budget(costs, memory.recompute_memory_budget_gb, num_local_stages)
     number = memory.recompute_num_layers or 1
     if memory.recompute_granularity == "full":
         uniform = memory.recompute_method == "uniform"
-        chosen = [
-            frozenset((FULL,)) if uniform or index < number else NO_MODULES for index in range(len(moe_layer_mask))
-        ]
+        chosen = [frozenset((FULL,)) if uniform or index < number else NO_MODULES for index in range(len(layers))]
         return costs.plan(chosen, group_size=number if uniform else 1)
     modules = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    return costs.plan([effective_modules(shape, modules, is_moe=is_moe) for is_moe in moe_layer_mask])
+    return costs.plan([effective_modules(layer, shape, modules) for layer in layers])
 
 
 class _StageCosts:
     """Bytes and FLOPs of a stage's layers for any choice of modules."""
 
     def __init__(
-        self, shape: ActivationShape, stage: PipelineStage, moe_layer_mask: Sequence[bool], in_flight: int
+        self, shape: ActivationShape, layers: Sequence[LayerSpec], outer_bytes: int, in_flight: int
     ) -> None:
-        self.shape, self.moe_layer_mask, self.in_flight = shape, moe_layer_mask, in_flight
-        self.embedding_and_head = embedding_and_head_bytes(shape, stage)
-        self._bytes: dict[tuple[ModuleSet, bool], int] = {}
+        self.shape, self.layers, self.outer_bytes, self.in_flight = shape, layers, outer_bytes, in_flight
+        kinds = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
+        self._kinds = [kinds[layer] for layer in layers]  # equal layers cost the same, and numbers are quick to compare
+        self._bytes: dict[tuple[ModuleSet, int], int] = {}
 
-    def layer_bytes(self, modules: ModuleSet, is_moe: bool) -> int:
-        key = (modules, is_moe)
+    def layer_bytes(self, at: int, modules: ModuleSet) -> int:
+        key = (modules, self._kinds[at])
         if key not in self._bytes:
-            self._bytes[key] = layer_bytes(self.shape, modules, is_moe=is_moe)
+            self._bytes[key] = layer_bytes(self.layers[at], self.shape, modules)
         return self._bytes[key]
 
-    def flops(self, modules: ModuleSet, is_moe: bool) -> float:
-        return recompute_flops(self.shape, modules, is_moe=is_moe)
+    def flops(self, at: int, modules: ModuleSet) -> float:
+        return recompute_flops(self.layers[at], self.shape, modules)
 
     def plan(self, chosen: Sequence[ModuleSet], *, group_size: int = 1) -> RecomputePlan:
-        saved = self.embedding_and_head + sum(
-            self.layer_bytes(modules, is_moe) for modules, is_moe in zip(chosen, self.moe_layer_mask)
-        )
-        layer_input = self.shape.hidden_bytes(self.shape.tokens)
+        saved = self.outer_bytes + sum(self.layer_bytes(at, modules) for at, modules in enumerate(chosen))
         plan = RecomputePlan(tuple(chosen), group_size, saved, 0, self.in_flight)
         extra, start = 0, 0
         for count, whole in plan.groups:
+            layer_input = layer_input_bytes(self.layers[start], self.shape)
             saved -= (count - 1) * layer_input  # of a group of whole layers only the first one's input is saved
-            layers = range(start, start + count)
-            unsaved = sum(self.layer_bytes(NO_MODULES, self.moe_layer_mask[at]) for at in layers)
-            unsaved += sum(regathered_bytes(self.shape, chosen[at], is_moe=self.moe_layer_mask[at]) for at in layers)
-            extra = max(
-                extra, unsaved - (layer_input if whole else self.layer_bytes(chosen[start], self.moe_layer_mask[start]))
+            unsaved = sum(
+                self.layer_bytes(at, NO_MODULES) + regathered_bytes(self.layers[at], self.shape, chosen[at])
+                for at in range(start, start + count)
             )
+            extra = max(extra, unsaved - (layer_input if whole else self.layer_bytes(start, chosen[start])))
             start += count
         return replace(plan, saved_bytes=saved, peak_bytes=self.in_flight * saved + extra)
 
@@ -170,25 +178,22 @@ class _StageCosts:
         """Returns the module sets that one layer may recompute next."""
         if FULL in now:
             return []
-        is_moe = self.moe_layer_mask[at]
-        names = (name for name in (*(MOE_MODULES if is_moe else DENSE_MODULES), FULL) if name not in now)
+        layer = self.layers[at]
+        names = (name for name in (*recompute_modules(layer), FULL) if name not in now)
         return [
-            following
-            for name in names
-            if (following := effective_modules(self.shape, (*now, name), is_moe=is_moe)) != now
+            following for name in names if (following := effective_modules(layer, self.shape, (*now, name))) != now
         ]
 
     def flops_per_freed_byte(self, at: int, now: ModuleSet, following: ModuleSet) -> float:
         """Returns the repeated operations per byte freed by a step; infinite if it frees nothing."""
-        is_moe = self.moe_layer_mask[at]
-        freed = self.layer_bytes(now, is_moe) - self.layer_bytes(following, is_moe)
-        more = self.flops(following, is_moe) - self.flops(now, is_moe)
+        freed = self.layer_bytes(at, now) - self.layer_bytes(at, following)
+        more = self.flops(at, following) - self.flops(at, now)
         return max(more, 0.0) / freed if freed > 0 else float("inf")
 
 
 def _fit_budget(costs: _StageCosts, budget_gb: float, num_local_stages: int) -> RecomputePlan:
     budget = budget_gb * 1e9 / num_local_stages
-    chosen: list[ModuleSet] = [NO_MODULES] * len(costs.moe_layer_mask)
+    chosen: list[ModuleSet] = [NO_MODULES] * len(costs.layers)
     plan = costs.plan(chosen)
     while plan.peak_bytes > budget:
         steps = [(at, step) for at, now in enumerate(chosen) for step in costs.next_steps(at, now)]
@@ -204,8 +209,7 @@ def _drop_unneeded(costs: _StageCosts, chosen: list[ModuleSet], plan: RecomputeP
     """Drops what the budget no longer needs, the most expensive first."""
 
     def saved(at: int, name: str) -> float:
-        fewer = chosen[at] - {name}
-        return costs.flops(chosen[at], costs.moe_layer_mask[at]) - costs.flops(fewer, costs.moe_layer_mask[at])
+        return costs.flops(at, chosen[at]) - costs.flops(at, chosen[at] - {name})
 
     singles = [(at, name) for at, now in enumerate(chosen) for name in sorted(now)]
     for at, name in sorted(singles, key=lambda single: -saved(*single)):
@@ -230,58 +234,19 @@ def _budget_error(plan: RecomputePlan, budget_gb: float, num_local_stages: int) 
     return BudgetError(problem, needed)
 
 
-def recompute_flops(shape: ActivationShape, modules: ModuleSet, *, is_moe: bool = False) -> float:
+def recompute_flops(layer: LayerSpec, shape: ActivationShape, modules: ModuleSet) -> float:
     """Returns the operations that one layer repeats for one micro-batch.
 
-    The last GEMM of a branch is not repeated, unless something after it is saved too; with FP8, that is its quantised input.
+    The last GEMM of a layer is not repeated, unless something after it is saved too (dropout's mask).
     """
-    model, rows, hidden = shape.model, shape.gathered_tokens, shape.model.hidden_size
-    visible = min(model.window_size or model.seq_length, model.seq_length)
-    core = 2.0 * rows * shape.q_dim * visible
-    norm = float(_ELEMENTWISE_FLOPS * shape.tokens * hidden)
-    attention = norm + 2.0 * rows * hidden * (shape.q_dim + 2 * shape.kv_dim) + core
-    norms = norm if saved_norm_output_bytes(shape, modules, is_moe=is_moe) else 0.0
-    assert model.ffn_hidden_size is not None
-    first, between, last = _mlp_flops(shape, rows, hidden, model.ffn_hidden_size // shape.tp)
-    out = 2.0 * rows * shape.q_dim * hidden
-    prices = {"core_attn": core, "attention": attention, "layernorm": norms, "mlp": norm + first + between}
-    if shape.fp8_recipe is not None:
-        prices["attention"], prices["mlp"], last = attention + out, prices["mlp"] + last, 0.0
-    if is_moe:
-        prices["shared_experts"] = norm + sum(_shared_expert_flops(shape)[: 2 if shape.fp8_recipe is None else 3])
-        prices["moe"], last = _moe_flops(shape)
-        prices["moe"] += norm
     if FULL in modules:
-        last = 0.0 if model.hidden_dropout == 0.0 else last  # repeated for the dropout after it
-        return attention + out + prices["moe" if is_moe else "mlp"] + last
-    return sum(prices.get(name, 0.0) for name in modules)
-
-
-def _moe_flops(shape: ActivationShape) -> tuple[float, float]:
-    """Returns the operations of an MoE layer, up to the last tensor that it saves; and those of a GEMM after that."""
-    moe, hidden = shape.moe, shape.model.hidden_size
-    assert moe.moe_ffn_hidden_size is not None and moe.num_experts is not None
-    width = moe.moe_latent_size or hidden
-    routed = shape.tokens * moe.moe_router_topk * shape.etp
-    first, between, last = _mlp_flops(shape, routed, width, moe.moe_ffn_hidden_size // shape.etp)
-    repeated = 2.0 * shape.tokens * hidden * moe.num_experts + first + between
-    if shape.applies_router_weights and not moe.moe_latent_size and not moe.moe_shared_expert_intermediate_size:
-        return repeated, last
-    repeated += last
-    if moe.moe_latent_size:
-        way_out = 1 if moe.moe_shared_expert_intermediate_size else 0  # the last GEMM, unless a shared expert follows
-        repeated += (1 + way_out) * 2.0 * shape.tokens * hidden * moe.moe_latent_size
-    first, between, last = _shared_expert_flops(shape)
-    repeats_last = moe.moe_shared_expert_gate or shape.fp8_recipe is not None
-    return repeated + first + between + (last if repeats_last else 0.0), 0.0
-
-
-def _shared_expert_flops(shape: ActivationShape) -> tuple[float, float, float]:
-    width = (shape.moe.moe_shared_expert_intermediate_size or 0) // shape.tp
-    return _mlp_flops(shape, shape.gathered_tokens, shape.model.hidden_size, width)
-
-
-def _mlp_flops(shape: ActivationShape, rows: int, width: int, inner: int) -> tuple[float, float, float]:
-    """Returns the operations of an MLP's first GEMM, of its activation and of its second GEMM."""
-    fused = 2 if shape.gated else 1
-    return 2.0 * rows * width * inner * fused, float(_ELEMENTWISE_FLOPS * rows * inner), 2.0 * rows * inner * width
+        *before, last = layer.branches
+        after_last = last.recompute_flops(shape, last.region) if layer.dropout == 0.0 else last.forward_flops(shape)
+        return sum(branch.forward_flops(shape) for branch in before) + after_last
+    flops = 0.0
+    for branch in layer.branches:
+        if "layernorm" in modules and branch.saved_input_bytes(shape, modules):
+            flops += branch.norm_flops(shape)
+        regions = (branch.region, *branch.inner_regions)
+        flops += sum(branch.recompute_flops(shape, region) for region in regions if region in modules)
+    return flops

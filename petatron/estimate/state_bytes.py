@@ -22,20 +22,17 @@ weights and moments is not on the device. Padding of buckets to equal shards is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.config.schema.moe_layer_freq import moe_layers
-from petatron.config.schema.parallel import ParallelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.mesh.rank_layout import Layout
-from petatron.models.decoder import Decoder, shard_specs
-from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement, find_shard_spec
+from petatron.layers.spec.param_spec import ParamSpec
+from petatron.models.registry import model_spec
+from petatron.models.spec import ModelSpec
+from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _GATHERED_LAYERS = 2  # fully sharded: the one that runs, and the next, which is being gathered
@@ -142,44 +139,30 @@ def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] |
     merged = PipelineStage(
         layers, any(stage.has_embedding for stage in local_stages), any(stage.has_loss for stage in local_stages)
     )
-    return _stage_element_counts(run.model, run.moe, run.parallel, moe_layers(run), merged)
+    layout = Layout.from_config(run.parallel)
+    coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
+    return _stage_element_counts(model_spec(run), merged, coordinate)
 
 
 @lru_cache(maxsize=256)
 def _stage_element_counts(
-    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, moe_layer_mask: tuple[bool, ...], stage: PipelineStage
+    spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate
 ) -> ElementCounts:
-    outer = _count_elements(
-        model, moe, parallel, moe_layer_mask, PipelineStage((), stage.has_embedding, stage.has_loss)
-    )
-    kinds = {kind: [layer for layer in stage.layer_indices if moe_layer_mask[layer] is kind] for kind in (False, True)}
+    outer = _count_elements(spec.outer_params(stage), coordinate)
     dense, experts, largest = outer[0], outer[1], 0
-    for layers in kinds.values():
-        if layers:
-            one = _count_elements(
-                model, moe, parallel, moe_layer_mask, PipelineStage((layers[0],), has_embedding=False, has_loss=False)
-            )
-            dense, experts = dense + len(layers) * one[0], experts + len(layers) * one[1]
-            largest = max(largest, sum(one))
-    head = (
-        _count_elements(model, moe, parallel, moe_layer_mask, PipelineStage((), has_embedding=False, has_loss=True))
-        if stage.has_loss
-        else (0, 0)
-    )
+    for layer, count in spec.count_layers(stage).items():
+        one = _count_elements(layer.params(), coordinate)
+        dense, experts = dense + count * one[0], experts + count * one[1]
+        largest = max(largest, sum(one))
+    last = PipelineStage((), has_embedding=False, has_loss=True)
+    head = _count_elements(spec.outer_params(last), coordinate) if stage.has_loss else (0, 0)
     return ElementCounts(dense, experts, largest, sum(outer), sum(head))
 
 
-def _count_elements(
-    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, moe_layer_mask: tuple[bool, ...], stage: PipelineStage
-) -> tuple[int, int]:
-    """Returns the elements of a stage's dense parameters and of its experts on one rank."""
-    layout = Layout.from_config(parallel)
-    coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
-    experts = moe if moe.num_experts is not None else None
-    with torch.device("meta"):
-        decoder = Decoder(model, experts, moe_layer_mask=moe_layer_mask, stage=stage)
-    table, counts = shard_specs(model, experts), [0, 0]
-    for name, parameter in decoder.named_parameters():
-        placement = compute_placement(name, tuple(parameter.shape), find_shard_spec(table, name), coordinate)
+def _count_elements(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> tuple[int, int]:
+    """Returns the elements of dense parameters and of experts on one rank."""
+    counts = [0, 0]
+    for name, param in params.items():
+        placement = compute_placement(name, param.shape, param.shard, coordinate)
         counts[placement.expert] += math.prod(placement.shape)
     return counts[0], counts[1]

@@ -5,9 +5,11 @@ S sequence, B batch, D hidden, H query heads, K kv heads, E head dim; H and K co
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
-from petatron.config.schema.model import ModelConfig
 from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import causal_attention, rows
 from petatron.kernels.attention.documents import Documents
@@ -15,9 +17,107 @@ from petatron.kernels.attention.padded import PackingKernels
 from petatron.kernels.rope import apply_rope, split_qkv
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.norm import RMSNorm, build_norm
+from petatron.layers.norm import NormSpec, RMSNorm
 from petatron.layers.ops.qkv_split import QKNormRopeKernels, QKNorms, RopeKernels, split_qkv_norm_rope, split_qkv_rope
 from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.rope import RopeSpec
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import BranchModule, BranchSpec
+from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
+from petatron.sharding.shard_spec import Section, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec(BranchSpec):
+    """Causal self-attention.
+
+    qk_norm: the norm of every query and key head. rope: None for a layer without positions. window: the number of tokens that one
+    attends to, itself included; None: all. std, out_std: of the initial weights of the first and of the last GEMM.
+    """
+
+    name = "attention"
+    region = "attention"
+    inner_regions = ("core_attn",)
+    sequence_order = "zigzag"
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: NormSpec | None
+    rope: RopeSpec | None
+    window: int | None
+    dropout: float
+    std: float
+    out_std: float
+
+    def build(self, layer_index: int) -> Attention:
+        return Attention(self)
+
+    def params(self) -> Mapping[str, ParamSpec]:
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sections = (Section("q", q, self.num_heads), *(Section(name, kv, self.num_kv_heads) for name in ("k", "v")))
+        qkv = linear_params(
+            self.hidden_size, q + 2 * kv, Shard(tp=0, sections=sections), bias=self.qkv_bias, std=self.std
+        )
+        norm = {} if self.qk_norm is None else self.qk_norm.params(partial_grad="always")
+        out = linear_params(q, self.hidden_size, Shard(tp=1), bias=self.out_bias, std=self.out_std)
+        return (
+            with_prefix("qkv", qkv)
+            | with_prefix("q_norm", norm)
+            | with_prefix("k_norm", norm)
+            | with_prefix("out", out)
+        )
+
+    def q_dim(self, tp: int) -> int:
+        """The width of one rank's queries."""
+        return self.num_heads // tp * self.head_dim
+
+    def kv_dim(self, tp: int) -> int:
+        """The width of one rank's keys; ranks beyond the number of kv heads have replicas."""
+        return max(self.num_kv_heads // tp, 1) * self.head_dim
+
+    def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
+        visible = min(self.window or seq_length, seq_length)
+        pairs = visible * seq_length - visible * visible / 2 if causal else float(seq_length * seq_length)
+        return 12 * self.num_heads * self.head_dim * pairs
+
+    def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        if self.region in recomputed:
+            return 0
+        rows, q_dim, kv_dim = shape.gathered_tokens, self.q_dim(shape.tp), self.kv_dim(shape.tp)
+        saved = shape.activation_bytes(rows, q_dim + 2 * kv_dim)
+        if self.qk_norm is not None:
+            saved += shape.activation_bytes(rows, q_dim + kv_dim)
+            fused = self.qk_norm.kind == "RMSNorm" and self.rope is not None
+            heads = rows * (q_dim + kv_dim) // self.head_dim
+            saved += 0 if fused else self.qk_norm.statistics_bytes(shape, heads)
+        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_input_bytes(self.hidden_size, q_dim)
+        log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes
+        return saved + (0 if "core_attn" in recomputed else log_sum_exp)
+
+    def context_parallel_bytes(self, shape: ActivationShape) -> int:
+        return shape.activation_bytes(shape.gathered_tokens, 2 * self.kv_dim(shape.tp))
+
+    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
+        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        if region == "core_attn":
+            return self._core_flops(shape)
+        return self.forward_flops(shape) - (0.0 if shape.fp8_recipe is not None else self._out_flops(shape))
+
+    def forward_flops(self, shape: ActivationShape) -> float:
+        width = self.q_dim(shape.tp) + 2 * self.kv_dim(shape.tp)
+        qkv = 2.0 * shape.gathered_tokens * self.hidden_size * width
+        return self.norm_flops(shape) + qkv + self._core_flops(shape) + self._out_flops(shape)
+
+    def _core_flops(self, shape: ActivationShape) -> float:
+        visible = min(self.window or shape.whole_sequence, shape.whole_sequence)
+        return 2.0 * shape.gathered_tokens * self.q_dim(shape.tp) * visible
+
+    def _out_flops(self, shape: ActivationShape) -> float:
+        return 2.0 * shape.gathered_tokens * self.q_dim(shape.tp) * self.hidden_size
 
 
 class CoreAttention(nn.Module):
@@ -28,6 +128,9 @@ class CoreAttention(nn.Module):
         self.window = window
         self.dropout = dropout
         self.packing_kernels: PackingKernels = rows
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"packing_kernels": "packed rows"}
 
     def forward(self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, documents: Documents | None = None) -> Tensor:
         return causal_attention(
@@ -41,24 +144,30 @@ class CoreAttention(nn.Module):
         )
 
 
-class Attention(nn.Module):
+class Attention(BranchModule):
     """out(core(q, k, v)); q, k and v are one GEMM, stored as three logical tensors."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    fp8_linears = ("qkv", "out")
+
+    def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
-        assert config.kv_channels is not None and config.num_query_groups is not None
-        self.head_dim = config.kv_channels
-        q_width = config.num_attention_heads * config.kv_channels
-        kv_width = config.num_query_groups * config.kv_channels
-        self.qkv = Linear(
-            config.hidden_size, (q_width, kv_width, kv_width), bias=config.add_bias_linear or config.add_qkv_bias
-        )
-        self.q_norm = build_norm(config, self.head_dim) if config.qk_layernorm else None
-        self.k_norm = build_norm(config, self.head_dim) if config.qk_layernorm else None
-        self.core = CoreAttention(window=config.window_size, dropout=config.attention_dropout)
+        self.head_dim, self.rope = spec.head_dim, spec.rope
+        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.qkv = Linear(spec.hidden_size, (q_width, kv_width, kv_width), bias=spec.qkv_bias)
+        self.q_norm = None if spec.qk_norm is None else spec.qk_norm.build()
+        self.k_norm = None if spec.qk_norm is None else spec.qk_norm.build()
+        self.core = CoreAttention(window=spec.window, dropout=spec.dropout)
         self.kernels: RopeKernels = rope
         self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
-        self.out = Linear(q_width, (config.hidden_size,), bias=config.add_bias_linear)
+        self.out = Linear(q_width, (spec.hidden_size,), bias=spec.out_bias)
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        if self.qk_rms_norms is None:
+            return {"kernels": "rotary embedding"}
+        return {"qk_norm_rope_kernels": "normed rotary embedding"}
+
+    def recompute_regions(self) -> Mapping[str, nn.Module]:
+        return {"core_attn": self.core, "attention": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
         q, k, v = self._split_qkv(self.qkv(x_SBD), context)
@@ -66,18 +175,17 @@ class Attention(nn.Module):
 
     def _split_qkv(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         heads, groups, _ = (width // self.head_dim for width in self.qkv.sections)
-        if context.rope_cos_sin is not None and self.q_norm is None:
-            return split_qkv_rope(qkv, context.rope_cos_sin, num_heads=heads, num_kv_heads=groups, kernels=self.kernels)
-        if context.rope_cos_sin is not None and self.qk_rms_norms is not None:
+        cos_sin = None if self.rope is None else context.rope_cos_sin[self.rope]
+        if cos_sin is not None and self.q_norm is None:
+            return split_qkv_rope(qkv, cos_sin, num_heads=heads, num_kv_heads=groups, kernels=self.kernels)
+        if cos_sin is not None and self.qk_rms_norms is not None:
             sizes = {"num_heads": heads, "num_kv_heads": groups}
-            return split_qkv_norm_rope(
-                qkv, context.rope_cos_sin, self.qk_rms_norms, **sizes, kernels=self.qk_norm_rope_kernels
-            )
+            return split_qkv_norm_rope(qkv, cos_sin, self.qk_rms_norms, **sizes, kernels=self.qk_norm_rope_kernels)
         q, k, v = split_qkv(qkv, num_heads=heads, num_kv_heads=groups)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.rope_cos_sin is not None:
-            q, k = apply_rope(q, *context.rope_cos_sin), apply_rope(k, *context.rope_cos_sin)
+        if cos_sin is not None:
+            q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
         return q, k, v
 
     @property

@@ -5,6 +5,7 @@ S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (paddi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +65,9 @@ class TokenEmbedding(nn.Module):
         self.output_comm: Seam = identity
         self.weight_grad_sink: WeightGradSink | None = None
         self.kernels: EmbeddingKernels = embedding_reference
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "embedding gradient"}
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         rows_BS, elsewhere_BS = self.vocab_shard.to_local_ids(ids_BS)

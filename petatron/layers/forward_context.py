@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from petatron.kernels.attention.documents import Documents
+from petatron.layers.rope import RopeSpec
 
 RopeCosSin = tuple[Tensor, Tensor]
 
@@ -15,15 +17,17 @@ RopeCosSin = tuple[Tensor, Tensor]
 class ForwardContext:
     """Describes one forward pass of one micro-batch.
 
-    rope_cos_sin: rope's cos and sin of this rank's positions.
+    rope_cos_sin: rope's cos and sin of this rank's positions, for each rope of the layers.
     documents: document boundaries of the *whole* sequence, on every context-parallel rank, which attention must not cross;
         None when a row is one document.
     aux_loss_scale: the factor on a layer's own loss (load balancing, z-loss) before its gradient is added; None without gradients.
+    tensors: others that layers of a kind share, by name: an encoder's output, for one.
     router_statistics: one vector per layer index, summed over micro-batches and ranks later. Recompute in backward writes
         the same values again.
     """
 
-    rope_cos_sin: RopeCosSin | None = None
+    rope_cos_sin: Mapping[RopeSpec, RopeCosSin] = field(default_factory=dict)
     documents: Documents | None = None
     aux_loss_scale: Tensor | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     router_statistics: dict[int, Tensor] = field(default_factory=dict)

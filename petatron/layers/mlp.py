@@ -2,17 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig
+from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.kernels import activation as reference
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, BranchSpec
+from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
+from petatron.sharding.shard_spec import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPSpec(BranchSpec):
+    """An MLP of inner `width`. std, out_std: of the initial weights of its first and of its last GEMM."""
+
+    name = "mlp"
+    region = "mlp"
+    sequence_order = "any"
+
+    hidden_size: int
+    width: int
+    activation: str
+    bias: bool
+    std: float
+    out_std: float
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED_ACTIVATIONS
+
+    def build(self, layer_index: int) -> MLP | GatedMLP:
+        return GatedMLP(self) if self.gated else MLP(self)
+
+    def params(self) -> Mapping[str, ParamSpec]:
+        rows = {"gate": self.width, "up": self.width} if self.gated else self.width
+        first = linear_params(self.hidden_size, rows, Shard(tp=0), bias=self.bias, std=self.std)
+        down = linear_params(self.width, self.hidden_size, Shard(tp=1), bias=self.bias, std=self.out_std)
+        return with_prefix("gate_up" if self.gated else "up", first) | with_prefix("down", down)
+
+    def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        if self.region in recomputed:
+            return 0
+        width = self.width // shape.tp
+        first = shape.activation_bytes(shape.gathered_tokens, (2 if self.gated else 1) * width)
+        return first + shape.fp8_input_bytes(self.hidden_size, width)
+
+    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
+        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        *before, last = self.gemm_flops(shape)
+        return self.norm_flops(shape) + sum(before) + (0.0 if shape.fp8_recipe is None else last)
+
+    def forward_flops(self, shape: ActivationShape) -> float:
+        return self.norm_flops(shape) + sum(self.gemm_flops(shape))
+
+    def gemm_flops(self, shape: ActivationShape) -> tuple[float, float, float]:
+        return mlp_flops(
+            shape.gathered_tokens, width=self.hidden_size, inner=self.width // shape.tp, gated=self.gated
+        )
+
+
+def mlp_flops(rows: int, *, width: int, inner: int, gated: bool) -> tuple[float, float, float]:
+    """Returns the operations of an MLP's first GEMM, of its activation and of its second GEMM."""
+    second = 2.0 * rows * width * inner
+    return second * (2 if gated else 1), float(ELEMENTWISE_FLOPS * rows * inner), second
 
 
 class ActivationKernels(Protocol):
@@ -75,19 +135,27 @@ class Activation(nn.Module):
         self.name = name
         self.kernels: ActivationKernels = reference
 
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "gated activation" if self.name in GATED_ACTIVATIONS else "plain activation"}
+
     def forward(self, x: Tensor) -> Recomputable:
         (value,), handle = apply_recomputable(_RecomputableActivation(self.kernels, self.name), x)
         return Recomputable(value, handle)
 
 
-class MLP(nn.Module):
+class MLP(BranchModule):
     """down(act(up(x)))."""
 
-    def __init__(self, config: ModelConfig, width: int) -> None:
+    fp8_linears = ("up", "down")
+
+    def __init__(self, spec: MLPSpec) -> None:
         super().__init__()
-        self.act = Activation(config.activation)
-        self.up = Linear(config.hidden_size, (width,), bias=config.add_bias_linear)
-        self.down = Linear(width, (config.hidden_size,), bias=config.add_bias_linear)
+        self.act = Activation(spec.activation)
+        self.up = Linear(spec.hidden_size, (spec.width,), bias=spec.bias)
+        self.down = Linear(spec.width, (spec.hidden_size,), bias=spec.bias)
+
+    def recompute_regions(self) -> Mapping[str, nn.Module]:
+        return {"mlp": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext | None = None) -> Tensor:
         return self.down(self.intermediate(x_SBD))
@@ -97,14 +165,19 @@ class MLP(nn.Module):
         return self.act(self.up(x_SBD))
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(BranchModule):
     """down(act(gate(x)) * up(x)); gate and up are one GEMM, stored as two logical tensors."""
 
-    def __init__(self, config: ModelConfig, width: int) -> None:
+    fp8_linears = ("gate_up", "down")
+
+    def __init__(self, spec: MLPSpec) -> None:
         super().__init__()
-        self.act = Activation(config.activation)
-        self.gate_up = Linear(config.hidden_size, (width, width), bias=config.add_bias_linear)
-        self.down = Linear(width, (config.hidden_size,), bias=config.add_bias_linear)
+        self.act = Activation(spec.activation)
+        self.gate_up = Linear(spec.hidden_size, (spec.width, spec.width), bias=spec.bias)
+        self.down = Linear(spec.width, (spec.hidden_size,), bias=spec.bias)
+
+    def recompute_regions(self) -> Mapping[str, nn.Module]:
+        return {"mlp": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext | None = None) -> Tensor:
         return self.down(self.intermediate(x_SBD))
@@ -113,9 +186,3 @@ class GatedMLP(nn.Module):
         """Returns the input of the last GEMM."""
         return self.act(self.gate_up(x_SBD))
 
-
-def build_mlp(config: ModelConfig, width: int | None = None) -> MLP | GatedMLP:
-    """Builds the dense MLP of a config, or one of another inner width."""
-    width = width or config.ffn_hidden_size
-    assert width is not None
-    return GatedMLP(config, width) if config.activation in GATED_ACTIVATIONS else MLP(config, width)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from petatron.config.schema.model import ModelConfig
 from petatron.kernels import norm as reference
 from petatron.layers.ops.linear_op import WeightGradSink
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
+from petatron.sharding.initial_values import ONES, ZEROS
+from petatron.sharding.shard_spec import Shard
 
 NormForward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """Returns the residual sum, its norm, and statistics for backward."""
@@ -117,6 +120,9 @@ class RMSNorm(nn.Module):
         self.kernels: RMSNormKernels = reference
         self.weight_grad_sink: WeightGradSink | None = None
 
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "rms_norm"}
+
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x)[1].value
 
@@ -138,6 +144,9 @@ class LayerNorm(nn.Module):
         self.kernels: LayerNormKernels = reference
         self.weight_grad_sink: WeightGradSink | None = None
 
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "layer_norm"}
+
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x)[1].value
 
@@ -148,6 +157,29 @@ class LayerNorm(nn.Module):
         return total, Recomputable(value, handle)
 
 
-def build_norm(config: ModelConfig, width: int) -> RMSNorm | LayerNorm:
-    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-    return kind(width, eps=config.norm_epsilon, zero_centered_gamma=config.apply_layernorm_1p)
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A norm over vectors of `width`."""
+
+    kind: Literal["RMSNorm", "LayerNorm"]
+    width: int
+    eps: float
+    zero_centered_gamma: bool = False
+
+    def build(self) -> RMSNorm | LayerNorm:
+        norm = RMSNorm if self.kind == "RMSNorm" else LayerNorm
+        return norm(self.width, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma)
+
+    def params(self, *, partial_grad: Literal["sequence", "always"] = "sequence") -> dict[str, ParamSpec]:
+        """Returns weight and bias; their gradients are partial sums under sequence parallelism, or always (of one rank's heads)."""
+        shard = Shard(partial_grad=partial_grad)
+        weight = ParamSpec(shape=(self.width,), shard=shard, init=ZEROS if self.zero_centered_gamma else ONES)
+        bias = {} if self.kind == "RMSNorm" else {"bias": ParamSpec(shape=(self.width,), shard=shard)}
+        return {"weight": weight} | bias
+
+    def saved_bytes(self, shape: ActivationShape, rows: int) -> int:
+        """Returns the bytes of input and statistics."""
+        return shape.activation_bytes(rows, self.width) + self.statistics_bytes(shape, rows)
+
+    def statistics_bytes(self, shape: ActivationShape, rows: int) -> int:
+        return (2 if self.kind == "LayerNorm" else 1) * rows * shape.compute_bytes

@@ -10,6 +10,7 @@ S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (paddi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,9 @@ class OutputHead(nn.Module):
         self.input_comm: Seam = identity
         self.weight_grad_sink: WeightGradSink | None = None
         self.kernels: CrossEntropyKernels = REFERENCE
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "softmax and loss"}
 
     def forward(self, x_SBD: Tensor, embedding_weight: Tensor | None) -> Tensor:
         """Returns logits [S, B, V]."""

@@ -14,57 +14,77 @@ Halves are rotated, not neighbours: pair i is (x_i, x_{i + n/2}), the convention
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from petatron.config.schema.model import ModelConfig
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding of the first `rotary_dim` channels of a head.
+
+    scaling: how low frequencies are slowed down for contexts longer than `original_context`; None: not at all.
+    """
+
+    rotary_dim: int
+    base: float
+    scaling: Literal["llama3", "yarn"] | None = None
+    scaling_factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
 
 
-def inverse_frequencies(config: ModelConfig, rotary_dim: int) -> Tensor:
-    """Returns f_i for `rotary_dim`, scaled as the config says; float32 on the CPU."""
-    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu")
-    plain = config.rotary_base ** -(pairs / rotary_dim)
-    if config.position_embedding_type == "yarn":
-        return _yarn(plain, config, rotary_dim)
-    return _llama3(plain, config) if config.use_rope_scaling else plain
+def inverse_frequencies(spec: RopeSpec) -> Tensor:
+    """Returns f_i of all pairs, scaled as the spec says; float32 on the CPU."""
+    pairs = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu")
+    plain = spec.base ** -(pairs / spec.rotary_dim)
+    if spec.scaling == "yarn":
+        return _yarn(plain, spec)
+    return _llama3(plain, spec) if spec.scaling == "llama3" else plain
 
 
-def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
-    rotations = config.original_max_position_embeddings * inv_freq / (2 * math.pi)
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+def _llama3(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
+    rotations = spec.original_context * inv_freq / (2 * math.pi)
+    low, high = spec.low_freq_factor, spec.high_freq_factor
     keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
-    return inv_freq * (keep + (1.0 - keep) / config.rope_scaling_factor)
+    return inv_freq * (keep + (1.0 - keep) / spec.scaling_factor)
 
 
-def _yarn(inv_freq: Tensor, config: ModelConfig, rotary_dim: int) -> Tensor:
+def _yarn(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
     def pair_with(rotations: float) -> float:
-        context = config.original_max_position_embeddings
-        return rotary_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+        context = spec.original_context
+        return spec.rotary_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(spec.base))
 
-    low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
-    high = min(math.ceil(pair_with(config.yarn_beta_slow)), rotary_dim - 1)
-    index = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
+    low = max(math.floor(pair_with(spec.beta_fast)), 0)
+    high = min(math.ceil(pair_with(spec.beta_slow)), spec.rotary_dim - 1)
+    index = torch.arange(spec.rotary_dim // 2, dtype=torch.float32, device="cpu")
     keep = 1.0 - ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
-    return inv_freq * (keep + (1.0 - keep) / config.rope_scaling_factor)
+    return inv_freq * (keep + (1.0 - keep) / spec.scaling_factor)
 
 
-def attention_scaling(config: ModelConfig) -> float:
+def attention_scaling(spec: RopeSpec) -> float:
     """Returns the factor on cos and sin: 1 but for YaRN."""
-    if config.position_embedding_type != "yarn" or config.rope_scaling_factor <= 1.0:
+    if spec.scaling != "yarn" or spec.scaling_factor <= 1.0:
         return 1.0
-    log_scale = 0.1 * math.log(config.rope_scaling_factor)
-    return (log_scale * config.yarn_mscale + 1.0) / (log_scale * config.yarn_mscale_all_dim + 1.0)
+    log_scale = 0.1 * math.log(spec.scaling_factor)
+    return (log_scale * spec.mscale + 1.0) / (log_scale * spec.mscale_all_dim + 1.0)
 
 
 class RotaryEmbedding(nn.Module):
     """Computes cos and sin of the angles of positions: [S] or [B, S] to two of [S, 1 or B, 1, rotary_dim]."""
 
-    def __init__(self, config: ModelConfig, head_dim: int) -> None:
+    def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
-        self.rotary_dim = int(head_dim * config.rotary_percent)
-        self.attention_scaling = attention_scaling(config)
-        self.inv_freq = inverse_frequencies(config, self.rotary_dim)
+        self.spec = spec
+        self.attention_scaling = attention_scaling(spec)
+        self.inv_freq = inverse_frequencies(spec)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.inv_freq.device != positions.device:  # once: the table follows the activations

@@ -1,16 +1,56 @@
-"""One pre-norm transformer layer: two residual branches."""
+"""One layer: a chain of residual branches, usually a mixer over the sequence and a channel mixer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
 from torch import Tensor, nn
 
-from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.layers.attention import Attention
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
-from petatron.layers.mlp import build_mlp
-from petatron.layers.moe.moe_layer import MoELayer
-from petatron.layers.norm import build_norm
+from petatron.layers.norm import LayerNorm, NormSpec, RMSNorm
+from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.spec.branch import BranchModule, BranchSpec
+from petatron.layers.spec.param_spec import ParamSpec, with_prefix
+
+NormPlacement = Literal["pre", "post", "both"]
+"""pre: x + f(norm(x)). post: norm(x + f(x)), as in the first transformers. both: x + norm(f(norm(x)))."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer of a model: what it mixes over the sequence, what over channels; either may be missing."""
+
+    mixer: BranchSpec | None
+    channel_mixer: BranchSpec | None
+    norm: NormSpec
+    dropout: float = 0.0
+    norm_placement: NormPlacement = "pre"
+
+    @property
+    def branches(self) -> tuple[BranchSpec, ...]:
+        """The residual branches in their order."""
+        return tuple(branch for branch in (self.mixer, self.channel_mixer) if branch is not None)
+
+    def build(self, layer_index: int) -> TransformerLayer:
+        return TransformerLayer(self, layer_index=layer_index)
+
+    def params(self) -> Mapping[str, ParamSpec]:
+        """Returns every parameter by its name in the layer."""
+        return _layer_params(self)
+
+
+@lru_cache(maxsize=256)
+def _layer_params(spec: LayerSpec) -> Mapping[str, ParamSpec]:
+    params: dict[str, ParamSpec] = {}
+    for branch in spec.branches:
+        params |= with_prefix(f"{branch.name}_norm", spec.norm.params()) | with_prefix(branch.name, branch.params())
+        if spec.norm_placement == "both":
+            params |= with_prefix(f"{branch.name}_post_norm", spec.norm.params())
+    return params
 
 
 class Residual:
@@ -27,21 +67,46 @@ class Residual:
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the second may be an MoE layer."""
+    """The branches of a `LayerSpec`, each with its norm and dropout."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig | None = None, *, layer_index: int = 0) -> None:
+    def __init__(self, spec: LayerSpec, *, layer_index: int = 0) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config, config.hidden_size)
-        self.attention = Attention(config)
-        self.attention_dropout = Dropout(config.hidden_dropout)
-        self.mlp_norm = build_norm(config, config.hidden_size)
-        self.mlp = build_mlp(config) if moe is None else MoELayer(config, moe, layer_index=layer_index)
-        self.mlp_dropout = Dropout(config.hidden_dropout)
+        self.spec = spec
+        self._branch_names = tuple(branch.name for branch in spec.branches)
+        for branch in spec.branches:
+            self.add_module(f"{branch.name}_norm", spec.norm.build())
+            self.add_module(branch.name, branch.build(layer_index))
+            if spec.norm_placement == "both":
+                self.add_module(f"{branch.name}_post_norm", spec.norm.build())
+            self.add_module(f"{branch.name}_dropout", Dropout(spec.dropout))
+
+    def branches(self) -> list[BranchModule]:
+        """Returns the modules of the branches in their order."""
+        modules = [self._modules[name] for name in self._branch_names]
+        return [module for module in modules if isinstance(module, BranchModule)]
 
     def forward(
         self, x_SBD: Tensor, context: ForwardContext, residual: Residual | None = None
-    ) -> tuple[Tensor, Residual]:
+    ) -> tuple[Tensor, Residual | None]:
         """Takes and returns the residual stream as two summands, newest branch and residual: the next norm adds them."""
-        x_SBD, normed = self.attention_norm.add_and_norm(*((x_SBD,) if residual is None else (residual.x_SBD, x_SBD)))
-        x_SBD, normed = self.mlp_norm.add_and_norm(x_SBD, self.attention_dropout(self.attention(normed, context)))
-        return self.mlp_dropout(self.mlp(normed, context)), Residual(x_SBD)
+        modules = self._modules
+        if self.spec.norm_placement == "post":
+            return self._post_norm_forward(x_SBD if residual is None else residual.x_SBD + x_SBD, context), None
+        for name in self._branch_names:
+            norm: RMSNorm | LayerNorm = modules[f"{name}_norm"]  # pyright: ignore[reportAssignmentType]
+            x_SBD, normed = norm.add_and_norm(*((x_SBD,) if residual is None else (residual.x_SBD, x_SBD)))
+            residual, x_SBD = Residual(x_SBD), self._run_branch(name, normed, context)
+        return x_SBD, residual
+
+    def _post_norm_forward(self, x_SBD: Tensor, context: ForwardContext) -> Tensor:
+        for name in self._branch_names:
+            norm: RMSNorm | LayerNorm = self._modules[f"{name}_norm"]  # pyright: ignore[reportAssignmentType]
+            y_SBD = self._run_branch(name, as_recomputable(x_SBD), context)
+            x_SBD = norm.add_and_norm(x_SBD, y_SBD)[1].value
+        return x_SBD
+
+    def _run_branch(self, name: str, x: Recomputable, context: ForwardContext) -> Tensor:
+        modules = self._modules
+        y_SBD = modules[name](x, context)  # pyright: ignore[reportOptionalCall]
+        post_norm = modules.get(f"{name}_post_norm")
+        return modules[f"{name}_dropout"](y_SBD if post_norm is None else post_norm(y_SBD))  # pyright: ignore[reportOptionalCall]

@@ -1,4 +1,4 @@
-"""`Batch` and `Architecture`, which every model shares."""
+"""`Batch`, which every model shares."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.kernels.attention.documents import Documents
 
 
@@ -37,11 +36,3 @@ class Batch:
         values = (getattr(self, part.name) for part in fields(self))
         return Batch(*(None if x is None else x.to(device, non_blocking=True) for x in values))
 
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """A model's architecture, whatever its layout; `moe_layer_mask` says which layers are MoE layers."""
-
-    model: ModelConfig
-    moe: MoEConfig | None
-    moe_layer_mask: tuple[bool, ...]

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,37 @@ from petatron.sharding.shard_spec import Shape, TensorShard
 
 _BLOCK = 1024
 _MOST_THREADS = 16  # beyond these, memory is the limit
+
+
+class InitialValues(Protocol):
+    """Initial values of a parameter; must not depend on which part of a logical tensor a rank has."""
+
+    def fill(self, out: Tensor, shard: TensorShard, *, seed: int) -> None:
+        """Fills this rank's part of a logical tensor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantValues:
+    """One value for all elements."""
+
+    value: float
+
+    def fill(self, out: Tensor, shard: TensorShard, *, seed: int) -> None:
+        out.fill_(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class NormalValues:
+    """Normal draws of mean 0."""
+
+    std: float
+
+    def fill(self, out: Tensor, shard: TensorShard, *, seed: int) -> None:
+        out.copy_(draw_normal_shard(shard, seed=seed, std=self.std))
+
+
+ZEROS, ONES = ConstantValues(0.0), ConstantValues(1.0)
 
 
 def draw_normal_shard(shard: TensorShard, *, seed: int, std: float) -> Tensor:

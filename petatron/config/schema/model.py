@@ -16,6 +16,8 @@ ActivationName = Literal[
 class ModelConfig:
     """The shape of a decoder."""
 
+    model_type: str = "decoder"
+    """Which registered model is built; `decoder` is that of the GPT and LLaMA families, dense or with experts."""
     num_layers: int = 0
     """Number of transformer layers."""
     hidden_size: int = 0

@@ -53,7 +53,10 @@ def is_identity_field(name: str) -> bool:
 def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
     """Returns the settings that define the function of a model's weights, as stored in a checkpoint.
 
-    A dense model has no expert settings, so that checkpoints from before MoE support still match.
+    A dense model has no expert settings, and a decoder no type, so that checkpoints from before there were others still match.
     """
     experts = asdict(moe) if moe is not None and moe.num_experts is not None else {}
-    return {name: value for name, value in (asdict(model) | experts).items() if is_identity_field(name)}
+    identity = {name: value for name, value in (asdict(model) | experts).items() if is_identity_field(name)}
+    if identity["model_type"] == "decoder":
+        del identity["model_type"]
+    return identity

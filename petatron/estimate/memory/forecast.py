@@ -17,10 +17,11 @@ from typing import Literal
 from petatron.base.errors import Problem
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
-from petatron.estimate.activation_bytes import ActivationShape, embedding_and_head_bytes
 from petatron.estimate.offload_plan import freed_bytes
 from petatron.estimate.recompute_plan import BudgetError, RecomputePlan, plan_recompute
 from petatron.estimate.state_bytes import StateBytes, state_bytes
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.models.registry import model_spec
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -66,14 +67,16 @@ def format_gigabytes(size: float) -> str:
 
 def recompute_plans(run: RunConfig, *, device: DeviceKind) -> list[RecomputePlan]:
     """Returns the plan of every stage in model order; raises the `BudgetError` of the stage that needs most if a budget is too small."""
-    shape = ActivationShape.from_config(run, device=device)
+    spec, shape = model_spec(run), ActivationShape.from_config(run, device=device)
     pipeline = pipeline_plan(run)
     in_flight = pipeline.in_flight(num_micro_batches(run))
     plans: list[RecomputePlan] = []
     errors: list[BudgetError] = []
     for stage, count in zip(pipeline_stages(run), in_flight, strict=True):
         try:
-            plans.append(plan_recompute(run.memory, shape, stage, in_flight=count, num_local_stages=pipeline.virtual))
+            plans.append(
+                plan_recompute(run.memory, spec, shape, stage, in_flight=count, num_local_stages=pipeline.virtual)
+            )
         except BudgetError as error:
             errors.append(error)
     if errors:
@@ -100,11 +103,12 @@ def state_bytes_per_rank(run: RunConfig) -> list[StateBytes]:
 
 def activation_peaks(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> list[tuple[int, int]]:
     """Returns every pipeline rank's peak of activations, and how much of it is outside layers."""
-    shape, stages = ActivationShape.from_config(run, device=device), pipeline_stages(run)
+    spec, stages = model_spec(run), pipeline_stages(run)
+    shape = ActivationShape.from_config(run, device=device)
     return [
         (
             sum(_stage_peak_bytes(run, plans[stage], shape, stages[stage]) for stage in own),
-            sum(plans[stage].in_flight * embedding_and_head_bytes(shape, stages[stage]) for stage in own),
+            sum(plans[stage].in_flight * spec.outer_saved_bytes(shape, stages[stage]) for stage in own),
         )
         for own in _stages_per_rank(run)
     ]
@@ -132,8 +136,8 @@ def shared_device_problem(run: RunConfig, *, memory_bytes: int) -> Problem | Non
 
 
 def _stage_peak_bytes(run: RunConfig, plan: RecomputePlan, shape: ActivationShape, stage: PipelineStage) -> int:
-    moe_mask = tuple(shape.moe_layer_mask[layer] for layer in stage.layer_indices)
-    return plan.peak_bytes - freed_bytes(plan, shape, moe_mask, run.memory.cpu_offloading_num_layers)
+    layers = model_spec(run).stage_layers(stage)
+    return plan.peak_bytes - freed_bytes(plan, shape, layers, run.memory.cpu_offloading_num_layers)
 
 
 def memory_log_line(run: RunConfig, *, device: DeviceKind, pipeline_rank: int, measured_bytes: int) -> str:

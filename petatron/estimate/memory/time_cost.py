@@ -35,14 +35,15 @@ from dataclasses import replace
 from petatron.config import RunConfig
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
-from petatron.config.schema.moe_layer_freq import moe_layers
-from petatron.estimate.activation_bytes import ActivationShape
-from petatron.estimate.flops import model_flops_per_token, padded_vocab_size
+from petatron.estimate.flops import head_gemm_elements, model_flops_per_token
 from petatron.estimate.memory.forecast import DeviceKind, recompute_plans
 from petatron.estimate.offload_plan import offloaded_bytes
 from petatron.estimate.recompute_plan import RecomputePlan, recompute_flops
 from petatron.estimate.state_bytes import ElementCounts, element_bytes, local_element_counts, state_bytes
+from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.mesh.rank_layout import Layout
+from petatron.models.registry import model_spec
+from petatron.models.spec import ModelSpec
 from petatron.schedule.pipeline_plan import num_micro_batches
 
 _FLOPS, _FLOPS_FP32, _MEMORY_BANDWIDTH = 600e12, 60e12, 4e12
@@ -73,42 +74,41 @@ def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, dev
     parallel, micro_batches = run.parallel, num_micro_batches(run)
     speed = _FLOPS_FP32 if computes_in_fp32(run) else _FLOPS
     assert run.train.global_batch_size is not None and parallel.world_size is not None
-    per_token = model_flops_per_token(
-        run.model, run.moe, moe_layer_mask=moe_layers(run), tp_size=parallel.tensor_model_parallel_size
-    )
+    spec, tp = model_spec(run), parallel.tensor_model_parallel_size
+    per_token = model_flops_per_token(spec, tp_size=tp)
     tokens = run.train.global_batch_size * run.model.seq_length
     ideal = per_token * tokens / parallel.world_size / speed
     shape, stages = ActivationShape.from_config(run, device=device), pipeline_stages(run)
     elements = local_element_counts(run, stages[:1])
     local = elements.dense + elements.experts
     seconds = ideal * (1.0 + 256.0 / shape.gathered_tokens) + micro_batches * 12.0 * local / _MEMORY_BANDWIDTH
-    seconds += _largest_recompute_flops(stages, shape, plans) * micro_batches / speed
-    head = 6 * run.model.hidden_size * padded_vocab_size(run.model, tp_size=parallel.tensor_model_parallel_size)
+    seconds += _largest_recompute_flops(spec, stages, shape, plans) * micro_batches / speed
+    head = 6 * head_gemm_elements(spec, tp_size=tp)
     forward = (1.0 - head / per_token) * ideal / micro_batches / 3.0
     seconds += _activation_offload_wait(run, shape, plans[0], stages[0], forward_s=forward) * micro_batches
     seconds += _data_parallel_wait(run, elements, micro_batches, forward_s=forward)
     others = parallel.context_parallel_size - 1
-    layers = sum(len(stage.layer_indices) for stage in stages) / parallel.pipeline_model_parallel_size
-    kv_bytes = 2 * shape.kv_dim * shape.gathered_tokens * shape.element_bytes
-    return seconds + 3.0 * others * kv_bytes * layers * micro_batches / _INTRA_NODE_BANDWIDTH
+    sent = sum(
+        count * branch.context_parallel_bytes(shape)
+        for layer, count in spec.count_layers().items()
+        for branch in layer.branches
+    )
+    per_rank = sent / parallel.pipeline_model_parallel_size
+    return seconds + 3.0 * others * per_rank * micro_batches / _INTRA_NODE_BANDWIDTH
 
 
 def _largest_recompute_flops(
-    all_stages: Sequence[PipelineStage], shape: ActivationShape, plans: Sequence[RecomputePlan]
+    spec: ModelSpec, all_stages: Sequence[PipelineStage], shape: ActivationShape, plans: Sequence[RecomputePlan]
 ) -> float:
     """Returns the operations that the stage with most of them repeats for one micro-batch."""
-    cache: dict[tuple[frozenset[str], bool], float] = {}
-
-    def repeated(modules: frozenset[str], is_moe: bool) -> float:
-        if (modules, is_moe) not in cache:
-            cache[modules, is_moe] = recompute_flops(shape, modules, is_moe=is_moe)
-        return cache[modules, is_moe]
-
+    kinds = {
+        pair
+        for stage, plan in zip(all_stages, plans, strict=True)
+        for pair in zip(spec.stage_layers(stage), plan.modules, strict=True)
+    }
+    repeated = {(layer, modules): recompute_flops(layer, shape, modules) for layer, modules in kinds}
     return max(
-        sum(
-            repeated(modules, shape.moe_layer_mask[layer])
-            for layer, modules in zip(stage.layer_indices, plan.modules, strict=True)
-        )
+        sum(repeated[pair] for pair in zip(spec.stage_layers(stage), plan.modules, strict=True))
         for stage, plan in zip(all_stages, plans, strict=True)
     )
 
@@ -120,8 +120,7 @@ def _activation_offload_wait(
     number = run.memory.cpu_offloading_num_layers
     if number == 0:
         return 0.0
-    moe_mask = tuple(shape.moe_layer_mask[layer] for layer in stage.layer_indices)
-    seconds = offloaded_bytes(plan, shape, moe_mask, number) / _HOST_BANDWIDTH
+    seconds = offloaded_bytes(plan, shape, model_spec(run).stage_layers(stage), number) / _HOST_BANDWIDTH
     return max(0.0, seconds - forward_s) + max(0.0, seconds - 2.0 * forward_s)
 
 

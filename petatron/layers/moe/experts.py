@@ -8,7 +8,7 @@ R rows in the order of their experts, D width, O output width, E local experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig, MoEConfig
+from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.kernels.gemm import Gemm
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm
 from petatron.kernels.moe.permute import REFERENCE, MoEKernels
@@ -91,19 +91,25 @@ class RoutedExperts(nn.Module):
     The slot `kernels` holds the row kernels: permute, unpermute and the weighted activation.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, width: int) -> None:
+    def __init__(
+        self, num_experts: int, width: int, inner: int, *, activation: str, bias: bool, grouped_gemm: bool = True
+    ) -> None:
+        """`inner` is the width between the two GEMMs; without `grouped_gemm` experts run one after the other."""
         super().__init__()
-        experts, inner, bias = moe.num_experts, moe.moe_ffn_hidden_size, config.add_bias_linear
-        assert experts is not None and inner is not None, "the config is not derived"
-        self.act = Activation(config.activation)
+        self.act = Activation(activation)
         self.kernels: MoEKernels = REFERENCE
-        gated = config.activation in GATED_ACTIVATIONS
+        gated = activation in GATED_ACTIVATIONS
         self.first_linear_name = "gate_up" if gated else "up"
-        self.add_module(self.first_linear_name, GroupedLinear(experts, width, 2 * inner if gated else inner, bias=bias))
-        self.down = GroupedLinear(experts, inner, width, bias=bias)
-        if not moe.moe_grouped_gemm:
-            for linear in (self.get_submodule(self.first_linear_name), self.down):
+        self.fp8_linears = (self.first_linear_name, "down")
+        first = GroupedLinear(num_experts, width, 2 * inner if gated else inner, bias=bias)
+        self.add_module(self.first_linear_name, first)
+        self.down = GroupedLinear(num_experts, inner, width, bias=bias)
+        if not grouped_gemm:
+            for linear in (first, self.down):
                 linear.grouped_gemm = partial(GroupedGemm, looped=True)
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "expert rows"}
 
     @property
     def applies_router_weights(self) -> bool:

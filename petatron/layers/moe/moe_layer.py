@@ -12,21 +12,170 @@ S sequence, B batch, D hidden, T = S x B tokens in memory order.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.model import GATED_ACTIVATIONS, MoEConfig
 from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.mlp import MLP, GatedMLP, build_mlp
+from petatron.layers.mlp import MLP, GatedMLP, MLPSpec, mlp_flops
 from petatron.layers.moe.experts import RoutedExperts
-from petatron.layers.moe.load_balancing import attach_aux_loss
+from petatron.layers.moe.load_balancing import ReductionGroup, attach_aux_loss
 from petatron.layers.moe.router import Router, Routing
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec
+from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
+from petatron.sharding.initial_values import NormalValues
+from petatron.sharding.shard_spec import Section, Shard
+
+_ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec(BranchSpec):
+    """Routed experts of inner `width`, in a space of `latent_size` if there is one, and a shared one.
+
+    routing: the settings of the router and of token dispatch. std, out_std: of the initial weights of first and last GEMMs.
+    """
+
+    name = "mlp"
+    region = "moe"
+    inner_regions = ("shared_experts",)
+    sequence_order = "any"
+
+    hidden_size: int
+    num_experts: int
+    width: int
+    latent_size: int | None
+    shared: MLPSpec | None
+    shared_gate: bool
+    activation: str
+    bias: bool
+    routing: MoEConfig
+    std: float
+    out_std: float
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED_ACTIVATIONS
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """The width of an expert's input and output."""
+        return self.latent_size or self.hidden_size
+
+    def build(self, layer_index: int) -> MoELayer:
+        return MoELayer(self, layer_index=layer_index)
+
+    def params(self) -> Mapping[str, ParamSpec]:
+        hidden, std = self.hidden_size, self.std
+        router = ParamSpec(
+            shape=(self.num_experts, hidden), init=NormalValues(std), weight_decay=True, is_gemm=True
+        )
+        params = {"router.weight": router} | with_prefix("experts", self._expert_params())
+        if self.latent_size is not None:
+            down = linear_params(hidden, self.latent_size, REPLICATED, bias=self.bias, std=std)
+            up = linear_params(self.latent_size, hidden, REPLICATED, bias=self.bias, std=std)
+            params |= with_prefix("latent_down", down) | with_prefix("latent_up", up)
+        if self.shared is not None:
+            params |= with_prefix("shared", self.shared.params())
+        if self.shared_gate:
+            params |= with_prefix("shared_gate", linear_params(hidden, 1, REPLICATED, bias=False, std=std))
+        return params
+
+    def _expert_params(self) -> dict[str, ParamSpec]:
+        experts, outer, inner = self.num_experts, self.expert_hidden_size, self.width
+        active = Fraction(self.routing.moe_router_topk, experts)
+        sections = tuple(Section(name, inner, inner) for name in ("gate", "up")) if self.gated else ()
+        params: dict[str, ParamSpec] = {}
+        for name, rows, columns, std, shard in (
+            ("gate_up" if self.gated else "up", inner * (2 if self.gated else 1), outer, self.std, Shard(ep=0, tp=1, sections=sections)),
+            ("down", outer, inner, self.out_std, Shard(ep=0, tp=2)),
+        ):
+            params[f"{name}.weight"] = ParamSpec(
+                shape=(experts, rows, columns), shard=shard, init=NormalValues(std), weight_decay=True, is_gemm=True, active=active
+            )
+            if self.bias:
+                params[f"{name}.bias"] = ParamSpec(shape=(experts, rows), shard=shard, active=active)
+        return params
+
+    def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        """Returns the bytes for an even load, without the few numbers per token and choice that routing saves."""
+        if self.region in recomputed:
+            return 0
+        rows, width = self._routed_rows(shape), self.expert_hidden_size
+        saved = shape.activation_bytes(rows, width) * (1 if self._applies_router_weights(shape) else 2)
+        saved += shape.activation_bytes(rows, (2 if self.gated else 1) * (self.width // shape.etp))
+        saved += shape.activation_bytes(shape.tokens, self.latent_size or 0)
+        if self._router_casts_input(shape):
+            tensors = 2 if self.routing.moe_input_jitter_eps else 1
+            saved += tensors * shape.tokens * self.hidden_size * self._router_element_bytes(shape)
+        if self.shared is None:
+            return saved
+        saved += shape.activation_bytes(shape.tokens, self.hidden_size) if self.shared_gate else 0
+        return saved + (0 if "shared_experts" in recomputed else self.shared.saved_bytes(shape, ()))
+
+    def saved_input_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        """The router saves its input, if that is not cast."""
+        if self.region in recomputed or self._router_casts_input(shape):
+            return 0
+        return shape.activation_bytes(shape.tokens, self.hidden_size)
+
+    def regathered_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        """Only the shared expert gathers its input."""
+        gathers = self.shared is not None and not {self.region, "shared_experts", FULL}.isdisjoint(recomputed)
+        if not gathers or not shape.sequence_parallel or shape.fp8_recipe is not None:
+            return 0
+        return shape.activation_bytes(shape.gathered_tokens, self.hidden_size)
+
+    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
+        if region != "shared_experts":
+            return self.norm_flops(shape) + self._flops(shape)[0]
+        return 0.0 if self.shared is None else self.shared.recompute_flops(shape, self.shared.region)
+
+    def forward_flops(self, shape: ActivationShape) -> float:
+        return self.norm_flops(shape) + sum(self._flops(shape))
+
+    def _flops(self, shape: ActivationShape) -> tuple[float, float]:
+        """Returns the operations up to the last tensor that is saved, and those of a GEMM after it."""
+        first, between, last = mlp_flops(
+            self._routed_rows(shape), width=self.expert_hidden_size, inner=self.width // shape.etp, gated=self.gated
+        )
+        repeated = 2.0 * shape.tokens * self.hidden_size * self.num_experts + first + between
+        if self._applies_router_weights(shape) and not self.latent_size and self.shared is None:
+            return repeated, last
+        repeated += last
+        if self.latent_size:
+            way_out = 1 if self.shared is not None else 0  # the last GEMM, unless a shared expert follows
+            repeated += (1 + way_out) * 2.0 * shape.tokens * self.hidden_size * self.latent_size
+        if self.shared is None:
+            return repeated, 0.0
+        first, between, last = self.shared.gemm_flops(shape)
+        repeats_last = self.shared_gate or shape.fp8_recipe is not None
+        return repeated + first + between + (last if repeats_last else 0.0), 0.0
+
+    def _routed_rows(self, shape: ActivationShape) -> int:
+        return shape.tokens * self.routing.moe_router_topk * shape.etp
+
+    def _applies_router_weights(self, shape: ActivationShape) -> bool:
+        """Whether experts apply the router's weights: these are local and there is no bias. Else the experts' outputs are saved."""
+        weights_are_local = shape.ep * shape.etp == 1 or self.routing.moe_token_dispatcher_type == "allgather"
+        return weights_are_local and not self.bias
+
+    def _router_casts_input(self, shape: ActivationShape) -> bool:
+        """Whether the router's input is a tensor of its own, instead of the norm's output."""
+        return bool(self.routing.moe_input_jitter_eps) or self._router_element_bytes(shape) > shape.element_bytes
+
+    def _router_element_bytes(self, shape: ActivationShape) -> int:
+        return max(shape.element_bytes, _ROUTER_BYTES[self.routing.moe_router_dtype])
 
 
 class ExpertsFunction(Protocol):
@@ -105,22 +254,51 @@ class _SharedExpertRun:
         return self._output
 
 
-class MoELayer(nn.Module):
+class MoELayer(BranchModule):
     """Routed experts, and optionally a shared one for every token. `layer_index` keys the router statistics."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, *, layer_index: int) -> None:
+    saves_input = True
+
+    def __init__(self, spec: MoESpec, *, layer_index: int) -> None:
         super().__init__()
-        hidden, latent, shared = config.hidden_size, moe.moe_latent_size, moe.moe_shared_expert_intermediate_size
+        hidden, latent = spec.hidden_size, spec.latent_size
         self.layer_index = layer_index
-        self.router = Router(hidden, moe)
-        self.experts = RoutedExperts(config, moe, latent or hidden)
-        self.latent_down = Linear(hidden, (latent,), bias=config.add_bias_linear) if latent else None
-        self.latent_up = Linear(latent, (hidden,), bias=config.add_bias_linear) if latent else None
-        self.shared = build_mlp(config, shared) if shared else None
-        self.shared_gate = Linear(hidden, (1,), bias=False) if shared and moe.moe_shared_expert_gate else None
+        self.router = Router(hidden, spec.num_experts, spec.routing)
+        self.experts = RoutedExperts(
+            spec.num_experts,
+            spec.expert_hidden_size,
+            spec.width,
+            activation=spec.activation,
+            bias=spec.bias,
+            grouped_gemm=spec.routing.moe_grouped_gemm,
+        )
+        self.latent_down = Linear(hidden, (latent,), bias=spec.bias) if latent else None
+        self.latent_up = Linear(latent, (hidden,), bias=spec.bias) if latent else None
+        self.shared = None if spec.shared is None else spec.shared.build(layer_index)
+        self.shared_gate = Linear(hidden, (1,), bias=False) if spec.shared_gate else None
         self.shared_runs_in_halves = True
         """False where the shared expert is one recompute region: it then runs whole, in its first half."""
         self.dispatcher: TokenDispatcher = dispatch_locally
+
+    def recompute_regions(self) -> Mapping[str, nn.Module]:
+        return ({} if self.shared is None else {"shared_experts": self.shared}) | {"moe": self}
+
+    def region_is_recomputed(self, name: str) -> None:
+        if name == "shared_experts":
+            self.shared_runs_in_halves = False
+
+    def set_expert_parallel(
+        self,
+        dispatcher: TokenDispatcher,
+        *,
+        sequence_group: ReductionGroup,
+        stage_group: ReductionGroup,
+        adds_bias: bool,
+    ) -> None:
+        """Fills the slots; `adds_bias` is true on one of the ranks whose partial outputs of an expert are summed."""
+        self.dispatcher = dispatcher
+        self.router.sequence_group, self.router.stage_group = sequence_group, stage_group
+        self.experts.down.bias_scale = 1.0 if adds_bias else 0.0
 
     def forward(self, x: Tensor | Recomputable, context: ForwardContext) -> Tensor:
         normal = as_recomputable(x)

@@ -77,13 +77,12 @@ class Routing:
 class Router(nn.Module):
     """Chooses experts and computes its losses. `sequence_group` and `stage_group` are the ranks that it is balanced over."""
 
-    def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
+    def __init__(self, hidden_size: int, num_experts: int, moe: MoEConfig) -> None:
         super().__init__()
-        assert moe.num_experts is not None
         self.moe = moe
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.expert_bias: Tensor | None
-        bias = torch.zeros(moe.num_experts, dtype=torch.float32) if moe.moe_router_enable_expert_bias else None
+        bias = torch.zeros(num_experts, dtype=torch.float32) if moe.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.sequence_group: ReductionGroup = SINGLE_RANK
         self.stage_group: ReductionGroup = SINGLE_RANK

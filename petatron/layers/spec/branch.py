@@ -1,0 +1,119 @@
+"""What a layer kind is: a frozen spec with the facts of one residual branch, and the module that it builds.
+
+A layer is a chain of residual branches, x + f(norm(x)): usually a mixer over the sequence (attention, a scan) and a channel mixer (an
+MLP, experts). A kind of branch is one file: a `BranchSpec` with the resolved numbers of one layer beside the `BranchModule` it
+builds. Everything that is added up over a model is asked of the specs: parameters with their shards, initial values and weight decay,
+FLOPs, bytes saved for backward, what may be recomputed. Equal specs are equal layers, so sums go over distinct specs.
+
+A module outside of this package is a layer kind like those inside it: subclass both, and put the spec into a model's layers
+(`models/registry.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.param_spec import ParamSpec
+
+FULL = "full"
+"""The whole layer, in a set of recomputed modules."""
+ELEMENTWISE_FLOPS = 12
+"""Operations per element of a norm or activation: few beside a GEMM's, but not zero."""
+
+SequenceOrder = Literal["any", "zigzag", "contiguous", "whole"]
+"""The order of a sequence's shards over context-parallel ranks that a branch works with; `whole`: it needs the whole sequence."""
+
+
+class BranchModule(nn.Module):
+    """A residual branch, called as (normed input, ForwardContext); the input may be a tensor or `Recomputable`.
+
+    Its linears are `Linear`s, so that tensor parallelism, FP8 and the weight-gradient sink can fill their slots. Modules inside
+    may declare `fp8_linears`, the names of their children that may run in FP8, and `kernel_slots()`, the registry's operation for
+    each attribute that holds kernels.
+    """
+
+    saves_input: bool = False
+    """Whether the branch saves its input for backward, besides the linears, which have it recomputed."""
+
+    def recompute_regions(self) -> Mapping[str, nn.Module]:
+        """Returns the modules that may be recomputed, by the names of the spec, inner ones first."""
+        return {}
+
+    def region_is_recomputed(self, name: str) -> None:
+        """Called where a region will be recomputed, before it is wrapped."""
+
+
+class BranchSpec(ABC):
+    """One residual branch. Subclasses are frozen dataclasses of resolved numbers.
+
+    name: of the module in its layer, and so of its tensors: `layers.3.attention.q.weight`.
+    hidden_size: the width of the residual stream.
+    region: the name of the whole branch in `--recompute-modules`; `inner_regions` are parts of it.
+    sequence_order: what context parallelism may do with the sequence.
+    """
+
+    name: ClassVar[str]
+    region: ClassVar[str]
+    inner_regions: ClassVar[tuple[str, ...]] = ()
+    sequence_order: ClassVar[SequenceOrder] = "whole"
+    hidden_size: int
+
+    @abstractmethod
+    def build(self, layer_index: int) -> BranchModule: ...
+
+    @abstractmethod
+    def params(self) -> Mapping[str, ParamSpec]:
+        """Returns every parameter by its name in the module."""
+
+    @abstractmethod
+    def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        """Returns the bytes saved for the backward of one micro-batch, besides the norm's, while some regions are recomputed."""
+
+    def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
+        """Returns the FLOPs of forward and backward over one sequence that are no GEMMs with weights.
+
+        `causal`: only what a causal model needs is counted, not what a kernel without a mask would do.
+        """
+        return 0.0
+
+    def saved_input_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        """Returns the bytes of the norm's output that the branch saves unless `layernorm` is recomputed."""
+        return 0
+
+    def regathered_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        """Returns the bytes that GEMMs of recomputed regions gather in the second run, and hold until their backward."""
+        if not shape.sequence_parallel or shape.fp8_recipe is not None:
+            return 0
+        gathers = self.region in recomputed or FULL in recomputed
+        return shape.activation_bytes(shape.gathered_tokens, self.hidden_size) if gathers else 0
+
+    def context_parallel_bytes(self, shape: ActivationShape) -> int:
+        """Returns the bytes that a context-parallel rank sends to one other for one micro-batch: keys and values."""
+        return 0
+
+    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
+        """Returns the operations repeated where one region is recomputed: by default the whole branch."""
+        return self.forward_flops(shape)
+
+    def forward_flops(self, shape: ActivationShape) -> float:
+        """Returns the operations of one micro-batch's forward on one rank, its norm included."""
+        elements = sum(param.num_active_elements for param in self.params().values() if param.is_gemm)
+        mixing = self.mixing_flops(shape.whole_sequence, causal=True) / shape.whole_sequence / 3.0
+        return self.norm_flops(shape) + shape.gathered_tokens * (2.0 * elements + mixing) / shape.tp
+
+    def norm_flops(self, shape: ActivationShape) -> float:
+        return float(ELEMENTWISE_FLOPS * shape.tokens * self.hidden_size)
+
+
+def residual_std(std: float, num_layers: int) -> float:
+    """Returns the initial standard deviation of weights that write into the residual stream.
+
+    They start smaller, so that the sum over 2 x layers branches has the same size for every depth (GPT-2).
+    """
+    return std / math.sqrt(2.0 * max(num_layers, 1))

@@ -1,0 +1,71 @@
+"""`ParamSpec`: the facts of one parameter that everyone else adds up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from petatron.sharding.initial_values import ZEROS, InitialValues, NormalValues
+from petatron.sharding.shard_spec import Section, Shape, Shard
+
+REPLICATED = Shard(partial_grad="sequence")
+"""Every tensor-parallel rank has the whole parameter and applies it to its own tokens of the sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """One parameter, whole, as a single device would have it.
+
+    shard: how it is sharded over the tensor- and expert-parallel ranks.
+    init: its initial values.
+    weight_decay: whether weight decay applies to it.
+    is_gemm: whether it is the weight of a GEMM over tokens, so that it costs FLOPs and may run in FP8.
+    active: the share of it that one token uses: less than 1 for experts.
+    """
+
+    shape: Shape
+    shard: Shard = REPLICATED
+    init: InitialValues = ZEROS
+    weight_decay: bool = False
+    is_gemm: bool = False
+    active: Fraction = Fraction(1)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_active_elements(self) -> int:
+        return int(self.num_elements * self.active)
+
+
+def linear_params(
+    in_features: int, sections: Mapping[str, int] | int, shard: Shard, *, bias: bool, std: float
+) -> dict[str, ParamSpec]:
+    """Returns weight and bias of a `Linear`; with several sections they are fused, and sharded one by one.
+
+    >>> params = linear_params(8, {"gate": 16, "up": 16}, Shard(tp=0), bias=False, std=0.02)
+    >>> params["weight"].shape, [section.name for section in params["weight"].shard.sections]
+    ((32, 8), ['gate', 'up'])
+    """
+    if isinstance(sections, int):
+        rows = sections
+    else:
+        rows = sum(sections.values())
+        if not shard.sections:
+            fused = tuple(Section(name, size, size) for name, size in sections.items())
+            shard = Shard(tp=shard.tp, ep=shard.ep, sections=fused)
+    init = NormalValues(std)
+    params = {"weight": ParamSpec(shape=(rows, in_features), shard=shard, init=init, weight_decay=True, is_gemm=True)}
+    return params | ({"bias": ParamSpec(shape=(rows,), shard=shard)} if bias else {})
+
+
+def with_prefix(prefix: str, params: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """Returns the parameters of a submodule under their names in the module.
+
+    >>> list(with_prefix("up", {"weight": ParamSpec(shape=(1,))}))
+    ['up.weight']
+    """
+    return {f"{prefix}.{name}": param for name, param in params.items()}

@@ -1,0 +1,185 @@
+"""The decoder of the GPT and LLaMA families, dense or with experts: its spec, made from the settings of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.config.schema.run import RunConfig
+from petatron.layers.attention import AttentionSpec
+from petatron.layers.mlp import MLPSpec
+from petatron.layers.moe.moe_layer import MoESpec
+from petatron.layers.norm import NormSpec
+from petatron.layers.rope import RopeSpec
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import BranchSpec, residual_std
+from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
+from petatron.layers.transformer_layer import LayerSpec
+from petatron.models.decoder import Decoder
+from petatron.models.spec import ModelSpec
+from petatron.sharding.initial_values import NormalValues
+from petatron.sharding.shard_spec import Shard, padded_rows
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec(ModelSpec):
+    """Token embedding, layers, norm, output head; one loss, that of the next token."""
+
+    config: ModelConfig
+    moe: MoEConfig | None
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The distinct rotary embeddings of all layers."""
+        mixers = (layer.mixer for layer in dict.fromkeys(self.layers))
+        ropes = (mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec))
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    @property
+    def has_position_table(self) -> bool:
+        return self.config.position_embedding_type == "learned_absolute"
+
+    @property
+    def tied_params(self) -> Mapping[str, str]:
+        untied = self.config.untie_embeddings_and_output_weights
+        return {} if untied else {"head.weight": "embedding.weight"}
+
+    def build_stage(self, stage: PipelineStage) -> Decoder:
+        return Decoder(self, stage)
+
+    def outer_params(self, stage: PipelineStage, *, tied_across_ranks: bool = False) -> Mapping[str, ParamSpec]:
+        config, params = self.config, dict[str, ParamSpec]()
+        replicated = bool(self.tied_params) and tied_across_ranks
+        shard = Shard(tp=0, pad_to=config.make_vocab_size_divisible_by, shared_embedding=replicated)
+        table = ParamSpec(
+            shape=(config.vocab_size, config.hidden_size),
+            shard=shard,
+            init=NormalValues(config.embedding_init_method_std),
+            weight_decay=True,
+        )
+        if stage.has_embedding:
+            params["embedding.weight"] = table
+        if stage.has_embedding and self.has_position_table:
+            rows = (config.max_position_embeddings, config.hidden_size)
+            params["position.weight"] = replace(table, shape=rows, shard=REPLICATED)
+        if stage.has_loss:
+            params |= with_prefix("norm", self.final_norm.params())
+        if stage.has_loss and not (self.tied_params and stage.has_embedding):
+            shard = replace(shard, replica_of="embedding.weight") if replicated else shard
+            params["head.weight"] = replace(table, shard=shard, init=NormalValues(config.init_method_std), is_gemm=True)
+        return params
+
+    def outer_saved_bytes(self, shape: ActivationShape, stage: PipelineStage) -> int:
+        """Returns the bytes of positions, embedding, last norm and loss."""
+        config = self.config
+        saved = sum(2 * shape.sequence * rope.rotary_dim * shape.element_bytes for rope in self.ropes)
+        if stage.has_embedding:
+            saved += shape.dropout_mask_bytes(config.hidden_size, config.hidden_dropout)
+            saved += 8 * shape.sequence if self.has_position_table else 0
+            saved += 8 * shape.gathered_tokens if shape.tp > 1 else 0  # row indices of this rank's vocabulary shard
+        if stage.has_loss:
+            saved += self.final_norm.saved_bytes(shape, shape.tokens)
+            # The gradient of the output GEMM's input.
+            saved += shape.activation_bytes(shape.gathered_tokens, config.hidden_size)
+            if shape.fully_sharded:
+                rows = padded_rows(config.vocab_size, config.make_vocab_size_divisible_by, shape.tp) // shape.tp
+                saved += rows * config.hidden_size * shape.compute_bytes
+        return saved
+
+
+def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
+    """Makes the spec of a derived config.
+
+    >>> from petatron.config import load_config
+    >>> run = load_config(["--vocab-size", "256"], preset="tiny-mixtral", require_training=False).config
+    >>> spec = decoder_spec(run.model, run.moe)
+    >>> type(spec.layers[0].channel_mixer).__name__, len(spec.layers) == run.model.num_layers
+    ('MoESpec', True)
+    """
+    norm = norm_spec(config)
+    mixer, mlp = attention_spec(config), mlp_spec(config, config.ffn_hidden_size)
+    is_moe = moe_layers(RunConfig(model=config, moe=moe))
+    experts = moe_spec(config, moe) if any(is_moe) else None
+
+    def layer(channel_mixer: BranchSpec) -> LayerSpec:
+        return LayerSpec(mixer=mixer, channel_mixer=channel_mixer, norm=norm, dropout=config.hidden_dropout)
+
+    dense_layer, moe_layer = layer(mlp), None if experts is None else layer(experts)
+    layers = tuple(moe_layer if chosen and moe_layer is not None else dense_layer for chosen in is_moe)
+    return DecoderSpec(config, None if experts is None else moe, layers, norm)
+
+
+def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
+    """Returns the norm of a config, over the hidden size unless another width is given."""
+    return NormSpec(
+        config.normalization, width or config.hidden_size, config.norm_epsilon, config.apply_layernorm_1p
+    )
+
+
+def attention_spec(config: ModelConfig) -> AttentionSpec:
+    head_dim = config.kv_channels
+    return AttentionSpec(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_query_groups,
+        head_dim=head_dim,
+        qkv_bias=config.add_bias_linear or config.add_qkv_bias,
+        out_bias=config.add_bias_linear,
+        qk_norm=norm_spec(config, head_dim) if config.qk_layernorm else None,
+        rope=rope_spec(config, head_dim) if config.position_embedding_type in ("rope", "yarn") else None,
+        window=config.window_size,
+        dropout=config.attention_dropout,
+        std=config.init_method_std,
+        out_std=residual_std(config.init_method_std, config.num_layers),
+    )
+
+
+def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
+    yarn = config.position_embedding_type == "yarn"
+    return RopeSpec(
+        rotary_dim=int(head_dim * config.rotary_percent),
+        base=config.rotary_base,
+        scaling="yarn" if yarn else "llama3" if config.use_rope_scaling else None,
+        scaling_factor=config.rope_scaling_factor,
+        original_context=config.original_max_position_embeddings,
+        low_freq_factor=config.rope_low_freq_factor,
+        high_freq_factor=config.rope_high_freq_factor,
+        beta_fast=config.yarn_beta_fast,
+        beta_slow=config.yarn_beta_slow,
+        mscale=config.yarn_mscale,
+        mscale_all_dim=config.yarn_mscale_all_dim,
+    )
+
+
+def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
+    return MLPSpec(
+        hidden_size=config.hidden_size,
+        width=width,
+        activation=config.activation,
+        bias=config.add_bias_linear,
+        std=config.init_method_std,
+        out_std=residual_std(config.init_method_std, config.num_layers),
+    )
+
+
+def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
+    assert moe.num_experts is not None, "a dense model has no experts"
+    shared = moe.moe_shared_expert_intermediate_size
+    return MoESpec(
+        hidden_size=config.hidden_size,
+        num_experts=moe.num_experts,
+        width=moe.moe_ffn_hidden_size,
+        latent_size=moe.moe_latent_size,
+        shared=mlp_spec(config, shared) if shared else None,
+        shared_gate=bool(shared) and moe.moe_shared_expert_gate,
+        activation=config.activation,
+        bias=config.add_bias_linear,
+        routing=moe,
+        std=config.init_method_std,
+        out_std=residual_std(config.init_method_std, config.num_layers),
+    )

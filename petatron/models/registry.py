@@ -1,0 +1,66 @@
+"""The models that a config can name: `--model-type` is looked up here, and `model_spec` makes the description.
+
+A model from outside is registered before its config is used, once per process:
+
+    import petatron
+
+    def hybrid(config, moe):
+        spec = petatron.decoder_spec(config, moe)
+        ...                                        # other layers, see docs/models.md
+        return dataclasses.replace(spec, layers=layers)
+
+    petatron.register_model("my-hybrid", hybrid)   # then: --model-type my-hybrid
+
+Only code that was imported can register a model: a file can name one, and cannot bring its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import lru_cache
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.run import RunConfig
+from petatron.models.decoder_spec import decoder_spec
+from petatron.models.spec import ModelSpec
+
+ModelBuilder = Callable[[ModelConfig, MoEConfig], ModelSpec]
+"""Makes a spec from the derived settings of a model; a dense one has no `num_experts`."""
+
+_BUILDERS: dict[str, ModelBuilder] = {"decoder": decoder_spec}
+
+
+def register_model(name: str, builder: ModelBuilder) -> None:
+    """Makes `--model-type name` build the model that `builder` describes; the name must be new, or have the same builder."""
+    if _BUILDERS.setdefault(name, builder) is not builder:
+        raise ConfigError([Problem("--model-type", name, "is registered already", "Register it under another name.")])
+
+
+def model_spec(run: RunConfig) -> ModelSpec:
+    """Returns the description of a run's model.
+
+    >>> from petatron.config import load_config
+    >>> run = load_config(["--vocab-size", "256"], preset="tiny-llama", require_training=False).config
+    >>> len(model_spec(run).layers) == run.model.num_layers
+    True
+    """
+    return spec_from_config(run.model, run.moe)
+
+
+@lru_cache(maxsize=64)
+def spec_from_config(config: ModelConfig, moe: MoEConfig | None = None) -> ModelSpec:
+    """Returns the description of the model with these derived settings."""
+    builder = _BUILDERS.get(config.model_type)
+    if builder is None:
+        raise ConfigError([_unknown_model(config.model_type)])
+    return builder(config, moe or MoEConfig())
+
+
+def _unknown_model(name: str) -> Problem:
+    close = difflib.get_close_matches(name, _BUILDERS, n=1)
+    known = ", ".join(sorted(_BUILDERS))
+    hint = f"Did you mean {close[0]}? " if close else ""
+    fix = f"{hint}Known are {known}; import the module that registers another before it is used."
+    return Problem("--model-type", name, "is not a registered model", fix)

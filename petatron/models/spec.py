@@ -1,0 +1,100 @@
+"""`ModelSpec`: one resolved, immutable description of a model, from which everything else is derived.
+
+A model is a chain of layers, numbered through, with something before the first (embeddings) and after the last (a norm, heads,
+losses). Its spec names all its parameters with their shards, builds any pipeline stage of it, and answers what estimates, memory
+plans, checkpoints and conversions ask. Nothing below takes settings of the model in another form.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+
+from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.layers.moe.moe_layer import MoESpec
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import SequenceOrder
+from petatron.layers.spec.param_spec import ParamSpec, with_prefix
+from petatron.layers.transformer_layer import LayerSpec
+from petatron.models.stage_module import StageModule
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, compute_placement
+
+
+class ModelSpec(ABC):
+    """The description of one model. Subclasses are frozen dataclasses, one for each way in which layers are put together.
+
+    config, moe: the settings the model was made from; a checkpoint stores them as the model's identity.
+    layers: of the whole model.
+    tied_params: parameters that compute with another's values: {"head.weight": "embedding.weight"}.
+    """
+
+    config: ModelConfig
+    moe: MoEConfig | None
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def tied_params(self) -> Mapping[str, str]:
+        return {}
+
+    @abstractmethod
+    def build_stage(self, stage: PipelineStage) -> StageModule:
+        """Builds the module of one stage, with whole parameters."""
+
+    @abstractmethod
+    def outer_params(self, stage: PipelineStage, *, tied_across_ranks: bool = False) -> Mapping[str, ParamSpec]:
+        """Returns the parameters of a stage outside its layers.
+
+        `tied_across_ranks`: first and last stage are on different ranks, so a tied parameter of the last is a replica.
+        """
+
+    @abstractmethod
+    def outer_saved_bytes(self, shape: ActivationShape, stage: PipelineStage) -> int:
+        """Returns the bytes that a stage saves of a micro-batch outside its layers."""
+
+    def params(self, stage: PipelineStage | None = None, *, tied_across_ranks: bool = False) -> dict[str, ParamSpec]:
+        """Returns every parameter of a stage by name, or of the whole model, in the order of its modules."""
+        stage = stage or self.whole
+        outer = self.outer_params(stage, tied_across_ranks=tied_across_ranks)
+        layers: dict[str, ParamSpec] = {}
+        for index in stage.layer_indices:
+            layers |= with_prefix(f"layers.{index}", self.layers[index].params())
+        before = {name: param for name, param in outer.items() if name.split(".")[0] in self.modules_before_layers}
+        return before | layers | {name: param for name, param in outer.items() if name not in before}
+
+    @property
+    def modules_before_layers(self) -> tuple[str, ...]:
+        """The modules of the first stage that run before its layers."""
+        return ("embedding", "position")
+
+    @property
+    def whole(self) -> PipelineStage:
+        """The one stage that is the whole model."""
+        return PipelineStage(tuple(range(len(self.layers))), has_embedding=True, has_loss=True)
+
+    def logical_shapes(self) -> dict[str, Shape]:
+        """Returns name and shape of every logical tensor, which no layout changes."""
+        return {
+            shard.name: shard.logical_shape
+            for name, param in self.params().items()
+            for shard in compute_placement(name, param.shape, param.shard, ModelParallelCoordinate()).tensor_shards
+        }
+
+    def stage_layers(self, stage: PipelineStage) -> tuple[LayerSpec, ...]:
+        return tuple(self.layers[index] for index in stage.layer_indices)
+
+    def count_layers(self, stage: PipelineStage | None = None) -> Counter[LayerSpec]:
+        """Returns the distinct layers of a stage, or of the model, and how many there are of each."""
+        return Counter(self.layers if stage is None else self.stage_layers(stage))
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The indices of layers with experts."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.channel_mixer, MoESpec))
+
+    @property
+    def sequence_order(self) -> SequenceOrder:
+        """The order of a sequence's shards that every layer can work with; `whole` if there is none."""
+        orders = {branch.sequence_order for layer in set(self.layers) for branch in layer.branches} - {"any"}
+        return next(iter(orders), "zigzag") if len(orders) < 2 else "whole"

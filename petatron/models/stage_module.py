@@ -1,0 +1,48 @@
+"""`StageModule`: what parallelism needs to know of a pipeline stage of any model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from petatron.config.pipeline_stages import PipelineStage
+from petatron.layers.forward_context import ForwardContext
+from petatron.layers.transformer_layer import Residual, TransformerLayer
+
+LayerRunner = Callable[[Sequence[nn.Module], Tensor, ForwardContext], Tensor]
+"""Runs a stage's layers: the slot for recompute of groups of them, and for offload."""
+
+
+def run_layers_sequentially(layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
+    residual: Residual | None = None
+    for layer in layers:
+        x_SBD, residual = layer(x_SBD, context, residual)
+    return x_SBD if residual is None else residual.x_SBD + x_SBD
+
+
+class StageModule(nn.Module):
+    """Some consecutive layers of a model, and the modules before and after them that this stage has.
+
+    layers: by their index in the whole model. run_layers: called with all of them.
+    """
+
+    stage: PipelineStage
+    layers: nn.ModuleDict
+    run_layers: LayerRunner
+
+    def transformer_layers(self) -> list[TransformerLayer]:
+        """Returns the layers in their order."""
+        return [layer for layer in self.layers.values() if isinstance(layer, TransformerLayer)]
+
+    def input_modules(self) -> Sequence[nn.Module]:
+        """Returns the modules before the layers, each called as such."""
+        return ()
+
+    def output_modules(self) -> Sequence[nn.Module]:
+        """Returns the modules after the layers; the first one is called before the others are used."""
+        return ()
+
+    def reused_params(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters that a second module of this stage computes with, once for each such use."""
+        return iter(())
