@@ -1,4 +1,4 @@
-"""One decoder for the GPT and LLaMA families, and the tables of its shard specs, initialisation and weight decay.
+"""One decoder for the GPT and LLaMA families, and the tables of its shard specs, initialisation and optimizer groups.
 
 Parameter names are the same in every layout. S sequence, B batch, D hidden.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.dropout import Dropout
 from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.forward_context import ForwardContext
@@ -22,6 +23,7 @@ from petatron.layers.output_head import OutputHead
 from petatron.layers.rope import RotaryEmbedding
 from petatron.layers.transformer_layer import Residual, TransformerLayer
 from petatron.models.batch import Batch
+from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import Section, Shard
 
 LayerRunner = Callable[[Sequence[nn.Module], Tensor, ForwardContext], Tensor]
@@ -187,6 +189,11 @@ def _moe_shard_specs(moe: MoEConfig) -> dict[str, Shard]:
 def takes_weight_decay(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies: not to biases and norm weights."""
     return not name.endswith(".bias") and parameter.dim() > 1
+
+
+def group_spec(optim: OptimizerConfig, name: str, parameter: nn.Parameter) -> GroupSpec:
+    """Returns the optimizer group of a parameter."""
+    return GroupSpec(rule=optim.optimizer, weight_decay=1.0 if takes_weight_decay(name, parameter) else 0.0)
 
 
 def initial_constant(config: ModelConfig, name: str) -> float:

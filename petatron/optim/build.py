@@ -1,4 +1,4 @@
-"""Which rule updates the master weights, and with which kernels."""
+"""Which rules update the master weights, and with which kernels."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ TORCH_KERNELS = OptimizerKernels()
 """torch's own: for every device and precision."""
 
 
-def build_update_rule(config: OptimizerConfig, kernels: OptimizerKernels, device: torch.device) -> UpdateRule:
-    """AdamW or SGD. Both leave an update out on the device, so no step needs the host to decide."""
-    return AdamRule(config, kernels.adamw, device) if config.optimizer == "adam" else SgdRule(config)
+def build_update_rule(
+    name: str, config: OptimizerConfig, kernels: OptimizerKernels, device: torch.device
+) -> UpdateRule:
+    """The rule of a group's name. All leave an update out on the device, so no step needs the host to decide."""
+    return AdamRule(config, kernels.adamw, device) if name == "adam" else SgdRule(config)

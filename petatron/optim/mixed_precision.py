@@ -33,8 +33,8 @@ from petatron.optim.state_storage import (
     StateStorage,
     describe_offload_target,
 )
-from petatron.optim.update_rules import ParamSlice, StepScalars, UpdateFunction
-from petatron.sharding.flat_shard import ParameterGroup, all_gather_params
+from petatron.optim.update_rules import ParamSlice, StepScalars, UpdateFunction, UpdateRule
+from petatron.sharding.flat_shard import FlatShard, ParameterGroup, all_gather_params
 from petatron.sharding.shard_spec import TensorShard
 
 _log = get_logger(__name__)
@@ -76,7 +76,10 @@ class MixedPrecisionOptimizer:
         self._device = weights[0].device if weights else mesh.device
         if any(weight.dtype == torch.float64 for weight in weights):
             kernels = TORCH_KERNELS
-        self._update_rule = build_update_rule(config, kernels, self._device)
+        self._rules = {
+            name: build_update_rule(name, config, kernels, self._device)
+            for name in dict.fromkeys(group.spec.rule for group in param_groups)
+        }
         self._segments = self._allocate_state(memory or MemoryConfig(), weights)
         self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
         self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
@@ -99,8 +102,12 @@ class MixedPrecisionOptimizer:
         ranges = list(plan_ranges([weight.numel() for weight in weights], fraction))
         elsewhere: StateStorage = PinnedHostStorage(self._device)
         if folder is not None:
+            owners = self._owners()
             num_bytes = sum(
-                DiskStorage.required_bytes([one.length], self._state_dtypes(weights[one.flat_shard_index]))
+                DiskStorage.required_bytes(
+                    [one.length],
+                    self._state_dtypes(owners[one.flat_shard_index][0], weights[one.flat_shard_index]),
+                )
                 for one in ranges
                 if one.offloaded
             )
@@ -111,14 +118,13 @@ class MixedPrecisionOptimizer:
     def _build_segment(
         self, segment_range: SegmentRange, weights: Sequence[Tensor], storage: StateStorage
     ) -> StateSegment:
-        owners = [(group, stretch) for group in self._param_groups for stretch in group.flat_shards]
-        group, stretch = owners[segment_range.flat_shard_index]
+        group, stretch = self._owners()[segment_range.flat_shard_index]
         weight = weights[segment_range.flat_shard_index][segment_range.begin : segment_range.end]
         wide = torch.promote_types(weight.dtype, torch.float32)
         apart = weight.dtype != wide
         master = storage.zeros(segment_range.length, wide).copy_(weight) if apart else weight.detach()
         moments = tuple(
-            storage.zeros(segment_range.length, dtype or wide) for dtype in self._update_rule.moments.values()
+            storage.zeros(segment_range.length, dtype or wide) for dtype in self._rule(group).moments.values()
         )
         return StateSegment(
             segment_range,
@@ -129,10 +135,16 @@ class MixedPrecisionOptimizer:
             apart,
         )
 
-    def _state_dtypes(self, weight: Tensor) -> list[torch.dtype]:
+    def _owners(self) -> list[tuple[ParameterGroup, FlatShard]]:
+        return [(group, flat_shard) for group in self._param_groups for flat_shard in group.flat_shards]
+
+    def _rule(self, group: ParameterGroup) -> UpdateRule:
+        return self._rules[group.spec.rule]
+
+    def _state_dtypes(self, group: ParameterGroup, weight: Tensor) -> list[torch.dtype]:
         """What an element has apart from the model's weight, in the order of `StateSegment.state`."""
         wide = torch.promote_types(weight.dtype, torch.float32)
-        moments = [dtype or wide for dtype in self._update_rule.moments.values()]
+        moments = [dtype or wide for dtype in self._rule(group).moments.values()]
         return moments if weight.dtype == wide else [wide, *moments]
 
     def _log_offloaded(self, folder: str | None) -> None:
@@ -169,17 +181,16 @@ class MixedPrecisionOptimizer:
         if self._config.clip_grad > 0.0:
             factor = factor * (self._config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         skipped = (~norm.isfinite()).to(torch.float32)
-        update = self._update_rule.start_step(
-            StepScalars(grad_factor=factor, skipped=skipped, lr=lr, weight_decay=weight_decay)
-        )
-        self._update(update, grads)
+        self._update(StepScalars(grad_factor=factor, skipped=skipped, lr=lr, weight_decay=weight_decay), grads)
         all_gather_params(self._param_groups)
         return UpdateResult(norm, skipped)
 
-    def _update(self, update: UpdateFunction, grads: Sequence[Tensor]) -> None:
+    def _update(self, step: StepScalars, grads: Sequence[Tensor]) -> None:
         weights = self._weights()
+        updates = {name: rule.start_step(step) for name, rule in self._rules.items()}
         visits: list[SwapTask] = []
         for segment in self._segments:
+            update = updates[segment.group.spec.rule]
             work = partial(_update_segment, update, segment, segment.slice_of(grads), segment.slice_of(weights))
             if self._state_swapper is not None and segment.range.offloaded:
                 visits.append(SwapTask(segment.state, work))
@@ -228,16 +239,17 @@ class MixedPrecisionOptimizer:
         """Every (kind, group, piece, view) of the update rule's state, by logical tensor."""
         self._wait_for_state()
         for segment in self._segments:
-            for kind, flat in zip(self._update_rule.moments, segment.moments):
+            for kind, flat in zip(self._rule(segment.group).moments, segment.moments):
                 for piece, view in segment.flat_shard.tensor_shards(flat):
                     yield kind, segment.group, piece, view
 
     def scalar_state(self) -> dict[str, float]:
         """State that is not a tensor of the model's shape: how many updates have been applied."""
-        return self._update_rule.scalar_state()
+        return {name: value for rule in self._rules.values() for name, value in rule.scalar_state().items()}
 
     def load_scalar_state(self, state: dict[str, float]) -> None:
-        self._update_rule.load_scalar_state(state)
+        for rule in self._rules.values():
+            rule.load_scalar_state(state)
 
 
 MasterOptimizer = MixedPrecisionOptimizer
@@ -256,4 +268,4 @@ def _update_segment(
         model_weight=weight if segment.has_master_weights else None,
         start=segment.range.begin,
     )
-    update(elements, segment.group.takes_weight_decay)
+    update(elements, segment.group.spec)

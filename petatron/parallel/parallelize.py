@@ -42,6 +42,7 @@ from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, fla
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.fp8_gather import Fp8Weights
 from petatron.sharding.initial_values import draw_normal_shard
+from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, TensorShard
 
 if TYPE_CHECKING:
@@ -52,12 +53,12 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ParamSpecs:
-    """A model's parameter facts: shard specs, initial standard deviation (None: a constant), weight decay."""
+    """A model's parameter facts: shard specs, initial standard deviation (None: a constant), optimizer group."""
 
     shard_specs: Mapping[str, Shard]
     initial_std: Callable[[str], float | None]
     initial_constant: Callable[[str], float]
-    takes_weight_decay: Callable[[str, nn.Parameter], bool]
+    group_spec: Callable[[str, nn.Parameter], GroupSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def _build_flat_groups(
     groups = flatten_parameters(
         list(stages.values()),
         placements,
-        param_specs.takes_weight_decay,
+        param_specs.group_spec,
         mesh,
         options,
         grads_per_micro_batch=_grads_per_micro_batch(stages),
@@ -250,7 +251,7 @@ def _build_fsdp_groups(
         list(stages.values()),
         placements,
         mesh,
-        param_specs.takes_weight_decay,
+        param_specs.group_spec,
         strategy=run.parallel.data_parallel_sharding_strategy,  # pyright: ignore[reportArgumentType]
         compute_dtype=dtype,
         reduce_dtype=_grad_reduce_dtype(run),

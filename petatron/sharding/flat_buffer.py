@@ -25,6 +25,7 @@ from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.sharding.flat_shard import FlatShard, ParamRange, rank_share
 from petatron.sharding.fp8_gather import BucketFp8Gather, Fp8Weights
+from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
 
 # Parts of a bucket start at multiples of this many elements: vector loads, and the widest message units of NCCL.
@@ -82,7 +83,7 @@ class FlatParamGroup:
         buckets: Sequence[Bucket],
         axes: DataParallelAxes,
         *,
-        takes_weight_decay: bool,
+        spec: GroupSpec,
         virtual_stage: int = 0,
         overlap_param_gather: bool = False,
         grad_dtype: torch.dtype | None = None,
@@ -95,7 +96,7 @@ class FlatParamGroup:
         first, size = buckets[0].params[0].parameter, buckets[-1].end
         self.buckets = buckets
         self.axes = axes
-        self.takes_weight_decay = takes_weight_decay
+        self.spec = spec
         self.virtual_stage = virtual_stage
         self.replica_axis = axes.outer if axes.sharded else axes.data_parallel
         self.flat_weights = torch.zeros(size, dtype=first.dtype, device=first.device)
@@ -211,7 +212,7 @@ class FlatBufferOptions:
 def flatten_parameters(
     stages: Sequence[nn.Module],
     placements: Mapping[str, Placement],
-    takes_weight_decay: Callable[[str, nn.Parameter], bool],
+    group_spec: Callable[[str, nn.Parameter], GroupSpec],
     mesh: ParallelMesh,
     options: FlatBufferOptions,
     *,
@@ -221,7 +222,7 @@ def flatten_parameters(
 
     `grads_per_micro_batch` is how many gradients each gets per micro-batch; by default as many as there are stages that have it.
 
-    A buffer holds one dtype, one answer of `takes_weight_decay` (does weight decay touch it?), one stage, and dense or expert
+    A buffer holds one dtype, one answer of `group_spec`, one stage, and dense or expert
     parameters. The order inside is that of the backward pass, last layer first. What is added up with another stage (a
     tied embedding) lies in a buffer of its own, so that both stages cut it alike. With sharding, so do weights that are
     multiplied in eight bits, whether they travel so or not: sums are then the same, in the same order.
@@ -240,17 +241,17 @@ def flatten_parameters(
             placement = placements[name]
             tied = any(piece.grad_reduce_axis == "ends" for piece in placement.tensor_shards)
             eight = eight_bits is not None and name in eight_bits.scalings
-            key = (number, parameter.dtype, takes_weight_decay(name, parameter), placement.expert, tied, eight)
+            key = (number, parameter.dtype, group_spec(name, parameter), placement.expert, tied, eight)
             members.setdefault(key, []).append((name, parameter, turn, grads_per_micro_batch[parameter]))
     groups = []
-    for (number, _, decay, expert, _, eight), entries in members.items():
+    for (number, _, spec, expert, _, eight), entries in members.items():
         axes = DataParallelAxes.from_mesh(mesh, expert=expert, sharded=options.sharded)
         buckets = _build_buckets(entries, placements, options.bucket_size, axes.shard.size if options.sharded else 1)
         groups.append(
             FlatParamGroup(
                 buckets,
                 axes,
-                takes_weight_decay=decay,
+                spec=spec,
                 virtual_stage=number,
                 overlap_param_gather=options.overlap_param_gather,
                 grad_dtype=options.grad_dtype,

@@ -21,6 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from petatron.mesh.mesh import Axis
+from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape, TensorShard
 
 
@@ -81,7 +82,7 @@ class ParameterGroup(Protocol):
     """
 
     @property
-    def takes_weight_decay(self) -> bool: ...
+    def spec(self) -> GroupSpec: ...
 
     @property
     def flat_shards(self) -> Sequence[FlatShard]: ...

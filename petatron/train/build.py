@@ -35,7 +35,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Architecture, Batch
-from petatron.models.decoder import Decoder, initial_constant, initial_std, shard_specs, takes_weight_decay
+from petatron.models.decoder import Decoder, group_spec, initial_constant, initial_std, shard_specs
 from petatron.optim.build import OptimizerKernels
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
@@ -134,7 +134,12 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True
     in_flight = plan.in_flight(num_micro_batches(run))
     parts = parallelize(
         modules,
-        ParamSpecs(table, partial(initial_std, run.model), partial(initial_constant, run.model), takes_weight_decay),
+        ParamSpecs(
+            table,
+            partial(initial_std, run.model),
+            partial(initial_constant, run.model),
+            partial(group_spec, run.optim),
+        ),
         mesh,
         run,
         dtype=dtype,

@@ -50,6 +50,7 @@ from petatron.parallel.data.fsdp_collectives import (
 from petatron.parallel.data.gradient_reduction import all_reduce_partial_grads
 from petatron.sharding.flat_shard import FlatShard, ParamRange, rank_share
 from petatron.sharding.fp8_gather import Fp8Weights, ScaledMatrix
+from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
 
 ShardingStrategy = Literal["optim_grads", "optim_grads_params"]
@@ -93,12 +94,12 @@ class FsdpParamGroup:
         flat_shards: Sequence[FlatShard],
         replica_axis: Axis,
         *,
-        takes_weight_decay: bool,
+        spec: GroupSpec,
         stage: FSDPModule,
         reduce_dtype: torch.dtype | None,
         fp8_gathers: Sequence[Fp8AllGather] = (),
     ) -> None:
-        self.takes_weight_decay = takes_weight_decay
+        self.spec = spec
         self._fp8_gathers = fp8_gathers
         self.flat_shards = flat_shards
         self.replica_axis = replica_axis
@@ -213,7 +214,7 @@ def fully_shard_stages(
     stages: Sequence[Decoder],
     placements: Mapping[str, Placement],
     mesh: ParallelMesh,
-    takes_weight_decay: Callable[[str, nn.Parameter], bool],
+    group_spec: Callable[[str, nn.Parameter], GroupSpec],
     *,
     strategy: ShardingStrategy,
     compute_dtype: torch.dtype,
@@ -237,7 +238,7 @@ def fully_shard_stages(
     every = [parameter for stage in stages for parameter in stage.parameters()]
     assert len(every) == len(set(every)), "a parameter of two stages cannot be fully sharded"
     for stage in stages:
-        decay_of = {name: takes_weight_decay(name, parameter) for name, parameter in stage.named_parameters()}
+        specs = {name: group_spec(name, parameter) for name, parameter in stage.named_parameters()}
         for module in _expert_modules(stage, placements):
             expert.wrap(module)
         for block in stage.layers.values():
@@ -253,19 +254,18 @@ def fully_shard_stages(
         gathers = _use_fp8_all_gather(stage, placements, dense.axis, fp8_weights, compute_dtype)
         if mesh.device.type != "meta":
             stage.to_empty(device=mesh.device)
-        for decay in (True, False):
-            chosen = {name: p for name, p in stage.named_parameters() if decay_of[name] == decay}
-            if chosen:
-                group = _build_param_group(
-                    stage,
-                    chosen,
-                    placements,
-                    mesh,
-                    takes_weight_decay=decay,
-                    reduce_dtype=reduce_dtype,
-                    fp8_gathers=gathers,
-                )
-                groups.append(group)
+        for spec in sorted(dict.fromkeys(specs.values()), key=lambda spec: -spec.weight_decay):
+            chosen = {name: p for name, p in stage.named_parameters() if specs[name] == spec}
+            group = _build_param_group(
+                stage,
+                chosen,
+                placements,
+                mesh,
+                spec=spec,
+                reduce_dtype=reduce_dtype,
+                fp8_gathers=gathers,
+            )
+            groups.append(group)
     return groups
 
 
@@ -307,7 +307,7 @@ def _build_param_group(
     placements: Mapping[str, Placement],
     mesh: ParallelMesh,
     *,
-    takes_weight_decay: bool,
+    spec: GroupSpec,
     reduce_dtype: torch.dtype | None,
     fp8_gathers: Sequence[Fp8AllGather],
 ) -> FsdpParamGroup:
@@ -322,7 +322,7 @@ def _build_param_group(
         sharded,
         stretches,
         copies,
-        takes_weight_decay=takes_weight_decay,
+        spec=spec,
         stage=stage,
         reduce_dtype=reduce_dtype,
         fp8_gathers=fp8_gathers,

@@ -1,0 +1,23 @@
+"""What is the same for all parameters of an optimizer group: their update rule, its multipliers, what it must see whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """The key of an optimizer group.
+
+    rule: the name of an update rule. weight_decay and lr_scale: what the run's weight decay and learning rate are multiplied by.
+    unit: what the rule updates by itself: every element, or every logical matrix, which it must see whole.
+
+    >>> GroupSpec(rule="adam", weight_decay=0.0) == GroupSpec(rule="adam", weight_decay=1.0)
+    False
+    """
+
+    rule: str
+    weight_decay: float = 1.0
+    lr_scale: float = 1.0
+    unit: Literal["element", "matrix"] = "element"
