@@ -192,8 +192,27 @@ def takes_weight_decay(name: str, parameter: nn.Parameter) -> bool:
 
 
 def group_spec(optim: OptimizerConfig, name: str, parameter: nn.Parameter) -> GroupSpec:
-    """Returns the optimizer group of a parameter."""
-    return GroupSpec(rule=optim.optimizer, weight_decay=1.0 if takes_weight_decay(name, parameter) else 0.0)
+    """Returns the optimizer group of a parameter: the one place that says which rule updates what.
+
+    Muon takes the matrices of layers; embeddings, the output head, routers and vectors are left to its scalar optimizer.
+    """
+    weight_decay = 1.0 if takes_weight_decay(name, parameter) else 0.0
+    if optim.optimizer != "muon":
+        return GroupSpec(rule=optim.optimizer, weight_decay=weight_decay)
+    if not is_hidden_matrix(name, parameter):
+        return GroupSpec(rule=optim.muon_scalar_optimizer, weight_decay=weight_decay)
+    fused = not optim.muon_split_qkv and name.endswith("attention.qkv.weight")
+    return GroupSpec(rule="muon", weight_decay=weight_decay, unit="fused_matrix" if fused else "matrix")
+
+
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Returns whether a parameter is a matrix of attention, an MLP or experts, from activations to activations."""
+    return (
+        name.startswith("layers.")
+        and name.endswith(".weight")
+        and parameter.dim() > 1
+        and not name.endswith((".router.weight", ".shared_gate.weight"))
+    )
 
 
 def initial_constant(config: ModelConfig, name: str) -> float:

@@ -9,6 +9,7 @@ import torch
 from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer.adam import AdamKernel, SquaresKernel, adamw_fused, sum_of_squares
 from petatron.kernels.registry import KernelChoice
+from petatron.optim.muon import MuonRule
 from petatron.optim.update_rules import AdamRule, SgdRule, UpdateRule
 
 
@@ -31,6 +32,8 @@ TORCH_KERNELS = OptimizerKernels()
 
 def build_update_rule(
     name: str, config: OptimizerConfig, kernels: OptimizerKernels, device: torch.device
-) -> UpdateRule:
+) -> UpdateRule | MuonRule:
     """The rule of a group's name. All leave an update out on the device, so no step needs the host to decide."""
+    if name == "muon":
+        return MuonRule(config)
     return AdamRule(config, kernels.adamw, device) if name == "adam" else SgdRule(config)

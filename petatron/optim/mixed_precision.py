@@ -24,6 +24,8 @@ from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.build import TORCH_KERNELS, OptimizerKernels, build_update_rule
 from petatron.optim.gradient_norm import GlobalNorm
+from petatron.optim.matrix_update import MatrixUpdate
+from petatron.optim.muon import MuonRule
 from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.optim.state_segments import SegmentRange, StateSegment, plan_ranges, slice_flat_shard
 from petatron.optim.state_storage import (
@@ -83,6 +85,7 @@ class MixedPrecisionOptimizer:
         self._segments = self._allocate_state(memory or MemoryConfig(), weights)
         self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
         self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
+        self._matrix_updates = list(self._build_matrix_updates(mesh))
         stretches = [stretch for group in param_groups for stretch in group.flat_shards]
         self._grad_norm = GlobalNorm(stretches, mesh.world, self._device, kernels.sum_of_squares)
         own = [segment.flat_shard for segment in self._segments]
@@ -138,7 +141,21 @@ class MixedPrecisionOptimizer:
     def _owners(self) -> list[tuple[ParameterGroup, FlatShard]]:
         return [(group, flat_shard) for group in self._param_groups for flat_shard in group.flat_shards]
 
-    def _rule(self, group: ParameterGroup) -> UpdateRule:
+    def _build_matrix_updates(self, mesh: ParallelMesh) -> Iterator[tuple[ParameterGroup, MatrixUpdate]]:
+        """What brings matrices together whose rule must see them whole."""
+        begin = 0
+        for group in self._param_groups:
+            rule, first, begin = self._rule(group), begin, begin + len(group.flat_shards)
+            if not isinstance(rule, MuonRule):
+                continue
+            segments = {one.range.flat_shard_index - first: one for one in self._segments if one.group is group}
+            assert not any(one.range.offloaded for one in segments.values()), "state of whole matrices is offloaded"
+            for expert in (False, True):
+                placements = [placement for placement in group.placements if placement.expert is expert]
+                if placements:
+                    yield group, MatrixUpdate(group, placements, segments, rule, mesh)
+
+    def _rule(self, group: ParameterGroup) -> UpdateRule | MuonRule:
         return self._rules[group.spec.rule]
 
     def _state_dtypes(self, group: ParameterGroup, weight: Tensor) -> list[torch.dtype]:
@@ -187,10 +204,12 @@ class MixedPrecisionOptimizer:
 
     def _update(self, step: StepScalars, grads: Sequence[Tensor]) -> None:
         weights = self._weights()
-        updates = {name: rule.start_step(step) for name, rule in self._rules.items()}
+        updates = {name: rule.start_step(step) for name, rule in self._rules.items() if not isinstance(rule, MuonRule)}
         visits: list[SwapTask] = []
         for segment in self._segments:
-            update = updates[segment.group.spec.rule]
+            update = updates.get(segment.group.spec.rule)
+            if update is None:
+                continue
             work = partial(_update_segment, update, segment, segment.slice_of(grads), segment.slice_of(weights))
             if self._state_swapper is not None and segment.range.offloaded:
                 visits.append(SwapTask(segment.state, work))
@@ -198,6 +217,8 @@ class MixedPrecisionOptimizer:
                 work(segment.state)
         if self._state_swapper is not None:
             self._state_swapper.run(visits)
+        for group, matrices in self._matrix_updates:
+            matrices.run(step.of_group(group.spec))
 
     def _wait_for_state(self) -> None:
         """Let state that is on its way come home before anyone looks at it."""

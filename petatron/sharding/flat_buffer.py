@@ -23,7 +23,7 @@ from petatron.kernels.fp8.cast_and_gemm import Scaling
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.sharding.flat_shard import FlatShard, ParamRange, rank_share
+from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParamRange, rank_share
 from petatron.sharding.fp8_gather import BucketFp8Gather, Fp8Weights
 from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
@@ -99,6 +99,8 @@ class FlatParamGroup:
         self.spec = spec
         self.virtual_stage = virtual_stage
         self.replica_axis = axes.outer if axes.sharded else axes.data_parallel
+        self._shard_axis = axes.shard if axes.sharded else axes.shard.alone()
+        self._places = {id(slot.placement): (bucket, slot) for bucket in buckets for slot in bucket.params}
         self.flat_weights = torch.zeros(size, dtype=first.dtype, device=first.device)
         grad_dtype = grad_dtype or torch.promote_types(first.dtype, torch.float32)
         self.flat_grads = torch.zeros(size, dtype=grad_dtype, device=first.device)
@@ -141,6 +143,26 @@ class FlatParamGroup:
         length = (bucket.end - bucket.begin) // self.axes.shard.size
         begin = bucket.begin + self.axes.shard.rank * length
         return begin, begin + length
+
+    @property
+    def placements(self) -> list[Placement]:
+        return [slot.placement for slot in self.params]
+
+    def shard_axis(self, placement: Placement) -> Axis:
+        """The ranks that share state; a rank by itself where nobody does."""
+        return self._shard_axis
+
+    def owned_ranges(self, placement: Placement) -> list[OwnedRange]:
+        """Who of `shard_axis` updates which elements of a parameter."""
+        bucket, slot = self._places[id(placement)]
+        length = (bucket.end - bucket.begin) // self._shard_axis.size
+        first, last = (slot.start - bucket.begin) // length, (slot.end - 1 - bucket.begin) // length
+        found = []
+        for rank in range(first, last + 1):
+            begin = bucket.begin + rank * length
+            low, high = max(begin, slot.start), min(begin + length, slot.end)
+            found.append(OwnedRange(rank, low - slot.start, high - slot.start))
+        return found
 
     def _owned_ranges(self) -> list[tuple[int, int]]:
         if not self.axes.sharded:

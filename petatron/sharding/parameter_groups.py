@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Unit = Literal["element", "matrix", "fused_matrix"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
     """The key of an optimizer group.
 
     rule: the name of an update rule. weight_decay and lr_scale: what the run's weight decay and learning rate are multiplied by.
-    unit: what the rule updates by itself: every element, or every logical matrix, which it must see whole.
+    unit: what the rule updates by itself: every element, or every logical matrix, which it must see whole. Of a `fused_matrix`, all
+    logical matrices of a parameter are one.
 
     >>> GroupSpec(rule="adam", weight_decay=0.0) == GroupSpec(rule="adam", weight_decay=1.0)
     False
@@ -20,4 +23,4 @@ class GroupSpec:
     rule: str
     weight_decay: float = 1.0
     lr_scale: float = 1.0
-    unit: Literal["element", "matrix"] = "element"
+    unit: Unit = "element"

@@ -48,7 +48,7 @@ from petatron.parallel.data.fsdp_collectives import (
     device_mesh,
 )
 from petatron.parallel.data.gradient_reduction import all_reduce_partial_grads
-from petatron.sharding.flat_shard import FlatShard, ParamRange, rank_share
+from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParamRange, rank_share
 from petatron.sharding.fp8_gather import Fp8Weights, ScaledMatrix
 from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
@@ -69,31 +69,39 @@ def shard_dim(shape: Shape, ranks: int) -> int:
 
 def owned_flat_shard(placement: Placement, axis: Axis, replica_axis: Axis) -> FlatShard:
     """The part of a parameter that this rank keeps, as it lies in memory."""
-    shape, dim = placement.shape, shard_dim(placement.shape, axis.size)
+    parts, length = [], 0
+    for begin, end in _rank_ranges(placement.shape, axis.size, axis.rank):
+        parts.append(ParamRange(placement, begin, end, length))
+        length += end - begin
+    return FlatShard(length, tuple(parts), rank_share(length, replica_axis))
+
+
+def _rank_ranges(shape: Shape, num_ranks: int, rank: int) -> Iterator[tuple[int, int]]:
+    """The elements of a parameter that a rank keeps."""
+    dim = shard_dim(shape, num_ranks)
     inner, size = math.prod(shape[dim + 1 :]), shape[dim]
-    most = -(-size // axis.size)
-    begin, end = (min(at * most, size) * inner for at in (axis.rank, axis.rank + 1))
-    parts = tuple(
-        ParamRange(placement, outer * size * inner + begin, outer * size * inner + end, outer * (end - begin))
-        for outer in range(math.prod(shape[:dim]))
-        if begin < end
-    )
-    length = sum(part.end - part.begin for part in parts)
-    return FlatShard(length, parts, rank_share(length, replica_axis))
+    most = -(-size // num_ranks)
+    begin, end = (min(at * most, size) * inner for at in (rank, rank + 1))
+    if begin < end:
+        for outer in range(math.prod(shape[:dim])):
+            yield outer * size * inner + begin, outer * size * inner + end
 
 
 class FsdpParamGroup:
     """Parameters of one stage with one update rule, as far as this rank keeps them; one stretch per parameter.
 
-    Gradients lie in one buffer that fully_shard adds to: it is handed out as the parameters' `grad`.
+    Gradients lie in one buffer that fully_shard adds to: it is handed out as the parameters' `grad`. `shard_axes` are the ranks that
+    share dense parameters, and those that share experts.
     """
 
     def __init__(
         self,
         parameters: Sequence[DTensor],
+        placements: Sequence[Placement],
         flat_shards: Sequence[FlatShard],
         replica_axis: Axis,
         *,
+        shard_axes: tuple[Axis, Axis],
         spec: GroupSpec,
         stage: FSDPModule,
         reduce_dtype: torch.dtype | None,
@@ -103,6 +111,8 @@ class FsdpParamGroup:
         self._fp8_gathers = fp8_gathers
         self.flat_shards = flat_shards
         self.replica_axis = replica_axis
+        self.placements = placements
+        self._shard_axes = shard_axes
         self.stage = stage
         self.reduce_dtype = reduce_dtype
         self._parameters = parameters
@@ -123,6 +133,19 @@ class FsdpParamGroup:
 
     def grads(self) -> list[Tensor]:
         return list(self.flat_grads.split([stretch.length for stretch in self.flat_shards]))
+
+    def shard_axis(self, placement: Placement) -> Axis:
+        """The ranks that share a parameter."""
+        return self._shard_axes[placement.expert]
+
+    def owned_ranges(self, placement: Placement) -> list[OwnedRange]:
+        """Who of `shard_axis` updates which elements of a parameter."""
+        size = self.shard_axis(placement).size
+        return [
+            OwnedRange(rank, begin, end)
+            for rank in range(size)
+            for begin, end in _rank_ranges(placement.shape, size, rank)
+        ]
 
     def sync_fp8_scales(self) -> None:
         """Nothing: scales are agreed on where a block is gathered."""
@@ -311,17 +334,18 @@ def _build_param_group(
     reduce_dtype: torch.dtype | None,
     fp8_gathers: Sequence[Fp8AllGather],
 ) -> FsdpParamGroup:
-    copies, sharded, stretches = mesh["dp_outer"], [], []
+    copies, axes, sharded, stretches = mesh["dp_outer"], (mesh["shard"], mesh["edp_shard"]), [], []
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        axis = mesh["edp_shard" if placements[name].expert else "shard"]
         sharded.append(parameter)
-        stretches.append(owned_flat_shard(placements[name], axis, copies))
+        stretches.append(owned_flat_shard(placements[name], axes[placements[name].expert], copies))
     assert isinstance(stage, FSDPModule)
     group = FsdpParamGroup(
         sharded,
+        [placements[name] for name in parameters],
         stretches,
         copies,
+        shard_axes=axes,
         spec=spec,
         stage=stage,
         reduce_dtype=reduce_dtype,
