@@ -14,9 +14,10 @@ Fully sharded gradients exist whole before they are reduce-scattered: in additio
 gradient is held until backward is over, and a + r for each of one layer, r being the bytes they are reduced in (w, or 2 with
 `--grad-reduce-in-bf16`).
 
-g, m and v follow `--main-grads-dtype`, `--exp-avg-dtype` and `--exp-avg-sq-dtype`, 4 by default and w in float64. Experts are
-sharded over other ranks than dense parameters, so both are counted separately. Of offloaded optimizer state, a fraction of master
-weights and moments is not on the device. Padding of buckets to equal shards is left out.
+g, m and v follow `--main-grads-dtype`, `--exp-avg-dtype` and `--exp-avg-sq-dtype`, 4 by default and w in float64. Muon has one moment
+of w bytes for each element of the layers' matrices, and adam's for all others. Experts are sharded over other ranks than dense
+parameters, so both are counted separately. Of offloaded optimizer state, a fraction of master weights and moments is not on the
+device. Padding of buckets to equal shards is left out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.parallel import ParallelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.mesh.rank_layout import Layout
-from petatron.models.decoder import Decoder, shard_specs
+from petatron.models.decoder import Decoder, is_hidden_matrix, shard_specs
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement, find_shard_spec
 
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -61,10 +62,15 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class ElementCounts:
-    """The elements of a rank, of its largest layer, of its embedding and head, and of the head."""
+    """The elements of a rank, of its largest layer, of its embedding and head, and of the head.
+
+    `dense_matrices` and `expert_matrices` are those of the matrices that Muon updates.
+    """
 
     dense: int
     experts: int
+    dense_matrices: int
+    expert_matrices: int
     largest_layer: int
     embedding_and_head: int
     head: int
@@ -81,7 +87,8 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
     owned = -(-elements.dense // ranks[0]) + -(-elements.experts // ranks[1])
     weight = element_bytes(run)
     main = max(weight, 4)
-    moments = moment_bytes(run)
+    matrices = -(-elements.dense_matrices // ranks[0]) + -(-elements.expert_matrices // ranks[1])
+    moments = moment_bytes(run, elements=owned, in_matrices=matrices)
     offloads = run.memory.optimizer_cpu_offload or run.memory.optimizer_nvme_offload is not None
     on_device = 1.0 - run.memory.optimizer_offload_fraction if offloads else 1.0
     if strategy in ("optim_grads", "optim_grads_params") and layout.world_size > 1:
@@ -94,13 +101,13 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
             weights=weight * gathered,
             gradients=main * owned + unsharded,
             master_weights=main * owned,
-            moments=int(moments * owned * on_device),
+            moments=int(moments * on_device),
         )
     return StateBytes(
         weights=weight * local + _fp8_copy_bytes(run, elements, num_shards=ranks[0]),
         gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * local if main == 4 else main * local,
         master_weights=int(4 * owned * on_device) if weight < 4 else 0,
-        moments=int(moments * owned * on_device),
+        moments=int(moments * on_device),
     )
 
 
@@ -123,13 +130,15 @@ def element_bytes(run: RunConfig) -> int:
     return 8 if precision.fp64 else 2 if precision.bf16 or precision.fp16 else 4
 
 
-def moment_bytes(run: RunConfig) -> int:
-    """Returns the bytes of all moments of one element."""
+def moment_bytes(run: RunConfig, *, elements: int, in_matrices: int) -> int:
+    """Returns the bytes of all moments of `elements` elements, `in_matrices` of which Muon would update."""
     wide = max(element_bytes(run), 4)
     if run.optim.optimizer == "sgd":
-        return wide if run.optim.sgd_momentum else 0
+        return wide * elements if run.optim.sgd_momentum else 0
     kinds = (run.optim.exp_avg_dtype, run.optim.exp_avg_sq_dtype)
-    return sum(wide if name == "fp32" else _DTYPE_BYTES[name] for name in kinds)
+    by_adam = sum(wide if name == "fp32" else _DTYPE_BYTES[name] for name in kinds)
+    by_muon = in_matrices if run.optim.optimizer == "muon" else 0
+    return by_adam * (elements - by_muon) + wide * by_muon
 
 
 def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> ElementCounts:
@@ -153,33 +162,35 @@ def _stage_element_counts(
         model, moe, parallel, moe_layer_mask, PipelineStage((), stage.has_embedding, stage.has_loss)
     )
     kinds = {kind: [layer for layer in stage.layer_indices if moe_layer_mask[layer] is kind] for kind in (False, True)}
-    dense, experts, largest = outer[0], outer[1], 0
+    counts, largest = list(outer), 0
     for layers in kinds.values():
         if layers:
             one = _count_elements(
                 model, moe, parallel, moe_layer_mask, PipelineStage((layers[0],), has_embedding=False, has_loss=False)
             )
-            dense, experts = dense + len(layers) * one[0], experts + len(layers) * one[1]
-            largest = max(largest, sum(one))
+            counts = [count + len(layers) * more for count, more in zip(counts, one)]
+            largest = max(largest, one[0] + one[1])
     head = (
         _count_elements(model, moe, parallel, moe_layer_mask, PipelineStage((), has_embedding=False, has_loss=True))
         if stage.has_loss
         else (0, 0)
     )
-    return ElementCounts(dense, experts, largest, sum(outer), sum(head))
+    return ElementCounts(counts[0], counts[1], counts[2], counts[3], largest, outer[0] + outer[1], head[0] + head[1])
 
 
 def _count_elements(
     model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, moe_layer_mask: tuple[bool, ...], stage: PipelineStage
-) -> tuple[int, int]:
-    """Returns the elements of a stage's dense parameters and of its experts on one rank."""
+) -> tuple[int, int, int, int]:
+    """Returns the elements of a stage's dense parameters and of its experts on one rank, then of the matrices among both."""
     layout = Layout.from_config(parallel)
     coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
     experts = moe if moe.num_experts is not None else None
     with torch.device("meta"):
         decoder = Decoder(model, experts, moe_layer_mask=moe_layer_mask, stage=stage)
-    table, counts = shard_specs(model, experts), [0, 0]
+    table, counts = shard_specs(model, experts), [0, 0, 0, 0]
     for name, parameter in decoder.named_parameters():
         placement = compute_placement(name, tuple(parameter.shape), find_shard_spec(table, name), coordinate)
-        counts[placement.expert] += math.prod(placement.shape)
-    return counts[0], counts[1]
+        size = math.prod(placement.shape)
+        counts[placement.expert] += size
+        counts[2 + placement.expert] += size if is_hidden_matrix(name, parameter) else 0
+    return counts[0], counts[1], counts[2], counts[3]

@@ -245,7 +245,25 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
     yield from above("adam_eps", optim.adam_eps, 0)
     yield from within("sgd_momentum", optim.sgd_momentum, 0, 1)
     yield from at_least("clip_grad", optim.clip_grad, 0)
+    yield from _muon(config)
     yield from _state_dtypes(config)
+
+
+def _muon(config: RunConfig) -> Iterator[Problem]:
+    optim, memory = config.optim, config.memory
+    yield from within("muon_momentum", optim.muon_momentum, 0, 1)
+    yield from at_least("muon_num_ns_steps", optim.muon_num_ns_steps, 1)
+    yield from above("muon_extra_scale_factor", optim.muon_extra_scale_factor, 0)
+    if optim.optimizer != "muon":
+        return
+    for name, chosen in (
+        ("optimizer_cpu_offload", memory.optimizer_cpu_offload),
+        ("optimizer_nvme_offload", memory.optimizer_nvme_offload is not None),
+    ):
+        if chosen:
+            rule = "cannot be combined with --optimizer muon, whose state is needed twice in a step: before and after the matrices meet"
+            value = "" if name == "optimizer_cpu_offload" else str(memory.optimizer_nvme_offload)
+            yield Problem(flag_name(name), value, rule, "Leave it out, share the state over more ranks, or use adam.")
 
 
 def _state_dtypes(config: RunConfig) -> Iterator[Problem]:
