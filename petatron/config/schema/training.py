@@ -19,8 +19,7 @@ class OptimizerConfig:
     """The update rule."""
 
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
-    """adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon orthogonalises the momentum of every matrix of the layers,
-    and leaves embeddings, the output head, routers and vectors to adam."""
+    """adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon is Muon for the matrices of layers and adam for all else."""
     lr: float | None = None
     """Peak learning rate; required to train."""
     weight_decay: float = 0.01
