@@ -69,7 +69,8 @@ MODEL_FLAGS = {
     "--muon-extra-scale-factor 0.2",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
-(biases, LayerNorm, qk-norm, a window, packed documents); an MoE; and the same MoE trained with Muon, whose rule needs whole matrices."""
+(biases, LayerNorm, qk-norm, a window, packed documents); an MoE; and the same MoE trained with Muon, whose rule needs whole
+matrices."""
 
 _AXIS_OPTIONS = {
     # Three chunks do not divide a rank's sequence shard, so their lengths differ.
