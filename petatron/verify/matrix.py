@@ -66,7 +66,7 @@ MODEL_FLAGS = {
     "gpt": _GPT_FLAGS,
     "moe": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
     "muon": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} --optimizer muon --muon-nesterov "
-    "--muon-extra-scale-factor 0.2",
+    "--muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, qk-norm, a window, packed documents); an MoE; and the same MoE trained with Muon, whose rule needs whole

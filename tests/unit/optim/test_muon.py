@@ -334,7 +334,7 @@ def test_megatrons_spellings():
 
 
 def test_flags_of_another_optimizer_are_named():
-    def notices(flags: str) -> list[str]:
+    def notices(flags: str) -> tuple[str, ...]:
         return load_config(f"{MUON} {flags}".split(), preset="tiny-llama").notices
 
     assert any(
