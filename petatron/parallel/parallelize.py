@@ -46,7 +46,7 @@ from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, TensorShard
 
 if TYPE_CHECKING:
-    from petatron.parallel.data.fsdp import FsdpGradientReducer, FsdpParamGroup
+    from petatron.parallel.data.fsdp_param_group import FsdpGradientReducer, FsdpParamGroup
 
 _log = get_logger(__name__)
 
@@ -245,7 +245,8 @@ def _build_fsdp_groups(
 ) -> tuple[Sequence[FsdpParamGroup], FsdpGradientReducer]:
     """Shards weights and gradients too (ZeRO-2 and 3), from the start: a rank never holds more than its shard."""
     # Importing torch's fully_shard takes longer than this whole package, for every process.
-    from petatron.parallel.data.fsdp import FsdpGradientReducer, fully_shard_stages
+    from petatron.parallel.data.fsdp import fully_shard_stages
+    from petatron.parallel.data.fsdp_param_group import FsdpGradientReducer
 
     groups = fully_shard_stages(
         list(stages.values()),

@@ -28,13 +28,8 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder, group_spec, initial_std, run_layers_sequentially, shard_specs
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
-from petatron.parallel.data.fsdp import (
-    FsdpGradientReducer,
-    FsdpParamGroup,
-    fully_shard_stages,
-    owned_flat_shard,
-    shard_dim,
-)
+from petatron.parallel.data.fsdp import fully_shard_stages
+from petatron.parallel.data.fsdp_param_group import FsdpGradientReducer, FsdpParamGroup, owned_flat_shard, shard_dim
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.expert_parallel import apply_expert_parallel
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
