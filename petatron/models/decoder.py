@@ -197,10 +197,10 @@ def group_spec(optim: OptimizerConfig, name: str, parameter: nn.Parameter) -> Gr
     Muon takes the matrices of layers; embeddings, the output head, routers and vectors are left to its scalar optimizer.
     """
     weight_decay = 1.0 if takes_weight_decay(name, parameter) else 0.0
-    if optim.optimizer != "muon":
-        return GroupSpec(rule=optim.optimizer, weight_decay=weight_decay)
-    if not is_hidden_matrix(name, parameter):
-        return GroupSpec(rule=optim.muon_scalar_optimizer, weight_decay=weight_decay)
+    if optim.optimizer != "muon" or not is_hidden_matrix(name, parameter):
+        rule = optim.muon_scalar_optimizer if optim.optimizer == "muon" else optim.optimizer
+        decoupled = optim.decoupled_lr is not None and name in ("embedding.weight", "head.weight")
+        return GroupSpec(rule=rule, weight_decay=weight_decay, decoupled_lr=decoupled)
     fused = not optim.muon_split_qkv and name.endswith("attention.qkv.weight")
     return GroupSpec(rule="muon", weight_decay=weight_decay, unit="fused_matrix" if fused else "matrix")
 

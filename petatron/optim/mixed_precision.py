@@ -183,14 +183,20 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def step(
-        self, *, lr: float | None = None, weight_decay: float | None = None, loss_scale: float = 1.0
+        self,
+        *,
+        lr: float | None = None,
+        decoupled_lr: float | None = None,
+        weight_decay: float | None = None,
+        loss_scale: float = 1.0,
     ) -> UpdateResult:
         """One update from the accumulated gradients; `loss_scale` is what they were multiplied with.
 
-        Without a schedule, the learning rate and the weight decay are the config's.
+        Without a schedule, learning rates and weight decay are the config's. `decoupled_lr` is that of the embedding and output head.
         """
         lr = self._config.lr if lr is None else lr
         assert lr is not None, "neither the config nor the caller gives a learning rate"
+        decoupled_lr = self._config.decoupled_lr if decoupled_lr is None else decoupled_lr
         weight_decay = self._config.weight_decay if weight_decay is None else weight_decay
         grads = self._grads()
         norm = self._grad_norm.norm(grads) / loss_scale
@@ -198,7 +204,14 @@ class MixedPrecisionOptimizer:
         if self._config.clip_grad > 0.0:
             factor = factor * (self._config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         skipped = (~norm.isfinite()).to(torch.float32)
-        self._update(StepScalars(grad_factor=factor, skipped=skipped, lr=lr, weight_decay=weight_decay), grads)
+        step = StepScalars(
+            grad_factor=factor,
+            skipped=skipped,
+            lr=lr,
+            decoupled_lr=lr if decoupled_lr is None else decoupled_lr,
+            weight_decay=weight_decay,
+        )
+        self._update(step, grads)
         all_gather_params(self._param_groups)
         return UpdateResult(norm, skipped)
 

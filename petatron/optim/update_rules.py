@@ -44,11 +44,13 @@ class StepScalars:
     grad_factor: Tensor
     skipped: Tensor
     lr: float
+    decoupled_lr: float
     weight_decay: float
 
     def of_group(self, spec: GroupSpec) -> StepScalars:
-        """The step of one group, whose multipliers are in its learning rate and weight decay."""
-        return replace(self, lr=self.lr * spec.lr_scale, weight_decay=self.weight_decay * spec.weight_decay)
+        """Returns the step of one group, whose multipliers are in its learning rate and weight decay."""
+        lr = self.decoupled_lr if spec.decoupled_lr else self.lr
+        return replace(self, lr=lr * spec.lr_scale, weight_decay=self.weight_decay * spec.weight_decay)
 
 
 UpdateFunction = Callable[[ParamSlice, GroupSpec], None]

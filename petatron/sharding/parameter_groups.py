@@ -12,9 +12,9 @@ Unit = Literal["element", "matrix", "fused_matrix"]
 class GroupSpec:
     """The key of an optimizer group.
 
-    rule: the name of an update rule. weight_decay and lr_scale: what the run's weight decay and learning rate are multiplied by.
-    unit: what the rule updates by itself: every element, or every logical matrix, which it must see whole. Of a `fused_matrix`, all
-    logical matrices of a parameter are one.
+    rule: the name of an update rule. weight_decay and lr_scale: multipliers of the run's weight decay and learning rate.
+    decoupled_lr: its learning rate follows the schedule of `--decoupled-lr`. unit: what the rule updates by itself: every element, or
+    every logical matrix, which it must have whole. Of a `fused_matrix`, all logical matrices of a parameter are one.
 
     >>> GroupSpec(rule="adam", weight_decay=0.0) == GroupSpec(rule="adam", weight_decay=1.0)
     False
@@ -23,4 +23,5 @@ class GroupSpec:
     rule: str
     weight_decay: float = 1.0
     lr_scale: float = 1.0
+    decoupled_lr: bool = False
     unit: Unit = "element"

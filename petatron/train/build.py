@@ -11,11 +11,12 @@ for batches in build_loader(run, mesh):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, Problem
@@ -45,6 +46,7 @@ from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.parallel.used_axes import used_axes
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
+from petatron.sharding.parameter_groups import GroupSpec
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.checkpoint_args import read_checkpoint_args
 from petatron.train.state.run_model import Model
@@ -111,8 +113,16 @@ def launch(run: RunConfig) -> ParallelMesh:
     )
 
 
-def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True) -> Model:
-    """Builds this rank's part of the model with the same weights in stages layout; zero without `init_weights`.
+def build_model(
+    run: RunConfig,
+    mesh: ParallelMesh,
+    *,
+    init_weights: bool = True,
+    optimizer_group: Callable[[str, nn.Parameter], GroupSpec] | None = None,
+) -> Model:
+    """Builds this rank's part of the model with the same weights in every layout; zero without `init_weights`.
+
+    `optimizer_group` returns the optimizer group of a parameter, by name, for update rules or multipliers that no flag sets.
 
     >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> model = build_model(run, launch(run))
@@ -138,7 +148,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True
             table,
             partial(initial_std, run.model),
             partial(initial_constant, run.model),
-            partial(group_spec, run.optim),
+            optimizer_group or partial(group_spec, run.optim),
         ),
         mesh,
         run,

@@ -31,7 +31,7 @@ SINGLE_PROCESS_FLAGS = (
 # from zero would make the first of them idle.
 _FIXED_FLAGS = (
     "--hidden-dropout 0 --attention-dropout 0 --no-bf16 --no-fp16 --eval-iters 0 --save none --load none --save-interval none "
-    "--train-samples none --lr-decay-style constant --min-lr 0 --lr-warmup-iters 0 --lr-warmup-samples 0 "
+    "--train-samples none --lr-decay-style constant --min-lr 0 --decoupled-min-lr none --lr-warmup-iters 0 --lr-warmup-samples 0 "
     "--lr-warmup-fraction none --lr-decay-iters none --lr-decay-samples none"
 )
 _PRECISION_FIELDS = ("bf16", "fp16", "fp64")

@@ -224,6 +224,21 @@ def _learning_rate(config: RunConfig, *, require_training: bool) -> Iterator[Pro
             yield Problem(name, f"{value:g}", "is negative", "Use 0 or more.")
         elif value > lr > 0:
             yield Problem(name, f"{value:g}", f"is above --lr {lr:g}", f"Use {lr:g} or less.")
+    yield from _decoupled_learning_rate(config)
+
+
+def _decoupled_learning_rate(config: RunConfig) -> Iterator[Problem]:
+    lr, schedule = config.optim.decoupled_lr, config.schedule
+    yield from above("decoupled_lr", lr, 0)
+    yield from at_least("decoupled_min_lr", schedule.decoupled_min_lr, 0)
+    if lr is None or lr <= 0:
+        return
+    minimum = ("--decoupled-min-lr", schedule.decoupled_min_lr, f"Use {lr:g} or less.")
+    if schedule.decoupled_min_lr is None:
+        minimum = ("--min-lr", schedule.min_lr, f"Give --decoupled-min-lr, {lr:g} or less.")
+    for name, value, fix in (minimum, ("--lr-warmup-init", schedule.lr_warmup_init, f"Use {lr:g} or less.")):
+        if value is not None and value > lr:
+            yield Problem(name, f"{value:g}", f"is above --decoupled-lr {lr:g}", fix)
 
 
 def _optimizer(config: RunConfig) -> Iterator[Problem]:

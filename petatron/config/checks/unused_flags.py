@@ -86,6 +86,8 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "it is for --position-embedding-type yarn") for name in _YARN)
         if not config.model.use_rope_scaling:
             yield from ((name, "the rotary embedding is not scaled") for name in _ROPE_SCALING)
+    if config.optim.decoupled_lr is None:
+        yield "decoupled_min_lr", "there is no --decoupled-lr"
     if config.optim.optimizer == "sgd":  # muon leaves some parameters to adam
         yield from ((name, "the optimizer is sgd") for name in _ADAM)
     if config.optim.optimizer != "muon":

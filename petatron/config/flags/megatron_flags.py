@@ -263,8 +263,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--ddp-average-in-collective": "averaging inside the gradient collective",
     "--use-nccl-ub": "NCCL tuning by flag",
     "--use-sharp": "NCCL tuning by flag",
-    "--decoupled-lr": "a learning rate of its own for the embedding",
-    "--decoupled-min-lr": "a learning rate of its own for the embedding",
     "--muon-use-syrk": "a kernel for the symmetric products of Muon",
     "--decrease-batch-size-if-needed": "rounding the global batch size",
     "--use-checkpoint-opt-param-scheduler": _CHECKPOINT,

@@ -22,6 +22,8 @@ class OptimizerConfig:
     """adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon is Muon for the matrices of layers and adam for all else."""
     lr: float | None = None
     """Peak learning rate; required to train."""
+    decoupled_lr: float | None = None
+    """Peak learning rate of the token embedding and the output head; unset means that of all other parameters."""
     weight_decay: float = 0.01
     """Weight decay, decoupled in adam and muon and added to the gradient in sgd; never on biases and other one-dimensional parameters."""
     start_weight_decay: float | None = None
@@ -76,6 +78,8 @@ class ScheduleConfig:
     """Shape of the decay after warm-up."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
+    decoupled_min_lr: float | None = None
+    """Learning rate at the end of the decay of `--decoupled-lr`; unset means that of `--min-lr`."""
     lr_warmup_init: float = 0.0
     """Learning rate at the start of warm-up."""
     lr_warmup_iters: int = 0
