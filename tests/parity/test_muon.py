@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from petatron.config import RunConfig
 from petatron.mesh.comm_record import CommEvent
+from petatron.optim import matrix_update
+from petatron.optim.matrix_update import MatrixUpdate
+from petatron.sharding.logical_matrices import LogicalMatrix, matrix_shape
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from petatron.verify.matrix import parse_entry
+from petatron.verify.trace import StepTrace
 from tests.dist import RankFailure, RankPool
 from tests.longform import later
-from tests.parity.harness import check_order, reference, tiny_run, train_recorded
+from tests.parity.harness import check_order, reference, tiny_run, train, train_recorded
 from tests.parity.resharding import STOP, Life, configured, live, whole
 from tests.parity.test_resume import trained
 
@@ -80,6 +87,28 @@ def test_experts(ranks: RankPool, layout: str, world_size: int):
 )
 def test_queries_keys_and_values_as_one_matrix(ranks: RankPool, layout: str, world_size: int):
     check(ranks, layout, f"{MUON} --muon-no-split-qkv", world_size)
+
+
+def train_without_gathering(run: RunConfig) -> list[StepTrace]:
+    """Muon with matrices that are not whole: every tensor-parallel rank orthogonalises its shard by itself."""
+
+    def shards_alone(self: MatrixUpdate, matrices: Sequence[LogicalMatrix], local: Sequence[Sequence[Tensor]]):
+        return [torch.cat(list(shards)) for shards in local]
+
+    def own_rows(matrix: LogicalMatrix, result: Tensor) -> list[Tensor]:
+        return list(result.split([matrix_shape(shard.shape)[0] for shard in matrix.shards]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MatrixUpdate, "_gather_over_tensor_parallel", shards_alone)
+        patch.setattr(matrix_update, "_local_parts", own_rows)
+        return train(run)
+
+
+def test_orthogonalised_shards_are_another_model(ranks: RankPool):
+    """So that the comparisons above could fail; the first update, at the start of warm-up, moves nothing."""
+    traces = ranks.run(train_without_gathering, 2, tiny_run(f"{MUON} --tp 2", world_size=2, dtype="float64"))
+    verdict = compare_traces([reference(MUON, "float64")], traces, BOUNDS)
+    assert verdict.first_departure is not None and verdict.first_departure.startswith("step 2: parameter layers.")
 
 
 @pytest.mark.parametrize(("bucket_size", "exchanged"), [(20_000, False), (1, True)])

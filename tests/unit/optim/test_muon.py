@@ -61,6 +61,16 @@ def test_a_matrix_of_zeros_stays_zero_and_size_does_not_matter():
     torch.testing.assert_close(newton_schulz(1e3 * x, coefficients), newton_schulz(1e-3 * x, coefficients))
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_newton_schulz_of_a_shard_is_not_the_shard_of_newton_schulz(dim: int):
+    """Why a matrix must be whole; if these agreed, no parity test of Muon could fail."""
+    torch.manual_seed(7)
+    x, coefficients = torch.randn(16, 24, dtype=torch.float64), step_coefficients("quintic", 5)
+    shard_of_whole = newton_schulz(x, coefficients).chunk(2, dim)[0]
+    whole_of_shard = newton_schulz(x.chunk(2, dim)[0], coefficients)
+    assert (whole_of_shard - shard_of_whole).norm() > 0.1 * shard_of_whole.norm()
+
+
 def test_sets_of_coefficients_go_on():
     assert step_coefficients("quintic", 7)[5:] == COEFFICIENT_SETS["quintic"][:2]
     assert step_coefficients("polar_express", 10)[7:] == (COEFFICIENT_SETS["polar_express"][-1],) * 3
