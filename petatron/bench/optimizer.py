@@ -188,6 +188,7 @@ def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) ->
     from petatron.bench.checkpoint import model_shapes
     from petatron.mesh.mesh import ParallelMesh
     from petatron.sharding.flat_buffer import FlatBufferOptions, flatten_parameters
+    from petatron.sharding.parameter_groups import GroupSpec
     from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 
     shapes = list(model_shapes(num_parameters).values())
@@ -201,7 +202,14 @@ def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) ->
     dtype = torch.bfloat16 if grads_dtype == "bf16" else None
     options = FlatBufferOptions(bucket_size=1 << 62, grad_dtype=dtype)
     mesh, uses = ParallelMesh.single(device), Counter(model.parameters())
-    groups = flatten_parameters([model], placements, lambda name, one: True, mesh, options, grads_per_micro_batch=uses)
+    groups = flatten_parameters(
+        [model],
+        placements,
+        dict.fromkeys(placements, GroupSpec(rule="adam")),
+        mesh,
+        options,
+        grads_per_micro_batch=uses,
+    )
     for group in groups:
         group.flat_grads.normal_(std=1e-3)
     return groups

@@ -39,9 +39,9 @@ from petatron.checkpoint.save.save_plan import SavePlan, SavePlanner, owner_rank
 from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX, Chunk, ModelFolder
 from petatron.config import RunConfig
 from petatron.mesh.rank_layout import Layout
-from petatron.models.hf.folder_entries import folder_entries, logical_shapes
+from petatron.models.hf.folder_entries import folder_entries
+from petatron.models.registry import model_spec
 from petatron.sharding.boxes import Box, Shape
-from petatron.train.build import architecture_of
 
 _STATE_KINDS = (MASTER_PREFIX, "exp_avg/", "exp_avg_sq/")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -69,10 +69,9 @@ class CheckpointSizes:
 
 def measure_checkpoint(run: RunConfig, timed: Timed) -> CheckpointSizes:
     """Times a save and a load on the busiest rank, and what rank 0 does for all."""
-    architecture = architecture_of(run)
-    parts = architecture.model, architecture.moe, architecture.moe_layer_mask
-    boxes = _boxes_per_rank(logical_shapes(*parts), run)
-    folder = ModelFolder(timed("folder entries", lambda: folder_entries(*parts)), {})
+    spec = model_spec(run)
+    boxes = _boxes_per_rank(spec.logical_shapes(), run)
+    folder = ModelFolder(timed("folder entries", lambda: folder_entries(spec)), {})
     world = _SimulatedWorld(boxes, folder)
     mine = _chunks(boxes[world.busiest])
     timed("layout", lambda: save_plan_key(mine, {}, folder) == save_plan_key(mine, {}, folder))

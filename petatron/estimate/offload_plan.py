@@ -35,21 +35,15 @@ def offloaded_bytes(
     return sum(count * size for size, count in _saved_bytes_by_kind(plan, shape, layers, num_offloaded))
 
 
-def freed_bytes(
-    plan: RecomputePlan, shape: ActivationShape, layers: Sequence[LayerSpec], num_offloaded: int
-) -> int:
+def freed_bytes(plan: RecomputePlan, shape: ActivationShape, layers: Sequence[LayerSpec], num_offloaded: int) -> int:
     """Returns the bytes that offload frees from a stage's peak: all that is offloaded, less what is in transfer at a time."""
     largest = max((size for size, _ in _saved_bytes_by_kind(plan, shape, layers, num_offloaded)), default=0)
-    return max(
-        0, plan.in_flight * offloaded_bytes(plan, shape, layers, num_offloaded) - LAYERS_IN_TRANSIT * largest
-    )
+    return max(0, plan.in_flight * offloaded_bytes(plan, shape, layers, num_offloaded) - LAYERS_IN_TRANSIT * largest)
 
 
 def _saved_bytes_by_kind(
     plan: RecomputePlan, shape: ActivationShape, layers: Sequence[LayerSpec], num_offloaded: int
 ) -> list[tuple[int, int]]:
     """Returns the bytes that offloaded layers of each kind save, and the number of such layers."""
-    kinds = Counter(
-        (layers[index], plan.modules[index]) for index in offloaded_layers(len(layers), num_offloaded)
-    )
+    kinds = Counter((layers[index], plan.modules[index]) for index in offloaded_layers(len(layers), num_offloaded))
     return [(layer_bytes(layer, shape, modules), count) for (layer, modules), count in kinds.items()]

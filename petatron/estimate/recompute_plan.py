@@ -142,9 +142,7 @@ def plan_recompute(
 class _StageCosts:
     """Bytes and FLOPs of a stage's layers for any choice of modules."""
 
-    def __init__(
-        self, shape: ActivationShape, layers: Sequence[LayerSpec], outer_bytes: int, in_flight: int
-    ) -> None:
+    def __init__(self, shape: ActivationShape, layers: Sequence[LayerSpec], outer_bytes: int, in_flight: int) -> None:
         self.shape, self.layers, self.outer_bytes, self.in_flight = shape, layers, outer_bytes, in_flight
         kinds = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
         self._kinds = [kinds[layer] for layer in layers]  # equal layers cost the same, and numbers are quick to compare
@@ -180,9 +178,7 @@ class _StageCosts:
             return []
         layer = self.layers[at]
         names = (name for name in (*recompute_modules(layer), FULL) if name not in now)
-        return [
-            following for name in names if (following := effective_modules(layer, self.shape, (*now, name))) != now
-        ]
+        return [following for name in names if (following := effective_modules(layer, self.shape, (*now, name))) != now]
 
     def flops_per_freed_byte(self, at: int, now: ModuleSet, following: ModuleSet) -> float:
         """Returns the repeated operations per byte freed by a step; infinite if it frees nothing."""

@@ -14,9 +14,10 @@ Fully sharded gradients exist whole before they are reduce-scattered: in additio
 gradient is held until backward is over, and a + r for each of one layer, r being the bytes they are reduced in (w, or 2 with
 `--grad-reduce-in-bf16`).
 
-g, m and v follow `--main-grads-dtype`, `--exp-avg-dtype` and `--exp-avg-sq-dtype`, 4 by default and w in float64. Experts are
-sharded over other ranks than dense parameters, so both are counted separately. Of offloaded optimizer state, a fraction of master
-weights and moments is not on the device. Padding of buckets to equal shards is left out.
+g, m and v follow `--main-grads-dtype`, `--exp-avg-dtype` and `--exp-avg-sq-dtype`, 4 by default and w in float64. Muon has one moment
+of w bytes for each element of the layers' matrices, and adam's for all others. Experts are sharded over other ranks than dense
+parameters, so both are counted separately. Of offloaded optimizer state, a fraction of master weights and moments is not on the
+device. Padding of buckets to equal shards is left out.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from functools import lru_cache
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.run import RunConfig
-from petatron.mesh.rank_layout import Layout
 from petatron.layers.spec.param_spec import ParamSpec
+from petatron.mesh.rank_layout import Layout
 from petatron.models.registry import model_spec
 from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
@@ -58,10 +59,15 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class ElementCounts:
-    """The elements of a rank, of its largest layer, of its embedding and head, and of the head."""
+    """The elements of a rank, of its largest layer, of its embedding and head, and of the head.
+
+    `dense_matrices` and `expert_matrices` are those of the matrices that Muon updates.
+    """
 
     dense: int
     experts: int
+    dense_matrices: int
+    expert_matrices: int
     largest_layer: int
     embedding_and_head: int
     head: int
@@ -78,7 +84,8 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
     owned = -(-elements.dense // ranks[0]) + -(-elements.experts // ranks[1])
     weight = element_bytes(run)
     main = max(weight, 4)
-    moments = moment_bytes(run)
+    matrices = -(-elements.dense_matrices // ranks[0]) + -(-elements.expert_matrices // ranks[1])
+    moments = moment_bytes(run, elements=owned, in_matrices=matrices)
     offloads = run.memory.optimizer_cpu_offload or run.memory.optimizer_nvme_offload is not None
     on_device = 1.0 - run.memory.optimizer_offload_fraction if offloads else 1.0
     if strategy in ("optim_grads", "optim_grads_params") and layout.world_size > 1:
@@ -91,13 +98,13 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
             weights=weight * gathered,
             gradients=main * owned + unsharded,
             master_weights=main * owned,
-            moments=int(moments * owned * on_device),
+            moments=int(moments * on_device),
         )
     return StateBytes(
         weights=weight * local + _fp8_copy_bytes(run, elements, num_shards=ranks[0]),
         gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * local if main == 4 else main * local,
         master_weights=int(4 * owned * on_device) if weight < 4 else 0,
-        moments=int(moments * owned * on_device),
+        moments=int(moments * on_device),
     )
 
 
@@ -120,13 +127,15 @@ def element_bytes(run: RunConfig) -> int:
     return 8 if precision.fp64 else 2 if precision.bf16 or precision.fp16 else 4
 
 
-def moment_bytes(run: RunConfig) -> int:
-    """Returns the bytes of all moments of one element."""
+def moment_bytes(run: RunConfig, *, elements: int, in_matrices: int) -> int:
+    """Returns the bytes of all moments of `elements` elements, `in_matrices` of which Muon would update."""
     wide = max(element_bytes(run), 4)
     if run.optim.optimizer == "sgd":
-        return wide if run.optim.sgd_momentum else 0
+        return wide * elements if run.optim.sgd_momentum else 0
     kinds = (run.optim.exp_avg_dtype, run.optim.exp_avg_sq_dtype)
-    return sum(wide if name == "fp32" else _DTYPE_BYTES[name] for name in kinds)
+    by_adam = sum(wide if name == "fp32" else _DTYPE_BYTES[name] for name in kinds)
+    by_muon = in_matrices if run.optim.optimizer == "muon" else 0
+    return by_adam * (elements - by_muon) + wide * by_muon
 
 
 def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> ElementCounts:
@@ -145,24 +154,24 @@ def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] |
 
 
 @lru_cache(maxsize=256)
-def _stage_element_counts(
-    spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate
-) -> ElementCounts:
+def _stage_element_counts(spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate) -> ElementCounts:
     outer = _count_elements(spec.outer_params(stage), coordinate)
-    dense, experts, largest = outer[0], outer[1], 0
-    for layer, count in spec.count_layers(stage).items():
+    counts, largest = list(outer), 0
+    for layer, number in spec.count_layers(stage).items():
         one = _count_elements(layer.params(), coordinate)
-        dense, experts = dense + count * one[0], experts + count * one[1]
-        largest = max(largest, sum(one))
+        counts = [count + number * more for count, more in zip(counts, one)]
+        largest = max(largest, one[0] + one[1])
     last = PipelineStage((), has_embedding=False, has_loss=True)
     head = _count_elements(spec.outer_params(last), coordinate) if stage.has_loss else (0, 0)
-    return ElementCounts(dense, experts, largest, sum(outer), sum(head))
+    return ElementCounts(counts[0], counts[1], counts[2], counts[3], largest, outer[0] + outer[1], head[0] + head[1])
 
 
-def _count_elements(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> tuple[int, int]:
-    """Returns the elements of dense parameters and of experts on one rank."""
-    counts = [0, 0]
+def _count_elements(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> tuple[int, int, int, int]:
+    """Returns the elements of dense parameters and of experts on one rank, then of the hidden matrices among both."""
+    counts = [0, 0, 0, 0]
     for name, param in params.items():
         placement = compute_placement(name, param.shape, param.shard, coordinate)
-        counts[placement.expert] += math.prod(placement.shape)
-    return counts[0], counts[1]
+        size = math.prod(placement.shape)
+        counts[placement.expert] += size
+        counts[2 + placement.expert] += size if param.role == "hidden_matrix" else 0
+    return counts[0], counts[1], counts[2], counts[3]

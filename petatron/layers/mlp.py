@@ -64,9 +64,7 @@ class MLPSpec(BranchSpec):
         return self.norm_flops(shape) + sum(self.gemm_flops(shape))
 
     def gemm_flops(self, shape: ActivationShape) -> tuple[float, float, float]:
-        return mlp_flops(
-            shape.gathered_tokens, width=self.hidden_size, inner=self.width // shape.tp, gated=self.gated
-        )
+        return mlp_flops(shape.gathered_tokens, width=self.hidden_size, inner=self.width // shape.tp, gated=self.gated)
 
 
 def mlp_flops(rows: int, *, width: int, inner: int, gated: bool) -> tuple[float, float, float]:
@@ -185,4 +183,3 @@ class GatedMLP(BranchModule):
     def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
         """Returns the input of the last GEMM."""
         return self.act(self.gate_up(x_SBD))
-

@@ -69,12 +69,12 @@ def _yarn(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
     return inv_freq * (keep + (1.0 - keep) / spec.scaling_factor)
 
 
-def attention_scaling(spec: RopeSpec) -> float:
-    """Returns the factor on cos and sin: 1 but for YaRN."""
-    if spec.scaling != "yarn" or spec.scaling_factor <= 1.0:
+def yarn_attention_scaling(factor: float, *, mscale: float, mscale_all_dim: float) -> float:
+    """Returns YaRN's factor on cos and sin."""
+    if factor <= 1.0:
         return 1.0
-    log_scale = 0.1 * math.log(spec.scaling_factor)
-    return (log_scale * spec.mscale + 1.0) / (log_scale * spec.mscale_all_dim + 1.0)
+    log_scale = 0.1 * math.log(factor)
+    return (log_scale * mscale + 1.0) / (log_scale * mscale_all_dim + 1.0)
 
 
 class RotaryEmbedding(nn.Module):
@@ -83,7 +83,10 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.attention_scaling = attention_scaling(spec)
+        factors = {"mscale": spec.mscale, "mscale_all_dim": spec.mscale_all_dim}
+        self.attention_scaling = (
+            yarn_attention_scaling(spec.scaling_factor, **factors) if spec.scaling == "yarn" else 1.0
+        )
         self.inv_freq = inverse_frequencies(spec)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,10 @@ class Axis:
             self.communicator_name or (self.name if self.name in _AXES_WITH_OWN_COMMUNICATOR else ""), self.ranks
         )
 
+    def alone(self) -> Axis:
+        """This rank by itself, for what its neighbours on the axis do not share with it."""
+        return Axis(self.name, 1, 0, (self.ranks[self.rank],), None, self.record)
+
     def channel(self, source: int, destination: int) -> Axis:
         """Returns the axis of two ranks over a communicator for transfers from `source` to `destination` alone."""
         ranks = tuple(sorted((self.ranks[source], self.ranks[destination])))

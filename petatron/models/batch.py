@@ -35,4 +35,3 @@ class Batch:
 
         values = (getattr(self, part.name) for part in fields(self))
         return Batch(*(None if x is None else x.to(device, non_blocking=True) for x in values))
-

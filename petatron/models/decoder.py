@@ -92,9 +92,7 @@ class Decoder(StageModule):
             x_SBD = self._embed(batch.tokens, positions)
         assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
         rope_cos_sin = {rotary.spec: rotary(positions, x_SBD.dtype) for rotary in self._rotary_embeddings}
-        context = ForwardContext(
-            rope_cos_sin, batch.documents, aux_loss_scale, router_statistics=router_statistics
-        )
+        context = ForwardContext(rope_cos_sin, batch.documents, aux_loss_scale, router_statistics=router_statistics)
         return self.run_layers(list(self.layers.values()), x_SBD, context)
 
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:

@@ -60,18 +60,20 @@ class DecoderSpec(ModelSpec):
             shape=(config.vocab_size, config.hidden_size),
             shard=shard,
             init=NormalValues(config.embedding_init_method_std),
+            role="vocabulary",
             weight_decay=True,
         )
         if stage.has_embedding:
             params["embedding.weight"] = table
         if stage.has_embedding and self.has_position_table:
             rows = (config.max_position_embeddings, config.hidden_size)
-            params["position.weight"] = replace(table, shape=rows, shard=REPLICATED)
+            params["position.weight"] = replace(table, shape=rows, shard=REPLICATED, role="other")
         if stage.has_loss:
             params |= with_prefix("norm", self.final_norm.params())
         if stage.has_loss and not (self.tied_params and stage.has_embedding):
             shard = replace(shard, replica_of="embedding.weight") if replicated else shard
-            params["head.weight"] = replace(table, shard=shard, init=NormalValues(config.init_method_std), is_gemm=True)
+            init = table.init if self.tied_params else NormalValues(config.init_method_std)
+            params["head.weight"] = replace(table, shard=shard, init=init, is_gemm=True)
         return params
 
     def outer_saved_bytes(self, shape: ActivationShape, stage: PipelineStage) -> int:
@@ -96,7 +98,7 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     """Makes the spec of a derived config.
 
     >>> from petatron.config import load_config
-    >>> run = load_config(["--vocab-size", "256"], preset="tiny-mixtral", require_training=False).config
+    >>> run = load_config(["--vocab-size", "256", "--num-experts", "4"], preset="tiny-llama", require_training=False).config
     >>> spec = decoder_spec(run.model, run.moe)
     >>> type(spec.layers[0].channel_mixer).__name__, len(spec.layers) == run.model.num_layers
     ('MoESpec', True)
@@ -116,9 +118,7 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
 
 def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
     """Returns the norm of a config, over the hidden size unless another width is given."""
-    return NormSpec(
-        config.normalization, width or config.hidden_size, config.norm_epsilon, config.apply_layernorm_1p
-    )
+    return NormSpec(config.normalization, width or config.hidden_size, config.norm_epsilon, config.apply_layernorm_1p)
 
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.model import ModelConfig, MoEConfig
@@ -19,7 +19,7 @@ from petatron.layers.spec.branch import SequenceOrder
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.stage_module import StageModule
-from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, compute_placement
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, TensorShard, compute_placement
 
 
 class ModelSpec(ABC):
@@ -73,13 +73,15 @@ class ModelSpec(ABC):
         """The one stage that is the whole model."""
         return PipelineStage(tuple(range(len(self.layers))), has_embedding=True, has_loss=True)
 
+    def logical_tensors(self) -> Iterator[tuple[TensorShard, ParamSpec]]:
+        """Yields every logical tensor, which no layout changes, with the parameter it is part of."""
+        for name, param in self.params().items():
+            for shard in compute_placement(name, param.shape, param.shard, ModelParallelCoordinate()).tensor_shards:
+                yield shard, param
+
     def logical_shapes(self) -> dict[str, Shape]:
-        """Returns name and shape of every logical tensor, which no layout changes."""
-        return {
-            shard.name: shard.logical_shape
-            for name, param in self.params().items()
-            for shard in compute_placement(name, param.shape, param.shard, ModelParallelCoordinate()).tensor_shards
-        }
+        """Returns name and shape of every logical tensor."""
+        return {shard.name: shard.logical_shape for shard, _ in self.logical_tensors()}
 
     def stage_layers(self, stage: PipelineStage) -> tuple[LayerSpec, ...]:
         return tuple(self.layers[index] for index in stage.layer_indices)
@@ -96,5 +98,6 @@ class ModelSpec(ABC):
     @property
     def sequence_order(self) -> SequenceOrder:
         """The order of a sequence's shards that every layer can work with; `whole` if there is none."""
-        orders = {branch.sequence_order for layer in set(self.layers) for branch in layer.branches} - {"any"}
+        branches = (branch for layer in set(self.layers) for branch in layer.branches)
+        orders: set[SequenceOrder] = {branch.sequence_order for branch in branches if branch.sequence_order != "any"}
         return next(iter(orders), "zigzag") if len(orders) < 2 else "whole"

@@ -1,4 +1,4 @@
-"""Which rule updates the master weights, and with which kernels."""
+"""Which rules update the master weights, and with which kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer.adam import AdamKernel, SquaresKernel, adamw_fused, sum_of_squares
 from petatron.kernels.registry import KernelChoice
+from petatron.optim.muon import MuonRule
 from petatron.optim.update_rules import AdamRule, SgdRule, UpdateRule
 
 
@@ -29,6 +30,10 @@ TORCH_KERNELS = OptimizerKernels()
 """torch's own: for every device and precision."""
 
 
-def build_update_rule(config: OptimizerConfig, kernels: OptimizerKernels, device: torch.device) -> UpdateRule:
-    """AdamW or SGD. Both leave an update out on the device, so no step needs the host to decide."""
-    return AdamRule(config, kernels.adamw, device) if config.optimizer == "adam" else SgdRule(config)
+def build_update_rule(
+    name: str, config: OptimizerConfig, kernels: OptimizerKernels, device: torch.device
+) -> UpdateRule | MuonRule:
+    """The rule of a group's name. All leave an update out on the device, so no step needs the host to decide."""
+    if name == "muon":
+        return MuonRule(config)
+    return AdamRule(config, kernels.adamw, device) if name == "adam" else SgdRule(config)

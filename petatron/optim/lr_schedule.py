@@ -18,7 +18,7 @@ With t the progress, W the warm-up, N the decay length and r = (t - W) / (N - W)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from petatron.config.schema.run import RunConfig
 
@@ -67,6 +67,14 @@ class LearningRateSchedule:
             final_style=schedule.lr_wsd_decay_style,
             in_samples=in_samples,
         )
+
+    @classmethod
+    def decoupled_from_config(cls, run: RunConfig) -> LearningRateSchedule | None:
+        """Returns the schedule of embedding and output head, with a peak and a minimum of its own; None if they have no other rate."""
+        if run.optim.decoupled_lr is None:
+            return None
+        minimum = run.schedule.min_lr if run.schedule.decoupled_min_lr is None else run.schedule.decoupled_min_lr
+        return replace(cls.from_config(run), peak=run.optim.decoupled_lr, minimum=minimum)
 
     def at(self, iterations: int, samples: int) -> float:
         """The learning rate of the next update, after updates that consumed this much."""

@@ -24,6 +24,8 @@ from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.build import TORCH_KERNELS, OptimizerKernels, build_update_rule
 from petatron.optim.gradient_norm import GlobalNorm
+from petatron.optim.matrix_update import MatrixUpdate
+from petatron.optim.muon import MuonRule
 from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.optim.state_segments import SegmentRange, StateSegment, plan_ranges, slice_flat_shard
 from petatron.optim.state_storage import (
@@ -33,8 +35,8 @@ from petatron.optim.state_storage import (
     StateStorage,
     describe_offload_target,
 )
-from petatron.optim.update_rules import ParamSlice, StepScalars, UpdateFunction
-from petatron.sharding.flat_shard import ParameterGroup, all_gather_params
+from petatron.optim.update_rules import ParamSlice, StepScalars, UpdateFunction, UpdateRule
+from petatron.sharding.flat_shard import FlatShard, ParameterGroup, all_gather_params
 from petatron.sharding.shard_spec import TensorShard
 
 _log = get_logger(__name__)
@@ -76,10 +78,14 @@ class MixedPrecisionOptimizer:
         self._device = weights[0].device if weights else mesh.device
         if any(weight.dtype == torch.float64 for weight in weights):
             kernels = TORCH_KERNELS
-        self._update_rule = build_update_rule(config, kernels, self._device)
+        self._rules = {
+            name: build_update_rule(name, config, kernels, self._device)
+            for name in dict.fromkeys(group.spec.rule for group in param_groups)
+        }
         self._segments = self._allocate_state(memory or MemoryConfig(), weights)
         self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
         self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
+        self._matrix_updates = list(self._build_matrix_updates(mesh))
         stretches = [stretch for group in param_groups for stretch in group.flat_shards]
         self._grad_norm = GlobalNorm(stretches, mesh.world, self._device, kernels.sum_of_squares)
         own = [segment.flat_shard for segment in self._segments]
@@ -99,8 +105,12 @@ class MixedPrecisionOptimizer:
         ranges = list(plan_ranges([weight.numel() for weight in weights], fraction))
         elsewhere: StateStorage = PinnedHostStorage(self._device)
         if folder is not None:
+            owners = self._owners()
             num_bytes = sum(
-                DiskStorage.required_bytes([one.length], self._state_dtypes(weights[one.flat_shard_index]))
+                DiskStorage.required_bytes(
+                    [one.length],
+                    self._state_dtypes(owners[one.flat_shard_index][0], weights[one.flat_shard_index]),
+                )
                 for one in ranges
                 if one.offloaded
             )
@@ -111,14 +121,13 @@ class MixedPrecisionOptimizer:
     def _build_segment(
         self, segment_range: SegmentRange, weights: Sequence[Tensor], storage: StateStorage
     ) -> StateSegment:
-        owners = [(group, stretch) for group in self._param_groups for stretch in group.flat_shards]
-        group, stretch = owners[segment_range.flat_shard_index]
+        group, stretch = self._owners()[segment_range.flat_shard_index]
         weight = weights[segment_range.flat_shard_index][segment_range.begin : segment_range.end]
         wide = torch.promote_types(weight.dtype, torch.float32)
         apart = weight.dtype != wide
         master = storage.zeros(segment_range.length, wide).copy_(weight) if apart else weight.detach()
         moments = tuple(
-            storage.zeros(segment_range.length, dtype or wide) for dtype in self._update_rule.moments.values()
+            storage.zeros(segment_range.length, dtype or wide) for dtype in self._rule(group).moments.values()
         )
         return StateSegment(
             segment_range,
@@ -129,10 +138,30 @@ class MixedPrecisionOptimizer:
             apart,
         )
 
-    def _state_dtypes(self, weight: Tensor) -> list[torch.dtype]:
+    def _owners(self) -> list[tuple[ParameterGroup, FlatShard]]:
+        return [(group, flat_shard) for group in self._param_groups for flat_shard in group.flat_shards]
+
+    def _build_matrix_updates(self, mesh: ParallelMesh) -> Iterator[tuple[ParameterGroup, MatrixUpdate]]:
+        """What brings matrices together whose rule must see them whole."""
+        begin = 0
+        for group in self._param_groups:
+            rule, first, begin = self._rule(group), begin, begin + len(group.flat_shards)
+            if not isinstance(rule, MuonRule):
+                continue
+            segments = {one.range.flat_shard_index - first: one for one in self._segments if one.group is group}
+            assert not any(one.range.offloaded for one in segments.values()), "state of whole matrices is offloaded"
+            for expert in (False, True):
+                placements = [placement for placement in group.placements if placement.expert is expert]
+                if placements:
+                    yield group, MatrixUpdate(group, placements, segments, rule, mesh)
+
+    def _rule(self, group: ParameterGroup) -> UpdateRule | MuonRule:
+        return self._rules[group.spec.rule]
+
+    def _state_dtypes(self, group: ParameterGroup, weight: Tensor) -> list[torch.dtype]:
         """What an element has apart from the model's weight, in the order of `StateSegment.state`."""
         wide = torch.promote_types(weight.dtype, torch.float32)
-        moments = [dtype or wide for dtype in self._update_rule.moments.values()]
+        moments = [dtype or wide for dtype in self._rule(group).moments.values()]
         return moments if weight.dtype == wide else [wide, *moments]
 
     def _log_offloaded(self, folder: str | None) -> None:
@@ -154,14 +183,20 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def step(
-        self, *, lr: float | None = None, weight_decay: float | None = None, loss_scale: float = 1.0
+        self,
+        *,
+        lr: float | None = None,
+        decoupled_lr: float | None = None,
+        weight_decay: float | None = None,
+        loss_scale: float = 1.0,
     ) -> UpdateResult:
         """One update from the accumulated gradients; `loss_scale` is what they were multiplied with.
 
-        Without a schedule, the learning rate and the weight decay are the config's.
+        Without a schedule, learning rates and weight decay are the config's. `decoupled_lr` is that of the embedding and output head.
         """
         lr = self._config.lr if lr is None else lr
         assert lr is not None, "neither the config nor the caller gives a learning rate"
+        decoupled_lr = self._config.decoupled_lr if decoupled_lr is None else decoupled_lr
         weight_decay = self._config.weight_decay if weight_decay is None else weight_decay
         grads = self._grads()
         norm = self._grad_norm.norm(grads) / loss_scale
@@ -169,17 +204,25 @@ class MixedPrecisionOptimizer:
         if self._config.clip_grad > 0.0:
             factor = factor * (self._config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         skipped = (~norm.isfinite()).to(torch.float32)
-        update = self._update_rule.start_step(
-            StepScalars(grad_factor=factor, skipped=skipped, lr=lr, weight_decay=weight_decay)
+        step = StepScalars(
+            grad_factor=factor,
+            skipped=skipped,
+            lr=lr,
+            decoupled_lr=lr if decoupled_lr is None else decoupled_lr,
+            weight_decay=weight_decay,
         )
-        self._update(update, grads)
+        self._update(step, grads)
         all_gather_params(self._param_groups)
         return UpdateResult(norm, skipped)
 
-    def _update(self, update: UpdateFunction, grads: Sequence[Tensor]) -> None:
+    def _update(self, step: StepScalars, grads: Sequence[Tensor]) -> None:
         weights = self._weights()
+        updates = {name: rule.start_step(step) for name, rule in self._rules.items() if not isinstance(rule, MuonRule)}
         visits: list[SwapTask] = []
         for segment in self._segments:
+            update = updates.get(segment.group.spec.rule)
+            if update is None:
+                continue
             work = partial(_update_segment, update, segment, segment.slice_of(grads), segment.slice_of(weights))
             if self._state_swapper is not None and segment.range.offloaded:
                 visits.append(SwapTask(segment.state, work))
@@ -187,6 +230,8 @@ class MixedPrecisionOptimizer:
                 work(segment.state)
         if self._state_swapper is not None:
             self._state_swapper.run(visits)
+        for group, matrices in self._matrix_updates:
+            matrices.run(step.of_group(group.spec))
 
     def _wait_for_state(self) -> None:
         """Let state that is on its way come home before anyone looks at it."""
@@ -228,16 +273,17 @@ class MixedPrecisionOptimizer:
         """Every (kind, group, piece, view) of the update rule's state, by logical tensor."""
         self._wait_for_state()
         for segment in self._segments:
-            for kind, flat in zip(self._update_rule.moments, segment.moments):
+            for kind, flat in zip(self._rule(segment.group).moments, segment.moments):
                 for piece, view in segment.flat_shard.tensor_shards(flat):
                     yield kind, segment.group, piece, view
 
     def scalar_state(self) -> dict[str, float]:
         """State that is not a tensor of the model's shape: how many updates have been applied."""
-        return self._update_rule.scalar_state()
+        return {name: value for rule in self._rules.values() for name, value in rule.scalar_state().items()}
 
     def load_scalar_state(self, state: dict[str, float]) -> None:
-        self._update_rule.load_scalar_state(state)
+        for rule in self._rules.values():
+            rule.load_scalar_state(state)
 
 
 MasterOptimizer = MixedPrecisionOptimizer
@@ -256,4 +302,4 @@ def _update_segment(
         model_weight=weight if segment.has_master_weights else None,
         start=segment.range.begin,
     )
-    update(elements, segment.group.takes_weight_decay)
+    update(elements, segment.group.spec)

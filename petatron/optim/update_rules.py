@@ -7,7 +7,7 @@ handed in by whoever keeps them, on the device, in host memory or on disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer.adam import AdamKernel, AdamRates, AdamState, adam_scalars
 from petatron.kernels.optimizer.sgd import SgdRates, sgd
+from petatron.sharding.parameter_groups import GroupSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +44,17 @@ class StepScalars:
     grad_factor: Tensor
     skipped: Tensor
     lr: float
+    decoupled_lr: float
     weight_decay: float
 
+    def of_group(self, spec: GroupSpec) -> StepScalars:
+        """Returns the step of one group, whose multipliers are in its learning rate and weight decay."""
+        lr = self.decoupled_lr if spec.decoupled_lr else self.lr
+        return replace(self, lr=lr * spec.lr_scale, weight_decay=self.weight_decay * spec.weight_decay)
 
-UpdateFunction = Callable[[ParamSlice, bool], None]
-"""Changes some elements; the flag says whether weight decay touches them."""
+
+UpdateFunction = Callable[[ParamSlice, GroupSpec], None]
+"""Changes some elements of a group."""
 
 
 class UpdateRule(Protocol):
@@ -83,10 +90,11 @@ class AdamRule:
         beta1, beta2 = config.adam_beta1, config.adam_beta2
         scalars = adam_scalars(self._num_updates, step.grad_factor, step.skipped, beta1=beta1, beta2=beta2)
 
-        def update(elements: ParamSlice, decay: bool) -> None:
+        def update(elements: ParamSlice, spec: GroupSpec) -> None:
+            own = step.of_group(spec)
             rates = AdamRates(
-                lr=step.lr,
-                weight_decay=step.weight_decay if decay else 0.0,
+                lr=own.lr,
+                weight_decay=own.weight_decay,
                 beta1=beta1,
                 beta2=beta2,
                 eps=config.adam_eps,
@@ -111,8 +119,8 @@ class SgdRule:
         self.moments: Mapping[str, torch.dtype | None] = {"momentum_buffer": None} if config.sgd_momentum else {}
 
     def start_step(self, step: StepScalars) -> UpdateFunction:
-        def update(elements: ParamSlice, decay: bool) -> None:
-            decayed = step.weight_decay if decay else 0.0
+        def update(elements: ParamSlice, spec: GroupSpec) -> None:
+            own = step.of_group(spec)
             sgd(
                 elements.grad,
                 elements.master,
@@ -120,7 +128,7 @@ class SgdRule:
                 elements.model_weight,
                 factor=step.grad_factor,
                 skipped=step.skipped,
-                rates=SgdRates(lr=step.lr, weight_decay=decayed, momentum=self._momentum),
+                rates=SgdRates(lr=own.lr, weight_decay=own.weight_decay, momentum=self._momentum),
             )
 
         return update

@@ -42,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.offload_plan import LAYERS_IN_TRANSIT, offloaded_layers
 from petatron.layers.forward_context import ForwardContext
-from petatron.models.decoder import Decoder, LayerRunner
+from petatron.models.stage_module import LayerRunner, StageModule
 
 MIN_OFFLOAD_BYTES = 1 << 20
 _SLAB_BYTES = 1 << 28
@@ -292,7 +292,8 @@ class _OffloadLayerRunner:
     def __call__(self, layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
         if not torch.is_grad_enabled():
             return self._run_layers(layers, x_SBD, context)
-        not_offloaded = [*(context.rope_cos_sin or ()), *([x_SBD] if x_SBD.is_leaf else [])]
+        not_offloaded = [tensor for cos_sin in context.rope_cos_sin.values() for tensor in cos_sin]
+        not_offloaded += [*context.tensors.values(), *([x_SBD] if x_SBD.is_leaf else [])]
         if context.documents is not None:
             not_offloaded += context.documents.tensors
         self._forward = forward = _OffloadForward(self._link, self._min_bytes, not_offloaded)
@@ -306,18 +307,18 @@ class _OffloadLayerRunner:
 
 
 def apply_activation_offload(
-    decoder: Decoder, memory: MemoryConfig, link: HostLink, *, min_bytes: int = MIN_OFFLOAD_BYTES
+    stage: StageModule, memory: MemoryConfig, link: HostLink, *, min_bytes: int = MIN_OFFLOAD_BYTES
 ) -> str | None:
     """Offloads the activations of `cpu_offloading_num_layers` of a stage's layers; returns a line for the log, if there are any.
 
     Called once, after recompute, whose regions must be inside the hooks.
     """
-    layers = list(decoder.layers.values())
+    layers = list(stage.layers.values())
     chosen = offloaded_layers(len(layers), memory.cpu_offloading_num_layers)
     if not chosen:
         return None
-    offload = _OffloadLayerRunner(decoder.run_layers, link, min_bytes)
+    offload = _OffloadLayerRunner(stage.run_layers, link, min_bytes)
     for index, layer in enumerate(layers[1:], start=1):
         layer.register_forward_pre_hook(partial(offload.enter_layer, offloaded=index in chosen))
-    decoder.run_layers = offload
+    stage.run_layers = offload
     return f"offload: activations of {len(chosen)} of {len(layers)} layers wait in host memory"

@@ -41,7 +41,7 @@ from petatron.kernels.moe.permute import Permutation, inverse_permutation, permu
 from petatron.layers.moe.load_balancing import ReductionGroup
 from petatron.layers.moe.moe_layer import (
     ExpertsFunction,
-    MoELayer,
+    RoutesTokens,
     SharedExpertHalves,
     TokenDispatcher,
     dispatch_locally,
@@ -62,10 +62,9 @@ def apply_expert_parallel(
     )
     dispatcher = build_dispatcher(mesh, moe, before_wait=before_wait)
     for module in model.modules():
-        if isinstance(module, MoELayer):
-            module.dispatcher = dispatcher
-            module.router.sequence_group, module.router.stage_group = sequence, stage
-            module.experts.down.bias_scale = 1.0 if mesh["etp"].rank == 0 else 0.0
+        if isinstance(module, RoutesTokens):
+            adds_bias = mesh["etp"].rank == 0
+            module.set_expert_parallel(dispatcher, sequence_group=sequence, stage_group=stage, adds_bias=adds_bias)
 
 
 def build_dispatcher(

@@ -12,10 +12,8 @@ from petatron.base.log import get_logger
 from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import Scaling
 from petatron.kernels.registry import KernelContext, choose_kernel
-from petatron.layers.attention import Attention
 from petatron.layers.linear import Linear
-from petatron.layers.mlp import MLP, GatedMLP
-from petatron.layers.moe.experts import GroupedLinear, RoutedExperts
+from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.ops.fp8_gemm import (
     DelayedScaling,
     Fp8ExpertGemms,
@@ -25,7 +23,7 @@ from petatron.layers.ops.fp8_gemm import (
     is_fp8_layer,
 )
 from petatron.mesh.rng import stable_seed
-from petatron.models.decoder import Decoder
+from petatron.models.stage_module import StageModule
 from petatron.parallel.tensor_parallel import ColumnParallelOp, ReplicatedOp, RowParallelOp
 
 _log = get_logger(__name__)
@@ -82,7 +80,12 @@ def _histories_key(histories: Mapping[str, DelayedScaling]) -> str:
 
 
 def apply_fp8(
-    stages: Sequence[Decoder], precision: PrecisionConfig, kernel_context: KernelContext, *, cache_weights: bool
+    stages: Sequence[StageModule],
+    precision: PrecisionConfig,
+    kernel_context: KernelContext,
+    *,
+    num_layers: int,
+    cache_weights: bool,
 ) -> Fp8GemmSet:
     """Runs the large GEMMs of layers in FP8. `cache_weights`: a weight is quantised once per step and cached."""
     if precision.fp8_format is None:
@@ -98,7 +101,7 @@ def apply_fp8(
     experts: list[Fp8ExpertGemms] = []
     for stage in stages:
         for layer_index, layer in stage.layers.items():
-            if not is_fp8_layer(precision, int(layer_index), num_layers=stage.config.num_layers):
+            if not is_fp8_layer(precision, int(layer_index), num_layers=num_layers):
                 continue
             for name, module in _linears_of(layer):
                 if isinstance(module, Linear):
@@ -113,12 +116,12 @@ def apply_fp8(
 
 
 def _linears_of(layer: nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]]:
-    """Yields the GEMMs of attention, MLPs and experts, not the router and small projections."""
+    """Yields the GEMMs that modules name in `fp8_linears`: not the router and small projections."""
     for name, owner in layer.named_modules():
-        if isinstance(owner, Attention | MLP | GatedMLP | RoutedExperts):
-            for inner, module in owner.named_children():
-                if isinstance(module, Linear | GroupedLinear):
-                    yield f"{name}.{inner}", module
+        for inner in getattr(owner, "fp8_linears", ()):
+            module = owner.get_submodule(inner)
+            assert isinstance(module, Linear | GroupedLinear), f"{name}.{inner} cannot run in FP8"
+            yield f"{name}.{inner}", module
 
 
 def _use_fp8_gemm(module: Linear, make_gemm: Callable[[], Fp8Gemm]) -> Fp8Gemm:

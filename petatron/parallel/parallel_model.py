@@ -11,8 +11,9 @@ from torch import Tensor
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
-from petatron.models.batch import Architecture, Batch
-from petatron.models.decoder import Decoder
+from petatron.models.batch import Batch
+from petatron.models.spec import ModelSpec
+from petatron.models.stage_module import StageModule
 from petatron.parallel.context import split_batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.parallelize import ParallelizeResult
@@ -37,18 +38,18 @@ class ParallelModel:
 
     def __init__(
         self,
-        stages: Mapping[int, Decoder],
+        stages: Mapping[int, StageModule],
         parallelized: ParallelizeResult,
         plan: PipelinePlan,
         router_statistics: RouterStatistics,
         mesh: ParallelMesh,
         rng_streams: RandomStreams,
         *,
-        architecture: Architecture,
+        spec: ModelSpec,
         dtype: torch.dtype,
         sequence_parallel: bool,
     ) -> None:
-        self.architecture = architecture
+        self.spec = spec
         self.stages = stages
         self.mesh = mesh
         self.rng_streams = rng_streams
@@ -76,7 +77,7 @@ class ParallelModel:
         self._run_step = GraphedSteps(self._pipeline.run, self.gradient_reducer, graph_capture).run
 
     @property
-    def module(self) -> Decoder:
+    def module(self) -> StageModule:
         """The whole model, where one rank has all its layers in one stage."""
         assert self.plan.ranks == self.plan.virtual == 1, "the model is spread over pipeline stages"
         return next(iter(self.stages.values()))
@@ -160,7 +161,7 @@ class ParallelModel:
         """Returns an empty tensor of a stage input's shape: this rank's part of the sequence."""
         size, length = batch.tokens.shape
         rows = length // self.mesh.tp.size if self.sequence_parallel else length
-        hidden = next(iter(self.stages.values())).config.hidden_size
+        hidden = self.spec.config.hidden_size
         return torch.empty(rows, size, hidden, dtype=self.dtype, device=self.mesh.device)
 
     def _clock(self) -> float:

@@ -7,7 +7,7 @@ context parallel -> expert parallel -> recompute -> activation offload -> materi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from petatron.base.log import get_logger
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RunConfig
-from petatron.estimate.activation_bytes import ActivationShape
+from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.kernels.registry import KernelContext, choose_kernel
+from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
-from petatron.models.decoder import Decoder
+from petatron.models.optimizer_groups import OptimizerGroupRule
+from petatron.models.spec import ModelSpec
+from petatron.models.stage_module import StageModule
 from petatron.parallel.activation_offload import HostLink, apply_activation_offload
 from petatron.parallel.context import apply_context_parallel
 from petatron.parallel.data.gradient_reduction import GradientReducer
@@ -41,23 +44,23 @@ from petatron.parallel.tensor_parallel import (
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.fp8_gather import Fp8Weights
-from petatron.sharding.initial_values import draw_normal_shard
-from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, TensorShard
+from petatron.sharding.initial_values import InitialValues
+from petatron.sharding.parameter_groups import GroupSpec
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, TensorShard
 
 if TYPE_CHECKING:
-    from petatron.parallel.data.fsdp import FsdpGradientReducer, FsdpParamGroup
+    from petatron.parallel.data.fsdp_param_group import FsdpGradientReducer, FsdpParamGroup
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ParamSpecs:
-    """A model's parameter facts: shard specs, initial standard deviation (None: a constant), weight decay."""
+class _ParamFacts:
+    """Placements and optimizer groups by parameter, and initial values by logical tensor; without any, weights are zero."""
 
-    shard_specs: Mapping[str, Shard]
-    initial_std: Callable[[str], float | None]
-    initial_constant: Callable[[str], float]
-    takes_weight_decay: Callable[[str, nn.Parameter], bool]
+    placements: Mapping[str, Placement]
+    groups: Mapping[str, GroupSpec]
+    initial_values: Mapping[str, InitialValues] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,37 +76,47 @@ class ParallelizeResult:
 
 
 def parallelize(
-    stages: Mapping[int, Decoder],
-    param_specs: ParamSpecs,
+    stages: Mapping[int, StageModule],
+    spec: ModelSpec,
     mesh: ParallelMesh,
     run: RunConfig,
     *,
     dtype: torch.dtype,
     rng_streams: RandomStreams,
-    in_flight: Mapping[int, int],
+    recompute_plans: Mapping[int, RecomputePlan],
+    optimizer_group: OptimizerGroupRule,
+    tied_across_ranks: bool = False,
     init_weights: bool = True,
 ) -> ParallelizeResult:
-    """Applies every kind of parallelism of the mesh.
+    """Applies every kind of parallelism of the mesh to this rank's stages of a model.
 
-    `in_flight`: the most micro-batches whose activations each stage holds. Without `init_weights` all weights are zero.
+    `tied_across_ranks`: first and last stage are on different ranks. Without `init_weights` all weights are zero.
     """
     parallel = run.parallel
     # A single process has no ranks to shard over, and no process group.
     fully_sharded = parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and mesh.world.size > 1
     weight_grad_queue = WeightGradQueue()
     placements: dict[str, Placement] = {}
+    params: dict[str, ParamSpec] = {}
     for stage in stages.values():
+        stage_params = spec.params(stage.stage, tied_across_ranks=tied_across_ranks)
+        params |= stage_params
         # Fully sharded parameters are the master weights; the precision of the run is that of their gathered copies.
         stage.to(torch.promote_types(dtype, torch.float32) if fully_sharded else dtype)
-        placements |= _shard_stage(stage, param_specs, mesh, run, rng_streams)
+        placements |= _shard_stage(stage, stage_params, mesh, run, rng_streams)
         if not fully_sharded:  # fully_shard gets gradients from autograd
             set_weight_grad_sink(stage, weight_grad_queue)
-    _tie_embeddings(stages, run)
+    _tie_params(stages, spec)
     kernel_context = KernelContext.of(mesh.device, dtype, allow_compile=run.train.compile)
     for choice in {str(c) for stage in stages.values() for c in select_kernels(stage, kernel_context)}:
         _log.debug("%s", choice)
-    fp8_gemms = apply_fp8(list(stages.values()), run.precision, kernel_context, cache_weights=not fully_sharded)
-    shape = ActivationShape.from_config(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
+    fp8_gemms = apply_fp8(
+        list(stages.values()),
+        run.precision,
+        kernel_context,
+        num_layers=len(spec.layers),
+        cache_weights=not fully_sharded,
+    )
     link = HostLink(mesh.device)
     combined = CombinedForwardBackward(mesh.device) if parallel.overlap_moe_expert_parallel_comm else None
     for stage_index, stage in stages.items():
@@ -116,21 +129,20 @@ def parallelize(
         apply_expert_parallel(
             stage, mesh, run.moe, before_wait=None if combined is None else combined.switch_to_other_pass
         )
-        apply_recompute(
-            stage, run.memory, rng_streams, shape=shape, in_flight=in_flight[stage_index], num_local_stages=len(stages)
-        )
+        apply_recompute(stage, recompute_plans[stage_index], rng_streams)
         offloaded = apply_activation_offload(stage, run.memory, link)
         if offloaded is not None:
             _log.info("%s", offloaded)
     weights = _fp8_weights(fp8_gemms, run, mesh, kernel_context)
+    param_facts = _ParamFacts(
+        placements,
+        groups={name: optimizer_group(name, param) for name, param in params.items()},
+        initial_values=_logical_initial_values(params, placements) if init_weights else None,
+    )
     if fully_sharded:
-        groups, gradients = _build_fsdp_groups(
-            stages, placements, param_specs, mesh, run, dtype, weights, init_weights=init_weights
-        )
+        groups, gradients = _build_fsdp_groups(stages, param_facts, mesh, run, dtype, weights)
     else:
-        groups, gradients = _build_flat_groups(
-            stages, placements, param_specs, mesh, run, weights, init_weights=init_weights
-        )
+        groups, gradients = _build_flat_groups(stages, param_facts, mesh, run, weights)
         weight_grad_queue.accumulate = gradients.write_grad
     length = sum(flat_shard.length for group in groups for flat_shard in group.flat_shards)
     _log.debug(
@@ -143,8 +155,8 @@ def parallelize(
 
 
 def _shard_stage(
-    stage: Decoder,
-    param_specs: ParamSpecs,
+    stage: StageModule,
+    params: Mapping[str, ParamSpec],
     mesh: ParallelMesh,
     run: RunConfig,
     rng_streams: RandomStreams,
@@ -159,17 +171,17 @@ def _shard_stage(
         etp_size=mesh["etp"].size,
         etp_rank=mesh["etp"].rank,
     )
-    placements = shard_params(stage, param_specs.shard_specs, coordinate)
+    placements = shard_params(stage, params, coordinate)
     overlap = run.parallel.tp_comm_overlap_chunks if sequence and run.parallel.tp_comm_overlap else None
     apply_tensor_parallel(
         stage,
-        param_specs.shard_specs,
+        params,
         mesh.tp,
         sequence_parallel=sequence,
         shared_generator=rng_streams.tp_shared,
         overlap_chunks=overlap,
     )
-    shard_vocabulary(stage, param_specs.shard_specs, mesh.tp)
+    shard_vocabulary(stage, params, mesh.tp)
     return placements
 
 
@@ -185,20 +197,16 @@ def _fp8_weights(
 
 
 def _build_flat_groups(
-    stages: Mapping[int, Decoder],
-    placements: Mapping[str, Placement],
-    param_specs: ParamSpecs,
+    stages: Mapping[int, StageModule],
+    param_facts: _ParamFacts,
     mesh: ParallelMesh,
     run: RunConfig,
     fp8_weights: Fp8Weights,
-    *,
-    init_weights: bool,
 ) -> tuple[Sequence[FlatParamGroup], GradientReducer]:
     """Builds flat buffers with whole weights on every rank; optimizer state may be sharded (ZeRO-1)."""
     parallel = run.parallel
     _materialise(stages, mesh)
-    if init_weights:
-        _init_weights(_param_tensor_shards(stages, placements), param_specs, run.train.seed)
+    _init_weights(_param_tensor_shards(stages, param_facts.placements), param_facts, run.train.seed)
     assert parallel.ddp_bucket_size is not None
     options = FlatBufferOptions(
         bucket_size=parallel.ddp_bucket_size,
@@ -209,8 +217,8 @@ def _build_flat_groups(
     )
     groups = flatten_parameters(
         list(stages.values()),
-        placements,
-        param_specs.takes_weight_decay,
+        param_facts.placements,
+        param_facts.groups,
         mesh,
         options,
         grads_per_micro_batch=_grads_per_micro_batch(stages),
@@ -222,47 +230,40 @@ def _build_flat_groups(
     )
 
 
-def _grads_per_micro_batch(stages: Mapping[int, Decoder]) -> Counter[nn.Parameter]:
+def _grads_per_micro_batch(stages: Mapping[int, StageModule]) -> Counter[nn.Parameter]:
     """Counts the gradients of each parameter; a tied head adds one to the embedding's."""
     uses = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
-    for stage in stages.values():
-        if stage.head is not None and stage.head.weight is None and stage.embedding is not None:
-            uses[stage.embedding.weight] += 1
+    uses.update(parameter for stage in stages.values() for parameter in stage.reused_params())
     return uses
 
 
 def _build_fsdp_groups(
-    stages: Mapping[int, Decoder],
-    placements: Mapping[str, Placement],
-    param_specs: ParamSpecs,
+    stages: Mapping[int, StageModule],
+    param_facts: _ParamFacts,
     mesh: ParallelMesh,
     run: RunConfig,
     dtype: torch.dtype,
     fp8_weights: Fp8Weights,
-    *,
-    init_weights: bool,
 ) -> tuple[Sequence[FsdpParamGroup], FsdpGradientReducer]:
     """Shards weights and gradients too (ZeRO-2 and 3), from the start: a rank never holds more than its shard."""
     # Importing torch's fully_shard takes longer than this whole package, for every process.
-    from petatron.parallel.data.fsdp import FsdpGradientReducer, fully_shard_stages
+    from petatron.parallel.data.fsdp import fully_shard_stages
+    from petatron.parallel.data.fsdp_param_group import FsdpGradientReducer
 
     groups = fully_shard_stages(
         list(stages.values()),
-        placements,
+        param_facts.placements,
         mesh,
-        param_specs.takes_weight_decay,
+        param_facts.groups,
         strategy=run.parallel.data_parallel_sharding_strategy,  # pyright: ignore[reportArgumentType]
         compute_dtype=dtype,
         reduce_dtype=_grad_reduce_dtype(run),
         fp8_weights=fp8_weights,
     )
     _materialise(stages, mesh)
-    if init_weights:
-        _init_weights(
-            (shard for group in groups for shard in group_tensor_shards(group, group.weights())),
-            param_specs,
-            run.train.seed,
-        )
+    if param_facts.initial_values is not None:
+        shards = (shard for group in groups for shard in group_tensor_shards(group, group.weights()))
+        _init_weights(shards, param_facts, run.train.seed)
         for weight in (weight for group in groups for weight in group.weights()):
             weight.copy_(weight.to(dtype))  # the initial master weights of a run without full sharding
     return groups, FsdpGradientReducer(groups, mesh)
@@ -272,18 +273,17 @@ def _grad_reduce_dtype(run: RunConfig) -> torch.dtype | None:
     return torch.bfloat16 if run.parallel.grad_reduce_in_bf16 else None
 
 
-def _tie_embeddings(stages: Mapping[int, Decoder], run: RunConfig) -> None:
-    """Ties the head's weight to the embedding's where one rank has both, in two stages."""
-    first, last = (
-        next((s for s in stages.values() if getattr(s.stage, end)), None) for end in ("has_embedding", "has_loss")
-    )
-    if run.model.untie_embeddings_and_output_weights or first is None or last is None or first is last:
-        return
-    assert first.embedding is not None and last.head is not None
-    last.head.weight = first.embedding.weight
+def _tie_params(stages: Mapping[int, StageModule], spec: ModelSpec) -> None:
+    """Makes tied parameters the same where one rank has both, in two stages."""
+    params = {name: parameter for stage in stages.values() for name, parameter in stage.named_parameters()}
+    for name, original in spec.tied_params.items():
+        for stage in stages.values():
+            module_name, _, leaf = name.rpartition(".")
+            if name in dict(stage.named_parameters()) and original in params:
+                setattr(stage.get_submodule(module_name), leaf, params[original])
 
 
-def _materialise(stages: Mapping[int, Decoder], mesh: ParallelMesh) -> None:
+def _materialise(stages: Mapping[int, StageModule], mesh: ParallelMesh) -> None:
     """Allocates parameters and buffers, all zero; parameters shared between stages stay shared."""
     materialised: dict[Tensor, nn.Parameter] = {}
     for stage in stages.values():
@@ -299,7 +299,7 @@ def _materialise(stages: Mapping[int, Decoder], mesh: ParallelMesh) -> None:
 
 
 def _param_tensor_shards(
-    stages: Mapping[int, Decoder], placements: Mapping[str, Placement]
+    stages: Mapping[int, StageModule], placements: Mapping[str, Placement]
 ) -> Iterable[tuple[TensorShard, Tensor]]:
     """Yields the shards of all parameters; one that two stages share has its name in the first."""
     seen: set[nn.Parameter] = set()
@@ -312,13 +312,19 @@ def _param_tensor_shards(
 
 
 @torch.no_grad()
-def _init_weights(shards: Iterable[tuple[TensorShard, Tensor]], param_specs: ParamSpecs, seed: int) -> None:
+def _init_weights(shards: Iterable[tuple[TensorShard, Tensor]], param_facts: _ParamFacts, seed: int) -> None:
     """Initialises weights by logical tensor: the same in every layout."""
+    if param_facts.initial_values is None:
+        return
     for shard, view in shards:
         if view.device.type == "meta":
             return
-        std = param_specs.initial_std(shard.name)
-        if std is None:
-            view.fill_(param_specs.initial_constant(shard.name))
-        else:
-            view.copy_(draw_normal_shard(shard, seed=seed, std=std))
+        param_facts.initial_values[shard.name].fill(view, shard, seed=seed)
+
+
+def _logical_initial_values(
+    params: Mapping[str, ParamSpec], placements: Mapping[str, Placement]
+) -> dict[str, InitialValues]:
+    return {
+        shard.name: params[name].init for name, placement in placements.items() for shard in placement.tensor_shards
+    }

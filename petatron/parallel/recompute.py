@@ -34,16 +34,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from petatron.config.schema.parallel import MemoryConfig
-from petatron.estimate.activation_bytes import FULL, ActivationShape
-from petatron.estimate.recompute_plan import ModuleSet, plan_recompute
+from petatron.estimate.recompute_plan import ModuleSet, RecomputePlan
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.moe.moe_layer import MoELayer
 from petatron.layers.ops.recompute_output import Recomputable, RecomputeHandle
+from petatron.layers.spec.branch import FULL
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.mesh.rng import RandomStreams
-from petatron.models.decoder import Decoder, LayerRunner, run_layers_sequentially
+from petatron.models.stage_module import LayerRunner, StageModule, run_layers_sequentially
 from petatron.parallel.tensor_parallel import ColumnParallelOp
 
 ForwardFunction = Callable[..., Tensor]
@@ -221,22 +219,16 @@ def _recompute_instead_of_saving(value: Tensor, handle: RecomputeHandle) -> save
 
 def _recompute_modules(layer: TransformerLayer, modules: ModuleSet, rng_streams: RandomStreams) -> None:
     """Wraps a layer's recomputed modules, inner ones first."""
-    attention, mlp = layer.attention, layer.mlp
-    candidates: dict[str, nn.Module] = {"core_attn": attention.core, "attention": attention}
-    if isinstance(mlp, MoELayer):
-        candidates |= {"moe": mlp} | ({} if mlp.shared is None else {"shared_experts": mlp.shared})
-    else:
-        candidates["mlp"] = mlp
     if FULL in modules:
         _save_gathered_inputs(layer)
-    for name, module in candidates.items():
-        if name in modules:
-            _save_gathered_inputs(module)
-            module.forward = recomputed(module.forward, rng_streams)
-    if isinstance(mlp, MoELayer) and "shared_experts" in modules:
-        mlp.shared_runs_in_halves = False  # it is one region
-    if "layernorm" in modules and isinstance(mlp, MoELayer):
-        discard_input(mlp)
+    for branch in layer.branches():
+        for name, module in branch.recompute_regions().items():
+            if name in modules:
+                branch.region_is_recomputed(name)
+                _save_gathered_inputs(module)
+                module.forward = recomputed(module.forward, rng_streams)
+        if "layernorm" in modules and branch.saves_input:
+            discard_input(branch)
 
 
 def _save_gathered_inputs(module: nn.Module) -> None:
@@ -260,24 +252,9 @@ def _grouped_layer_runner(groups: Sequence[tuple[int, bool]], rng_streams: Rando
     return run
 
 
-def apply_recompute(
-    decoder: Decoder,
-    memory: MemoryConfig,
-    rng_streams: RandomStreams,
-    *,
-    shape: ActivationShape,
-    in_flight: int = 1,
-    num_local_stages: int = 1,
-) -> str:
-    """Applies the recompute of the config, or of its memory budget, to one stage; returns a line for the log.
-
-    `in_flight` is the largest number of micro-batches whose activations the stage holds, `num_local_stages` the stages of the
-    rank. Called once, after every kind of parallelism has filled its slots.
-    """
-    plan = plan_recompute(memory, shape, decoder.stage, in_flight=in_flight, num_local_stages=num_local_stages)
-    for layer, modules in zip(decoder.layers.values(), plan.modules, strict=True):
-        assert isinstance(layer, TransformerLayer)
+def apply_recompute(stage: StageModule, plan: RecomputePlan, rng_streams: RandomStreams) -> None:
+    """Applies the recompute plan of one stage. Called once, after every kind of parallelism has filled its slots."""
+    for layer, modules in zip(stage.transformer_layers(), plan.modules, strict=True):
         _recompute_modules(layer, modules, rng_streams)
     if any(recompute for _, recompute in plan.groups):
-        decoder.run_layers = _grouped_layer_runner(plan.groups, rng_streams)
-    return plan.describe()
+        stage.run_layers = _grouped_layer_runner(plan.groups, rng_streams)

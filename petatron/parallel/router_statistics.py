@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from petatron.layers.moe.load_balancing import expert_bias_update, expert_counts, statistics_length
-from petatron.layers.moe.moe_layer import MoELayer
+from petatron.layers.moe.moe_layer import RoutesTokens
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import Decoder
+from petatron.models.stage_module import StageModule
 
 
 class RouterStatistics:
     """The routers of this rank's layers, and the last step's statistics over all ranks."""
 
     def __init__(
-        self, stages: Mapping[int, Decoder], layers: Sequence[int], num_experts: int, mesh: ParallelMesh
+        self, stages: Mapping[int, StageModule], layers: Sequence[int], num_experts: int, mesh: ParallelMesh
     ) -> None:
         """`layers` are the indices of all MoE layers of the model."""
         self.layers = tuple(layers)
@@ -33,7 +33,7 @@ class RouterStatistics:
             module.layer_index: module.router
             for stage in stages.values()
             for module in stage.modules()
-            if isinstance(module, MoELayer)
+            if isinstance(module, RoutesTokens)
         }
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: shards each layer's weights, and fills its seams with communication.
 
-What a layer needs follows from its row in the model's Shard table. A linear sharded along its output (column) needs the whole
+What a layer needs follows from the `Shard` of its weight. A linear sharded along its output (column) needs the whole
 input on every rank and nothing after it; one sharded along its input (row) needs its partial outputs summed. So attention and MLP
 each cost one collective in forward and one in backward (Shoeybi et al., Megatron-LM):
 
@@ -44,28 +44,31 @@ from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, P
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.output_head import OutputHead
 from petatron.layers.seam import Seam
+from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.layers.vocabulary_shard import VocabShard
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
-from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, compute_placement, find_shard_spec
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, compute_placement
 
 
 def shard_params(
-    model: nn.Module, shard_specs: Mapping[str, Shard], coordinate: ModelParallelCoordinate
+    model: nn.Module, params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate
 ) -> dict[str, Placement]:
     """Replaces every parameter by an empty shard of this rank (still on the meta device), and returns the placements."""
     placements: dict[str, Placement] = {}
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)
-        placement = compute_placement(name, tuple(parameter.shape), find_shard_spec(shard_specs, name), coordinate)
+        param = params[name]
+        assert tuple(parameter.shape) == param.shape, f"{name} is {tuple(parameter.shape)}, its spec says {param.shape}"
+        placement = compute_placement(name, param.shape, param.shard, coordinate)
         placements[name] = placement
         setattr(
             module, leaf, nn.Parameter(torch.empty(placement.shape, dtype=parameter.dtype, device=parameter.device))
         )
-        if isinstance(module, Linear) and leaf == "weight" and find_shard_spec(shard_specs, name).tp == 0:
+        if isinstance(module, Linear) and leaf == "weight" and param.shard.tp == 0:
             module.sections = placement.section_rows
     return placements
 
@@ -245,7 +248,7 @@ class ReplicatedOp:
 
 def apply_tensor_parallel(
     model: nn.Module,
-    shard_specs: Mapping[str, Shard],
+    params: Mapping[str, ParamSpec],
     axis: Axis,
     *,
     sequence_parallel: bool,
@@ -265,7 +268,7 @@ def apply_tensor_parallel(
         row_linear = replace(row, overlap=ReduceScatterOverlap(axis, overlap_chunks))
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            tp = find_shard_spec(shard_specs, name + ".weight").tp
+            tp = params[f"{name}.weight"].shard.tp
             module.linear_op = ReplicatedOp() if tp is None else column_linear if tp == 0 else row_linear
         elif isinstance(module, TokenEmbedding):
             module.output_comm = row.reduce_output
@@ -294,15 +297,16 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
             module.weight_grad_sink = sink
 
 
-def shard_vocabulary(model: nn.Module, shard_specs: Mapping[str, Shard], axis: Axis) -> None:
+def shard_vocabulary(model: nn.Module, params: Mapping[str, ParamSpec], axis: Axis) -> None:
     """Sets the vocabulary shard of embedding and output head; a shard may be all padding."""
+    tables = {name: param for name, param in params.items() if param.role == "vocabulary"}
     coordinate = ModelParallelCoordinate(tp_size=axis.size, tp_rank=axis.rank)
     for name, module in model.named_modules():
         if isinstance(module, TokenEmbedding | OutputHead):
             size = module.vocab_shard.vocab_size
-            shards = compute_placement(
-                name, (size,), find_shard_spec(shard_specs, name + ".weight"), coordinate
-            ).tensor_shards
+            # A tied head has no weight of its own, but the shard of the embedding.
+            table = tables.get(f"{name}.weight", next(iter(tables.values())))
+            shards = compute_placement(name, (size,), table.shard, coordinate).tensor_shards
             module.vocab_shard = VocabShard(
                 vocab_size=size,
                 first_id=shards[0].start[0] if shards else size,

@@ -5,6 +5,11 @@ every rank keeps and updates the whole buffer. With the distributed optimizer (Z
 one part of every bucket: gradients are reduce-scattered, master weights and moments exist only for the owned parts, and
 updated weights are gathered bucket by bucket. So buckets are padded to a multiple of the ranks that share them.
 
+Where an update rule must see matrices whole (`GroupSpec.unit`), the parameters of a bucket are dealt out to its parts, the largest first,
+each to the part that has least; all parts are as long as the fullest. A bucket takes more parameters until little of it is
+padding. If that does not come about (few matrices for many ranks, or one stack of experts that is most of a bucket), it is cut like any
+other, and who updates a matrix gets the rest of it from its neighbours (`optim/matrix_update.py`).
+
 Weights that are multiplied in eight bits lie in buffers of their own where state is sharded, and may travel in eight bits
 (`sharding/fp8_gather.py`). What this rank owns of them then lies apart, in the precision of the run, and the buffer that is computed
 with holds what the bytes stand for.
@@ -12,23 +17,31 @@ with holds what the bytes stand for.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from petatron.base.log import get_logger
 from petatron.kernels.fp8.cast_and_gemm import Scaling
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.sharding.flat_shard import FlatShard, ParamRange, rank_share
+from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParamRange, rank_share
 from petatron.sharding.fp8_gather import BucketFp8Gather, Fp8Weights
+from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
+
+_log = get_logger(__name__)
 
 # Parts of a bucket start at multiples of this many elements: vector loads, and the widest message units of NCCL.
 _ALIGNMENT = 64
+# Of whole matrices: how much longer a bucket may become for padding, and how much longer it may wait for matrices that need less.
+_MAX_PADDING = 1 / 16
+_MAX_WAIT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,7 @@ class FlatParamGroup:
         buckets: Sequence[Bucket],
         axes: DataParallelAxes,
         *,
-        takes_weight_decay: bool,
+        spec: GroupSpec,
         virtual_stage: int = 0,
         overlap_param_gather: bool = False,
         grad_dtype: torch.dtype | None = None,
@@ -95,9 +108,11 @@ class FlatParamGroup:
         first, size = buckets[0].params[0].parameter, buckets[-1].end
         self.buckets = buckets
         self.axes = axes
-        self.takes_weight_decay = takes_weight_decay
+        self.spec = spec
         self.virtual_stage = virtual_stage
         self.replica_axis = axes.outer if axes.sharded else axes.data_parallel
+        self._shard_axis = axes.shard if axes.sharded else axes.shard.alone()
+        self._places = {id(slot.placement): (bucket, slot) for bucket in buckets for slot in bucket.params}
         self.flat_weights = torch.zeros(size, dtype=first.dtype, device=first.device)
         grad_dtype = grad_dtype or torch.promote_types(first.dtype, torch.float32)
         self.flat_grads = torch.zeros(size, dtype=grad_dtype, device=first.device)
@@ -140,6 +155,26 @@ class FlatParamGroup:
         length = (bucket.end - bucket.begin) // self.axes.shard.size
         begin = bucket.begin + self.axes.shard.rank * length
         return begin, begin + length
+
+    @property
+    def placements(self) -> list[Placement]:
+        return [slot.placement for slot in self.params]
+
+    def shard_axis(self, placement: Placement) -> Axis:
+        """The ranks that share state; a rank by itself where nobody does."""
+        return self._shard_axis
+
+    def owned_ranges(self, placement: Placement) -> list[OwnedRange]:
+        """Who of `shard_axis` updates which elements of a parameter."""
+        bucket, slot = self._places[id(placement)]
+        length = (bucket.end - bucket.begin) // self._shard_axis.size
+        first, last = (slot.start - bucket.begin) // length, (slot.end - 1 - bucket.begin) // length
+        found = []
+        for rank in range(first, last + 1):
+            begin = bucket.begin + rank * length
+            low, high = max(begin, slot.start), min(begin + length, slot.end)
+            found.append(OwnedRange(rank, low - slot.start, high - slot.start))
+        return found
 
     def _owned_ranges(self) -> list[tuple[int, int]]:
         if not self.axes.sharded:
@@ -211,7 +246,7 @@ class FlatBufferOptions:
 def flatten_parameters(
     stages: Sequence[nn.Module],
     placements: Mapping[str, Placement],
-    takes_weight_decay: Callable[[str, nn.Parameter], bool],
+    group_specs: Mapping[str, GroupSpec],
     mesh: ParallelMesh,
     options: FlatBufferOptions,
     *,
@@ -221,7 +256,7 @@ def flatten_parameters(
 
     `grads_per_micro_batch` is how many gradients each gets per micro-batch; by default as many as there are stages that have it.
 
-    A buffer holds one dtype, one answer of `takes_weight_decay` (does weight decay touch it?), one stage, and dense or expert
+    A buffer holds one dtype, one of the `group_specs`, one stage, and dense or expert
     parameters. The order inside is that of the backward pass, last layer first. What is added up with another stage (a
     tied embedding) lies in a buffer of its own, so that both stages cut it alike. With sharding, so do weights that are
     multiplied in eight bits, whether they travel so or not: sums are then the same, in the same order.
@@ -240,17 +275,21 @@ def flatten_parameters(
             placement = placements[name]
             tied = any(piece.grad_reduce_axis == "ends" for piece in placement.tensor_shards)
             eight = eight_bits is not None and name in eight_bits.scalings
-            key = (number, parameter.dtype, takes_weight_decay(name, parameter), placement.expert, tied, eight)
+            key = (number, parameter.dtype, group_specs[name], placement.expert, tied, eight)
             members.setdefault(key, []).append((name, parameter, turn, grads_per_micro_batch[parameter]))
     groups = []
-    for (number, _, decay, expert, _, eight), entries in members.items():
+    for (number, _, spec, expert, _, eight), entries in members.items():
         axes = DataParallelAxes.from_mesh(mesh, expert=expert, sharded=options.sharded)
-        buckets = _build_buckets(entries, placements, options.bucket_size, axes.shard.size if options.sharded else 1)
+        num_shards = axes.shard.size if options.sharded else 1
+        if spec.unit != "element" and num_shards > 1:
+            buckets = _build_matrix_buckets(entries, placements, options.bucket_size, num_shards)
+        else:
+            buckets = _build_buckets(entries, placements, options.bucket_size, num_shards)
         groups.append(
             FlatParamGroup(
                 buckets,
                 axes,
-                takes_weight_decay=decay,
+                spec=spec,
                 virtual_stage=number,
                 overlap_param_gather=options.overlap_param_gather,
                 grad_dtype=options.grad_dtype,
@@ -265,11 +304,12 @@ def _build_buckets(
     placements: Mapping[str, Placement],
     bucket_size: int,
     num_shards: int,
+    begin: int = 0,
 ) -> list[Bucket]:
     """Buckets of at least `bucket_size` elements; what is shared is padded so that it divides into aligned parts."""
     multiple = num_shards * _ALIGNMENT if num_shards > 1 else 1
     buckets: list[Bucket] = []
-    begin, at, slots = 0, 0, []
+    at, slots = begin, []
     for index, (name, parameter, turn, uses) in enumerate(params):
         slots.append(BucketParam(name, parameter, placements[name], at, turn, uses))
         at = slots[-1].end
@@ -278,3 +318,70 @@ def _build_buckets(
             buckets.append(Bucket(begin, at, tuple(slots)))
             begin, slots = at, []
     return buckets
+
+
+def _build_matrix_buckets(
+    params: Sequence[tuple[str, nn.Parameter, int, int]],
+    placements: Mapping[str, Placement],
+    bucket_size: int,
+    num_shards: int,
+) -> list[Bucket]:
+    """Buckets whose parts are whole parameters, where that needs little padding."""
+    buckets: list[Bucket] = []
+    rest, whole = list(params), 0
+    while rest:
+        begin = buckets[-1].end if buckets else 0
+        count, starts, length = _whole_parts(rest, bucket_size, num_shards)
+        if length:
+            slots = (
+                BucketParam(name, parameter, placements[name], begin + start, turn, uses)
+                for (name, parameter, turn, uses), start in zip(rest[:count], starts)
+            )
+            buckets.append(Bucket(begin, begin + length, tuple(slots)))
+            whole += 1
+        else:
+            buckets += _build_buckets(rest[:count], placements, bucket_size, num_shards, begin)
+        rest = rest[count:]
+    held = sum(parameter.numel() for _, parameter, _, _ in params)
+    _log.debug(
+        "matrices are whole on one of %d ranks in %d of %d buckets; %.1f %% of these buckets is padding",
+        num_shards,
+        whole,
+        len(buckets),
+        100 * (1 - held / buckets[-1].end),
+    )
+    return buckets
+
+
+def _whole_parts(
+    params: Sequence[tuple[str, nn.Parameter, int, int]], bucket_size: int, num_shards: int
+) -> tuple[int, list[int], int]:
+    """How many of these parameters make up the next bucket, where each starts, and its length: 0 if it is to be cut anywhere."""
+    sizes = [parameter.numel() for _, parameter, _, _ in params]
+    first, total = 0, 0
+    for count, size in enumerate(sizes, start=1):
+        total += size
+        if total < bucket_size and count < len(sizes):
+            continue
+        first = first or count
+        starts, length = deal_out(sizes[:count], num_shards)
+        if length - total <= _MAX_PADDING * total:
+            return count, starts, length
+        if total >= _MAX_WAIT * bucket_size:
+            break
+    return first, [], 0
+
+
+def deal_out(sizes: Sequence[int], num_shards: int) -> tuple[list[int], int]:
+    """Where each of some blocks starts, so that none crosses the parts of a bucket, and the bucket's length.
+
+    >>> deal_out([64, 128, 64], 2)
+    ([128, 0, 192], 256)
+    """
+    filled, places = [(0, part) for part in range(num_shards)], [(0, 0)] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        least, part = filled[0]
+        places[index] = part, least
+        heapq.heapreplace(filled, (least + sizes[index], part))
+    length = -(-max(filled)[0] // _ALIGNMENT) * _ALIGNMENT
+    return [part * length + offset for part, offset in places], num_shards * length

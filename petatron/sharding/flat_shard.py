@@ -21,6 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from petatron.mesh.mesh import Axis
+from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape, TensorShard
 
 
@@ -32,6 +33,15 @@ class ParamRange:
     begin: int
     end: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRange:
+    """Elements `begin` to `end` of a parameter, which rank `rank` of the axis that shares state updates."""
+
+    rank: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,7 @@ class FlatShard:
         for part in self.param_ranges:
             for piece in part.placement.tensor_shards:
                 if piece.primary:
-                    for begin, end in _element_ranges(piece, part.placement.shape):
+                    for begin, end in element_ranges(piece, part.placement.shape):
                         low, high = max(begin, part.begin), min(end, part.end)
                         shift = part.offset - part.begin
                         low, high = max(low + shift, self.replica_share[0]), min(high + shift, self.replica_share[1])
@@ -81,13 +91,26 @@ class ParameterGroup(Protocol):
     """
 
     @property
-    def takes_weight_decay(self) -> bool: ...
+    def spec(self) -> GroupSpec: ...
 
     @property
     def flat_shards(self) -> Sequence[FlatShard]: ...
 
     @property
     def replica_axis(self) -> Axis: ...
+
+    @property
+    def placements(self) -> Sequence[Placement]:
+        """Of all its parameters, also of those that other ranks update."""
+        ...
+
+    def shard_axis(self, placement: Placement) -> Axis:
+        """The ranks that share the state of a parameter."""
+        ...
+
+    def owned_ranges(self, placement: Placement) -> Sequence[OwnedRange]:
+        """Who of `shard_axis` updates which elements of a parameter, in the order of ranks."""
+        ...
 
     def weights(self) -> list[Tensor]:
         """The owned weights in the model's precision, as they lie in memory."""
@@ -168,7 +191,7 @@ def _intersect(shard: TensorShard, start: Shape, shape: Shape) -> tuple[TensorSh
     return narrowed, tuple(slice(a - at, b - at) for a, b, at in zip(low, high, start))
 
 
-def _element_ranges(shard: TensorShard, shape: Shape) -> Iterator[tuple[int, int]]:
+def element_ranges(shard: TensorShard, shape: Shape) -> Iterator[tuple[int, int]]:
     """The contiguous ranges of a parameter's elements that a piece covers."""
     dim = len(shape)  # from here on the piece spans the whole parameter
     while dim > 0 and shard.shape[dim - 1] == shape[dim - 1]:

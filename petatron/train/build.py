@@ -24,23 +24,26 @@ from petatron.config import LoadedConfig, RunConfig, load_config, parse_split, w
 from petatron.config.checks.cuda_graphs import uses_random_numbers
 from petatron.config.nccl_communicators import communicator_options
 from petatron.config.pipeline_stages import pipeline_stages
-from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.data.batch_loader import BatchLoader, LoaderOptions
 from petatron.data.build_datasets import SplitDatasets, build_datasets
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
+from petatron.estimate.recompute_plan import plan_recompute
 from petatron.kernels.registry import KernelContext, choose_kernel
+from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
-from petatron.models.batch import Architecture, Batch
-from petatron.models.decoder import Decoder, initial_constant, initial_std, shard_specs, takes_weight_decay
+from petatron.models.batch import Batch
+from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
+from petatron.models.registry import model_spec
+from petatron.models.spec import ModelSpec
 from petatron.optim.build import OptimizerKernels
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.parallel.parallelize import ParamSpecs, parallelize
+from petatron.parallel.parallelize import parallelize
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.parallel.used_axes import used_axes
@@ -111,8 +114,16 @@ def launch(run: RunConfig) -> ParallelMesh:
     )
 
 
-def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True) -> Model:
-    """Builds this rank's part of the model with the same weights in stages layout; zero without `init_weights`.
+def build_model(
+    run: RunConfig,
+    mesh: ParallelMesh,
+    *,
+    init_weights: bool = True,
+    group_rule: OptimizerGroupRule | None = None,
+) -> Model:
+    """Builds this rank's part of the model with the same weights in every layout; zero without `init_weights`.
+
+    `group_rule` returns the optimizer group of a parameter, by name, for update rules or multipliers that no flag sets.
 
     >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> model = build_model(run, launch(run))
@@ -124,27 +135,28 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True
     streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=uses_rng)
     plan = pipeline_plan(run)
     dtype = compute_dtype(run.precision)
-    architecture = architecture_of(run)
-    moe, moe_layer_mask = architecture.moe, architecture.moe_layer_mask
-    stages = pipeline_stages(run)
+    spec, stages = model_spec(run), pipeline_stages(run)
+    check_supported(run, spec)
     local_stages = [number for number in range(len(stages)) if plan.rank_of(number) == mesh.pp.rank]
     with torch.device("meta"):
-        modules = {n: Decoder(run.model, moe, moe_layer_mask=moe_layer_mask, stage=stages[n]) for n in local_stages}
-    table = shard_specs(run.model, moe, head_on_other_rank=plan.rank_of(0) != plan.rank_of(len(stages) - 1))
+        modules = {number: spec.build_stage(stages[number]) for number in local_stages}
     in_flight = plan.in_flight(num_micro_batches(run))
+    shape = ActivationShape.from_config(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
+    plan_stage = partial(plan_recompute, run.memory, spec, shape, num_local_stages=len(local_stages))
     parts = parallelize(
         modules,
-        ParamSpecs(table, partial(initial_std, run.model), partial(initial_constant, run.model), takes_weight_decay),
+        spec,
         mesh,
         run,
         dtype=dtype,
         rng_streams=streams,
-        in_flight={number: in_flight[number] for number in local_stages},
+        recompute_plans={n: plan_stage(stages[n], in_flight=in_flight[n]) for n in local_stages},
+        optimizer_group=group_rule or partial(optimizer_group, run.optim),
+        tied_across_ranks=plan.rank_of(0) != plan.rank_of(len(stages) - 1),
         init_weights=init_weights,
     )
     mesh.create_groups(used_axes(run, parts.placements))
-    moe_layers = [layer for layer, is_moe in enumerate(moe_layer_mask) if is_moe]
-    routers = RouterStatistics(modules, moe_layers, run.moe.num_experts or 0, mesh)
+    routers = RouterStatistics(modules, spec.moe_layers, run.moe.num_experts or 0, mesh)
     model = Model(
         modules,
         parts,
@@ -152,7 +164,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True
         routers,
         mesh,
         streams,
-        architecture=architecture,
+        spec=spec,
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,
     )
@@ -165,10 +177,14 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True
     return model
 
 
-def architecture_of(run: RunConfig) -> Architecture:
-    """Returns the model architecture of a derived config."""
-    moe = run.moe if run.moe.num_experts is not None else None
-    return Architecture(run.model, moe, tuple(moe_layers(run)))
+def check_supported(run: RunConfig, spec: ModelSpec) -> None:
+    """Raises `ConfigError` if the layers of a model cannot do what the run asks for."""
+    if run.parallel.context_parallel_size == 1 or spec.sequence_order == "zigzag":
+        return
+    branches = {branch for layer in set(spec.layers) for branch in layer.branches}
+    kinds = sorted({branch.name for branch in branches if branch.sequence_order not in ("any", "zigzag")})
+    rule = f"shards sequences, but layers of this model need them whole: {', '.join(kinds)}"
+    raise ConfigError([Problem("--context-parallel-size", str(run.parallel.context_parallel_size), rule, "Use 1.")])
 
 
 def build_optimizer(run: RunConfig, model: ParallelModel) -> MixedPrecisionOptimizer:

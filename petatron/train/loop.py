@@ -10,7 +10,6 @@ import torch
 from petatron.base.device import DeviceInfo, DeviceKind, peak_memory_bytes
 from petatron.base.errors import CheckpointError, TrainError
 from petatron.base.log import get_logger
-from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.data.batch_loader import BatchLoader
 from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.memory.forecast import memory_log_line
@@ -79,10 +78,7 @@ class TrainLoop:
             train_samples=self._run.train.train_samples,
             num_devices=state.mesh.world.size,
             flops_per_token=model_flops_per_token(
-                self._run.model,
-                self._run.moe,
-                moe_layer_mask=moe_layers(self._run),
-                tp_size=self._run.parallel.tensor_model_parallel_size,
+                state.model.spec, tp_size=self._run.parallel.tensor_model_parallel_size
             ),
             peak_flops=device.peak(str(compute_dtype(self._run.precision))[6:]),
             consumed_tokens=state.progress.consumed_tokens,

@@ -19,7 +19,6 @@ from petatron.base.text import count_with_noun
 from petatron.config import LoadedConfig, RunConfig
 from petatron.config.checks.preflight import preflight
 from petatron.config.saved_config import saved_yaml
-from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.flops import parameter_count
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
@@ -28,6 +27,7 @@ from petatron.mesh.diagnose.watchdog import Watchdog
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.models.registry import model_spec
 from petatron.train.build import DataLoaders, RunLength, build_loaders, launch, open_tokenizer
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.loop import TrainingResult, TrainLoop
@@ -175,7 +175,7 @@ def _run_summary(run: RunConfig, length: RunLength, mesh: ParallelMesh, tokenize
 
 
 def _parameter_counts_text(run: RunConfig) -> str:
-    count = partial(parameter_count, run.model, run.moe, moe_layer_mask=moe_layers(run))
+    count = partial(parameter_count, model_spec(run))
     active = "" if run.moe.num_experts is None else f" ({count(active=True):,} active)"
     return f"{count():,} parameters{active}"
 

@@ -23,9 +23,10 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
     size = sum(batch.tokens.shape[0] for batch in batches) * state.mesh.dp.size
     loss = state.model.train_step(batches, loss_scale=scale, timeline=_timeline_writer(state))
     zeros = state.optimizer.count_zero_grads() if run.log.log_num_zeros_in_grad else None
-    lr = state.lr_schedule.at(progress.updates, progress.update_samples)
-    decay = state.weight_decay_schedule.at(progress.updates, progress.update_samples)
-    result = state.optimizer.step(lr=lr, weight_decay=decay, loss_scale=scale)
+    now, decoupled = (progress.updates, progress.update_samples), state.decoupled_lr_schedule
+    lr, decoupled_lr = state.lr_schedule.at(*now), None if decoupled is None else decoupled.at(*now)
+    decay = state.weight_decay_schedule.at(*now)
+    result = state.optimizer.step(lr=lr, decoupled_lr=decoupled_lr, weight_decay=decay, loss_scale=scale)
 
     dynamic = isinstance(state.scaler, DynamicLossScaler)
     overflow = dynamic and bool(result.skipped)
@@ -42,6 +43,7 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
         tokens=size * run.model.seq_length,
         loss=loss,
         lr=lr,
+        decoupled_lr=decoupled_lr,
         global_batch_size=size,
         grad_norm=result.grad_norm,
         loss_scale=scale,

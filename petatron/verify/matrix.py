@@ -65,9 +65,12 @@ MODEL_FLAGS = {
     "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
     "gpt": _GPT_FLAGS,
     "moe": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
+    "muon": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} --optimizer muon --muon-nesterov "
+    "--muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
-(biases, LayerNorm, qk-norm, a window, packed documents); and an MoE."""
+(biases, LayerNorm, qk-norm, a window, packed documents); an MoE; and the same MoE trained with Muon, whose rule needs whole
+matrices."""
 
 _AXIS_OPTIONS = {
     # Three chunks do not divide a rank's sequence shard, so their lengths differ.
@@ -155,6 +158,7 @@ dense:dp2 dense:dp4 dense:dp2-zero1 dense:dp4-zero1 dense:dp4-zero1-copies2 gpt:
 dense:dp2-zero2 dense:dp4-zero2 dense:dp2-fsdp dense:dp4-fsdp dense:dp4-fsdp-copies2 dense:dp4-zero2-copies2 gpt:dp2-fsdp
 moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
 moe:dp2.ep2-apart moe:dp2.ep2-overlap moe:dp4.ep4-overlap
+muon:tp2-sp muon:dp4-zero1 muon:dp4-fsdp
 """
 _AXIS_PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
@@ -171,6 +175,7 @@ dense:tp2-sp-overlap.cp2 dense:tp2-sp-overlap.dp2-zero1
 dense:tp2-sp-overlap.dp2-fsdp moe:tp2-sp-overlap.dp2.ep2 moe:tp4-sp-overlap.ep2.etp1.recompute-experts
 moe:tp2-sp.dp2.ep2-overlap.etp1 moe:pp2.dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-overlap moe:cp2.ep2-overlap
 moe:dp4-zero1.ep2-overlap moe:dp2.ep2-overlap.recompute-experts
+muon:tp2-sp.dp2-zero1.ep2 muon:tp2-sp.dp2-zero2.ep2.etp1
 """
 _MULTI_AXIS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp

@@ -74,6 +74,7 @@ def record_steps(
     model = build_model(run, mesh)
     optimizer = build_optimizer(run, model)
     rates, decays = LearningRateSchedule.from_config(run), WeightDecaySchedule.from_config(run)
+    decoupled = LearningRateSchedule.decoupled_from_config(run)
     samples = 0
     for step, batches in enumerate(build_loader(run, mesh), start=1):
         loss = model.train_step(batches)
@@ -81,7 +82,11 @@ def record_steps(
             injection.apply(model)
         parts = list(_traced_shards(model, "gradient")) if keep_tensors(step) else []
         progress = (step - 1, samples)
-        result = optimizer.step(lr=rates.at(*progress), weight_decay=decays.at(*progress))
+        result = optimizer.step(
+            lr=rates.at(*progress),
+            decoupled_lr=None if decoupled is None else decoupled.at(*progress),
+            weight_decay=decays.at(*progress),
+        )
         parts += list(_traced_shards(model, "parameter")) if keep_tensors(step) else []
         samples += sum(batch.tokens.shape[0] for batch in batches) * mesh.dp.size
         yield StepTrace(float(loss), float(result.grad_norm), parts)

@@ -10,10 +10,9 @@ from pathlib import Path
 from petatron.base.errors import ConfigError, Problem
 from petatron.config import LoadedConfig, RunConfig, load_config, resolve_config
 from petatron.config.schema.fields import fields_by_path, flatten_config
-from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.flops import parameter_count
 from petatron.mesh.launch.environment import read_environment
-from petatron.models.hf import logical_shapes
+from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.train.build import launch, open_tokenizer
 from petatron.verify.compare_traces import TOLERANCES, TraceComparison, compare_traces
@@ -31,7 +30,7 @@ SINGLE_PROCESS_FLAGS = (
 # from zero would make the first of them idle.
 _FIXED_FLAGS = (
     "--hidden-dropout 0 --attention-dropout 0 --no-bf16 --no-fp16 --eval-iters 0 --save none --load none --save-interval none "
-    "--train-samples none --lr-decay-style constant --min-lr 0 --lr-warmup-iters 0 --lr-warmup-samples 0 "
+    "--train-samples none --lr-decay-style constant --min-lr 0 --decoupled-min-lr none --lr-warmup-iters 0 --lr-warmup-samples 0 "
     "--lr-warmup-fraction none --lr-decay-iters none --lr-decay-samples none"
 )
 _PRECISION_FIELDS = ("bf16", "fp16", "fp64")
@@ -55,7 +54,7 @@ class VerifyPlan:
         """Whether tensors of every step are compared, or only of the first and the last."""
         config = self.candidate.config
         replicas = config.parallel.data_parallel_size or 1
-        parameters = parameter_count(config.model, config.moe, moe_layer_mask=moe_layers(config))
+        parameters = parameter_count(model_spec(config))
         step_bytes = 2 * parameters * compute_dtype(config.precision).itemsize * replicas
         return step_bytes * (config.train.train_iters or 0) <= _MAX_TRACE_BYTES
 
@@ -117,7 +116,7 @@ def compare_recorded_runs(reference: Path, candidate: Path, dtype: str) -> Trace
 def parse_injection(text: str, run: RunConfig | None = None) -> Injection:
     """Parses `layers.0.attention.q.weight@3`, which corrupts that tensor's gradient at step 3; without a step, at step 1."""
     name, _, step = text.partition("@")
-    if run is not None and name not in (known := logical_shapes(run.model, run.moe, moe_layers(run))):
+    if run is not None and name not in (known := model_spec(run).logical_shapes()):
         close = difflib.get_close_matches(name, known, n=3)
         hint = f"Did you mean {' or '.join(close)}?" if close else f"One is {next(iter(known))}."
         raise ConfigError([Problem("--inject", name, "names no tensor of this model", hint)])

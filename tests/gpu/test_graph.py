@@ -55,6 +55,8 @@ CASES = {
     "blockwise": f"{FP8} blockwise",
     "fp8 experts": f"{FP8} tensorwise {EXPERTS}",
     "offloaded optimizer": "--optimizer-cpu-offload",
+    "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2",
+    "decoupled rate": "--decoupled-lr 1e-4",
 }
 
 

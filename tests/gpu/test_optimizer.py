@@ -15,7 +15,7 @@ from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer import adam as plain
 from petatron.kernels.optimizer.adam import AdamRates, AdamState, adam_scalars
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import takes_weight_decay
+from petatron.models.decoder import group_spec
 from petatron.optim import mixed_precision
 from petatron.optim.build import OptimizerKernels
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 RATES = AdamRates(lr=3e-3, weight_decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8)
 CUDA = torch.device("cuda", 0)
+
+GROUPS = partial(group_spec, OptimizerConfig())
 
 
 def triton_kernels() -> OptimizerKernels:
@@ -79,7 +81,7 @@ def flat_model(dtype: torch.dtype) -> list[FlatParamGroup]:
         n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
     }
     options, uses, mesh = FlatBufferOptions(bucket_size=10**9), Counter(model.parameters()), ParallelMesh.single(CUDA)
-    return flatten_parameters([model], placements, takes_weight_decay, mesh, options, grads_per_micro_batch=uses)
+    return flatten_parameters([model], placements, GROUPS, mesh, options, grads_per_micro_batch=uses)
 
 
 def trained(memory: MemoryConfig, moments: str, *, steps: int = 4) -> list[Tensor]:

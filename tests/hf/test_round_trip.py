@@ -19,6 +19,7 @@ import petatron
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.convert.convert import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import open_model_source
+from petatron.checkpoint.files.step_folder import read_manifest
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
@@ -84,10 +85,10 @@ def test_any_layout_reads_a_converted_model(ranks: RankPool, name: str, layout: 
         close(logits, true.logits)
 
 
-def trained(name: str, folder: Path) -> tuple[Any, Truth]:
+def trained(name: str, folder: Path, flags: str = "") -> tuple[Any, Truth]:
     """Two steps from a folder of transformers, and a checkpoint."""
     true = truth(name)
-    run = run_config(true.config, folder, length=true.tokens.shape[1])
+    run = run_config(true.config, folder, length=true.tokens.shape[1], layout=flags)
     model = petatron.build_model(run, ParallelMesh.single())
     optimizer = petatron.build_optimizer(run, model)
     petatron.load_checkpoint(
@@ -115,6 +116,32 @@ def test_transformers_opens_what_the_trainer_saved(name: str, tmp_path: Path):
             grown = torch.cat((grown, model.module.logits(grown)[:, -1].argmax(-1, keepdim=True)), dim=1)
     assert torch.equal(theirs, grown)
     assert (ours - true.logits).abs().max() > 1e-2, "it did not learn anything"
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mixtral"])
+def test_a_checkpoint_of_muon_is_converted_and_back(name: str, tmp_path: Path):
+    """Weights alone: transformers computes the same logits, and what comes back is the same, bit for bit, without optimizer state."""
+    model, true = trained(name, tmp_path, "--optimizer muon --muon-nesterov")
+    convert(open_model_source(tmp_path / "run"), tmp_path / "theirs2", ConversionOptions(target_format="huggingface"))
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs2").eval()
+    model.module.eval()
+    with torch.no_grad():
+        ours = model.module.logits(true.tokens)
+        close(opened(true.tokens).logits, ours)
+    assert (ours - true.logits).abs().max() > 1e-2, "it did not learn anything"
+    convert(open_model_source(tmp_path / "theirs2"), tmp_path / "again", ConversionOptions(target_format="petatron"))
+    saved, again = (next((tmp_path / folder).glob("step-*")) for folder in ("run", "again"))
+    first, second = (
+        {
+            key: tensor
+            for file in sorted((step / "model").glob("*.safetensors"))
+            for key, tensor in load_file(file).items()
+        }
+        for step in (saved, again)
+    )
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    kinds = [{key.split("/")[0] for key in read_manifest(step).tensors} for step in (saved, again)]
+    assert kinds == [{"model", "momentum_buffer", "exp_avg", "exp_avg_sq"}, {"model"}]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", later("qwen3-head-norm"), later("qwen2-moe")])

@@ -31,6 +31,7 @@ _MORE = {
     "deep": "",
     "gpt": "--no-untie-embeddings-and-output-weights",
     "moe": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    "muon": "",
 }
 _TRAINING = f"--hidden-dropout 0 --attention-dropout 0 --train-iters {END} --eval-iters 0 --log-interval 1"
 

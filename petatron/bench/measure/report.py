@@ -13,8 +13,8 @@ from petatron.bench.measure.units import format_si
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec
 from petatron.bench.peers.bench_model import NUM_BATCHES
 from petatron.bench.result import BenchResult
-from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
+from petatron.models.registry import model_spec
 
 # How far losses of the same model on the same tokens may be apart, as a share of the first loss, and over how many steps they
 # are compared. Not of the loss itself: tokens repeat, and what is left of the loss once they are memorised is noise.
@@ -182,9 +182,8 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _flops_per_token(spec: BenchSpec, *, causal: bool) -> float:
-    run = spec.run
-    return model_flops_per_token(run.model, run.moe, moe_layer_mask=moe_layers(run), causal=causal)
+    return model_flops_per_token(model_spec(spec.run), causal=causal)
 
 
 def _parameters(spec: BenchSpec) -> int:
-    return parameter_count(spec.run.model, spec.run.moe, moe_layer_mask=moe_layers(spec.run))
+    return parameter_count(model_spec(spec.run))

@@ -12,11 +12,12 @@ from torch.nn import functional
 from petatron.base.errors import ConfigError, Problem
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.adamw import ClippedAdamW
-from petatron.bench.peers.initial_weights import initial_weight
+from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.config import RunConfig
-from petatron.models.batch import Architecture, Batch
-from petatron.models.hf import family_entries, get_family, logical_shapes, to_hf_config
-from petatron.train.build import architecture_of
+from petatron.models.batch import Batch
+from petatron.models.hf import family_entries, get_family, to_hf_config
+from petatron.models.registry import model_spec
+from petatron.models.spec import ModelSpec
 
 
 def problems(spec: BenchSpec) -> Sequence[Problem]:
@@ -60,8 +61,7 @@ class TransformersContender:
 
 def config_json(run: RunConfig) -> dict:
     """Returns the content of the model's config.json."""
-    architecture = architecture_of(run)
-    return to_hf_config(architecture.model, architecture.moe, architecture.moe_layer_mask)
+    return to_hf_config(model_spec(run))
 
 
 def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -73,19 +73,18 @@ def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> 
     config = AutoConfig.for_model(content.pop("model_type"), **content)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    load_initial_weights(model, architecture_of(run), family=str(config.model_type), device=device)
+    load_initial_weights(model, model_spec(run), family=str(config.model_type), device=device)
     return model
 
 
 @torch.no_grad()
-def load_initial_weights(model: nn.Module, architecture: Architecture, *, family: str, device: torch.device) -> None:
+def load_initial_weights(model: nn.Module, spec: ModelSpec, *, family: str, device: torch.device) -> None:
     table = get_family(family)
-    shapes = logical_shapes(architecture.model, architecture.moe, architecture.moe_layer_mask)
+    shapes, initial_weights = spec.logical_shapes(), InitialWeights(spec, device)
     parameters = dict(model.named_parameters())
     for entry in family_entries(table, table.in_memory_mappings or table.mappings, shapes):
         for region in entry.regions:
-            values = initial_weight(region.name, shapes[region.name], architecture.model, device=device)
-            values = values[region.logical_slices()]
+            values = initial_weights[region.name][region.logical_slices()]
             values = values.transpose(-2, -1) if region.transposed else values
             parameters[entry.name][region.entry_slices()] = values.reshape(region.shape_in_entry).to(
                 parameters[entry.name].dtype

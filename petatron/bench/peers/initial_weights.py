@@ -13,20 +13,29 @@ import zlib
 import torch
 from torch import Tensor
 
-from petatron.config.schema.model import ModelConfig
-from petatron.models.decoder import initial_constant, initial_std
+from petatron.models.spec import ModelSpec
+from petatron.sharding.initial_values import NormalValues
 
 
-def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, *, device: torch.device) -> Tensor:
-    """Returns the initial values of a whole logical tensor, in float32.
+class InitialWeights:
+    """The initial values of a model's whole logical tensors, in float32.
 
     >>> from petatron.config import load_config
-    >>> model = load_config(preset="tiny-llama", require_training=False).config.model
-    >>> initial_weight("norm.weight", (3,), model, device=torch.device("cpu"))
-    tensor([1., 1., 1.])
+    >>> from petatron.models.registry import model_spec
+    >>> run = load_config(["--vocab-size", "256"], preset="tiny-llama", require_training=False).config
+    >>> InitialWeights(model_spec(run), torch.device("cpu"))["norm.weight"].mean()
+    tensor(1.)
     """
-    std = initial_std(config, name)
-    if std is None:
-        return torch.full(shape, initial_constant(config, name), device=device)
-    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-    return torch.empty(shape, device=device).normal_(0.0, std, generator=generator).bfloat16().float()
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        self._tensors = {shard.name: (shard, param.init) for shard, param in spec.logical_tensors()}
+        self._device = device
+
+    def __getitem__(self, name: str) -> Tensor:
+        shard, init = self._tensors[name]
+        out = torch.empty(shard.logical_shape, device=self._device)
+        if not isinstance(init, NormalValues):
+            init.fill(out, shard, seed=0)
+            return out
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return out.normal_(0.0, init.std, generator=generator).bfloat16().float()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from petatron.base.errors import Problem
 from petatron.bench.peers import BenchSpec
-from petatron.bench.peers.initial_weights import initial_weight
+from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build import build_model, launch
@@ -43,10 +43,8 @@ class PetatronContender:
 @torch.no_grad()
 def load_initial_weights(model: ParallelModel) -> None:
     """Loads initial weights shard by shard: a parameter may fuse several logical tensors. The one rank holds each whole."""
+    initial_weights = InitialWeights(model.spec, model.mesh.device)
     for stage in model.stages.values():
         for name, parameter in stage.named_parameters():
             for tensor_shard in model.placements[name].tensor_shards:
-                values = initial_weight(
-                    tensor_shard.name, tensor_shard.logical_shape, model.architecture.model, device=parameter.device
-                )
-                parameter[tensor_shard.local_slices()].copy_(values)
+                parameter[tensor_shard.local_slices()].copy_(initial_weights[tensor_shard.name])

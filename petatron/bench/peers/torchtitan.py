@@ -31,9 +31,10 @@ from torch.distributed.tensor import DTensor
 from petatron.base.errors import Problem
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.adamw import ClippedAdamW
-from petatron.bench.peers.initial_weights import initial_weight
+from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.config.schema.model import ModelConfig
 from petatron.models.batch import Batch
+from petatron.models.registry import model_spec
 
 # Replacement content of these files in the copy. Only the last two matter to the model.
 _STUBBED_FILES: Mapping[str, str] = {
@@ -236,14 +237,14 @@ def _shard(model: Any, mesh: Any, *, reshard: bool) -> None:
 
 def _load_initial_weights(model: nn.Module, spec: BenchSpec) -> None:
     """Loads our initial weights under its names. Its rope pairs neighbours where ours pairs halves of a head, so rows are permuted."""
-    config = spec.run.model
+    config, initial_weights = spec.run.model, InitialWeights(model_spec(spec.run), spec.device)
     assert config.kv_channels is not None
     for name, parameter in model.named_parameters():
         name = name.replace("_orig_mod.", "")
         layer, _, rest = name.removeprefix("layers.").partition(".")
         ours = _WEIGHT_NAMES[rest].format(layer) if name.startswith("layers.") else _WEIGHT_NAMES[name]
         target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        values = initial_weight(ours, tuple(target.shape), config, device=spec.device)
+        values = initial_weights[ours]
         if rest in ("attention.wq.weight", "attention.wk.weight"):
             values = values.unflatten(0, (-1, 2, config.kv_channels // 2)).transpose(1, 2).flatten(0, 2)
         target.copy_(values)

@@ -121,9 +121,8 @@ def _check_hf_family(source: ModelSource) -> None:
         raise CheckpointError(
             f"{source.path} has expert biases, and the folder of a model has no place for them. {remedy}"
         )
-    architecture = source.architecture
     try:
-        to_hf_config(architecture.model, architecture.moe, architecture.moe_layer_mask)
+        to_hf_config(source.spec)
     except ConfigError as error:
         lines = "\n".join(f"  {problem.where} {problem.found} {problem.rule}" for problem in error.problems)
         raise CheckpointError(
@@ -172,8 +171,7 @@ class _ConversionWriter:
         on_progress: Callable[[ConversionProgress], None],
     ) -> None:
         self._source, self._options, self._disk, self._on_progress = source, options, disk, on_progress
-        architecture = source.architecture
-        self._entries = folder_entries(architecture.model, architecture.moe, architecture.moe_layer_mask)
+        self._entries = folder_entries(source.spec)
         self._weights = _weight_specs(source, self._entries, options.dtype)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._done_bytes = 0
@@ -203,7 +201,7 @@ class _ConversionWriter:
         if source.router_keys:
             routers = self._write_router_state(draft)
             table = RankTable({**table.files, **routers.files}, (*table.entries, *routers.entries), {})
-        model = model_identity(source.architecture.model, source.architecture.moe)
+        model = model_identity(source.spec.config, source.spec.moe)
         facts = {"optimizer": None, "facts": {"converted_from": source.format, "model": model}}
         written = step_folder.write_table(draft, 0, table, disk)
         step_folder.publish_step(folder, source.step, [written], facts=facts, layout="", disk=disk)
@@ -211,13 +209,13 @@ class _ConversionWriter:
 
     def write_megatron(self, folder: Path) -> None:
         """Writes a folder that a Megatron-LM run loads."""
-        layout, architecture = self._options.megatron, self._source.architecture
+        layout, spec = self._options.megatron, self._source.spec
         try:
             write_megatron(
                 folder,
                 iteration=self._source.step,
-                model=architecture.model,
-                moe=architecture.moe,
+                model=spec.config,
+                moe=spec.moe,
                 fetch=self._fetch,
                 tp=layout.tp,
                 pp=layout.pp,
@@ -283,11 +281,8 @@ class _ConversionWriter:
 
     def _aux_files(self) -> dict[str, bytes]:
         source, tokenizer = self._source, self._options.tokenizer
-        architecture = source.architecture
         dtype = str(_main_dtype(self._weights)).removeprefix("torch.")
-        config = source.config_json or build_config_json(
-            architecture.model, architecture.moe, architecture.moe_layer_mask, dtype
-        )
+        config = source.config_json or build_config_json(source.spec, dtype)
         config = {**strip_remote_code(config), "dtype": dtype, "torch_dtype": dtype}
         kept = {
             name: path

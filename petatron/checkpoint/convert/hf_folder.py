@@ -20,19 +20,18 @@ from petatron.checkpoint.files.safetensors_file import MAX_HEADER_BYTES, TensorI
 from petatron.checkpoint.load.box_reads import read_checked_header
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config.schema.model_identity import REDUNDANT_FIELDS, is_identity_field
-from petatron.models.batch import Architecture
 from petatron.models.hf import (
     OWN_MODEL_TYPE,
     FolderEntry,
     family_name_of_config,
     folder_entries,
     get_family,
-    logical_shapes,
     output_head_name,
     parse_config_json,
     stored_names_by_full_name,
 )
 from petatron.models.hf.stored_counts import check_counts
+from petatron.models.spec import ModelSpec
 from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
 
@@ -77,10 +76,9 @@ def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, 
     )
 
 
-def check_stored_size(path: Path, architecture: Architecture) -> None:
+def check_stored_size(path: Path, spec: ModelSpec) -> None:
     """Raises if a model is larger than the folder's files, before memory is allocated for it."""
-    shapes = logical_shapes(architecture.model, architecture.moe, architecture.moe_layer_mask)
-    needed = sum(math.prod(shape) for shape in shapes.values())
+    needed = sum(math.prod(shape) for shape in spec.logical_shapes().values())
     stored = sum(slot.end - slot.begin for _, slot in _tensor_infos(path).values())
     if needed > stored:
         raise model_folder_error(
@@ -88,12 +86,10 @@ def check_stored_size(path: Path, architecture: Architecture) -> None:
         )
 
 
-def folder_manifest(path: Path, architecture: Architecture) -> Manifest:
+def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
     """Locates every logical tensor of a model in a folder; everything that does not fit is one error."""
-    _check_same_model(path, architecture)
-    model, moe, moe_layer_mask = architecture.model, architecture.moe, architecture.moe_layer_mask
-    shapes = logical_shapes(model, moe, moe_layer_mask)
-    entries = folder_entries(model, moe, moe_layer_mask)
+    _check_same_model(path, spec)
+    shapes, entries = spec.logical_shapes(), folder_entries(spec)
     slots = _tensor_infos(path)
     known = {entry.name: entry for entry in entries}
     stored = _stored_names(path, slots, known)
@@ -167,12 +163,12 @@ def _add(tensors: dict[str, StoredTensor], key: str, shape: Shape, dtype: str, b
     tensors[key] = StoredTensor(shape, known.dtype, (*known.boxes, box))
 
 
-def _check_same_model(path: Path, architecture: Architecture) -> None:
+def _check_same_model(path: Path, spec: ModelSpec) -> None:
     """Checks that the settings that change the function of the weights equal the run's."""
     model_values, moe_values = read_model_settings(path)
     ours: Mapping[str, Any] = {
         name: getattr(section, name)
-        for section, values in ((architecture.model, model_values), (architecture.moe, moe_values))
+        for section, values in ((spec.config, model_values), (spec.moe, moe_values))
         for name in values
         if section is not None
     }

@@ -46,10 +46,9 @@ from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
 from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
-from petatron.config.schema.moe_layer_freq import moe_layers
-from petatron.models.batch import Architecture
-from petatron.models.hf import logical_shapes
 from petatron.models.hf.stored_counts import check_counts
+from petatron.models.registry import model_spec
+from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
 
@@ -66,7 +65,7 @@ class ModelSource:
     path: Path
     step: int
     config_sections: Mapping[str, Mapping[str, Any]]
-    architecture: Architecture
+    spec: ModelSpec
     config_json: Mapping[str, Any] | None
     companion_files: Mapping[str, Path]
     shapes: Mapping[str, Shape]
@@ -123,9 +122,9 @@ def _open_huggingface(path: Path) -> ModelSource:
     config = load_config_json(path)
     settings = read_model_settings(path)
     check_stored_counts(path, *settings)
-    values, architecture = _resolve_architecture(*settings)
-    manifest = folder_manifest(path, architecture)
-    return _manifest_source("huggingface", path, path, manifest, values, architecture, config)
+    values, spec = _resolve_spec(*settings)
+    manifest = folder_manifest(path, spec)
+    return _manifest_source("huggingface", path, path, manifest, values, spec, config)
 
 
 def _open_petatron(step: Path) -> ModelSource:
@@ -140,14 +139,14 @@ def _open_petatron(step: Path) -> ModelSource:
     settings = read_model_settings(folder)
     weights = sum(key.startswith(WEIGHT_PREFIX) for key in manifest.tensors)
     check_counts(folder / CONFIG_FILE, model_folder_error, *settings, num_tensors=weights, separate_experts=False)
-    values, architecture = _resolve_architecture(*settings)
-    _check_weights(step, manifest, architecture)
-    return _manifest_source("petatron", step, folder, manifest, values, architecture, config)
+    values, spec = _resolve_spec(*settings)
+    _check_weights(step, manifest, spec)
+    return _manifest_source("petatron", step, folder, manifest, values, spec, config)
 
 
-def _check_weights(step: Path, manifest: Manifest, architecture: Architecture) -> None:
+def _check_weights(step: Path, manifest: Manifest, spec: ModelSpec) -> None:
     """Checks that the checkpoint has the weights of the model that its config.json describes, with their shapes."""
-    shapes = logical_shapes(architecture.model, architecture.moe, architecture.moe_layer_mask)
+    shapes = spec.logical_shapes()
     there = {key.removeprefix(WEIGHT_PREFIX): tensor.shape for key, tensor in manifest.tensors.items()}
     wrong = [name for name, shape in shapes.items() if there.get(name) != shape]
     if wrong:
@@ -164,7 +163,7 @@ def _manifest_source(
     folder: Path,
     manifest: Manifest,
     sections: Mapping[str, Mapping[str, Any]],
-    architecture: Architecture,
+    spec: ModelSpec,
     config_json: Mapping[str, Any],
 ) -> ModelSource:
     directory = BoxDirectory.from_tensors(path, manifest.tensors)
@@ -183,7 +182,7 @@ def _manifest_source(
         path=path,
         step=manifest.step,
         config_sections=sections,
-        architecture=architecture,
+        spec=spec,
         config_json=config_json,
         companion_files=folder_companions(folder),
         shapes={key: tensor.shape for key, tensor in kept.items()},
@@ -196,11 +195,12 @@ def _manifest_source(
 
 def _check_router_state(source: ModelSource) -> None:
     """Checks that the expert bias is stored: without it the router selects other experts."""
-    moe = source.architecture.moe
+    moe = source.spec.moe
     if moe is None or not moe.moe_router_enable_expert_bias:
         return
-    layers = [layer for layer, has_moe in enumerate(source.architecture.moe_layer_mask) if has_moe]
-    missing = [n for n in layers if f"{ROUTER_PREFIX}layers.{n}.mlp.router.expert_bias" not in source.shapes]
+    missing = [
+        n for n in source.spec.moe_layers if f"{ROUTER_PREFIX}layers.{n}.mlp.router.expert_bias" not in source.shapes
+    ]
     if missing:
         raise CheckpointError(
             f"{source.path} lacks the expert biases of layers {', '.join(map(str, missing))}, which the model chooses its experts "
@@ -210,14 +210,14 @@ def _check_router_state(source: ModelSource) -> None:
 
 def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
     checkpoint = open_megatron(path) if vocab_size is None else _open_with_vocab_size(path, vocab_size)
-    values, architecture = _resolve_architecture(checkpoint.model, checkpoint.moe)
+    values, spec = _resolve_spec(checkpoint.model, checkpoint.moe)
     keys = {_state_key(name): tensor for name, tensor in checkpoint.tensors.items()}
     return ModelSource(
         format="megatron",
         path=path,
         step=checkpoint.iteration,
         config_sections=values,
-        architecture=architecture,
+        spec=spec,
         config_json=None,
         companion_files={},
         shapes={key: tensor.shape for key, tensor in keys.items()},
@@ -259,13 +259,12 @@ class _MegatronReader:
             chunk.tensor.copy_(self._last[name][chunk.box.slices()])
 
 
-def _resolve_architecture(
+def _resolve_spec(
     model: Mapping[str, Any], moe_values: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Any]], Architecture]:
+) -> tuple[dict[str, dict[str, Any]], ModelSpec]:
     sections = config_sections(model, moe_values)
     run = load_config_sections(sections).config
     if run.model.vocab_size is None:
         rule = "is not known: the model's settings do not say it"
         raise ConfigError([Problem("--vocab-size", "", rule, "Give the number of token ids of its tokenizer.")])
-    moe = run.moe if run.moe.num_experts is not None else None
-    return sections, Architecture(run.model, moe, moe_layers(run))
+    return sections, model_spec(run)

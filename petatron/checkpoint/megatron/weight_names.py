@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.config.schema.moe_layer_freq import moe_layers
-from petatron.config.schema.run import RunConfig
-from petatron.models.hf import logical_shapes
+from petatron.models.registry import spec_from_config
 from petatron.sharding.shard_spec import Shape
 
 WeightLayout = Literal["whole", "column", "row", "qkv", "gated", "vocabulary"]
@@ -90,15 +88,15 @@ _MODULE_MAPPINGS = (
 
 def moe_layer_mask(model: ModelConfig, moe: MoEConfig | None) -> tuple[bool, ...]:
     """Tells which layers are MoE layers."""
-    return moe_layers(RunConfig(model=model, moe=moe or MoEConfig()))
+    return tuple(spec_layer in spec_from_config(model, moe).moe_layers for spec_layer in range(model.num_layers))
 
 
 def logical_shapes_with_router_bias(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Shape]:
     """Returns every logical tensor's shape, including the expert bias of routers, which is state and not a parameter."""
-    is_moe = moe_layer_mask(model, moe)
-    shapes = logical_shapes(model, moe, is_moe)
+    spec = spec_from_config(model, moe)
+    shapes = spec.logical_shapes()
     if moe is not None and moe.num_experts is not None and moe.moe_router_enable_expert_bias:
-        shapes |= {f"layers.{at}.mlp.router.expert_bias": (moe.num_experts,) for at, here in enumerate(is_moe) if here}
+        shapes |= {f"layers.{layer}.mlp.router.expert_bias": (moe.num_experts,) for layer in spec.moe_layers}
     return shapes
 
 

@@ -224,6 +224,21 @@ def _learning_rate(config: RunConfig, *, require_training: bool) -> Iterator[Pro
             yield Problem(name, f"{value:g}", "is negative", "Use 0 or more.")
         elif value > lr > 0:
             yield Problem(name, f"{value:g}", f"is above --lr {lr:g}", f"Use {lr:g} or less.")
+    yield from _decoupled_learning_rate(config)
+
+
+def _decoupled_learning_rate(config: RunConfig) -> Iterator[Problem]:
+    lr, schedule = config.optim.decoupled_lr, config.schedule
+    yield from above("decoupled_lr", lr, 0)
+    yield from at_least("decoupled_min_lr", schedule.decoupled_min_lr, 0)
+    if lr is None or lr <= 0:
+        return
+    minimum = ("--decoupled-min-lr", schedule.decoupled_min_lr, f"Use {lr:g} or less.")
+    if schedule.decoupled_min_lr is None:
+        minimum = ("--min-lr", schedule.min_lr, f"Give --decoupled-min-lr, {lr:g} or less.")
+    for name, value, fix in (minimum, ("--lr-warmup-init", schedule.lr_warmup_init, f"Use {lr:g} or less.")):
+        if value is not None and value > lr:
+            yield Problem(name, f"{value:g}", f"is above --decoupled-lr {lr:g}", fix)
 
 
 def _optimizer(config: RunConfig) -> Iterator[Problem]:
@@ -245,7 +260,25 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
     yield from above("adam_eps", optim.adam_eps, 0)
     yield from within("sgd_momentum", optim.sgd_momentum, 0, 1)
     yield from at_least("clip_grad", optim.clip_grad, 0)
+    yield from _muon(config)
     yield from _state_dtypes(config)
+
+
+def _muon(config: RunConfig) -> Iterator[Problem]:
+    optim, memory = config.optim, config.memory
+    yield from within("muon_momentum", optim.muon_momentum, 0, 1)
+    yield from at_least("muon_num_ns_steps", optim.muon_num_ns_steps, 1)
+    yield from above("muon_extra_scale_factor", optim.muon_extra_scale_factor, 0)
+    if optim.optimizer != "muon":
+        return
+    for name, chosen in (
+        ("optimizer_cpu_offload", memory.optimizer_cpu_offload),
+        ("optimizer_nvme_offload", memory.optimizer_nvme_offload is not None),
+    ):
+        if chosen:
+            rule = "cannot be combined with --optimizer muon, whose state is needed twice in a step: before and after the matrices meet"
+            value = "" if name == "optimizer_cpu_offload" else str(memory.optimizer_nvme_offload)
+            yield Problem(flag_name(name), value, rule, "Leave it out, share the state over more ranks, or use adam.")
 
 
 def _state_dtypes(config: RunConfig) -> Iterator[Problem]:

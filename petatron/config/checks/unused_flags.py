@@ -86,8 +86,13 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "it is for --position-embedding-type yarn") for name in _YARN)
         if not config.model.use_rope_scaling:
             yield from ((name, "the rotary embedding is not scaled") for name in _ROPE_SCALING)
-    if config.optim.optimizer != "adam":
-        yield from ((name, f"the optimizer is {config.optim.optimizer}") for name in _ADAM)
+    if config.optim.decoupled_lr is None:
+        yield "decoupled_min_lr", "there is no --decoupled-lr"
+    if config.optim.optimizer == "sgd":  # muon leaves some parameters to adam
+        yield from ((name, "the optimizer is sgd") for name in _ADAM)
+    if config.optim.optimizer != "muon":
+        muon = (name for name in fields_by_name() if name.startswith("muon_"))
+        yield from ((name, f"the optimizer is {config.optim.optimizer}") for name in muon)
     if config.optim.optimizer != "sgd":
         yield "sgd_momentum", f"the optimizer is {config.optim.optimizer}"
     if not config.latent.multi_latent_attention:

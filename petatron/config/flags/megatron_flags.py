@@ -42,6 +42,7 @@ ALIASES: Mapping[str, str] = {
     "--optimizer-nvme-path": "optimizer_nvme_offload",
     "--dataloader-inter-document-masking": "reset_attention_mask",
     "--layernorm-epsilon": "norm_epsilon",
+    "--muon-use-nesterov": "muon_nesterov",
     "--persistent-save-interval": "save_interval",
     "--rope-theta": "rotary_base",
 }
@@ -52,6 +53,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--reglu": Shorthand("activation", "reglu"),
     "--squared-relu": Shorthand("activation", "squared_relu"),
     "--openai-gelu": Shorthand("activation", "gelu_tanh"),
+    "--muon-no-split-qkv": Shorthand("muon_split_qkv", False),
     "--disable-bias-linear": Shorthand("add_bias_linear", False),
     "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
     "--fp8-hybrid": Shorthand("fp8_format", "hybrid"),
@@ -261,9 +263,7 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--ddp-average-in-collective": "averaging inside the gradient collective",
     "--use-nccl-ub": "NCCL tuning by flag",
     "--use-sharp": "NCCL tuning by flag",
-    "--decoupled-lr": "a learning rate of its own for the embedding",
-    "--decoupled-min-lr": "a learning rate of its own for the embedding",
-    "--muon-momentum": "the Muon optimizer",
+    "--muon-use-syrk": "a kernel for the symmetric products of Muon",
     "--decrease-batch-size-if-needed": "rounding the global batch size",
     "--use-checkpoint-opt-param-scheduler": _CHECKPOINT,
     "--non-persistent-save-interval": _CHECKPOINT,
@@ -321,12 +321,18 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
 # Values of our own fields that Megatron has and this version has not: field -> value -> its name in the message.
 UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
-        "muon": "the Muon optimizer",
-        "dist_muon": "the Muon optimizer",
-        "adaptive_muon": "the Muon optimizer",
+        "dist_muon": "Megatron's own sharding of Muon (say --optimizer muon --use-distributed-optimizer)",
+        "adaptive_muon": "the adaptive Muon optimizer",
         "lion": "the Lion optimizer",
         "soap": "the SOAP optimizer",
     },
+    "muon_coefficient_type": {"aol": "AOL preconditioning of Muon"},
+    "muon_fp32_matmul_prec": {"low": "Newton-Schulz steps below bf16"},
+    "muon_tp_mode": {
+        "blockwise": "Newton-Schulz steps on the parts of tensor-parallel ranks, whose result depends on their number,",
+        "distributed": "Newton-Schulz steps shared by tensor-parallel ranks",
+    },
+    "muon_scalar_optimizer": {"lion": "the Lion optimizer"},
     "position_embedding_type": {"mrope": _VISION, "relative": "relative position bias"},
     "moe_token_dispatcher_type": {"flex": "the flex token dispatcher"},
     "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},

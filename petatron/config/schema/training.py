@@ -18,12 +18,14 @@ NotSavedOnResumeFlag = Annotated[bool, "one load"]
 class OptimizerConfig:
     """The update rule."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam is AdamW (decoupled weight decay); sgd is SGD with momentum."""
+    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    """adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon is Muon for the matrices of layers and adam for all else."""
     lr: float | None = None
     """Peak learning rate; required to train."""
+    decoupled_lr: float | None = None
+    """Peak learning rate of the token embedding and the output head; unset means that of all other parameters."""
     weight_decay: float = 0.01
-    """Weight decay, decoupled in adam and added to the gradient in sgd; never on biases and other one-dimensional parameters."""
+    """Weight decay, decoupled in adam and muon and added to the gradient in sgd; never on biases and other one-dimensional parameters."""
     start_weight_decay: float | None = None
     """First value of a weight-decay schedule."""
     end_weight_decay: float | None = None
@@ -38,6 +40,26 @@ class OptimizerConfig:
     """Added to the square root of the second moment."""
     sgd_momentum: float = 0.9
     """Momentum of sgd."""
+    muon_momentum: float = 0.95
+    """Momentum of muon."""
+    muon_nesterov: bool = False
+    """Nesterov's momentum in muon."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz steps of muon."""
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    """Coefficients of the Newton-Schulz steps: the same in each, five sets in turn, or eight that get finer."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """What an orthogonal update of n rows and m columns is multiplied by: sqrt(max(n, m)), sqrt(n / m) or sqrt(max(1, n / m))."""
+    muon_extra_scale_factor: float = 1.0
+    """What muon's updates are multiplied by beside that; 0.2 with spectral makes them as large as adam's."""
+    muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
+    """Precision of muon's Newton-Schulz steps: medium is bf16, high is fp32; a run in fp64 takes them in fp64."""
+    muon_split_qkv: bool = True
+    """Orthogonalise the matrices of queries, keys and values each by itself; else stacked, as one."""
+    muon_tp_mode: Literal["duplicated"] = "duplicated"
+    """Newton-Schulz steps of a matrix that tensor-parallel ranks share: each of them gathers it and takes all steps."""
+    muon_scalar_optimizer: Literal["adam"] = "adam"
+    """What updates the parameters that muon does not."""
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -56,6 +78,8 @@ class ScheduleConfig:
     """Shape of the decay after warm-up."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
+    decoupled_min_lr: float | None = None
+    """Learning rate at the end of the decay of `--decoupled-lr`; unset means that of `--min-lr`."""
     lr_warmup_init: float = 0.0
     """Learning rate at the start of warm-up."""
     lr_warmup_iters: int = 0

@@ -193,7 +193,7 @@ def _gradient_dtype_options(run: RunConfig) -> OptionGroup:
 
 
 def _optimizer_offload_options(run: RunConfig) -> OptionGroup:
-    if run.memory.optimizer_cpu_offload:
+    if run.memory.optimizer_cpu_offload or run.optim.optimizer == "muon":
         return OptionGroup.empty()
     return OptionGroup.increasing(
         [

@@ -13,9 +13,9 @@ S sequence, B batch, D hidden, T = S x B tokens in memory order.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -77,9 +77,7 @@ class MoESpec(BranchSpec):
 
     def params(self) -> Mapping[str, ParamSpec]:
         hidden, std = self.hidden_size, self.std
-        router = ParamSpec(
-            shape=(self.num_experts, hidden), init=NormalValues(std), weight_decay=True, is_gemm=True
-        )
+        router = ParamSpec(shape=(self.num_experts, hidden), init=NormalValues(std), weight_decay=True, is_gemm=True)
         params = {"router.weight": router} | with_prefix("experts", self._expert_params())
         if self.latent_size is not None:
             down = linear_params(hidden, self.latent_size, REPLICATED, bias=self.bias, std=std)
@@ -88,20 +86,27 @@ class MoESpec(BranchSpec):
         if self.shared is not None:
             params |= with_prefix("shared", self.shared.params())
         if self.shared_gate:
-            params |= with_prefix("shared_gate", linear_params(hidden, 1, REPLICATED, bias=False, std=std))
+            params["shared_gate.weight"] = replace(router, shape=(1, hidden))
         return params
 
     def _expert_params(self) -> dict[str, ParamSpec]:
         experts, outer, inner = self.num_experts, self.expert_hidden_size, self.width
         active = Fraction(self.routing.moe_router_topk, experts)
         sections = tuple(Section(name, inner, inner) for name in ("gate", "up")) if self.gated else ()
+        first = Shard(ep=0, tp=1, sections=sections)
         params: dict[str, ParamSpec] = {}
         for name, rows, columns, std, shard in (
-            ("gate_up" if self.gated else "up", inner * (2 if self.gated else 1), outer, self.std, Shard(ep=0, tp=1, sections=sections)),
+            ("gate_up" if self.gated else "up", inner * (2 if self.gated else 1), outer, self.std, first),
             ("down", outer, inner, self.out_std, Shard(ep=0, tp=2)),
         ):
             params[f"{name}.weight"] = ParamSpec(
-                shape=(experts, rows, columns), shard=shard, init=NormalValues(std), weight_decay=True, is_gemm=True, active=active
+                shape=(experts, rows, columns),
+                shard=shard,
+                init=NormalValues(std),
+                role="hidden_matrix",
+                weight_decay=True,
+                is_gemm=True,
+                active=active,
             )
             if self.bias:
                 params[f"{name}.bias"] = ParamSpec(shape=(experts, rows), shard=shard, active=active)
@@ -212,6 +217,25 @@ class TokenDispatcher(Protocol):
     ) -> Tensor: ...
 
 
+@runtime_checkable
+class RoutesTokens(Protocol):
+    """A branch that sends tokens to experts: what expert parallelism and router statistics need of it."""
+
+    layer_index: int
+    router: Router
+
+    def set_expert_parallel(
+        self,
+        dispatcher: TokenDispatcher,
+        *,
+        sequence_group: ReductionGroup,
+        stage_group: ReductionGroup,
+        adds_bias: bool,
+    ) -> None:
+        """Fills the slots; `adds_bias` is true on one of the ranks whose partial outputs of an expert are summed."""
+        ...
+
+
 def dispatch_locally(
     x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
 ) -> Tensor:
@@ -295,7 +319,6 @@ class MoELayer(BranchModule):
         stage_group: ReductionGroup,
         adds_bias: bool,
     ) -> None:
-        """Fills the slots; `adds_bias` is true on one of the ranks whose partial outputs of an expert are summed."""
         self.dispatcher = dispatcher
         self.router.sequence_group, self.router.stage_group = sequence_group, stage_group
         self.experts.down.bias_scale = 1.0 if adds_bias else 0.0

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from petatron.sharding.initial_values import ZEROS, InitialValues, NormalValues
 from petatron.sharding.shard_spec import Section, Shape, Shard
@@ -20,6 +21,7 @@ class ParamSpec:
 
     shard: how it is sharded over the tensor- and expert-parallel ranks.
     init: its initial values.
+    role: what update rules distinguish: a matrix from hidden activations to hidden activations, a table of the vocabulary, others.
     weight_decay: whether weight decay applies to it.
     is_gemm: whether it is the weight of a GEMM over tokens, so that it costs FLOPs and may run in FP8.
     active: the share of it that one token uses: less than 1 for experts.
@@ -28,6 +30,7 @@ class ParamSpec:
     shape: Shape
     shard: Shard = REPLICATED
     init: InitialValues = ZEROS
+    role: Literal["hidden_matrix", "vocabulary", "other"] = "other"
     weight_decay: bool = False
     is_gemm: bool = False
     active: Fraction = Fraction(1)
@@ -58,8 +61,10 @@ def linear_params(
             fused = tuple(Section(name, size, size) for name, size in sections.items())
             shard = Shard(tp=shard.tp, ep=shard.ep, sections=fused)
     init = NormalValues(std)
-    params = {"weight": ParamSpec(shape=(rows, in_features), shard=shard, init=init, weight_decay=True, is_gemm=True)}
-    return params | ({"bias": ParamSpec(shape=(rows,), shard=shard)} if bias else {})
+    weight = ParamSpec(
+        shape=(rows, in_features), shard=shard, init=init, role="hidden_matrix", weight_decay=True, is_gemm=True
+    )
+    return {"weight": weight} | ({"bias": ParamSpec(shape=(rows,), shard=shard)} if bias else {})
 
 
 def with_prefix(prefix: str, params: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:

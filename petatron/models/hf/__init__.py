@@ -1,11 +1,11 @@
 """Converts Hugging Face models and back: config.json, tensor names, and filling a model in any layout.
 
 values, experts = parse_config_json(config_json)                             # for ModelConfig and MoEConfig
-logical = to_logical(family_name_of_config(config_json), tensors, model, moe, moe_layer_mask)  # whole tensors under our names
+logical = to_logical(family_name_of_config(config_json), tensors, spec)      # whole tensors under our names
 fill_model(model.module, model.placements, logical)                          # this rank's shards of them
 
-folder_entries(model, moe, moe_layer_mask)                                   # the tensors of a model folder, for streaming
-build_config_json(model, moe, moe_layer_mask, dtype)                         # its config.json
+folder_entries(spec)                                                         # the tensors of a model folder, for streaming
+build_config_json(spec, dtype)                                               # its config.json
 """
 
 from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
@@ -13,7 +13,7 @@ from petatron.models.hf.family import Family
 from petatron.models.hf.fill_model import fill_model
 from petatron.models.hf.find_family import FAMILIES, family_name_for_model, family_name_of_config, get_family
 from petatron.models.hf.folder_config_json import OWN_MODEL_TYPE, build_config_json, parse_config_json
-from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries, logical_shapes
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries
 from petatron.models.hf.tensor_names import output_head_name, stored_names_by_full_name, to_hf, to_logical
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "folder_entries",
     "from_hf_config",
     "get_family",
-    "logical_shapes",
     "matching_family",
     "output_head_name",
     "parse_config_json",

@@ -8,12 +8,12 @@ dropout in Llama, is left out when writing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.family import Family
 from petatron.models.hf.find_family import FAMILIES, family_name_for_model, family_name_of_config
 from petatron.models.hf.moe_config_json import (
@@ -24,6 +24,7 @@ from petatron.models.hf.moe_config_json import (
 )
 from petatron.models.hf.rope_config_json import rope_from_hf_config, rope_to_hf_config
 from petatron.models.hf.stored_counts import MAX_EXPERTS, MAX_LAYERS
+from petatron.models.spec import ModelSpec
 
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
@@ -149,25 +150,25 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
     return problems
 
 
-def matching_family(model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool]) -> Family | None:
+def matching_family(spec: ModelSpec) -> Family | None:
     """Returns the family whose names and config.json express the model, if one does."""
-    family, problems = _closest_family(model, moe, moe_layer_mask)
+    family, problems = _closest_family(spec)
     return None if problems else family
 
 
-def to_hf_config(
-    model: ModelConfig, moe: MoEConfig | None = None, moe_layer_mask: Sequence[bool] = ()
-) -> dict[str, Any]:
-    """Returns the content of a config.json for a derived config; token ids are None, the tokenizer's owner fills them in.
+def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
+    """Returns the content of a model's config.json; token ids are None, the tokenizer's owner fills them in.
 
     Raises `ConfigError` with the reasons if no family can express the model.
 
     >>> from petatron.config import load_config
-    >>> model = load_config(preset="tiny-llama", require_training=False).config.model
-    >>> to_hf_config(model)["architectures"]
+    >>> from petatron.models.registry import model_spec
+    >>> run = load_config(["--vocab-size", "256"], preset="tiny-llama", require_training=False).config
+    >>> to_hf_config(model_spec(run))["architectures"]
     ['LlamaForCausalLM']
     """
-    family, problems = _closest_family(model, moe, moe_layer_mask)
+    model = spec.config
+    family, problems = _closest_family(spec)
     if problems:
         raise ConfigError(problems)
     content: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
@@ -182,19 +183,14 @@ def to_hf_config(
     content |= _window_keys(family, model)
     if "rotary_percent" in family.fixed:
         content |= rope_to_hf_config(model)
-    return content | (moe_to_hf_config(family, moe, moe_layer_mask) if moe is not None and any(moe_layer_mask) else {})
+    return content | ({} if spec.moe is None else moe_to_hf_config(family, spec.moe, spec))
 
 
-def _closest_family(
-    model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool]
-) -> tuple[Family, list[Problem]]:
+def _closest_family(spec: ModelSpec) -> tuple[Family, list[Problem]]:
     """Returns the family closest to a model, and the model's settings that it has no key for."""
-    used_moe = moe if any(moe_layer_mask) else None
-    family = FAMILIES[family_name_for_model(model, used_moe)]
-    problems = _unsupported_by_family(model, family)
-    return family, problems if used_moe is None else problems + unsupported_moe_settings(
-        family, used_moe, moe_layer_mask
-    )
+    family = FAMILIES[family_name_for_model(spec.config, spec.moe)]
+    problems = _unsupported_by_family(spec.config, family)
+    return family, problems if spec.moe is None else problems + unsupported_moe_settings(family, spec.moe, spec)
 
 
 def _window_keys(family: Family, model: ModelConfig) -> dict[str, Any]:
@@ -218,6 +214,8 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
         for name, value in family.fixed.items()
         if name not in _TRAINING_ONLY and getattr(model, name) != value
     ]
+    if model.model_type != "decoder":
+        problems.append(unsupported_setting("model_type", model.model_type, family, "only decoder"))
     if "rotary_percent" in family.fixed and model.position_embedding_type not in ("rope", "yarn"):
         problems.append(
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")

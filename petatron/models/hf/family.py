@@ -2,7 +2,7 @@
 
 A `ModuleMapping` pairs modules of ours with the Hugging Face module that holds their tensors; `*` stands for the layer and `#` for
 the expert. The other tables of a `Family` are about config.json. Whether a row's tensors exist at all (biases, qk-norms, an untied
-head, experts in this layer) is not in the tables: the decoder knows, see `folder_entries.logical_shapes`.
+head, experts in this layer) is not in the tables: the model's spec knows (`ModelSpec.logical_shapes`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ are computed, are no part of the model and not among them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -18,29 +18,29 @@ from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.model_identity import RUNTIME_FIELDS
 from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
 from petatron.models.hf.moe_config_json import format_moe_layer_freq
+from petatron.models.spec import ModelSpec
 
 OWN_MODEL_TYPE = "petatron"
 _OWN_ARCHITECTURE = "PetatronForCausalLM"
 _FIX = "Take config.json from the folder as it was saved, or use a newer Petatron."
 
 
-def build_config_json(
-    model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool], dtype: torch.dtype | str
-) -> dict[str, Any]:
+def build_config_json(spec: ModelSpec, dtype: torch.dtype | str) -> dict[str, Any]:
     """Returns the content of config.json for a folder of `folder_entries` with tensors of a dtype.
 
+    >>> from petatron.models.registry import spec_from_config
     >>> without_positions = ModelConfig(num_attention_heads=1, position_embedding_type="none")
-    >>> build_config_json(without_positions, None, (), "bfloat16")["model_type"]
+    >>> build_config_json(spec_from_config(without_positions), "bfloat16")["model_type"]
     'petatron'
     """
     name = str(dtype).removeprefix("torch.")
     stored = {"dtype": name, "torch_dtype": name}  # the second is the key of readers older than transformers 5
-    if matching_family(model, moe, moe_layer_mask) is not None:
-        return to_hf_config(model, moe, moe_layer_mask) | stored
+    if matching_family(spec) is not None:
+        return to_hf_config(spec) | stored
     content: dict[str, Any] = {"model_type": OWN_MODEL_TYPE, "architectures": [_OWN_ARCHITECTURE], **stored}
-    content["model"] = _without_run_choices(asdict(model))
-    if moe is not None and any(moe_layer_mask):
-        content["moe"] = _without_run_choices(asdict(moe)) | {"moe_layer_freq": format_moe_layer_freq(moe_layer_mask)}
+    content["model"] = _without_run_choices(asdict(spec.config))
+    if spec.moe is not None:
+        content["moe"] = _without_run_choices(asdict(spec.moe)) | {"moe_layer_freq": format_moe_layer_freq(spec)}
     return content
 
 

@@ -5,7 +5,7 @@ under our own. An entry is completely covered by its regions, and the regions of
 An entry differs from a logical tensor in three ways: several may be fused into one (GPT-2's q, k and v), a matrix may be
 stored transposed (GPT-2), and an expert may be an entry of its own although a logical tensor holds all of a layer's experts.
 
-The decoder, built on the meta device, determines which tensors a model has; a family's mappings only name them. So a bias that a
+The model's spec determines which tensors it has; a family's mappings only name them. So a bias that a
 model lacks is no entry, and one that it has must be named by the family.
 """
 
@@ -14,15 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
-from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.models.decoder import Decoder, shard_specs
 from petatron.models.hf.config_json import matching_family
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, compute_placement, find_shard_spec
+from petatron.models.spec import ModelSpec
+from petatron.sharding.shard_spec import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,36 +58,9 @@ class FolderEntry:
     regions: tuple[EntryRegion, ...]
 
 
-def logical_shapes(
-    model: ModelConfig, moe: MoEConfig | None = None, moe_layer_mask: Sequence[bool] = ()
-) -> dict[str, Shape]:
-    """Returns name and shape of every logical tensor of a decoder.
-
-    >>> shapes = logical_shapes(ModelConfig(
-    ...     num_layers=1, hidden_size=8, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=2, kv_channels=4,
-    ...     vocab_size=50, max_position_embeddings=16))
-    >>> shapes["embedding.weight"], shapes["layers.0.attention.q.bias"]
-    ((50, 8), (8,))
-    """
-    used_moe = moe if any(moe_layer_mask) else None
-    with torch.device("meta"):
-        decoder = Decoder(model, used_moe, moe_layer_mask=moe_layer_mask)
-    table = shard_specs(model, used_moe)
-    return {
-        shard.name: shard.logical_shape
-        for name, parameter in decoder.named_parameters()
-        for shard in compute_placement(
-            name, tuple(parameter.shape), find_shard_spec(table, name), ModelParallelCoordinate()
-        ).tensor_shards
-    }
-
-
-def folder_entries(
-    model: ModelConfig, moe: MoEConfig | None, moe_layer_mask: Sequence[bool]
-) -> tuple[FolderEntry, ...]:
+def folder_entries(spec: ModelSpec) -> tuple[FolderEntry, ...]:
     """Returns every tensor of the model's folder: in the family's names where a family can express the model, else in ours."""
-    shapes = logical_shapes(model, moe, moe_layer_mask)
-    family = matching_family(model, moe, moe_layer_mask)
+    shapes, family = spec.logical_shapes(), matching_family(spec)
     if family is None:
         return tuple(
             FolderEntry(name, shape, (EntryRegion(name, (0,) * len(shape), shape, (0,) * len(shape)),))

@@ -15,6 +15,7 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import MoEConfig
 from petatron.models.hf.family import Family
+from petatron.models.spec import ModelSpec
 
 
 def moe_from_hf_config(
@@ -26,33 +27,38 @@ def moe_from_hf_config(
     values = {**family.moe_fixed, **{ours: hf_config[key] for ours, key in family.moe_keys.items()}}
     if "norm_topk_prob" in family.defaults:
         values["moe_router_pre_softmax"] = not hf_config["norm_topk_prob"]
-    moe_layer_mask = [True] * num_layers
+    is_moe = [True] * num_layers
     if "decoder_sparse_step" in family.defaults:
         step, dense = hf_config["decoder_sparse_step"], set(hf_config["mlp_only_layers"] or ())
         if not is_count(step, 1):
             rule = "is not a positive whole number"
             return {}, [Problem("decoder_sparse_step", f"{step!r:.40}", rule, "Use 1 for experts in every layer.")]
-        moe_layer_mask = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
-    if not any(moe_layer_mask):
+        is_moe = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    if not any(is_moe):
         rule = f"and mlp_only_layers leave no layer of {num_layers} for the experts"
         return {}, [Problem("decoder_sparse_step", str(hf_config["decoder_sparse_step"]), rule, "Use a dense family.")]
     if values["moe_router_topk"] > values["num_experts"]:
         rule = f"is more than the {values['num_experts']} experts there are"
         key, found = family.moe_keys["moe_router_topk"], str(values["moe_router_topk"])
         return {}, [Problem(key, found, rule, "Take config.json from the model's own folder.")]
-    return values | {"moe_layer_freq": format_moe_layer_freq(moe_layer_mask)}, []
+    return values | {"moe_layer_freq": _layer_freq(is_moe)}, []
 
 
-def format_moe_layer_freq(moe_layer_mask: Sequence[bool]) -> str:
+def format_moe_layer_freq(spec: ModelSpec) -> str:
+    """Returns the value of `moe_layer_freq` for the MoE layers of a model."""
+    return _layer_freq([layer in spec.moe_layers for layer in range(len(spec.layers))])
+
+
+def _layer_freq(is_moe: Sequence[bool]) -> str:
     """Returns the value of `moe_layer_freq` for given layers.
 
-    >>> format_moe_layer_freq([True, True]), format_moe_layer_freq([False, True])
+    >>> _layer_freq([True, True]), _layer_freq([False, True])
     ('1', '[0, 1]')
     """
-    return "1" if all(moe_layer_mask) else str([int(is_moe) for is_moe in moe_layer_mask])
+    return "1" if all(is_moe) else str([int(chosen) for chosen in is_moe])
 
 
-def moe_to_hf_config(family: Family, moe: MoEConfig, moe_layer_mask: Sequence[bool]) -> dict[str, Any]:
+def moe_to_hf_config(family: Family, moe: MoEConfig, spec: ModelSpec) -> dict[str, Any]:
     """Returns the experts' keys; transformers adds the load-balancing loss only with `output_router_logits`."""
     content = {key: getattr(moe, ours) for ours, key in family.moe_keys.items()}
     content |= {"router_aux_loss_coef": moe.moe_aux_loss_coeff, "output_router_logits": False}
@@ -60,11 +66,11 @@ def moe_to_hf_config(family: Family, moe: MoEConfig, moe_layer_mask: Sequence[bo
         content["norm_topk_prob"] = not moe.moe_router_pre_softmax
     if "decoder_sparse_step" in family.defaults:
         content["decoder_sparse_step"] = 1
-        content["mlp_only_layers"] = [layer for layer, is_moe in enumerate(moe_layer_mask) if not is_moe]
+        content["mlp_only_layers"] = [layer for layer in range(len(spec.layers)) if layer not in spec.moe_layers]
     return content
 
 
-def unsupported_moe_settings(family: Family, moe: MoEConfig, moe_layer_mask: Sequence[bool]) -> list[Problem]:
+def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) -> list[Problem]:
     """Returns the MoE settings that the family has no key for."""
     problems = [
         unsupported_setting(name, getattr(moe, name), family, f"only {value}")
@@ -78,7 +84,7 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, moe_layer_mask: Seq
         problems.append(
             unsupported_setting("moe_router_load_balancing_type", "sinkhorn", family, "scores of another kind")
         )
-    if "decoder_sparse_step" not in family.defaults and not all(moe_layer_mask):
+    if "decoder_sparse_step" not in family.defaults and len(spec.moe_layers) < len(spec.layers):
         problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, "experts in every layer"))
     return problems
 

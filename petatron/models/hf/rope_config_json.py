@@ -14,7 +14,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.schema.model import ModelConfig
-from petatron.layers.rope import attention_scaling
+from petatron.layers.rope import yarn_attention_scaling
 
 _DEFAULT_THETA = 10000.0
 
@@ -107,4 +107,5 @@ def _yarn_mscale_to_hf(model: ModelConfig) -> dict[str, float]:
         return {"mscale": model.yarn_mscale, "mscale_all_dim": model.yarn_mscale_all_dim}
     if model.yarn_mscale == 1.0 and not model.yarn_mscale_all_dim:
         return {}
-    return {"attention_factor": attention_scaling(model)}
+    factors = {"mscale": model.yarn_mscale, "mscale_all_dim": model.yarn_mscale_all_dim}
+    return {"attention_factor": yarn_attention_scaling(model.rope_scaling_factor, **factors)}

@@ -14,8 +14,7 @@ every micro-batch anew, and added to the part that this rank keeps.
 Dense parameters are shared over `shard`, experts over `edp_shard`. Hybrid sharding (Zhao et al., PyTorch FSDP) adds one sum
 over `dp_outer` at the end of a step.
 
-A parameter is cut along its first dimension, the last parts being shorter or empty; messages are padded to equal parts. One
-with fewer rows than ranks (few experts per rank, on many ranks) is cut along the first dimension that divides evenly.
+How a parameter is sharded, and a rank's shards as a parameter group, are in `fsdp_param_group.py`; messages are padded to equal shards.
 
 Weights that are multiplied in eight bits may be gathered so (`fsdp_collectives.py`): a rank casts its rows of what it would send.
 
@@ -26,20 +25,19 @@ of its input is there, before those of the weights would be.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.models.decoder import Decoder
+from petatron.models.stage_module import StageModule
 from petatron.parallel.data.fsdp_collectives import (
     Fp8AllGather,
     MessageSegment,
@@ -47,135 +45,12 @@ from petatron.parallel.data.fsdp_collectives import (
     RecordedReduceScatter,
     device_mesh,
 )
-from petatron.parallel.data.gradient_reduction import all_reduce_partial_grads
-from petatron.sharding.flat_shard import FlatShard, ParamRange, rank_share
+from petatron.parallel.data.fsdp_param_group import FsdpParamGroup, fsdp_units, owned_flat_shard, shard_dim
 from petatron.sharding.fp8_gather import Fp8Weights, ScaledMatrix
-from petatron.sharding.shard_spec import Placement, Shape
+from petatron.sharding.parameter_groups import GroupSpec
+from petatron.sharding.shard_spec import Placement
 
 ShardingStrategy = Literal["optim_grads", "optim_grads_params"]
-
-
-def shard_dim(shape: Shape, ranks: int) -> int:
-    """The dimension a parameter is cut along.
-
-    >>> shard_dim((7, 6), 2), shard_dim((1, 7, 6), 2), shard_dim((1, 7), 2)
-    (0, 2, 0)
-    """
-    if shape[0] >= ranks:
-        return 0
-    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
-
-
-def owned_flat_shard(placement: Placement, axis: Axis, replica_axis: Axis) -> FlatShard:
-    """The part of a parameter that this rank keeps, as it lies in memory."""
-    shape, dim = placement.shape, shard_dim(placement.shape, axis.size)
-    inner, size = math.prod(shape[dim + 1 :]), shape[dim]
-    most = -(-size // axis.size)
-    begin, end = (min(at * most, size) * inner for at in (axis.rank, axis.rank + 1))
-    parts = tuple(
-        ParamRange(placement, outer * size * inner + begin, outer * size * inner + end, outer * (end - begin))
-        for outer in range(math.prod(shape[:dim]))
-        if begin < end
-    )
-    length = sum(part.end - part.begin for part in parts)
-    return FlatShard(length, parts, rank_share(length, replica_axis))
-
-
-class FsdpParamGroup:
-    """Parameters of one stage with one update rule, as far as this rank keeps them; one stretch per parameter.
-
-    Gradients lie in one buffer that fully_shard adds to: it is handed out as the parameters' `grad`.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[DTensor],
-        flat_shards: Sequence[FlatShard],
-        replica_axis: Axis,
-        *,
-        takes_weight_decay: bool,
-        stage: FSDPModule,
-        reduce_dtype: torch.dtype | None,
-        fp8_gathers: Sequence[Fp8AllGather] = (),
-    ) -> None:
-        self.takes_weight_decay = takes_weight_decay
-        self._fp8_gathers = fp8_gathers
-        self.flat_shards = flat_shards
-        self.replica_axis = replica_axis
-        self.stage = stage
-        self.reduce_dtype = reduce_dtype
-        self._parameters = parameters
-        first = parameters[0].to_local()
-        wide = torch.promote_types(first.dtype, torch.float32)
-        self.flat_grads = torch.zeros(sum(s.length for s in flat_shards), dtype=wide, device=first.device)
-        self._grads = [self._as_dtensor(parameter, grad) for parameter, grad in zip(parameters, self.grads())]
-
-    @staticmethod
-    def _as_dtensor(parameter: DTensor, grad: Tensor) -> DTensor:
-        local = grad.view(parameter.to_local().shape)
-        spec = {"shape": parameter.shape, "stride": parameter.stride()}
-        return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **spec)
-
-    @torch.no_grad()
-    def weights(self) -> list[Tensor]:
-        return [parameter.to_local().detach().view(-1) for parameter in self._parameters]
-
-    def grads(self) -> list[Tensor]:
-        return list(self.flat_grads.split([stretch.length for stretch in self.flat_shards]))
-
-    def sync_fp8_scales(self) -> None:
-        """Nothing: scales are agreed on where a block is gathered."""
-
-    def all_gather_params(self) -> None:
-        """Let go of gathered parameters, so that the next forward pass gathers the new ones."""
-        for unit in _fsdp_units(self.stage):
-            unit.reshard()
-        for gather in self._fp8_gathers:
-            gather.weights_changed()
-
-    def reset_grads(self) -> None:
-        """Gradients start from zero, in this group's buffer."""
-        self.flat_grads.zero_()
-        for parameter, grad in zip(self._parameters, self._grads):
-            parameter.grad = grad
-
-
-class FsdpGradientReducer:
-    """What is left to do about gradients that fully_shard reduces: the start, the outer sum, the end."""
-
-    def __init__(self, param_groups: Sequence[FsdpParamGroup], mesh: ParallelMesh) -> None:
-        self._param_groups = param_groups
-        self._mesh = mesh
-        self._stages = list(dict.fromkeys(group.stage for group in param_groups))
-
-    def start_step(self, micro_batches: int) -> None:
-        """Forget the last step's gradients. The number of micro-batches does not matter: each is reduced by itself."""
-        for group in self._param_groups:
-            group.reset_grads()
-        for stage in self._stages:
-            stage.set_is_last_backward(False)
-
-    @torch.no_grad()
-    def finish_grad_sync(self) -> None:
-        """Wait for the reductions under way, then add up over the replicas of the shards and inside a replica."""
-        for stage in self._stages:
-            stage.set_is_last_backward(True)
-            # Nothing public waits outside of a backward pass; torch's own pipeline stages call this one too.
-            stage._get_fsdp_state()._root_post_backward_final_callback()
-        if self._mesh["dp_outer"].size > 1:
-            self._all_reduce_over_replicas()
-        all_reduce_partial_grads(self._param_groups, self._mesh)
-
-    def _all_reduce_over_replicas(self) -> None:
-        started = []
-        for group in self._param_groups:
-            grads = group.flat_grads
-            wire = grads if group.reduce_dtype is None else grads.to(group.reduce_dtype)
-            started.append((grads, wire, collectives.start_all_reduce(wire, group.replica_axis)))
-        for grads, wire, handle in started:
-            handle.wait()
-            if wire is not grads:
-                grads.copy_(wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +85,10 @@ def _shard_placement(parameter: nn.Parameter, axis: Axis) -> Shard:
 
 
 def fully_shard_stages(
-    stages: Sequence[Decoder],
+    stages: Sequence[StageModule],
     placements: Mapping[str, Placement],
     mesh: ParallelMesh,
-    takes_weight_decay: Callable[[str, nn.Parameter], bool],
+    group_specs: Mapping[str, GroupSpec],
     *,
     strategy: ShardingStrategy,
     compute_dtype: torch.dtype,
@@ -237,15 +112,15 @@ def fully_shard_stages(
     every = [parameter for stage in stages for parameter in stage.parameters()]
     assert len(every) == len(set(every)), "a parameter of two stages cannot be fully sharded"
     for stage in stages:
-        decay_of = {name: takes_weight_decay(name, parameter) for name, parameter in stage.named_parameters()}
         for module in _expert_modules(stage, placements):
             expert.wrap(module)
         for block in stage.layers.values():
             dense.wrap(block)
-        if stage.embedding is not None and not _has_tied_head(stage):
-            dense.wrap(stage.embedding)
-            assert isinstance(stage.embedding, FSDPModule)
-            stage.embedding.set_unshard_in_backward(False)
+        embedding = _separate_embedding(stage)
+        if embedding is not None:
+            dense.wrap(embedding)
+            assert isinstance(embedding, FSDPModule)
+            embedding.set_unshard_in_backward(False)
         dense.wrap(stage, reshard_after_forward=False)
         _set_backward_prefetch(stage)
         register_fsdp_forward_method(stage, "logits")
@@ -253,24 +128,24 @@ def fully_shard_stages(
         gathers = _use_fp8_all_gather(stage, placements, dense.axis, fp8_weights, compute_dtype)
         if mesh.device.type != "meta":
             stage.to_empty(device=mesh.device)
-        for decay in (True, False):
-            chosen = {name: p for name, p in stage.named_parameters() if decay_of[name] == decay}
-            if chosen:
-                group = _build_param_group(
-                    stage,
-                    chosen,
-                    placements,
-                    mesh,
-                    takes_weight_decay=decay,
-                    reduce_dtype=reduce_dtype,
-                    fp8_gathers=gathers,
-                )
-                groups.append(group)
+        present = dict.fromkeys(group_specs[name] for name, _ in stage.named_parameters())
+        for spec in sorted(present, key=lambda spec: -spec.weight_decay):
+            chosen = {name: p for name, p in stage.named_parameters() if group_specs[name] == spec}
+            group = _build_param_group(
+                stage,
+                chosen,
+                placements,
+                mesh,
+                spec=spec,
+                reduce_dtype=reduce_dtype,
+                fp8_gathers=gathers,
+            )
+            groups.append(group)
     return groups
 
 
 def _use_fp8_all_gather(
-    stage: Decoder,
+    stage: StageModule,
     placements: Mapping[str, Placement],
     axis: Axis,
     fp8_weights: Fp8Weights | None,
@@ -281,7 +156,7 @@ def _use_fp8_all_gather(
         return []
     names = {parameter: name for name, parameter in stage.named_parameters()}
     found = []
-    for unit in _fsdp_units(stage):
+    for unit in fsdp_units(stage):
         # Nothing public tells the order of parameters in a message.
         inside = unit._get_fsdp_state()._fsdp_param_group
         members = [] if inside is None else [names[member.sharded_param] for member in inside.fsdp_params]
@@ -302,27 +177,28 @@ def _use_fp8_all_gather(
 
 
 def _build_param_group(
-    stage: Decoder,
+    stage: StageModule,
     parameters: Mapping[str, nn.Parameter],
     placements: Mapping[str, Placement],
     mesh: ParallelMesh,
     *,
-    takes_weight_decay: bool,
+    spec: GroupSpec,
     reduce_dtype: torch.dtype | None,
     fp8_gathers: Sequence[Fp8AllGather],
 ) -> FsdpParamGroup:
-    copies, sharded, stretches = mesh["dp_outer"], [], []
+    copies, axes, sharded, stretches = mesh["dp_outer"], (mesh["shard"], mesh["edp_shard"]), [], []
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        axis = mesh["edp_shard" if placements[name].expert else "shard"]
         sharded.append(parameter)
-        stretches.append(owned_flat_shard(placements[name], axis, copies))
+        stretches.append(owned_flat_shard(placements[name], axes[placements[name].expert], copies))
     assert isinstance(stage, FSDPModule)
     group = FsdpParamGroup(
         sharded,
+        [placements[name] for name in parameters],
         stretches,
         copies,
-        takes_weight_decay=takes_weight_decay,
+        shard_axes=axes,
+        spec=spec,
         stage=stage,
         reduce_dtype=reduce_dtype,
         fp8_gathers=fp8_gathers,
@@ -332,9 +208,11 @@ def _build_param_group(
     return group
 
 
-def _has_tied_head(stage: Decoder) -> bool:
-    """Whether the head computes with the embedding's weights."""
-    return stage.head is not None and stage.head.weight is None
+def _separate_embedding(stage: StageModule) -> nn.Module | None:
+    """Returns the stage's first module if it is a unit of its own: if no other module computes with its weights."""
+    first = next(iter(stage.input_modules()), None)
+    reused = set(stage.reused_params())
+    return None if first is None or not reused.isdisjoint(first.parameters()) else first
 
 
 def _expert_modules(module: nn.Module, placements: Mapping[str, Placement], prefix: str = "") -> Iterator[nn.Module]:
@@ -347,23 +225,19 @@ def _expert_modules(module: nn.Module, placements: Mapping[str, Placement], pref
         yield from _expert_modules(child, placements, f"{prefix}.{name}" if prefix else name)
 
 
-def _set_backward_prefetch(stage: Decoder) -> None:
+def _set_backward_prefetch(stage: StageModule) -> None:
     """In the backward pass, every unit begins to gather the one whose turn is next.
 
     By itself fully_shard takes the unit that was left before this one, which is of another micro-batch when it is a
     stage's first; that one would be gathered for nothing. The first unit names itself, which is here already.
     """
     # A module comes behind its own children in every list of modules turned round, as it does in the forward pass.
-    forward = [[] if stage.embedding is None else _fsdp_units(stage.embedding)]
-    forward += [reversed(list(_fsdp_units(block))) for block in stage.layers.values()]
+    forward: list[Iterable[FSDPModule]] = [fsdp_units(module) for module in stage.input_modules()]
+    forward += [reversed(list(fsdp_units(block))) for block in stage.layers.values()]
     forward.append([stage] if isinstance(stage, FSDPModule) else [])
     order = [unit for units in forward for unit in units]
     for unit, following in zip(order, [order[0], *order]):
         unit.set_modules_to_backward_prefetch([following])
-
-
-def _fsdp_units(stage: nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in stage.modules() if isinstance(module, FSDPModule))
 
 
 class _CallerDicts:

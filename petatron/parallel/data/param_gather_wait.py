@@ -11,11 +11,11 @@ from functools import partial
 
 from torch import nn
 
-from petatron.models.decoder import Decoder
+from petatron.models.stage_module import StageModule
 from petatron.sharding.flat_buffer import FlatParamGroup
 
 
-def wait_for_params_before_use(stages: Sequence[Decoder], param_groups: Sequence[FlatParamGroup]) -> None:
+def wait_for_params_before_use(stages: Sequence[StageModule], param_groups: Sequence[FlatParamGroup]) -> None:
     """Make every layer, and what stands before and behind them, wait for the buckets its parameters lie in."""
     where: dict[nn.Parameter, tuple[FlatParamGroup, int]] = {}
     for group in param_groups:
@@ -31,13 +31,13 @@ def wait_for_params_before_use(stages: Sequence[Decoder], param_groups: Sequence
                 module.register_forward_pre_hook(partial(_wait_for_params, group=group, indices=sorted(indices)))
 
 
-def _modules_with_params(stage: Decoder) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]]]:
+def _modules_with_params(stage: StageModule) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]]]:
     """Modules that are called as such, each with all parameters that are computed with before the next one is called."""
-    for module in (stage.embedding, stage.position, *stage.layers.values()):
-        if module is not None:
-            yield module, module.parameters()
-    if stage.norm is not None and stage.head is not None:
-        yield stage.norm, (*stage.norm.parameters(), *stage.head.parameters())
+    for module in (*stage.input_modules(), *stage.layers.values()):
+        yield module, module.parameters()
+    outputs = stage.output_modules()
+    if outputs:
+        yield outputs[0], [parameter for module in outputs for parameter in module.parameters()]
 
 
 def _wait_for_params(module: nn.Module, args: object, *, group: FlatParamGroup, indices: list[int]) -> None:

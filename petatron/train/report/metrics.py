@@ -44,6 +44,8 @@ class StepMetrics:
     loss: Tensor | float
     lr: float
     global_batch_size: int
+    decoupled_lr: float | None = None
+    """Learning rate of embedding and output head, where they have one of their own."""
     grad_norm: Tensor | float | None = None
     loss_scale: Tensor | float = 1.0
     skipped: Tensor | bool = False
@@ -82,6 +84,7 @@ class LogRecord:
     nan: int
     memory_bytes: int
     eta_s: float | None
+    decoupled_lr: float | None = None
     router_health: Mapping[str, Mapping[str, float]] | None = None
     """By layer index: load, entropy, dropped share, z and balance loss of its router, over the interval."""
 
@@ -194,6 +197,7 @@ class IntervalMeter:
             nan=int(nan),
             memory_bytes=self._read_memory_bytes(),
             eta_s=self._eta_s(step, elapsed_s),
+            decoupled_lr=step.decoupled_lr,
             router_health=self._router_health(),
         )
         self._reset()
@@ -229,7 +233,10 @@ def megatron_log_line(record: LogRecord, *, throughput: bool = True) -> str:
     ]
     if throughput:
         parts.append(f" throughput per GPU (TFLOP/s/GPU): {record.tflops_per_device:.1f}")
-    parts += [f" learning rate: {record.lr:.6E}", f" global batch size: {record.global_batch_size:5d}"]
+    parts.append(f" learning rate: {record.lr:.6E}")
+    if record.decoupled_lr is not None:
+        parts.append(f" decoupled learning rate: {record.decoupled_lr:.6E}")
+    parts.append(f" global batch size: {record.global_batch_size:5d}")
     if record.lm_loss is not None:
         parts.append(f" lm loss: {record.lm_loss:.6E}")
     parts.append(f" loss scale: {record.loss_scale:.1f}")

@@ -30,6 +30,7 @@ SCHEMA_VERSION = 1
 _TRAIN_TAGS = {
     "lm_loss": "lm loss",
     "lr": "learning-rate",
+    "decoupled_lr": "decoupled-learning-rate",
     "global_batch_size": "batch-size",
     "loss_scale": "loss-scale",
     "grad_norm": "grad-norm",

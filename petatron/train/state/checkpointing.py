@@ -96,7 +96,7 @@ def save_with_manager(
         facts={_OPTIMIZER_KEY: updates, "facts": dict(facts or {})},
         same_layout_key=model.layout_key,
         local=local,
-        model=build_hf_folder(model.architecture, _weight_dtype(model), tokenizer),
+        model=build_hf_folder(model.spec, _weight_dtype(model), tokenizer),
         wait=wait,
     )
 
@@ -178,7 +178,7 @@ def load_state(
         )
     if held == "model":
         _check_no_expert_bias(folder, model)
-        found = manager.load_from(path, partial(folder_manifest, path, model.architecture), chunks)
+        found = manager.load_from(path, partial(folder_manifest, path, model.spec), chunks)
         updates, facts = None, {}
     else:
         found = manager.load(
@@ -249,7 +249,7 @@ def _fp8_history_reset_reason(histories: Mapping[str, Tensor], *, same_layout: b
 
 def _check_no_expert_bias(folder: str, model: ParallelModel) -> None:
     """A model with a router expert bias is incomplete without it, and a model folder cannot store it."""
-    moe = model.architecture.moe
+    moe = model.spec.moe
     if moe is not None and moe.moe_router_enable_expert_bias:
         raise CheckpointError(
             f"This model chooses its experts with biases (--moe-router-enable-expert-bias), which {folder} cannot hold. Load the "

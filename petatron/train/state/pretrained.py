@@ -37,8 +37,9 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.hf import family_name_of_config, parse_config_json, to_logical
+from petatron.models.registry import model_spec
 from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.train.build import architecture_of, build_model, launch
+from petatron.train.build import build_model, launch
 from petatron.train.state.checkpointing import load_checkpoint
 from petatron.train.state.hf_folder import CompanionFiles
 from petatron.train.state.run_model import Model
@@ -99,7 +100,7 @@ def from_pretrained(
         with reading_untrusted(folder / CONFIG_FILE, model_folder_error):
             check_stored_counts(folder, *settings)
             run = _run_config(settings, mesh, flags, precision, stored=stored)
-            check_stored_size(folder, architecture_of(run))
+            check_stored_size(folder, model_spec(run))
         model = build_model(run, mesh or launch(run), init_weights=False)
         found = load_checkpoint(str(source), model=model, random_states=False)
         assert found is not None, "a folder without a model was opened as one"
@@ -168,10 +169,7 @@ def _run_config(
 @torch.no_grad()
 def _load_state_dict(model: Model, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Copies this rank's boxes out of whole tensors."""
-    architecture = model.architecture
-    logical = to_logical(
-        family_name_of_config(content), tensors, architecture.model, architecture.moe, architecture.moe_layer_mask
-    )
+    logical = to_logical(family_name_of_config(content), tensors, model.spec)
     for group in model.param_groups:
         for piece, view in group_tensor_shards(group, group.weights()):
             view.copy_(logical[piece.name][piece.logical_slices()])

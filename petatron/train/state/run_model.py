@@ -15,7 +15,7 @@ from petatron.checkpoint.manager import CheckpointManager
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from petatron.mesh.collectives import all_gather_objects
 from petatron.mesh.mesh import Axis
-from petatron.models.batch import Architecture
+from petatron.models.spec import ModelSpec
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.state.checkpointing import save_with_manager
 from petatron.train.state.hf_folder import CompanionFiles
@@ -53,7 +53,7 @@ class Model(ParallelModel):
         target = Path(path).absolute()
         draft, control = tmp_folder(target), self.mesh.control
         opened = HuggingFaceTokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        _on_first_rank(control, target, lambda: _create_draft(target, self.architecture))
+        _on_first_rank(control, target, lambda: _create_draft(target, self.spec))
         try:
             save_with_manager(
                 CheckpointManager(draft, control, world_axis=self.mesh.world, device=self.mesh.device),
@@ -72,8 +72,8 @@ class Model(ParallelModel):
                     remove_tree(draft)
 
 
-def _create_draft(target: Path, architecture: Architecture) -> None:
-    if architecture.moe is not None and architecture.moe.moe_router_enable_expert_bias:
+def _create_draft(target: Path, spec: ModelSpec) -> None:
+    if spec.moe is not None and spec.moe.moe_router_enable_expert_bias:
         raise CheckpointError(
             "This model chooses its experts with biases, and the folder of a model has no place for them. Use save_checkpoint."
         )

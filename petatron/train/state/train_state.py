@@ -58,6 +58,8 @@ class TrainState:
     optimizer: MixedPrecisionOptimizer
     scaler: LossScaler
     lr_schedule: LearningRateSchedule
+    decoupled_lr_schedule: LearningRateSchedule | None
+    """That of embedding and output head, where they have a learning rate of their own."""
     weight_decay_schedule: WeightDecaySchedule
     batch_size_schedule: BatchSizeSchedule
     progress: TrainProgress = field(default_factory=TrainProgress)
@@ -94,6 +96,7 @@ class TrainState:
             optimizer=build_optimizer(run, model),
             scaler=build_loss_scaler(run.precision),
             lr_schedule=LearningRateSchedule.from_config(run),
+            decoupled_lr_schedule=LearningRateSchedule.decoupled_from_config(run),
             weight_decay_schedule=WeightDecaySchedule.from_config(run),
             batch_size_schedule=BatchSizeSchedule.from_config(run),
             tokenizer=tokenizer,
@@ -250,11 +253,13 @@ class TrainState:
     def _schedule_settings(self) -> dict[str, Any]:
         """Returns the settings that would change the course of a run on resume."""
         rates, decays = asdict(self.lr_schedule), asdict(self.weight_decay_schedule)
+        decoupled = {} if self.decoupled_lr_schedule is None else asdict(self.decoupled_lr_schedule)
         if (
             self.weight_decay_schedule.start == self.weight_decay_schedule.end
         ):  # without a ramp its length does not matter
             del decays["length"]
-        return {**{f"lr.{k}": v for k, v in rates.items()}, **{f"weight_decay.{k}": v for k, v in decays.items()}}
+        sections = {"lr": rates, "decoupled_lr": decoupled, "weight_decay": decays}
+        return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -201,6 +201,20 @@ ONE_PROBLEM = [
     ("--min-lr 1", "--min-lr 1 is above --lr 0.001. Use 0.001 or less."),
     ("--min-lr -1", "--min-lr -1 is negative. Use 0 or more."),
     ("--lr-warmup-init 1", "--lr-warmup-init 1 is above --lr 0.001. Use 0.001 or less."),
+    ("--decoupled-lr 0", "--decoupled-lr 0.0 is not above 0. Use a number above 0."),
+    ("--decoupled-min-lr -1", "--decoupled-min-lr -1.0 is below 0. Use 0 or more."),
+    (
+        "--decoupled-lr 1e-4 --decoupled-min-lr 2e-4",
+        "--decoupled-min-lr 0.0002 is above --decoupled-lr 0.0001. Use 0.0001 or less.",
+    ),
+    (
+        "--decoupled-lr 1e-4 --min-lr 2e-4",
+        "--min-lr 0.0002 is above --decoupled-lr 0.0001. Give --decoupled-min-lr, 0.0001 or less.",
+    ),
+    (
+        "--decoupled-lr 1e-4 --lr-warmup-init 2e-4",
+        "--lr-warmup-init 0.0002 is above --decoupled-lr 0.0001. Use 0.0001 or less.",
+    ),
     ("--weight-decay -1", "--weight-decay -1.0 is below 0. Use 0 or more."),
     (
         "--start-weight-decay 0.1",

@@ -94,7 +94,7 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--normalization rmsnorm", "--normalization rmsnorm is not one of LayerNorm or RMSNorm. Did you mean RMSNorm?"),
         ("--rampup-batch-size 1 x", "--rampup-batch-size x is not a whole number. It is: START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."),
         ("--ckpt-format torch_dist", "--ckpt-format torch_dist is not petatron, the only choice. It is: Checkpoint format."),
-        ("--optimizer muon", "--optimizer muon needs the Muon optimizer, which is not in this version. Use adam or sgd."),
+        ("--optimizer lion", "--optimizer lion needs the Lion optimizer, which is not in this version. Use adam, sgd or muon."),
         ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer-type BertWordPieceLowerCase needs BERT, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, ByteTokenizer or NullTokenizer."),
         ("--use-mup", "--use-mup needs muP, which is not in this version. Leave it out."),
         ("--spec a b --bf16", "--spec a b needs a model spec from a module, which is not in this version. Leave it out."),

@@ -90,6 +90,27 @@ def test_bytes_of_an_element(flags: str, wanted: tuple[int, ...]):
     assert found.total == sum(wanted) * n and found.optimizer == (wanted[2] + wanted[3]) * n
 
 
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("--optimizer muon --bf16", 1),
+        ("--optimizer muon --bf16 --exp-avg-dtype bf16", 1),
+        (f"{EXPERTS} --optimizer muon --bf16", 1),
+        (f"{EXPERTS} --optimizer muon --tp 2 --dp 2 --ep 2 --bf16", 4),
+        (f"{EXPERTS} --optimizer muon --dp 4 --ep 2 --use-distributed-optimizer --bf16 --ddp-bucket-size 1", 4),
+    ],
+)
+def test_muon_has_one_moment_in_matrices_and_two_elsewhere(flags: str, world_size: int):
+    run = run_of(flags, world_size)
+    with fake_rank(run, 0) as model:
+        groups = [group for group in model.param_groups if isinstance(group, FlatParamGroup)]
+        width = {"muon": 4, "adam": 6 if "exp-avg" in flags else 8}
+        held = sum(width[group.spec.rule] * stretch.length for group in groups for stretch in group.flat_shards)
+    exact = world_size == 1 or "distributed" not in flags
+    assert state_bytes(run, here(run, 0)).moments == (held if exact else pytest.approx(held, rel=2e-2))
+    assert {group.spec.rule for group in groups} == {"muon", "adam"}
+
+
 def test_weights_that_travel_in_eight_bits_lie_apart_where_they_are_owned():
     sizes = "--hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4"
     flags = f"{sizes} --dp 4 --use-distributed-optimizer --bf16 --fp8-hybrid"

@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import takes_weight_decay
+from petatron.models.decoder import group_spec
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import group_tensor_shards
@@ -22,14 +23,13 @@ def small_model(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
 
 
-def flatten(model: nn.Module) -> list[FlatParamGroup]:
+def flatten(model: nn.Module, rule: str = "adam") -> list[FlatParamGroup]:
     placements = {
         n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
     }
     options, uses = FlatBufferOptions(bucket_size=10**9), Counter(model.parameters())
-    return flatten_parameters(
-        [model], placements, takes_weight_decay, ParallelMesh.single(), options, grads_per_micro_batch=uses
-    )
+    groups = partial(group_spec, OptimizerConfig(optimizer=rule))  # type: ignore[arg-type]
+    return flatten_parameters([model], placements, groups, ParallelMesh.single(), options, grads_per_micro_batch=uses)
 
 
 def collect(groups: list[FlatParamGroup], *, scale: float = 1.0) -> None:
@@ -55,7 +55,7 @@ def train_ours(
     config: OptimizerConfig, dtype: torch.dtype, steps: int, *, scale: float = 1.0
 ) -> tuple[nn.Module, list]:
     model = small_model(dtype)
-    groups = flatten(model)
+    groups = flatten(model, config.optimizer)
     optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single())
     norms = []
     for step in range(1, steps + 1):
@@ -135,7 +135,7 @@ def test_loss_scale_is_undone_to_the_last_bit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bad_gradient_leaves_everything_as_it_was(rule: str, bad: float, dtype: torch.dtype):
     model = small_model(dtype)
-    groups = flatten(model)
+    groups = flatten(model, rule)
     optimizer = MixedPrecisionOptimizer(OptimizerConfig(optimizer=rule, lr=0.1), groups, ParallelMesh.single())  # type: ignore[arg-type]
 
     def step(number: int, spoil: float | None) -> Tensor:
@@ -158,7 +158,7 @@ def test_a_bad_gradient_leaves_everything_as_it_was(rule: str, bad: float, dtype
     assert not any(torch.equal(a, b) for a, b in zip(weights[: len(groups)], after_skip))
 
     model = small_model(dtype)
-    groups = flatten(model)
+    groups = flatten(model, rule)
     optimizer = MixedPrecisionOptimizer(OptimizerConfig(optimizer=rule, lr=0.1), groups, ParallelMesh.single())  # type: ignore[arg-type]
     step(1, None), step(3, None)
     assert all(torch.equal(a, b) for a, b in zip(after_skip, everything())), "the bad step left a trace"
@@ -168,7 +168,7 @@ def test_small_updates_add_up_in_the_master_weights():
     """1 - 0.0001 rounds to 1 in bfloat16; a hundred of them must not."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    groups = flatten(model)
+    groups = flatten(model, "sgd")
     config = OptimizerConfig(optimizer="sgd", lr=1e-4, sgd_momentum=0.0, clip_grad=0.0)
     optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single())
     lost = torch.ones(4, dtype=torch.bfloat16)
@@ -236,7 +236,9 @@ def test_gradients_in_bfloat16_are_taken_as_they_are():
         placements = {"weight": compute_placement("weight", (10, 100), Shard(), ModelParallelCoordinate())}
         options, uses = FlatBufferOptions(bucket_size=1, grad_dtype=grad_dtype), Counter(model.parameters())
         mesh = ParallelMesh.single()
-        [group] = flatten_parameters([model], placements, takes_weight_decay, mesh, options, grads_per_micro_batch=uses)
+        [group] = flatten_parameters(
+            [model], placements, partial(group_spec, OptimizerConfig()), mesh, options, grads_per_micro_batch=uses
+        )
         assert group.flat_grads.dtype == (grad_dtype or torch.float32)
         group.flat_grads.copy_(values)
         optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=0.1, clip_grad=0.5), [group], mesh)

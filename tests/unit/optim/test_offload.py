@@ -16,7 +16,7 @@ from petatron.base.errors import TrainError
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import takes_weight_decay
+from petatron.models.decoder import group_spec
 from petatron.optim import mixed_precision
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
@@ -176,20 +176,19 @@ def model_of(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(9, 17), nn.LayerNorm(17), nn.Linear(17, 11)).to(dtype)
 
 
-def flatten(model: nn.Module) -> list[FlatParamGroup]:
+def flatten(model: nn.Module, rule: str = "adam") -> list[FlatParamGroup]:
     placements = {
         n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
     }
     options, uses = FlatBufferOptions(bucket_size=10**9), Counter(model.parameters())
-    return flatten_parameters(
-        [model], placements, takes_weight_decay, ParallelMesh.single(), options, grads_per_micro_batch=uses
-    )
+    groups = partial(group_spec, OptimizerConfig(optimizer=rule))  # type: ignore[arg-type]
+    return flatten_parameters([model], placements, groups, ParallelMesh.single(), options, grads_per_micro_batch=uses)
 
 
 def trained(memory: MemoryConfig, dtype: torch.dtype, moments: str = "fp32", rule: str = "adam") -> dict[tuple, Tensor]:
     """Every element of weights, master weights and moments after a few updates, by name and place."""
     model = model_of(dtype)
-    groups = flatten(model)
+    groups = flatten(model, rule)
     formats = {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
     config = OptimizerConfig(lr=0.1, optimizer=rule, **formats)  # type: ignore[arg-type]
     optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single(), memory=memory)

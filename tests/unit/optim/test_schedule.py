@@ -1,6 +1,7 @@
 """Learning rate and weight decay: values worked out by hand, end points and monotony."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -166,3 +167,21 @@ def test_unknown_style_and_underived_configuration_are_programming_errors():
         LearningRateSchedule.from_config(RunConfig())
     with pytest.raises(AssertionError, match="not derived"):
         WeightDecaySchedule.from_config(RunConfig())
+
+
+def test_decoupled_rate_has_a_peak_and_a_minimum_of_its_own():
+    """The warm-up's start and all lengths are shared, and its minimum is that of the others unless it is given."""
+    optim = OptimizerConfig(lr=1.1, decoupled_lr=0.6)
+    for given_minimum, minimum in ((0.2, 0.2), (None, 0.1)):
+        run = replace(
+            iteration_run(
+                lr_decay_style="linear", lr_warmup_iters=10, lr_warmup_init=0.05, decoupled_min_lr=given_minimum
+            ),
+            optim=optim,
+        )
+        schedule = LearningRateSchedule.decoupled_from_config(run)
+        assert schedule is not None
+        points = [schedule.at(step, 0) for step in (0, 5, 10, 60, 110, 150)]
+        middle = (0.6 + minimum) / 2
+        assert points == pytest.approx([0.05, 0.325, 0.6, middle, minimum, minimum])
+    assert LearningRateSchedule.decoupled_from_config(iteration_run()) is None

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from petatron.config import load_config
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.run import RunConfig
+from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.forward_context import ForwardContext
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.launch.environment import SINGLE_PROCESS
@@ -25,15 +26,10 @@ from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder, initial_std, run_layers_sequentially, shard_specs, takes_weight_decay
+from petatron.models.decoder import Decoder, group_spec, initial_std, run_layers_sequentially, shard_specs
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
-from petatron.parallel.data.fsdp import (
-    FsdpGradientReducer,
-    FsdpParamGroup,
-    fully_shard_stages,
-    owned_flat_shard,
-    shard_dim,
-)
+from petatron.parallel.data.fsdp import fully_shard_stages
+from petatron.parallel.data.fsdp_param_group import FsdpGradientReducer, FsdpParamGroup, owned_flat_shard, shard_dim
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.expert_parallel import apply_expert_parallel
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
@@ -56,6 +52,8 @@ ONE_BY_ONE = "F0 B0 F1 B1 F2 B2"
 IN_FLIGHT = "F0 F1 B0 F2 B1 B2"
 STEPS, MICRO_BATCHES = 3, 3
 ALONE = Layout()
+
+GROUPS = partial(group_spec, OptimizerConfig())
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +180,7 @@ def shard(
         stages,
         placements,
         mesh,
-        takes_weight_decay,
+        GROUPS,
         strategy=case.strategy,  # pyright: ignore[reportArgumentType]
         compute_dtype=case.dtype,
         reduce_dtype=case.reduce_dtype,
@@ -198,7 +196,7 @@ def train(case: Case) -> Seen:
         groups: Sequence[ParameterGroup] = shard(case, stages, placements, mesh)
         gradients = FsdpGradientReducer(groups, mesh)  # pyright: ignore[reportArgumentType]
     else:
-        groups = flatten_parameters(stages, placements, takes_weight_decay, mesh, FlatBufferOptions(bucket_size=10**9))
+        groups = flatten_parameters(stages, placements, GROUPS, mesh, FlatBufferOptions(bucket_size=10**9))
         gradients = GradientReducer(groups, mesh, overlap=False)  # pyright: ignore[reportArgumentType]
     fill(groups, case.flags)
     optimizer = MixedPrecisionOptimizer(config(case.flags).optim, groups, mesh)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 import torch
 
+from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import shard_specs, takes_weight_decay
+from petatron.models.decoder import group_spec, shard_specs
 from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
 from petatron.parallel.tensor_parallel import shard_params
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
@@ -21,6 +23,8 @@ MODELS = {
     "qk-norm": f"{LLAMA} --num-query-groups 2 --qk-layernorm",
     "experts": f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
 }
+
+GROUPS = partial(group_spec, OptimizerConfig())
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -35,7 +39,7 @@ def test_every_weight_is_waited_for_before_it_is_used(model: str, monkeypatch: p
     for name, parameter in decoder.named_parameters():
         parameter.data.copy_(values[name])
     groups = flatten_parameters(
-        [decoder], placements, takes_weight_decay, ParallelMesh.single(), FlatBufferOptions(bucket_size=500)
+        [decoder], placements, GROUPS, ParallelMesh.single(), FlatBufferOptions(bucket_size=500)
     )
     assert len(groups) > 1 and max(len(group.buckets) for group in groups) > 3
     gathered = {id(group): group.flat_weights.clone() for group in groups}

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,15 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.models.decoder import takes_weight_decay
+from petatron.models.decoder import group_spec
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.dist import RankPool
 
 WIDTH, LAYERS = 4, 5
+
+GROUPS = partial(group_spec, OptimizerConfig())
 
 
 class Chain(nn.Module):
@@ -64,7 +68,7 @@ def flatten(
         n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
     }
     options = FlatBufferOptions(bucket_size=bucket_size, sharded=sharded)
-    return flatten_parameters([model], placements, takes_weight_decay, mesh, options)
+    return flatten_parameters([model], placements, GROUPS, mesh, options)
 
 
 def by_name(groups: list[FlatParamGroup]) -> dict[str, Tensor]:
@@ -226,7 +230,7 @@ def _partial() -> dict[str, Any]:
     model = nn.Module()
     for name, placement in placements.items():
         model.register_parameter(name, nn.Parameter(torch.ones(placement.shape)))
-    groups = flatten_parameters([model], placements, takes_weight_decay, mesh, FlatBufferOptions(bucket_size=1))
+    groups = flatten_parameters([model], placements, GROUPS, mesh, FlatBufferOptions(bucket_size=1))
     sync = GradientReducer(groups, mesh, overlap=True)
     sync.start_step(1)
     sum(parameter.sum() * 10.0**rank for parameter in model.parameters()).backward()

@@ -78,7 +78,15 @@ def test_plain_run_reports_and_ends():
 def test_learning_rate_follows_the_schedule():
     state, _, sink = finish("--train-iters 6")
     assert sink.column("lr") == [state.lr_schedule.at(step, 8 * step) for step in range(6)]
-    assert len(set(sink.column("lr"))) > 3
+    assert len(set(sink.column("lr"))) > 3 and set(sink.column("decoupled_lr")) == {None}
+
+
+def test_decoupled_learning_rate_is_reported():
+    state, _, sink = finish("--train-iters 4 --decoupled-lr 1e-3 --decoupled-min-lr 1e-5")
+    schedule = state.decoupled_lr_schedule
+    assert schedule is not None
+    assert sink.column("decoupled_lr") == [schedule.at(step, 8 * step) for step in range(4)]
+    assert not set(sink.column("decoupled_lr")[1:]) & set(sink.column("lr"))
 
 
 def test_log_interval_and_optional_numbers():

@@ -1,0 +1,252 @@
+"""Updates of whole matrices, however they lie: elements where they are owned, matrices where one rank has them together.
+
+A logical matrix lies in parts on tensor-parallel ranks, and of each part the ranks that share optimizer state own ranges. A step
+goes in rounds, so that only some matrices are together at a time:
+
+    every rank adds its gradients to its momentum; the directions are brought together, each matrix on one rank of the axis that
+    shares state (nothing moves where that rank owns it all); there the parts are gathered over the tensor-parallel ranks, which
+    iterate it each for itself and keep their own part; what comes out goes back the way it came and changes the master weights.
+
+So the ranks that share state share the iterations, and no result depends on the layout. Plain data parallel ranks have no shared state:
+each iterates all its matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from petatron.mesh import collectives
+from petatron.mesh.mesh import ParallelMesh
+from petatron.optim.muon import MuonRule
+from petatron.optim.state_segments import StateSegment
+from petatron.optim.update_rules import StepScalars
+from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParameterGroup, ParamRange
+from petatron.sharding.logical_matrices import LogicalMatrix, assign_matrices, matrix_shape, split_into_matrices
+from petatron.sharding.shard_spec import Placement, TensorShard
+
+_ROUND_ELEMENTS = 1 << 25
+"""Elements that a rank iterates in one round, unless a single matrix has more: 64 MiB in bfloat16, some times that on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnedBox:
+    """A box of a matrix that this rank updates, as views of gradients and state; `weight` is None where the master is the model's."""
+
+    grad: Tensor
+    momentum: Tensor
+    master: Tensor
+    weight: Tensor | None
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class _ReceivedBox:
+    """A box of the local part of a matrix that this rank iterates: which of them, which of its tensors, where in the message."""
+
+    matrix: int
+    tensor: int
+    inside: tuple[slice, slice]
+    shape: tuple[int, int]
+    offset: int
+
+    def view(self, message: Tensor) -> Tensor:
+        return message[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Matrices that are together at a time; messages are in the order of the ranks they go to and come from.
+
+    exchanged: whether any of them, on any rank, is not where it is iterated.
+    """
+
+    owned: list[_OwnedBox]
+    assigned: list[LogicalMatrix]
+    received: list[_ReceivedBox]
+    send_sizes: list[int]
+    receive_sizes: list[int]
+    exchanged: bool
+
+
+class MatrixUpdate:
+    """Updates the dense matrices of a group, or its experts: those whose state one axis shares."""
+
+    def __init__(
+        self,
+        group: ParameterGroup,
+        placements: Sequence[Placement],
+        segments: Mapping[int, StateSegment],
+        rule: MuonRule,
+        mesh: ParallelMesh,
+    ) -> None:
+        """`segments` are those of the group's flat shards, by their index in it."""
+        self._rule = rule
+        self._shard_axis = group.shard_axis(placements[0])
+        self._tensor_axis = mesh["etp" if placements[0].expert else "tp"]
+        weight = group.weights()[0]
+        self._device = weight.device
+        self._dtype = rule.iteration_dtype(torch.promote_types(weight.dtype, torch.float32))
+        matrices = [one for placement in placements for one in split_into_matrices(placement, group.spec.unit)]
+        owners = assign_matrices(matrices, group, self._shard_axis.size)
+        boxes = _OwnedBoxes(group, segments, rule)
+        self._rounds = [self._plan_round(chosen, group, boxes) for chosen in plan_rounds(matrices, owners)]
+
+    def _plan_round(
+        self, chosen: Sequence[tuple[int, LogicalMatrix]], group: ParameterGroup, boxes: _OwnedBoxes
+    ) -> _Round:
+        size, own = self._shard_axis.size, self._shard_axis.rank
+        send: list[list[_OwnedBox]] = [[] for _ in range(size)]
+        incoming: list[list[tuple[int, LogicalMatrix, TensorShard]]] = [[] for _ in range(size)]
+        assigned, exchanged = [], False
+        for owner, matrix in chosen:
+            send[owner] += boxes.of(matrix)
+            ranges = group.owned_ranges(matrix.parameter)
+            exchanged = exchanged or matrix.owners(ranges) != {owner}
+            if owner == own:
+                for one in ranges:
+                    incoming[one.rank] += [(len(assigned), matrix, box) for box in _boxes_in_range(matrix, one)]
+                assigned.append(matrix)
+        received, at = [], 0
+        for found in incoming:
+            for index, matrix, box in found:
+                tensor = [shard.name for shard in matrix.shards].index(box.name)
+                received.append(_received_box(index, tensor, matrix.shards[tensor], box, at))
+                at += math.prod(box.shape)
+        return _Round(
+            [box for destination in send for box in destination],
+            assigned,
+            received,
+            [sum(box.grad.numel() for box in destination) for destination in send],
+            [sum(math.prod(box.shape) for _, _, box in found) for found in incoming],
+            exchanged,
+        )
+
+    @torch.no_grad()
+    def run(self, step: StepScalars) -> None:
+        """One update of all matrices; `step` is that of their group."""
+        for one in self._rounds:
+            directions = [self._rule.accumulate(box.grad, box.momentum, step) for box in one.owned]
+            message = torch.empty(sum(one.send_sizes), dtype=self._dtype, device=self._device)
+            sizes = [box.grad.numel() for box in one.owned]
+            for part, direction in zip(message.split(sizes), directions):
+                part.view(direction.shape).copy_(direction)
+            del directions
+            message = self._iterate(one, message)
+            for box, part in zip(one.owned, message.split(sizes)):
+                self._rule.apply(box.master, part.view(box.master.shape), step, scale=box.scale)
+                if box.weight is not None:
+                    box.weight.copy_(box.master)
+
+    def _iterate(self, one: _Round, directions: Tensor) -> Tensor:
+        """What the owners sent, orthogonalised, on its owners again."""
+        axis, send, receive = self._shard_axis, one.send_sizes, one.receive_sizes
+        message = collectives.all_to_all(directions, axis, send=send, receive=receive) if one.exchanged else directions
+        local = [[message.new_empty(matrix_shape(shard.shape)) for shard in matrix.shards] for matrix in one.assigned]
+        for box in one.received:
+            local[box.matrix][box.tensor][box.inside].copy_(box.view(message))
+        whole = self._gather_over_tensor_parallel(one.assigned, local)
+        results = [
+            _local_parts(matrix, result) for matrix, result in zip(one.assigned, self._rule.orthogonalize(whole))
+        ]
+        for box in one.received:
+            box.view(message).copy_(results[box.matrix][box.tensor][box.inside])
+        return collectives.all_to_all(message, axis, send=receive, receive=send) if one.exchanged else message
+
+    def _gather_over_tensor_parallel(
+        self, matrices: Sequence[LogicalMatrix], local: Sequence[Sequence[Tensor]]
+    ) -> list[Tensor]:
+        """Whole matrices from the parts of the tensor-parallel ranks, in one message for all."""
+        axis = self._tensor_axis
+        shards = [shard for matrix in matrices for shard in matrix.shards]
+        parts = [part for matrix in local for part in matrix]
+        cut = [part.reshape(-1) for shard, part in zip(shards, parts) if _cut_dim(shard) is not None]
+        gathered = collectives.all_gather(torch.cat(cut), axis).view(axis.size, -1) if cut else None
+        wholes, at = [], 0
+        for shard, part in zip(shards, parts):
+            dim = _cut_dim(shard)
+            if dim is not None:
+                assert gathered is not None
+                # Ranks that hold the same kv heads are neighbours; one of them is enough.
+                copies = axis.size * part.shape[dim] // matrix_shape(shard.logical_shape)[dim]
+                pieces = gathered[::copies, at : at + part.numel()]
+                at += part.numel()
+                part = torch.cat([piece.view(part.shape) for piece in pieces], dim=dim)
+            wholes.append(part)
+        stacked = iter(wholes)
+        return [torch.cat([next(stacked) for _ in matrix.shards]) for matrix in matrices]
+
+
+class _OwnedBoxes:
+    """Finds what this rank updates of a matrix. Views are made once: gradients and state lie in memory that never moves."""
+
+    def __init__(self, group: ParameterGroup, segments: Mapping[int, StateSegment], rule: MuonRule) -> None:
+        self._segments, self._rule = segments, rule
+        self._grads, self._weights = group.grads(), group.weights()
+        self._parts: dict[int, list[tuple[ParamRange, int]]] = {}
+        for index, flat_shard in enumerate(group.flat_shards):
+            for part in flat_shard.param_ranges:
+                self._parts.setdefault(id(part.placement), []).append((part, index))
+
+    def of(self, matrix: LogicalMatrix) -> Iterator[_OwnedBox]:
+        """In the order of the parameter's elements."""
+        scale = self._rule.scale(matrix.shape)
+        for part, index in sorted(self._parts.get(id(matrix.parameter), []), key=lambda found: found[0].begin):
+            segment = self._segments[index]
+            alone = FlatShard(segment.range.length, (replace(part, placement=matrix.placement),), (0, 0))
+            quantities = (self._grads[index], segment.moments[0], segment.master, self._weights[index])
+            for views in zip(*(alone.tensor_shards(flat) for flat in quantities)):
+                grad, momentum, master, weight = (view for _, view in views)
+                yield _OwnedBox(grad, momentum, master, weight if segment.has_master_weights else None, scale)
+
+
+def plan_rounds(
+    matrices: Sequence[LogicalMatrix], owners: Sequence[int], limit: int = _ROUND_ELEMENTS
+) -> Iterator[list[tuple[int, LogicalMatrix]]]:
+    """Matrices with who iterates them, so that every rank has about `limit` elements to do in a round, and at least one matrix."""
+    queues: dict[int, list[LogicalMatrix]] = {}
+    for owner, matrix in zip(owners, matrices):
+        queues.setdefault(owner, []).append(matrix)
+    queues = dict(sorted(queues.items()))
+    while any(queues.values()):
+        chosen: list[tuple[int, LogicalMatrix]] = []
+        for owner, queue in queues.items():
+            taken = 0
+            while queue and (taken == 0 or taken + queue[0].num_elements <= limit):
+                taken += queue[0].num_elements
+                chosen.append((owner, queue.pop(0)))
+        yield chosen
+
+
+def _boxes_in_range(matrix: LogicalMatrix, owned: OwnedRange) -> list[TensorShard]:
+    """The boxes of a matrix in a range of its parameter, in the order in which their owner sends them."""
+    length = owned.end - owned.begin
+    alone = FlatShard(length, (ParamRange(matrix.placement, owned.begin, owned.end, 0),), (0, 0))
+    return [box for box, _ in alone.tensor_shards(torch.empty(length, device="meta"))]
+
+
+def _received_box(matrix: int, tensor: int, shard: TensorShard, box: TensorShard, offset: int) -> _ReceivedBox:
+    rows, columns = (
+        slice(at - base, at - base + size)
+        for at, base, size in zip(box.local_start[-2:], shard.local_start[-2:], box.shape[-2:])
+    )
+    return _ReceivedBox(matrix, tensor, (rows, columns), matrix_shape(box.shape), offset)
+
+
+def _cut_dim(shard: TensorShard) -> int | None:
+    """The dimension along which tensor-parallel ranks have a matrix in parts."""
+    here, whole = matrix_shape(shard.shape), matrix_shape(shard.logical_shape)
+    return next((dim for dim in (0, 1) if here[dim] != whole[dim]), None)
+
+
+def _local_parts(matrix: LogicalMatrix, whole: Tensor) -> list[Tensor]:
+    """This rank's part of each tensor of a whole matrix."""
+    rows = [matrix_shape(shard.logical_shape)[0] for shard in matrix.shards]
+    return [
+        part[tuple(slice(at, at + size) for at, size in zip(shard.start[-2:], shard.shape[-2:]))]
+        for shard, part in zip(matrix.shards, whole.split(rows))
+    ]

@@ -1,0 +1,96 @@
+"""Logical matrices: what an update rule with `unit="matrix"` must see whole, and who iterates which.
+
+A parameter of such a group is one or several logical matrices: q, k and v of a fused weight, gate and up, each expert of a stack. A
+tensor-parallel rank has a part of each (`TensorShard`), and the ranks that share optimizer state own ranges of that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from petatron.sharding.flat_shard import OwnedRange, ParameterGroup, element_ranges
+from petatron.sharding.parameter_groups import Unit
+from petatron.sharding.shard_spec import Placement, Shape, TensorShard
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalMatrix:
+    """Logical tensors of two dimensions, stacked by rows, as far as they are in one local parameter.
+
+    `placement` is the parameter's, with these tensors alone; `parameter` is the whole one.
+    """
+
+    parameter: Placement
+    placement: Placement
+
+    @property
+    def shards(self) -> tuple[TensorShard, ...]:
+        return self.placement.tensor_shards
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole matrix, over all tensor-parallel ranks."""
+        return sum(matrix_shape(shard.logical_shape)[0] for shard in self.shards), self.shards[0].logical_shape[-1]
+
+    @property
+    def num_elements(self) -> int:
+        rows, columns = self.shape
+        return rows * columns
+
+    @property
+    def iteration_cost(self) -> int:
+        """What an iteration costs, in multiply-adds of its first GEMM."""
+        return self.num_elements * min(self.shape)
+
+    def owners(self, owned: Iterable[OwnedRange]) -> set[int]:
+        """The ranks that update some of its elements."""
+        inside = [one for shard in self.shards for one in element_ranges(shard, self.parameter.shape)]
+        begin, end = min(first for first, _ in inside), max(last for _, last in inside)
+        return {one.rank for one in owned if one.begin < end and one.end > begin}
+
+
+def matrix_shape(shape: Shape) -> tuple[int, int]:
+    """The two dimensions of a matrix, be it one of a stack."""
+    return shape[-2], shape[-1]
+
+
+def split_into_matrices(placement: Placement, unit: Unit) -> list[LogicalMatrix]:
+    """The matrices of a parameter; of a `fused_matrix` all tensors of two dimensions are one."""
+    shards = [part for shard in placement.tensor_shards for part in _unstack(shard)]
+    sets = [tuple(shards)] if unit == "fused_matrix" else [(shard,) for shard in shards]
+    return [LogicalMatrix(placement, replace(placement, tensor_shards=one)) for one in sets]
+
+
+def _unstack(shard: TensorShard) -> list[TensorShard]:
+    """Every matrix of a stack by itself."""
+    if len(shard.shape) == 2:
+        return [shard]
+    assert len(shard.shape) == 3, f"{shard.name} of shape {shard.logical_shape} is no stack of matrices"
+    return [
+        replace(
+            shard,
+            start=(shard.start[0] + index, *shard.start[1:]),
+            shape=(1, *shard.shape[1:]),
+            local_start=(shard.local_start[0] + index, *shard.local_start[1:]),
+        )
+        for index in range(shard.shape[0])
+    ]
+
+
+def assign_matrices(matrices: Sequence[LogicalMatrix], group: ParameterGroup, num_ranks: int) -> list[int]:
+    """Which rank iterates each matrix: the one that owns all of it, or, costliest first, the one with the least to do.
+
+    Every rank comes to the same answer by itself.
+    """
+    load = [0] * num_ranks
+    holders = [matrix.owners(group.owned_ranges(matrix.parameter)) for matrix in matrices]
+    chosen = [next(iter(own)) if len(own) == 1 else -1 for own in holders]
+    for matrix, rank in zip(matrices, chosen):
+        if rank >= 0:
+            load[rank] += matrix.iteration_cost
+    for index in sorted(range(len(matrices)), key=lambda at: -matrices[at].iteration_cost):
+        if chosen[index] < 0:
+            chosen[index] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
+            load[chosen[index]] += matrices[index].iteration_cost
+    return chosen

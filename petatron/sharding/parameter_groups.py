@@ -1,0 +1,27 @@
+"""What is the same for all parameters of an optimizer group: their update rule, its multipliers, what it must see whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Unit = Literal["element", "matrix", "fused_matrix"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """The key of an optimizer group.
+
+    rule: the name of an update rule. weight_decay and lr_scale: multipliers of the run's weight decay and learning rate.
+    decoupled_lr: its learning rate follows the schedule of `--decoupled-lr`. unit: what the rule updates by itself: every element, or
+    every logical matrix, which it must have whole. Of a `fused_matrix`, all logical matrices of a parameter are one.
+
+    >>> GroupSpec(rule="adam", weight_decay=0.0) == GroupSpec(rule="adam", weight_decay=1.0)
+    False
+    """
+
+    rule: str
+    weight_decay: float = 1.0
+    lr_scale: float = 1.0
+    decoupled_lr: bool = False
+    unit: Unit = "element"
