@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from petatron.infer.generate import generate
     from petatron.mesh.mesh import ParallelMesh
     from petatron.models.batch import Batch
+    from petatron.models.decoder_spec import decoder_spec
+    from petatron.models.registry import register_model
+    from petatron.models.spec import ModelSpec
     from petatron.optim.mixed_precision import MasterOptimizer
     from petatron.train.build import build_loader, build_model, build_optimizer, launch, load
     from petatron.train.run import run_training
@@ -35,18 +38,21 @@ _HOMES = {
     "Batch": "petatron.models.batch",
     "MasterOptimizer": "petatron.optim.mixed_precision",
     "Model": "petatron.train.state.run_model",
+    "ModelSpec": "petatron.models.spec",
     "ParallelMesh": "petatron.mesh.mesh",
     "RunConfig": "petatron.config",
     "TrainState": "petatron.train.state.train_state",
     "build_loader": "petatron.train.build",
     "build_model": "petatron.train.build",
     "build_optimizer": "petatron.train.build",
+    "decoder_spec": "petatron.models.decoder_spec",
     "from_pretrained": "petatron.train.state.pretrained",
     "generate": "petatron.infer.generate",
     "launch": "petatron.train.build",
     "load": "petatron.train.build",
     "load_checkpoint": "petatron.train.state.checkpointing",
     "load_config": "petatron.config",
+    "register_model": "petatron.models.registry",
     "save_checkpoint": "petatron.train.state.checkpointing",
     "run_training": "petatron.train.run",
 }
@@ -55,18 +61,21 @@ __all__ = [
     "Batch",
     "MasterOptimizer",
     "Model",
+    "ModelSpec",
     "ParallelMesh",
     "RunConfig",
     "TrainState",
     "build_loader",
     "build_model",
     "build_optimizer",
+    "decoder_spec",
     "from_pretrained",
     "generate",
     "launch",
     "load",
     "load_checkpoint",
     "load_config",
+    "register_model",
     "run_training",
     "save_checkpoint",
 ]

@@ -1,0 +1,140 @@
+"""A mixer defined outside of the package trains, saves, resumes and is estimated like those inside it, with no other edit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from petatron.base.errors import ConfigError
+from petatron.config import RunConfig
+from petatron.estimate.flops import model_flops_per_token, parameter_count
+from petatron.estimate.memory.forecast import largest_forecast
+from petatron.mesh.comm_record import CommEvent
+from petatron.mesh.mesh import ParallelMesh
+from petatron.models.registry import model_spec, register_model
+from petatron.train.build import build_model
+from petatron.verify.compare_traces import Tolerances, compare_traces
+from petatron.verify.trace import StepTrace
+from tests.dist import RankPool
+from tests.outside.gated_linear_attention import GatedLinearAttentionSpec, decoder_spec
+from tests.parity.harness import check_order, tiny_run, train, train_recorded
+from tests.parity.resharding import Life, live, whole
+
+HYBRID = "--model-type hybrid --num-layers 4"
+BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
+
+
+def train_hybrid(run: RunConfig) -> tuple[list[StepTrace], list[CommEvent]]:
+    """On one rank, which imports this module and with it the hybrid."""
+    return train_recorded(run)
+
+
+def live_hybrid(run: RunConfig) -> Life:
+    return live(run)
+
+
+def hybrid_run(flags: str = "", *, world_size: int = 1, dtype: str = "float64"):
+    return tiny_run(f"{HYBRID} {flags}", world_size=world_size, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train(hybrid_run())
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("--tp 2 --sequence-parallel", 2),
+        ("--tp 4", 4),
+        ("--pp 2", 2),
+        ("--pp 2 --num-layers-per-virtual-pipeline-stage 1", 2),
+        ("--dp 2 --use-distributed-optimizer", 2),
+        ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+        ("--tp 2 --sequence-parallel --recompute-granularity selective --recompute-modules attention mlp", 2),
+        ("--tp 2 --pp 2 --sequence-parallel --cpu-offloading-num-layers 1", 4),
+    ],
+)
+def test_every_layout_trains_the_same_hybrid(ranks: RankPool, alone, layout: str, world_size: int):
+    run = hybrid_run(layout, world_size=world_size)
+    if world_size == 1:
+        traces = [train(run)]
+    else:
+        traces, records = map(list, zip(*ranks.run(train_hybrid, world_size, run)))
+        check_order(records)
+    verdict = compare_traces([alone], traces, BOUNDS)
+    assert len(verdict.steps) == 3
+    assert verdict.agrees, verdict.first_departure
+
+
+def test_it_is_another_model_than_attention_alone(alone):
+    verdict = compare_traces([alone], [train(tiny_run("--num-layers 4", dtype="float64"))], BOUNDS)
+    assert not verdict.agrees
+
+
+def test_its_linears_run_in_fp8(ranks: RankPool):
+    """Emulated on a CPU. Pipeline stages quantise what one process does, so nothing may differ; without FP8 it is another model."""
+    sizes = "--hidden-size 64 --ffn-hidden-size 64 --bf16 --train-iters 2 --lr-warmup-iters 0"
+    fp8 = f"{sizes} --fp8-format hybrid --fp8-recipe tensorwise"
+    run = hybrid_run(fp8, dtype="float32")
+    gemms = build_model(run, ParallelMesh.single(torch.device("cpu"))).fp8_gemms.linears
+    assert {"layers.1.gla.inputs.weight", "layers.1.gla.out.weight"} <= set(gemms)
+    alone = train(run)
+    traces, _ = map(list, zip(*ranks.run(train_hybrid, 2, hybrid_run(f"{fp8} --pp 2", world_size=2, dtype="float32"))))
+    verdict = compare_traces([alone], traces, BOUNDS)
+    assert verdict.agrees, verdict.first_departure
+    assert not compare_traces([alone], [train(hybrid_run(sizes, dtype="float32"))], BOUNDS).agrees
+
+
+def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
+    flags = f"--train-iters 6 --log-interval 1 --save {tmp_path / 'run'} --save-interval 3"
+    lives = ranks.run(live_hybrid, 2, hybrid_run(f"{flags} --tp 2 --sequence-parallel", world_size=2))
+    again = f"--train-iters 6 --log-interval 1 --load {tmp_path / 'run'} --ckpt-step 3"
+    resumed = ranks.run(live_hybrid, 4, hybrid_run(f"{again} --pp 2 --dp 2 --use-distributed-optimizer", world_size=4))
+    at_stop, began = whole([one.at_stop for one in lives]), whole([one.began for one in resumed])
+    assert at_stop.keys() == began.keys()
+    assert any(name == "layers.1.gla.decay_bias" for _, name in began)
+    for key, values in at_stop.items():
+        torch.testing.assert_close(began[key], values, rtol=0, atol=0)
+    losses = [one.losses for one in (lives[0], resumed[-1])]
+    for step in (4, 5, 6):
+        assert losses[1][step] == pytest.approx(losses[0][step], rel=1e-12)
+
+
+def test_estimates_add_it_up():
+    run, plain = hybrid_run(dtype="float32"), tiny_run("--num-layers 4")
+    spec, other = model_spec(run), model_spec(plain)
+    mixers = [layer.mixer for layer in spec.layers]
+    gla = mixers[1]
+    assert isinstance(gla, GatedLinearAttentionSpec)
+    assert [type(mixer) is GatedLinearAttentionSpec for mixer in mixers] == [False, True, False, True]
+    own = sum(param.num_elements for param in gla.params().values())
+    attention = mixers[0]
+    assert attention is not None
+    theirs = sum(param.num_elements for param in attention.params().values())
+    assert parameter_count(spec) == parameter_count(other) + 2 * (own - theirs)
+    gemms = 6 * sum(param.num_elements for name, param in gla.params().items() if name != "decay_bias")
+    expected = gemms + gla.mixing_flops(16, causal=True) / 16
+    per_layer = model_flops_per_token(spec) - model_flops_per_token(other)
+    attention_flops = 6 * theirs + attention.mixing_flops(16, causal=True) / 16
+    assert per_layer == pytest.approx(2 * (expected - attention_flops))
+    assert largest_forecast(run, device="cpu").activations > 0
+
+
+def test_context_parallelism_is_refused_before_anything_is_built():
+    run = hybrid_run("--cp 2", world_size=2)
+    with pytest.raises(ConfigError, match="need them whole: gla"):
+        build_model(run, ParallelMesh.single(torch.device("cpu")))
+
+
+def test_an_unknown_model_is_named_with_those_that_are_known():
+    with pytest.raises(ConfigError, match=r"--model-type hybird is not a registered model.*Did you mean hybrid"):
+        model_spec(tiny_run("--model-type hybird"))
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ConfigError, match="--model-type hybrid is registered already"):
+        register_model("hybrid", decoder_spec)
