@@ -64,7 +64,7 @@ class Axis:
         )
 
     def alone(self) -> Axis:
-        """This rank by itself, for what its neighbours on the axis do not share with it."""
+        """Returns an axis of this rank alone, for state that is not sharded over the axis."""
         return Axis(self.name, 1, 0, (self.ranks[self.rank],), None, self.record)
 
     def channel(self, source: int, destination: int) -> Axis:

@@ -33,7 +33,7 @@ TORCH_KERNELS = OptimizerKernels()
 def build_update_rule(
     name: str, config: OptimizerConfig, kernels: OptimizerKernels, device: torch.device
 ) -> UpdateRule | MuonRule:
-    """The rule of a group's name. All leave an update out on the device, so no step needs the host to decide."""
+    """Builds the update rule of this name. All skip an update on the device, so no step synchronises with the host."""
     if name == "muon":
         return MuonRule(config)
     return AdamRule(config, kernels.adamw, device) if name == "adam" else SgdRule(config)

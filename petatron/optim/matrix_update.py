@@ -1,14 +1,15 @@
-"""Updates of whole matrices, however they lie: elements where they are owned, matrices where one rank has them together.
+"""Updates whole matrices, however they are sharded: elements on the rank that owns them, matrices on one rank that has them whole.
 
-A logical matrix lies in parts on tensor-parallel ranks, and of each part the ranks that share optimizer state own ranges. A step
-goes in rounds, so that only some matrices are together at a time:
+A logical matrix is sharded over tensor-parallel ranks, and of each shard the ranks that shard optimizer state own ranges. A step
+runs in rounds, so that only some matrices are gathered at a time:
 
-    every rank adds its gradients to its momentum; the directions are brought together, each matrix on one rank of the axis that
-    shares state (nothing moves where that rank owns it all); there the parts are gathered over the tensor-parallel ranks, which
-    iterate it each for itself and keep their own part; what comes out goes back the way it came and changes the master weights.
+    every rank accumulates its gradients into its momentum; an all-to-all over the axis that shards state brings the update directions of
+    each matrix to one rank (no communication where that rank owns it all); the tensor-parallel ranks all-gather its shards, and each
+    orthogonalises the whole and keeps its own shard; a second all-to-all returns the results to their owners, which update the master
+    weights.
 
-So the ranks that share state share the iterations, and no result depends on the layout. Plain data parallel ranks have no shared state:
-each iterates all its matrices.
+So the ranks that shard state share the Newton-Schulz steps, and no result depends on the layout. Plain data-parallel ranks do not shard
+state: each orthogonalises all its matrices.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from petatron.sharding.logical_matrices import LogicalMatrix, assign_matrices, m
 from petatron.sharding.shard_spec import Placement, TensorShard
 
 _ROUND_ELEMENTS = 1 << 25
-"""Elements that a rank iterates in one round, unless a single matrix has more: 64 MiB in bfloat16, some times that on the way."""
+"""Elements that a rank orthogonalises in one round, unless a single matrix has more: 64 MiB in bfloat16, with larger temporaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class _OwnedBox:
 
 @dataclass(frozen=True, slots=True)
 class _ReceivedBox:
-    """A box of the local part of a matrix that this rank iterates: which of them, which of its tensors, where in the message."""
+    """A box of the local shard of a matrix that this rank orthogonalises: indices of matrix and tensor, and its place in the message."""
 
     matrix: int
     tensor: int
@@ -60,9 +61,9 @@ class _ReceivedBox:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Matrices that are together at a time; messages are in the order of the ranks they go to and come from.
+    """Matrices that are gathered at a time; messages are in the order of the ranks they are sent to and received from.
 
-    exchanged: whether any of them, on any rank, is not where it is iterated.
+    exchanged: whether any of them, on any rank, is not owned by the rank that orthogonalises it.
     """
 
     owned: list[_OwnedBox]
@@ -74,7 +75,7 @@ class _Round:
 
 
 class MatrixUpdate:
-    """Updates the dense matrices of a group, or its experts: those whose state one axis shares."""
+    """Updates the dense matrices of a group, or its experts: those whose state one axis shards."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class MatrixUpdate:
 
     @torch.no_grad()
     def run(self, step: StepScalars) -> None:
-        """One update of all matrices; `step` is that of their group."""
+        """Updates all matrices; `step` has the rates of their group."""
         for one in self._rounds:
             directions = [self._rule.accumulate(box.grad, box.momentum, step) for box in one.owned]
             message = torch.empty(sum(one.send_sizes), dtype=self._dtype, device=self._device)
@@ -136,14 +137,14 @@ class MatrixUpdate:
             for part, direction in zip(message.split(sizes), directions):
                 part.view(direction.shape).copy_(direction)
             del directions
-            message = self._iterate(one, message)
+            message = self._orthogonalize(one, message)
             for box, part in zip(one.owned, message.split(sizes)):
                 self._rule.apply(box.master, part.view(box.master.shape), step, scale=box.scale)
                 if box.weight is not None:
                     box.weight.copy_(box.master)
 
-    def _iterate(self, one: _Round, directions: Tensor) -> Tensor:
-        """What the owners sent, orthogonalised, on its owners again."""
+    def _orthogonalize(self, one: _Round, directions: Tensor) -> Tensor:
+        """Exchanges update directions, orthogonalises whole matrices and returns the results of this rank's elements."""
         axis, send, receive = self._shard_axis, one.send_sizes, one.receive_sizes
         message = collectives.all_to_all(directions, axis, send=send, receive=receive) if one.exchanged else directions
         local = [[message.new_empty(matrix_shape(shard.shape)) for shard in matrix.shards] for matrix in one.assigned]
@@ -160,7 +161,7 @@ class MatrixUpdate:
     def _gather_over_tensor_parallel(
         self, matrices: Sequence[LogicalMatrix], local: Sequence[Sequence[Tensor]]
     ) -> list[Tensor]:
-        """Whole matrices from the parts of the tensor-parallel ranks, in one message for all."""
+        """All-gathers whole matrices from the shards of tensor-parallel ranks, in one message for all."""
         axis = self._tensor_axis
         shards = [shard for matrix in matrices for shard in matrix.shards]
         parts = [part for matrix in local for part in matrix]
@@ -182,7 +183,7 @@ class MatrixUpdate:
 
 
 class _OwnedBoxes:
-    """Finds what this rank updates of a matrix. Views are made once: gradients and state lie in memory that never moves."""
+    """Finds the boxes of a matrix that this rank owns. Views are made once: gradients and state never move in memory."""
 
     def __init__(self, group: ParameterGroup, segments: Mapping[int, StateSegment], rule: MuonRule) -> None:
         self._segments, self._rule = segments, rule
@@ -193,7 +194,7 @@ class _OwnedBoxes:
                 self._parts.setdefault(id(part.placement), []).append((part, index))
 
     def of(self, matrix: LogicalMatrix) -> Iterator[_OwnedBox]:
-        """In the order of the parameter's elements."""
+        """Yields a matrix's owned boxes in the order of the parameter's elements."""
         scale = self._rule.scale(matrix.shape)
         for part, index in sorted(self._parts.get(id(matrix.parameter), []), key=lambda found: found[0].begin):
             segment = self._segments[index]
@@ -207,7 +208,7 @@ class _OwnedBoxes:
 def plan_rounds(
     matrices: Sequence[LogicalMatrix], owners: Sequence[int], limit: int = _ROUND_ELEMENTS
 ) -> Iterator[list[tuple[int, LogicalMatrix]]]:
-    """Matrices with who iterates them, so that every rank has about `limit` elements to do in a round, and at least one matrix."""
+    """Yields rounds of (rank, matrix): every rank has at most `limit` elements in a round, or one larger matrix."""
     queues: dict[int, list[LogicalMatrix]] = {}
     for owner, matrix in zip(owners, matrices):
         queues.setdefault(owner, []).append(matrix)
@@ -223,7 +224,7 @@ def plan_rounds(
 
 
 def _boxes_in_range(matrix: LogicalMatrix, owned: OwnedRange) -> list[TensorShard]:
-    """The boxes of a matrix in a range of its parameter, in the order in which their owner sends them."""
+    """Returns the boxes of a matrix in a range of its parameter, in the order in which their owner sends them."""
     length = owned.end - owned.begin
     alone = FlatShard(length, (ParamRange(matrix.placement, owned.begin, owned.end, 0),), (0, 0))
     return [box for box, _ in alone.tensor_shards(torch.empty(length, device="meta"))]
@@ -238,13 +239,13 @@ def _received_box(matrix: int, tensor: int, shard: TensorShard, box: TensorShard
 
 
 def _cut_dim(shard: TensorShard) -> int | None:
-    """The dimension along which tensor-parallel ranks have a matrix in parts."""
+    """Returns the dimension along which tensor-parallel ranks shard a matrix."""
     here, whole = matrix_shape(shard.shape), matrix_shape(shard.logical_shape)
     return next((dim for dim in (0, 1) if here[dim] != whole[dim]), None)
 
 
 def _local_parts(matrix: LogicalMatrix, whole: Tensor) -> list[Tensor]:
-    """This rank's part of each tensor of a whole matrix."""
+    """Returns this rank's shard of each tensor of a whole matrix."""
     rows = [matrix_shape(shard.logical_shape)[0] for shard in matrix.shards]
     return [
         part[tuple(slice(at, at + size) for at, size in zip(shard.start[-2:], shard.shape[-2:]))]

@@ -142,7 +142,7 @@ class MixedPrecisionOptimizer:
         return [(group, flat_shard) for group in self._param_groups for flat_shard in group.flat_shards]
 
     def _build_matrix_updates(self, mesh: ParallelMesh) -> Iterator[tuple[ParameterGroup, MatrixUpdate]]:
-        """What brings matrices together whose rule must see them whole."""
+        """Yields the updates of groups whose rule needs whole matrices."""
         begin = 0
         for group in self._param_groups:
             rule, first, begin = self._rule(group), begin, begin + len(group.flat_shards)

@@ -1,6 +1,6 @@
 """Muon (Jordan et al. 2024): momentum, orthogonalised matrix by matrix.
 
-With g the gradient times the factor that undoes the loss scale and clips, of a matrix W of n rows and m columns,
+With g the gradient times the factor that unscales and clips, of a matrix W of n rows and m columns,
 
     b = momentum b + (1 - momentum) g       d = b, or with Nesterov's momentum  d = momentum b + (1 - momentum) g
     W = W - lr decay W - lr s O             O = Newton-Schulz of d, s = a factor for its shape
@@ -9,8 +9,8 @@ With g the gradient times the factor that undoes the loss scale and clips, of a 
     unit_rms_norm   s = sqrt(n / m)           outputs change by the same root mean square
     shape_scaling   s = sqrt(max(1, n / m))   Jordan's
 
-Weight decay is decoupled, as in AdamW. Whether the update is left out is a device scalar: then d is finite, and everything is
-multiplied so that it stays as it is, bit for bit.
+Weight decay is decoupled, as in AdamW. Whether the update is skipped is a device scalar: then g counts as zero, and all factors are such
+that momentum and weights stay as they are, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from petatron.optim.update_rules import StepScalars
 
 
 class MuonRule:
-    """Takes a step apart into what is done to elements, before and after, and to whole matrices between."""
+    """The parts of a Muon step: on elements before and after, and on whole matrices between."""
 
     moments: Mapping[str, torch.dtype | None] = {"momentum_buffer": None}
 
@@ -40,11 +40,11 @@ class MuonRule:
         self._narrow = config.muon_fp32_matmul_prec == "medium"
 
     def iteration_dtype(self, master_dtype: torch.dtype) -> torch.dtype:
-        """What matrices are iterated, and brought together, in."""
+        """Returns the dtype in which matrices are exchanged and orthogonalised."""
         return torch.bfloat16 if self._narrow and master_dtype == torch.float32 else master_dtype
 
     def accumulate(self, grad: Tensor, momentum: Tensor, step: StepScalars) -> Tensor:
-        """Adds a gradient to the momentum in place, and returns the direction of some elements."""
+        """Accumulates a gradient into the momentum in place, and returns the update direction of these elements."""
         dtype = momentum.dtype
         skipped = step.skipped.bool()
         grad = torch.where(skipped, 0.0, grad.to(dtype) * step.grad_factor.to(dtype))
@@ -52,7 +52,7 @@ class MuonRule:
         return grad.lerp_(momentum, self._momentum) if self._nesterov else momentum
 
     def orthogonalize(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Iterates matrices, those of one shape together."""
+        """Orthogonalises matrices, those of one shape in one batch."""
         found: dict[int, Tensor] = {}
         by_shape: dict[torch.Size, list[int]] = {}
         for index, matrix in enumerate(matrices):
@@ -63,7 +63,7 @@ class MuonRule:
         return [found[index] for index in range(len(matrices))]
 
     def scale(self, shape: tuple[int, int]) -> float:
-        """What an orthogonal matrix of this shape is multiplied by, beside the learning rate."""
+        """Returns the factor of an orthogonal update of this shape, without the learning rate."""
         rows, columns = shape
         factors = {
             "spectral": max(rows, columns),
@@ -73,7 +73,7 @@ class MuonRule:
         return self._extra_scale_factor * math.sqrt(factors[self._scale_mode])
 
     def apply(self, master: Tensor, orthogonal: Tensor, step: StepScalars, *, scale: float) -> None:
-        """Decays some elements of master weights and takes the step, in place."""
+        """Applies weight decay and the update to master weights, in place."""
         kept = 1.0 - step.skipped.to(master.dtype)
         master.mul_(1.0 - step.lr * step.weight_decay * kept)
         master.sub_(orthogonal.to(master.dtype) * (step.lr * scale * kept))

@@ -22,7 +22,7 @@ def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
         axes += ["shard", "dp_outer"]
     if run.moe.num_experts is not None:
         axes += ["ep_etp", "sequence", "stage", "edp"]
-        if run.optim.optimizer == "muon":  # parts of an expert's matrices are gathered
+        if run.optim.optimizer == "muon":  # gathers the shards of an expert's matrices
             axes.append("etp")
         if parallel.data_parallel_sharding_strategy != "no_shard":
             axes.append("edp_shard")

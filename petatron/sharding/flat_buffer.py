@@ -5,10 +5,10 @@ every rank keeps and updates the whole buffer. With the distributed optimizer (Z
 one part of every bucket: gradients are reduce-scattered, master weights and moments exist only for the owned parts, and
 updated weights are gathered bucket by bucket. So buckets are padded to a multiple of the ranks that share them.
 
-Where an update rule must see matrices whole (`GroupSpec.unit`), the parameters of a bucket are dealt out to its parts, the largest first,
-each to the part that has least; all parts are as long as the fullest. A bucket takes more parameters until little of it is
-padding. If that does not come about (few matrices for many ranks, or one stack of experts that is most of a bucket), it is cut like any
-other, and who updates a matrix gets the rest of it from its neighbours (`optim/matrix_update.py`).
+Where an update rule needs whole matrices (`GroupSpec.unit`), the parameters of a bucket are assigned to its shards, the largest first,
+each to the shard that has least; all shards are as long as the fullest. A bucket takes more parameters until little of it is
+padding. If that fails (few matrices for many ranks, or one stack of experts that is most of a bucket), it is sharded like any
+other, and the rank that orthogonalises a matrix receives the rest of it from the other owners (`optim/matrix_update.py`).
 
 Weights that are multiplied in eight bits lie in buffers of their own where state is sharded, and may travel in eight bits
 (`sharding/fp8_gather.py`). What this rank owns of them then lies apart, in the precision of the run, and the buffer that is computed
@@ -39,9 +39,9 @@ _log = get_logger(__name__)
 
 # Parts of a bucket start at multiples of this many elements: vector loads, and the widest message units of NCCL.
 _ALIGNMENT = 64
-# Of whole matrices: how much longer a bucket may become for padding, and how much longer it may wait for matrices that need less.
+# Buckets of whole matrices: the largest share of padding, and how many bucket sizes of matrices to try for less.
 _MAX_PADDING = 1 / 16
-_MAX_WAIT = 4
+_MAX_BUCKET_SIZES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +161,11 @@ class FlatParamGroup:
         return [slot.placement for slot in self.params]
 
     def shard_axis(self, placement: Placement) -> Axis:
-        """The ranks that share state; a rank by itself where nobody does."""
+        """Returns the ranks that shard optimizer state; this rank alone where it is not sharded."""
         return self._shard_axis
 
     def owned_ranges(self, placement: Placement) -> list[OwnedRange]:
-        """Who of `shard_axis` updates which elements of a parameter."""
+        """Returns which elements of a parameter each rank of `shard_axis` owns."""
         bucket, slot = self._places[id(placement)]
         length = (bucket.end - bucket.begin) // self._shard_axis.size
         first, last = (slot.start - bucket.begin) // length, (slot.end - 1 - bucket.begin) // length
@@ -326,12 +326,12 @@ def _build_matrix_buckets(
     bucket_size: int,
     num_shards: int,
 ) -> list[Bucket]:
-    """Buckets whose parts are whole parameters, where that needs little padding."""
+    """Builds buckets whose shards are whole parameters, where that needs little padding."""
     buckets: list[Bucket] = []
     rest, whole = list(params), 0
     while rest:
         begin = buckets[-1].end if buckets else 0
-        count, starts, length = _whole_parts(rest, bucket_size, num_shards)
+        count, starts, length = _whole_param_shards(rest, bucket_size, num_shards)
         if length:
             slots = (
                 BucketParam(name, parameter, placements[name], begin + start, turn, uses)
@@ -353,10 +353,10 @@ def _build_matrix_buckets(
     return buckets
 
 
-def _whole_parts(
+def _whole_param_shards(
     params: Sequence[tuple[str, nn.Parameter, int, int]], bucket_size: int, num_shards: int
 ) -> tuple[int, list[int], int]:
-    """How many of these parameters make up the next bucket, where each starts, and its length: 0 if it is to be cut anywhere."""
+    """Returns the parameter count of the next bucket, where each starts, and its length: 0 if no shards of whole parameters fit."""
     sizes = [parameter.numel() for _, parameter, _, _ in params]
     first, total = 0, 0
     for count, size in enumerate(sizes, start=1):
@@ -364,18 +364,18 @@ def _whole_parts(
         if total < bucket_size and count < len(sizes):
             continue
         first = first or count
-        starts, length = deal_out(sizes[:count], num_shards)
+        starts, length = assign_whole_blocks(sizes[:count], num_shards)
         if length - total <= _MAX_PADDING * total:
             return count, starts, length
-        if total >= _MAX_WAIT * bucket_size:
+        if total >= _MAX_BUCKET_SIZES * bucket_size:
             break
     return first, [], 0
 
 
-def deal_out(sizes: Sequence[int], num_shards: int) -> tuple[list[int], int]:
-    """Where each of some blocks starts, so that none crosses the parts of a bucket, and the bucket's length.
+def assign_whole_blocks(sizes: Sequence[int], num_shards: int) -> tuple[list[int], int]:
+    """Returns where each block starts, so that none crosses shards of the bucket, and the bucket's length.
 
-    >>> deal_out([64, 128, 64], 2)
+    >>> assign_whole_blocks([64, 128, 64], 2)
     ([128, 0, 192], 256)
     """
     filled, places = [(0, part) for part in range(num_shards)], [(0, 0)] * len(sizes)

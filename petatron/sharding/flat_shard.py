@@ -37,7 +37,7 @@ class ParamRange:
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """Elements `begin` to `end` of a parameter, which rank `rank` of the axis that shares state updates."""
+    """Elements `begin` to `end` of a parameter, owned by rank `rank` of the axis that shards optimizer state."""
 
     rank: int
     begin: int
@@ -101,15 +101,15 @@ class ParameterGroup(Protocol):
 
     @property
     def placements(self) -> Sequence[Placement]:
-        """Of all its parameters, also of those that other ranks update."""
+        """Returns those of all its parameters, also of those that other ranks own."""
         ...
 
     def shard_axis(self, placement: Placement) -> Axis:
-        """The ranks that share the state of a parameter."""
+        """Returns the ranks that shard the optimizer state of a parameter."""
         ...
 
     def owned_ranges(self, placement: Placement) -> Sequence[OwnedRange]:
-        """Who of `shard_axis` updates which elements of a parameter, in the order of ranks."""
+        """Returns which elements of a parameter each rank of `shard_axis` owns, in the order of ranks."""
         ...
 
     def weights(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""Logical matrices: what an update rule with `unit="matrix"` must see whole, and who iterates which.
+"""Logical matrices: what an update rule with `unit="matrix"` needs whole, and which rank orthogonalises which.
 
 A parameter of such a group is one or several logical matrices: q, k and v of a fused weight, gate and up, each expert of a stack. A
-tensor-parallel rank has a part of each (`TensorShard`), and the ranks that share optimizer state own ranges of that part.
+tensor-parallel rank has a shard of each (`TensorShard`), and the ranks that shard optimizer state own ranges of that shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from petatron.sharding.shard_spec import Placement, Shape, TensorShard
 
 @dataclass(frozen=True, slots=True)
 class LogicalMatrix:
-    """Logical tensors of two dimensions, stacked by rows, as far as they are in one local parameter.
+    """Logical tensors of two dimensions in one local parameter, stacked by rows.
 
     `placement` is the parameter's, with these tensors alone; `parameter` is the whole one.
     """
@@ -40,30 +40,30 @@ class LogicalMatrix:
 
     @property
     def iteration_cost(self) -> int:
-        """What an iteration costs, in multiply-adds of its first GEMM."""
+        """Returns the cost of a Newton-Schulz step, in multiply-adds of its first GEMM."""
         return self.num_elements * min(self.shape)
 
     def owners(self, owned: Iterable[OwnedRange]) -> set[int]:
-        """The ranks that update some of its elements."""
+        """Returns the ranks that own some of its elements."""
         inside = [one for shard in self.shards for one in element_ranges(shard, self.parameter.shape)]
         begin, end = min(first for first, _ in inside), max(last for _, last in inside)
         return {one.rank for one in owned if one.begin < end and one.end > begin}
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
-    """The two dimensions of a matrix, be it one of a stack."""
+    """Returns the two dimensions of a matrix, or of one in a stack."""
     return shape[-2], shape[-1]
 
 
 def split_into_matrices(placement: Placement, unit: Unit) -> list[LogicalMatrix]:
-    """The matrices of a parameter; of a `fused_matrix` all tensors of two dimensions are one."""
+    """Returns the matrices of a parameter; with the unit `fused_matrix`, all its tensors are one."""
     shards = [part for shard in placement.tensor_shards for part in _unstack(shard)]
     sets = [tuple(shards)] if unit == "fused_matrix" else [(shard,) for shard in shards]
     return [LogicalMatrix(placement, replace(placement, tensor_shards=one)) for one in sets]
 
 
 def _unstack(shard: TensorShard) -> list[TensorShard]:
-    """Every matrix of a stack by itself."""
+    """Returns every matrix of a stack by itself."""
     if len(shard.shape) == 2:
         return [shard]
     assert len(shard.shape) == 3, f"{shard.name} of shape {shard.logical_shape} is no stack of matrices"
@@ -79,9 +79,9 @@ def _unstack(shard: TensorShard) -> list[TensorShard]:
 
 
 def assign_matrices(matrices: Sequence[LogicalMatrix], group: ParameterGroup, num_ranks: int) -> list[int]:
-    """Which rank iterates each matrix: the one that owns all of it, or, costliest first, the one with the least to do.
+    """Assigns each matrix to a rank: the one that owns all of it, or, costliest first, the one with the least load.
 
-    Every rank comes to the same answer by itself.
+    Deterministic, so that every rank computes the same assignment.
     """
     load = [0] * num_ranks
     holders = [matrix.owners(group.owned_ranges(matrix.parameter)) for matrix in matrices]

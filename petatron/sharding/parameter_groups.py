@@ -1,4 +1,4 @@
-"""What is the same for all parameters of an optimizer group: their update rule, its multipliers, what it must see whole."""
+"""The settings that all parameters of an optimizer group share: update rule, multipliers, and the unit that the rule needs whole."""
 
 from __future__ import annotations
 

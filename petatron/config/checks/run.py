@@ -276,9 +276,9 @@ def _muon(config: RunConfig) -> Iterator[Problem]:
         ("optimizer_nvme_offload", memory.optimizer_nvme_offload is not None),
     ):
         if chosen:
-            rule = "cannot be combined with --optimizer muon, whose state is needed twice in a step: before and after the matrices meet"
+            rule = "cannot be combined with --optimizer muon, whose state is needed twice in a step: before and after matrices are gathered"
             value = "" if name == "optimizer_cpu_offload" else str(memory.optimizer_nvme_offload)
-            yield Problem(flag_name(name), value, rule, "Leave it out, share the state over more ranks, or use adam.")
+            yield Problem(flag_name(name), value, rule, "Leave it out, shard the state over more ranks, or use adam.")
 
 
 def _state_dtypes(config: RunConfig) -> Iterator[Problem]:

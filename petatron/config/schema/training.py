@@ -49,17 +49,17 @@ class OptimizerConfig:
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
     """Coefficients of the Newton-Schulz steps: the same in each, five sets in turn, or eight that get finer."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    """What an orthogonal update of n rows and m columns is multiplied by: sqrt(max(n, m)), sqrt(n / m) or sqrt(max(1, n / m))."""
+    """Factor of an orthogonal update of n rows and m columns: sqrt(max(n, m)), sqrt(n / m) or sqrt(max(1, n / m))."""
     muon_extra_scale_factor: float = 1.0
-    """What muon's updates are multiplied by beside that; 0.2 with spectral makes them as large as adam's."""
+    """A further factor of muon's updates; 0.2 with spectral makes them as large as adam's."""
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
     """Precision of muon's Newton-Schulz steps: medium is bf16, high is fp32; a run in fp64 takes them in fp64."""
     muon_split_qkv: bool = True
     """Orthogonalise the matrices of queries, keys and values each by itself; else stacked, as one."""
     muon_tp_mode: Literal["duplicated"] = "duplicated"
-    """Newton-Schulz steps of a matrix that tensor-parallel ranks share: each of them gathers it and takes all steps."""
+    """Newton-Schulz steps of a matrix that tensor-parallel ranks shard: each of them all-gathers it and takes all steps."""
     muon_scalar_optimizer: Literal["adam"] = "adam"
-    """What updates the parameters that muon does not."""
+    """The optimizer of the parameters that muon does not update."""
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -1,4 +1,4 @@
-"""Newton-Schulz iteration: the nearest semi-orthogonal matrix, by GEMMs alone.
+"""Newton-Schulz iteration: approximates the nearest semi-orthogonal matrix with GEMMs alone.
 
 With X = U S V^T and singular values in (0, 1], one step with coefficients (a, b, c) is
 
@@ -45,7 +45,7 @@ _SMALLEST_NORM = 1e-7
 
 
 def step_coefficients(name: str, num_steps: int) -> tuple[Coefficients, ...]:
-    """The coefficients of every step; a set that is shorter starts anew, but for polar_express, whose last step converges.
+    """Returns the coefficients of every step; a shorter set repeats, and of polar_express, whose last step converges, only that.
 
     >>> step_coefficients("simple", 2)
     ((3.4445, -4.775, 2.0315), (3.4445, -4.775, 2.0315))

@@ -99,6 +99,11 @@ def test_all_reasons_are_told_at_once():
     assert len(messages("--tp 2 --reset-attention-mask --fp8-hybrid --fp8-recipe delayed", world_size=2)) == 3
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+def test_every_optimizer_is_outside_the_graph(optimizer: str):
+    assert messages(f"--optimizer {optimizer} --decoupled-lr 1e-5", world_size=1) == []
+
+
 def test_without_the_flag_nothing_is_refused():
     assert messages("--no-cuda-graphs --tp 2 --reset-attention-mask", world_size=2) == []
 

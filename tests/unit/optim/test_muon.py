@@ -24,7 +24,7 @@ from petatron.models.decoder import Decoder, group_spec
 from petatron.optim.matrix_update import plan_rounds
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.muon import MuonRule
-from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, deal_out, flatten_parameters
+from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, assign_whole_blocks, flatten_parameters
 from petatron.sharding.logical_matrices import split_into_matrices
 from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Section, Shard, compute_placement
@@ -293,8 +293,8 @@ def test_rounds_are_short_and_keep_all_ranks_busy():
 
 
 @given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=30), num_shards=st.integers(1, 8))
-def test_blocks_are_dealt_out_whole(sizes: list[int], num_shards: int):
-    starts, length = deal_out(sizes, num_shards)
+def test_no_block_crosses_shards(sizes: list[int], num_shards: int):
+    starts, length = assign_whole_blocks(sizes, num_shards)
     part = length // num_shards
     assert part * num_shards == length and part % 64 == 0
     places = sorted(zip(starts, sizes))
@@ -316,7 +316,7 @@ MUON = "--optimizer muon --mock-data --lr 1e-3 --train-iters 1"
         ("--optimizer-nvme-offload there", "--optimizer-nvme-offload there cannot be combined with --optimizer muon"),
         (
             "--muon-tp-mode blockwise",
-            "--muon-tp-mode blockwise needs Newton-Schulz steps on the parts of tensor-parallel ranks",
+            "--muon-tp-mode blockwise needs Newton-Schulz steps on the shards of tensor-parallel ranks",
         ),
         ("--muon-tp-mode distributed", "is not in this version"),
         ("--muon-scalar-optimizer lion", "the Lion optimizer, which is not in this version"),
