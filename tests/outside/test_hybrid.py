@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,18 +76,25 @@ def test_it_is_another_model_than_attention_alone(alone):
     assert not verdict.agrees
 
 
-def test_its_linears_run_in_fp8(ranks: RankPool):
-    """Emulated on a CPU. Pipeline stages quantise what one process does, so nothing may differ; without FP8 it is another model."""
-    sizes = "--hidden-size 64 --ffn-hidden-size 64 --bf16 --train-iters 2 --lr-warmup-iters 0"
-    fp8 = f"{sizes} --fp8-format hybrid --fp8-recipe tensorwise"
-    run = hybrid_run(fp8, dtype="float32")
+def fp8_run(flags: str = "", *, world_size: int = 1) -> RunConfig:
+    """FP8 operands, multiplied and added in float64; a config asks for at most float32."""
+    sizes = "--hidden-size 64 --ffn-hidden-size 64 --train-iters 2 --lr-warmup-iters 0"
+    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+    run = hybrid_run(f"{sizes} {fp8} {flags}", world_size=world_size, dtype="float32")
+    return replace(run, precision=replace(run.precision, fp64=True))
+
+
+@pytest.mark.parametrize("layout", ["--pp 2", "--dp 2 --data-parallel-sharding-strategy optim_grads_params"])
+def test_its_linears_run_in_fp8(ranks: RankPool, layout: str):
+    run = fp8_run()
     gemms = build_model(run, ParallelMesh.single(torch.device("cpu"))).fp8_gemms.linears
     assert {"layers.1.gla.inputs.weight", "layers.1.gla.out.weight"} <= set(gemms)
     alone = train(run)
-    traces, _ = map(list, zip(*ranks.run(train_hybrid, 2, hybrid_run(f"{fp8} --pp 2", world_size=2, dtype="float32"))))
+    traces, _ = map(list, zip(*ranks.run(train_hybrid, 2, fp8_run(layout, world_size=2))))
     verdict = compare_traces([alone], traces, BOUNDS)
     assert verdict.agrees, verdict.first_departure
-    assert not compare_traces([alone], [train(hybrid_run(sizes, dtype="float32"))], BOUNDS).agrees
+    wide = replace(run, precision=replace(run.precision, fp8_format=None))
+    assert not compare_traces([alone], [train(wide)], BOUNDS).agrees
 
 
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
