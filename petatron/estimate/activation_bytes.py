@@ -46,6 +46,8 @@ def layer_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[st
     norms = 2 if layer.norm_placement == "both" else 1
     for branch in layer.branches:
         saved += norms * layer.norm.saved_bytes(shape, shape.tokens) + branch.saved_bytes(shape, modules)
+        if layer.norm_placement == "post":  # its input is no norm's output of this layer, so it is saved
+            saved += shape.activation_bytes(shape.tokens, branch.hidden_size)
         saved += shape.dropout_mask_bytes(branch.hidden_size, layer.dropout)
     return saved
 

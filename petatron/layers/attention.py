@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 
 from petatron.kernels import qk_norm_rope, rope
-from petatron.kernels.attention import causal_attention, rows
+from petatron.kernels.attention import causal_attention, full_attention, rows
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import PackingKernels
 from petatron.kernels.rope import apply_rope, split_qkv
@@ -22,23 +23,25 @@ from petatron.layers.ops.qkv_split import QKNormRopeKernels, QKNorms, RopeKernel
 from petatron.layers.ops.recompute_output import Recomputable
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec
+from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceOrder
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.sharding.shard_spec import Section, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(BranchSpec):
-    """Causal self-attention.
+    """Self-attention.
 
-    qk_norm: the norm of every query and key head. rope: None for a layer without positions. window: the number of tokens that one
-    attends to, itself included; None: all. std, out_std: of the initial weights of the first and of the last GEMM.
+    mask: causally, a token attends to itself and those before it; else to all.
+    qk_norm: the norm of every query and key head.
+    rope: None for a layer without positions.
+    window: the number of tokens that one attends to, itself included; None: all.
+    std, out_std: of the initial weights of the first and of the last GEMM.
     """
 
     name = "attention"
     region = "attention"
     inner_regions = ("core_attn",)
-    sequence_order = "zigzag"
 
     hidden_size: int
     num_heads: int
@@ -48,10 +51,19 @@ class AttentionSpec(BranchSpec):
     out_bias: bool
     qk_norm: NormSpec | None
     rope: RopeSpec | None
+    mask: Literal["causal", "bidirectional"] = "causal"
     window: int | None
     dropout: float
     std: float
     out_std: float
+
+    @property
+    def sequence_order(self) -> SequenceOrder:
+        return "zigzag" if self.mask == "causal" else "whole"
+
+    @property
+    def separates_documents(self) -> bool:
+        return self.mask == "causal"
 
     def build(self, layer_index: int) -> Attention:
         return Attention(self)
@@ -81,7 +93,8 @@ class AttentionSpec(BranchSpec):
 
     def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
         visible = min(self.window or seq_length, seq_length)
-        pairs = visible * seq_length - visible * visible / 2 if causal else float(seq_length * seq_length)
+        halved = causal and self.mask == "causal"
+        pairs = visible * seq_length - visible * visible / 2 if halved else float(seq_length * seq_length)
         return 12 * self.num_heads * self.head_dim * pairs
 
     def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
@@ -114,6 +127,7 @@ class AttentionSpec(BranchSpec):
 
     def _core_flops(self, shape: ActivationShape) -> float:
         visible = min(self.window or shape.whole_sequence, shape.whole_sequence)
+        visible *= 1 if self.mask == "causal" else 2
         return 2.0 * shape.gathered_tokens * self.q_dim(shape.tp) * visible
 
     def _out_flops(self, shape: ActivationShape) -> float:
@@ -121,7 +135,7 @@ class AttentionSpec(BranchSpec):
 
 
 class CoreAttention(nn.Module):
-    """Softmax attention over whole sequences of this rank's heads; context parallelism replaces this module."""
+    """Causal softmax attention over whole sequences of this rank's heads; context parallelism replaces this module."""
 
     def __init__(self, *, window: int | None, dropout: float) -> None:
         super().__init__()
@@ -144,6 +158,18 @@ class CoreAttention(nn.Module):
         )
 
 
+class BidirectionalCoreAttention(nn.Module):
+    """Softmax attention of every token to all of its sequence, over this rank's heads."""
+
+    def __init__(self, *, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, documents: Documents | None = None) -> Tensor:
+        assert documents is None, "a spec says that it does not separate documents"
+        return full_attention(q_SBHE, k_SBKE, v_SBKE, dropout=self.dropout if self.training else 0.0)
+
+
 class Attention(BranchModule):
     """out(core(q, k, v)); q, k and v are one GEMM, stored as three logical tensors."""
 
@@ -156,7 +182,10 @@ class Attention(BranchModule):
         self.qkv = Linear(spec.hidden_size, (q_width, kv_width, kv_width), bias=spec.qkv_bias)
         self.q_norm = None if spec.qk_norm is None else spec.qk_norm.build()
         self.k_norm = None if spec.qk_norm is None else spec.qk_norm.build()
-        self.core = CoreAttention(window=spec.window, dropout=spec.dropout)
+        if spec.mask == "causal":
+            self.core = CoreAttention(window=spec.window, dropout=spec.dropout)
+        else:
+            self.core = BidirectionalCoreAttention(dropout=spec.dropout)
         self.kernels: RopeKernels = rope
         self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
         self.out = Linear(q_width, (spec.hidden_size,), bias=spec.out_bias)

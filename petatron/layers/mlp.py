@@ -14,7 +14,7 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, BranchSpec
+from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, BranchSpec, SequenceOrder
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.sharding.shard_spec import Shard
@@ -26,7 +26,6 @@ class MLPSpec(BranchSpec):
 
     name = "mlp"
     region = "mlp"
-    sequence_order = "any"
 
     hidden_size: int
     width: int
@@ -34,6 +33,14 @@ class MLPSpec(BranchSpec):
     bias: bool
     std: float
     out_std: float
+
+    @property
+    def sequence_order(self) -> SequenceOrder:
+        return "any"
+
+    @property
+    def separates_documents(self) -> bool:
+        return True
 
     @property
     def gated(self) -> bool:

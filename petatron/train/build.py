@@ -179,12 +179,18 @@ def build_model(
 
 def check_supported(run: RunConfig, spec: ModelSpec) -> None:
     """Raises `ConfigError` if the layers of a model cannot do what the run asks for."""
-    if run.parallel.context_parallel_size == 1 or spec.sequence_order == "zigzag":
-        return
+    problems: list[Problem] = []
     branches = {branch for layer in set(spec.layers) for branch in layer.branches}
-    kinds = sorted({branch.name for branch in branches if branch.sequence_order not in ("any", "zigzag")})
-    rule = f"shards sequences, but layers of this model need them whole: {', '.join(kinds)}"
-    raise ConfigError([Problem("--context-parallel-size", str(run.parallel.context_parallel_size), rule, "Use 1.")])
+    whole = sorted({branch.name for branch in branches if branch.sequence_order not in ("any", "zigzag")})
+    if run.parallel.context_parallel_size > 1 and whole:
+        rule = f"shards sequences, but layers of this model need them whole: {', '.join(whole)}"
+        problems.append(Problem("--context-parallel-size", str(run.parallel.context_parallel_size), rule, "Use 1."))
+    mixed = sorted({branch.name for branch in branches if not branch.separates_documents})
+    if run.data.reset_attention_mask and mixed:
+        rule = f"separates packed documents, but layers of this model see the whole sequence: {', '.join(mixed)}"
+        problems.append(Problem("--reset-attention-mask", "", rule, "Leave it out."))
+    if problems:
+        raise ConfigError(problems)
 
 
 def build_optimizer(run: RunConfig, model: ParallelModel) -> MixedPrecisionOptimizer:

@@ -1,6 +1,6 @@
-"""Causal attention on one device: the fastest kernel that supports these tensors, else blocks and tiles.
+"""Attention on one device: the fastest kernel that supports these tensors, else blocks and tiles.
 
-A token attends to itself and the tokens before it, at most `window` of them, and none before the start of its document.
+Causally, a token attends to itself and the tokens before it, at most `window` of them, and none before the start of its document.
 
     neither window nor documents       cuDNN on Hopper, else PyTorch's choice
     documents                          cuDNN on Hopper for long ones (`documents.py`), else FlashAttention on NVIDIA GPUs
@@ -48,7 +48,7 @@ def causal_attention(
     length = q_SBHE.shape[0]
     limit = window if window is not None and window < length else None
     if limit is None and documents is None:
-        return _dense_attention(q_SBHE, k_SBKE, v_SBKE, dropout)
+        return _dense_attention(q_SBHE, k_SBKE, v_SBKE, dropout=dropout, causal=True)
     if (
         documents is not None
         and limit is None
@@ -69,6 +69,11 @@ def causal_attention(
     return block_attention(q_SBHE, k_SBKE, v_SBKE, BlockMask(whole, whole, bounds), dropout=dropout)
 
 
+def full_attention(q_SBHE: Tensor, k_TBKE: Tensor, v_TBKE: Tensor, *, dropout: float = 0.0) -> Tensor:
+    """Softmax attention of each token to all T keys, which may be those of another sequence."""
+    return _dense_attention(q_SBHE, k_TBKE, v_TBKE, dropout=dropout, causal=False)
+
+
 def block_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, mask: BlockMask, *, dropout: float = 0.0) -> Tensor:
     """Attention of any queries over any keys, by the positions that the mask gives them."""
     return _BlockAttention.apply(q_SBHE, k_SBKE, v_SBKE, mask, AttentionDropout.draw(dropout))  # pyright: ignore[reportReturnType]
@@ -78,34 +83,40 @@ def _equal_length_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, leng
     """Treats documents of one length as a larger batch of shorter sequences; a view where memory is batch first."""
     sequence, batch = q_SBHE.shape[:2]
     q, k, v = (x.transpose(0, 1).reshape(-1, length, *x.shape[2:]).transpose(0, 1) for x in (q_SBHE, k_SBKE, v_SBKE))
-    return _dense_attention(q, k, v, 0.0).transpose(0, 1).reshape(batch, sequence, *q_SBHE.shape[2:]).transpose(0, 1)
+    return (
+        _dense_attention(q, k, v, dropout=0.0, causal=True)
+        .transpose(0, 1)
+        .reshape(batch, sequence, *q_SBHE.shape[2:])
+        .transpose(0, 1)
+    )
 
 
-def _dense_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, dropout: float) -> Tensor:
+def _dense_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, *, dropout: float, causal: bool) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHE, k_SBKE, v_SBKE))
     if dropout == 0.0 and q.shape[2] >= cudnn.MIN_SEQUENCE_LENGTH and cudnn.unsupported_tensors_reason(q, v) is None:
-        out: Tensor = _CudnnAttention.apply(q, k, v)  # pyright: ignore[reportAssignmentType]
+        out: Tensor = _CudnnAttention.apply(q, k, v, causal)  # pyright: ignore[reportAssignmentType]
     else:
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
         )
     return out.permute(2, 0, 1, 3)
 
 
 class _CudnnAttention(torch.autograd.Function):
-    """One causal call; a node of its own because of the gradient's layout (`cudnn.py`)."""
+    """One call; a node of its own because of the gradient's layout (`cudnn.py`)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = cudnn.forward(q, k, v, causal=True)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        out, lse = cudnn.forward(q, k, v, causal=causal)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal = causal
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return cudnn.backward(grads[0], q, k, v, out=out, lse=lse, causal=True)
+        return *cudnn.backward(grads[0], q, k, v, out=out, lse=lse, causal=ctx.causal), None
 
 
 class _BlockAttention(torch.autograd.Function):

@@ -30,7 +30,7 @@ from petatron.layers.moe.load_balancing import ReductionGroup, attach_aux_loss
 from petatron.layers.moe.router import Router, Routing
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec
+from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec, SequenceOrder
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.sharding.initial_values import NormalValues
@@ -49,7 +49,6 @@ class MoESpec(BranchSpec):
     name = "mlp"
     region = "moe"
     inner_regions = ("shared_experts",)
-    sequence_order = "any"
 
     hidden_size: int
     num_experts: int
@@ -62,6 +61,14 @@ class MoESpec(BranchSpec):
     routing: MoEConfig
     std: float
     out_std: float
+
+    @property
+    def sequence_order(self) -> SequenceOrder:
+        return "any"
+
+    @property
+    def separates_documents(self) -> bool:
+        return True
 
     @property
     def gated(self) -> bool:

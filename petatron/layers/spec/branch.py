@@ -55,14 +55,22 @@ class BranchSpec(ABC):
     name: of the module in its layer, and so of its tensors: `layers.3.attention.q.weight`.
     hidden_size: the width of the residual stream.
     region: the name of the whole branch in `--recompute-modules`; `inner_regions` are parts of it.
-    sequence_order: what context parallelism may do with the sequence.
     """
 
     name: ClassVar[str]
     region: ClassVar[str]
     inner_regions: ClassVar[tuple[str, ...]] = ()
-    sequence_order: ClassVar[SequenceOrder] = "whole"
     hidden_size: int
+
+    @property
+    def sequence_order(self) -> SequenceOrder:
+        """How context parallelism may shard the sequence."""
+        return "whole"
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether tokens of one packed document do not see those of another."""
+        return False
 
     @abstractmethod
     def build(self, layer_index: int) -> BranchModule: ...
