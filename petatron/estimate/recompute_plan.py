@@ -85,10 +85,11 @@ def _layer_fraction(count: int, layers: int) -> str:
 
 def recompute_modules(layer: LayerSpec) -> tuple[str, ...]:
     """Returns what can be recomputed of a layer: small parts first, whole branches last."""
-    inner = [name for branch in layer.branches for name in branch.inner_regions]
-    mixer_parts = layer.mixer.inner_regions if layer.mixer is not None else ()
-    others = [name for name in inner if name not in mixer_parts]
-    return (*mixer_parts, "layernorm", *others, *(branch.region for branch in reversed(layer.branches)))
+    mixers = [branch for branch in layer.branches if branch is not layer.channel_mixer]
+    mixer_parts = [name for branch in mixers for name in branch.inner_regions]
+    channel_parts = () if layer.channel_mixer is None else layer.channel_mixer.inner_regions
+    wholes = [branch.region for branch in reversed(layer.branches)]
+    return tuple(dict.fromkeys((*mixer_parts, "layernorm", *channel_parts, *wholes)))
 
 
 def effective_modules(layer: LayerSpec, shape: ActivationShape, modules: Sequence[str] | ModuleSet) -> ModuleSet:

@@ -22,10 +22,11 @@ NormPlacement = Literal["pre", "post", "both"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer of a model: what it mixes over the sequence, what over channels; either may be missing."""
+    """One layer of a model: what it mixes over the sequence, with another sequence, and over channels; any may be missing."""
 
     mixer: BranchSpec | None
     channel_mixer: BranchSpec | None
+    cross_mixer: BranchSpec | None = None
     norm: NormSpec
     dropout: float = 0.0
     norm_placement: NormPlacement = "pre"
@@ -33,7 +34,8 @@ class LayerSpec:
     @property
     def branches(self) -> tuple[BranchSpec, ...]:
         """The residual branches in their order."""
-        return tuple(branch for branch in (self.mixer, self.channel_mixer) if branch is not None)
+        branches = (self.mixer, self.cross_mixer, self.channel_mixer)
+        return tuple(branch for branch in branches if branch is not None)
 
     def build(self, layer_index: int) -> TransformerLayer:
         return TransformerLayer(self, layer_index=layer_index)

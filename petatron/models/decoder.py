@@ -41,11 +41,9 @@ class Decoder(StageModule):
         tied = bool(spec.tied_params) and self.embedding is not None
         self.head = OutputHead(config.vocab_size, config.hidden_size, tied=tied) if stage.has_loss else None
 
-    def input_modules(self) -> Sequence[nn.Module]:
-        return [module for module in (self.embedding, self.position) if module is not None]
-
-    def output_modules(self) -> Sequence[nn.Module]:
-        return [module for module in (self.norm, self.head) if module is not None]
+    def outer_modules(self) -> Sequence[Sequence[nn.Module]]:
+        groups = ([self.embedding], [self.position], [self.norm, self.head])
+        return [modules for group in groups if (modules := [module for module in group if module is not None])]
 
     def reused_params(self) -> Iterator[nn.Parameter]:
         if self.head is not None and self.head.weight is None and self.embedding is not None:

@@ -24,7 +24,7 @@ def run_layers_sequentially(layers: Sequence[nn.Module], x_SBD: Tensor, context:
 class StageModule(nn.Module):
     """Some consecutive layers of a model, and the modules before and after them that this stage has.
 
-    layers: by their index in the whole model. run_layers: called with all of them.
+    layers: by their index in the whole model. run_layers: called with all of them, or with consecutive parts of them in turn.
     """
 
     stage: PipelineStage
@@ -35,12 +35,8 @@ class StageModule(nn.Module):
         """Returns the layers in their order."""
         return [layer for layer in self.layers.values() if isinstance(layer, TransformerLayer)]
 
-    def input_modules(self) -> Sequence[nn.Module]:
-        """Returns the modules before the layers, each called as such."""
-        return ()
-
-    def output_modules(self) -> Sequence[nn.Module]:
-        """Returns the modules after the layers; the first one is called before the others are used."""
+    def outer_modules(self) -> Sequence[Sequence[nn.Module]]:
+        """Returns the modules outside layers, in the order of their use: of those in one group, the first is called first."""
         return ()
 
     def reused_params(self) -> Iterator[nn.Parameter]:

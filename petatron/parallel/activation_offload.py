@@ -30,9 +30,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -229,12 +228,16 @@ class _OffloadForward:
     def __init__(self, link: HostLink, min_bytes: int, not_offloaded: Iterable[Tensor]) -> None:
         self._link, self._min_bytes = link, min_bytes
         self._not_offloaded = {tensor.untyped_storage()._cdata for tensor in not_offloaded}
+        self._current_layer: nn.Module | None = None
         self._current_group: _OffloadGroup | None = None
         self._last_group: _OffloadGroup | None = None
         self._on_device: deque[_OffloadGroup] = deque()
 
     def enter_layer(self, layer: nn.Module, *, offloaded: bool) -> None:
-        """Starts the group of a layer, if it is offloaded."""
+        """Starts the group of a layer, if it is offloaded; once, however often it is told."""
+        if layer is self._current_layer:
+            return
+        self._current_layer = layer
         self._close_group()
         if not offloaded:
             return
@@ -280,14 +283,16 @@ class _OffloadForward:
 class _OffloadLayerRunner:
     """Runs a stage's layers inside the hooks; a pre-hook on every layer marks where its saved tensors begin."""
 
-    def __init__(self, run_layers: LayerRunner, link: HostLink, min_bytes: int) -> None:
-        self._run_layers, self._link, self._min_bytes = run_layers, link, min_bytes
+    def __init__(
+        self, run_layers: LayerRunner, offloaded: Collection[nn.Module], link: HostLink, min_bytes: int
+    ) -> None:
+        self._run_layers, self._offloaded, self._link, self._min_bytes = run_layers, offloaded, link, min_bytes
         self._forward: _OffloadForward | None = None
 
-    def enter_layer(self, layer: nn.Module, _: Any, *, offloaded: bool) -> None:
+    def enter_layer(self, layer: nn.Module, _: Any) -> None:
         # A layer recomputed in backward is not part of an offloaded forward pass.
         if self._forward is not None:
-            self._forward.enter_layer(layer, offloaded=offloaded)
+            self._forward.enter_layer(layer, offloaded=layer in self._offloaded)
 
     def __call__(self, layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
         if not torch.is_grad_enabled():
@@ -298,7 +303,7 @@ class _OffloadLayerRunner:
             not_offloaded += context.documents.tensors
         self._forward = forward = _OffloadForward(self._link, self._min_bytes, not_offloaded)
         try:
-            forward.enter_layer(layers[0], offloaded=True)  # the first layer is always offloaded
+            self.enter_layer(layers[0], None)  # its input may be saved before it is called
             with saved_tensors_hooks(forward.pack, forward.unpack):
                 return self._run_layers(layers, x_SBD, context)
         finally:
@@ -317,8 +322,8 @@ def apply_activation_offload(
     chosen = offloaded_layers(len(layers), memory.cpu_offloading_num_layers)
     if not chosen:
         return None
-    offload = _OffloadLayerRunner(stage.run_layers, link, min_bytes)
-    for index, layer in enumerate(layers[1:], start=1):
-        layer.register_forward_pre_hook(partial(offload.enter_layer, offloaded=index in chosen))
+    offload = _OffloadLayerRunner(stage.run_layers, {layers[index] for index in chosen}, link, min_bytes)
+    for layer in layers:
+        layer.register_forward_pre_hook(offload.enter_layer)
     stage.run_layers = offload
     return f"offload: activations of {len(chosen)} of {len(layers)} layers wait in host memory"

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -238,15 +239,18 @@ def _save_gathered_inputs(module: nn.Module) -> None:
             linear.linear_op = replace(linear.linear_op, regather=False)
 
 
-def _grouped_layer_runner(groups: Sequence[tuple[int, bool]], rng_streams: RandomStreams) -> LayerRunner:
-    """Runs layers in groups of (count, recomputed) consecutive ones."""
+def _grouped_layer_runner(
+    stage: StageModule, groups: Sequence[tuple[int, bool]], rng_streams: RandomStreams
+) -> LayerRunner:
+    """Runs a stage's layers in groups of (count, recomputed) consecutive ones."""
+    numbers = (number for number, (count, _) in enumerate(groups) for _ in range(count))
+    group_of = dict(zip(stage.layers.values(), numbers, strict=True))
 
     def run(layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
-        start = 0
-        for count, recompute in groups:
-            run_group = partial(run_layers_sequentially, layers[start : start + count])
+        for number, members in groupby(layers, key=group_of.__getitem__):
+            run_group = partial(run_layers_sequentially, list(members))
+            recompute = groups[number][1]
             x_SBD = recomputed(run_group, rng_streams)(x_SBD, context) if recompute else run_group(x_SBD, context)
-            start += count
         return x_SBD
 
     return run
@@ -257,4 +261,4 @@ def apply_recompute(stage: StageModule, plan: RecomputePlan, rng_streams: Random
     for layer, modules in zip(stage.transformer_layers(), plan.modules, strict=True):
         _recompute_modules(layer, modules, rng_streams)
     if any(recompute for _, recompute in plan.groups):
-        stage.run_layers = _grouped_layer_runner(plan.groups, rng_streams)
+        stage.run_layers = _grouped_layer_runner(stage, plan.groups, rng_streams)

@@ -210,9 +210,10 @@ def _build_param_group(
 
 def _separate_embedding(stage: StageModule) -> nn.Module | None:
     """Returns the stage's first module if it is a unit of its own: if no other module computes with its weights."""
-    first = next(iter(stage.input_modules()), None)
-    reused = set(stage.reused_params())
-    return None if first is None or not reused.isdisjoint(first.parameters()) else first
+    if not stage.stage.has_embedding:
+        return None
+    [first, *_] = stage.outer_modules()[0]
+    return first if set(stage.reused_params()).isdisjoint(first.parameters()) else None
 
 
 def _expert_modules(module: nn.Module, placements: Mapping[str, Placement], prefix: str = "") -> Iterator[nn.Module]:
@@ -232,7 +233,9 @@ def _set_backward_prefetch(stage: StageModule) -> None:
     stage's first; that one would be gathered for nothing. The first unit names itself, which is here already.
     """
     # A module comes behind its own children in every list of modules turned round, as it does in the forward pass.
-    forward: list[Iterable[FSDPModule]] = [fsdp_units(module) for module in stage.input_modules()]
+    forward: list[Iterable[FSDPModule]] = [
+        fsdp_units(module) for modules in stage.outer_modules() for module in modules
+    ]
     forward += [reversed(list(fsdp_units(block))) for block in stage.layers.values()]
     forward.append([stage] if isinstance(stage, FSDPModule) else [])
     order = [unit for units in forward for unit in units]

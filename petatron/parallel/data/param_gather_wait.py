@@ -33,11 +33,10 @@ def wait_for_params_before_use(stages: Sequence[StageModule], param_groups: Sequ
 
 def _modules_with_params(stage: StageModule) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]]]:
     """Modules that are called as such, each with all parameters that are computed with before the next one is called."""
-    for module in (*stage.input_modules(), *stage.layers.values()):
-        yield module, module.parameters()
-    outputs = stage.output_modules()
-    if outputs:
-        yield outputs[0], [parameter for module in outputs for parameter in module.parameters()]
+    for layer in stage.layers.values():
+        yield layer, layer.parameters()
+    for modules in stage.outer_modules():
+        yield modules[0], [parameter for module in modules for parameter in module.parameters()]
 
 
 def _wait_for_params(module: nn.Module, args: object, *, group: FlatParamGroup, indices: list[int]) -> None:
