@@ -35,7 +35,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Architecture, Batch
-from petatron.models.decoder import Decoder, initial_constant, initial_std, shard_specs, takes_weight_decay
+from petatron.models.decoder import Decoder, decoder_io, initial_constant, initial_std, shard_specs, takes_weight_decay
 from petatron.optim.build import OptimizerKernels
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
@@ -152,6 +152,7 @@ def build_model(run: RunConfig, mesh: ParallelMesh, *, init_weights: bool = True
         routers,
         mesh,
         streams,
+        io=decoder_io(run.model, num_stages=len(stages)),
         architecture=architecture,
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,

@@ -20,7 +20,7 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
     Nothing here waits for the device, except for one number per step under dynamic loss scaling.
     """
     run, progress, scale = state.run, state.progress, state.scaler.scale
-    size = sum(batch.tokens.shape[0] for batch in batches) * state.mesh.dp.size
+    size = sum(batch.num_samples for batch in batches) * state.mesh.dp.size
     loss = state.model.train_step(batches, loss_scale=scale, timeline=_timeline_writer(state))
     zeros = state.optimizer.count_zero_grads() if run.log.log_num_zeros_in_grad else None
     lr = state.lr_schedule.at(progress.updates, progress.update_samples)

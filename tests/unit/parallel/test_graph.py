@@ -50,7 +50,7 @@ class StandIn:
         torch.set_rng_state(generator)
         for group, grads in zip(self.sync._param_groups, kept, strict=True):
             group.flat_grads.copy_(grads)
-        for made in (outcome.loss_sum, *outcome.router_statistics.values()):
+        for made in (outcome.loss_sums, *outcome.router_statistics.values()):
             made.fill_(float("nan"))
 
         def replay() -> None:
@@ -60,7 +60,7 @@ class StandIn:
             made = step()
             self._restore(now)
             self.model.fp8_gemms.new_step()
-            outcome.loss_sum.copy_(made.loss_sum)
+            outcome.loss_sums.copy_(made.loss_sums)
             for layer, report in outcome.router_statistics.items():
                 report.copy_(made.router_statistics[layer])
 
