@@ -41,6 +41,7 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
         consumed_samples=progress.consumed_samples,
         tokens=size * run.model.seq_length,
         loss=loss,
+        named_losses=state.model.named_losses if len(state.model.io.losses) > 1 else None,
         lr=lr,
         global_batch_size=size,
         grad_norm=result.grad_norm,

@@ -13,10 +13,11 @@ from petatron.base.errors import TrainError
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.config import RunConfig, load_config
+from petatron.data.batch_loader import BatchLoader
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build import RunLength, build_loaders
-from petatron.train.loop import TrainingResult, TrainLoop, evaluate
+from petatron.train.loop import EvaluatedLosses, TrainingResult, TrainLoop, evaluate
 from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
@@ -227,11 +228,17 @@ def test_bad_numbers_are_never_published(tmp_path: Path, how: str):
     assert CheckpointManager(str(tmp_path), state.mesh.world).latest() is None
 
 
+def _mean_loss(state: TrainState, loader: BatchLoader) -> float:
+    found = evaluate(state, loader)
+    assert isinstance(found, EvaluatedLosses) and found.named_losses == {"lm loss": found.loss}
+    return found.loss
+
+
 def _evaluated(run: RunConfig) -> tuple[float, list[float], torch.Tensor]:
     state, loop, sink = start(run)
     loop.run()
     return (
-        evaluate(state, loop._loaders.valid) if loop._loaders.valid else 0.0,
+        _mean_loss(state, loop._loaders.valid) if loop._loaders.valid else 0.0,
         sink.column("lm_loss", "valid"),
         weights(state),
     )
@@ -260,7 +267,7 @@ def test_evaluation_covers_the_first_batches_once_each():
     parts = [state.model.evaluate(valid.next_step(8, first)) for first in (0, 8, 16)]
     assert len({float(total) for total, _ in parts}) == 3
     expected = float(sum(total for total, _ in parts) / sum(tokens for _, tokens in parts))
-    assert evaluate(state, valid) == pytest.approx(expected, rel=1e-12)
+    assert _mean_loss(state, valid) == pytest.approx(expected, rel=1e-12)
 
 
 def test_layouts_evaluate_alike(ranks: RankPool):
